@@ -1,0 +1,1 @@
+"""Batch Agent: input list in, structured result list out."""

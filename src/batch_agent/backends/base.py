@@ -1,0 +1,87 @@
+"""The seam between the engine and whatever answers: one protocol, and the values that cross it.
+
+A backend turns one ModelRequest into one complete Reply or raises one of the BackendErrors. It does not retry, queue,
+limit or time out: the engine does, once, for all backends. ``tests/backends/contract.py`` is the suite that a backend
+passes when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+from pydantic import JsonValue
+
+from batch_agent.messages import Conversation, JsonObject, Reply, ToolCall, ToolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do. Nothing else is asked of it, and nothing is found out by trying."""
+
+    native_schema: bool = False  # keeps to a JSON schema that comes with the request
+    schema_with_tools: bool = False  # ... also when the same request offers tools
+    streaming: bool = True  # can report tool calls while the model is still talking
+    default_inflight: int = 64  # calls in flight when the user names no number
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class RequestShape:
+    """What sibling requests have in common apart from their messages.
+
+    Compared by identity: a run makes one or two of these, and a backend may remember what it derived from each (the
+    encoded head of a request body, a compiled grammar) in a WeakKeyDictionary.
+    """
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
+    tool_choice: JsonValue = None  # "auto" | "none" | "required" | a tool's name | the wire's own object
+    schema: JsonObject | None = None  # the answer must be JSON of this schema
+    schema_name: str = "answer"
+    extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    shape: RequestShape
+    conversation: Conversation
+    job_id: str
+    turns_left: int = 0  # how near the agent is to its end; fewer goes sooner
+
+
+OnToolCall = Callable[[ToolCall], None]
+
+
+class Backend(Protocol):
+    """Entered once per run; entering it again inside (by the user, or a second run) shares what is open."""
+
+    @property
+    def name(self) -> str:
+        """For people: the scheme and where it points, without credentials."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        """One turn. With ``on_tool_call`` the answer is streamed and each tool call is reported, once and in order, as
+        soon as it is complete; the Reply then carries those same ToolCall values. Cancelling this coroutine ends the
+        request on the server too."""
+        ...
+
+    async def models(self) -> list[str]:
+        """The names this backend serves, for a user who named none."""
+        ...

@@ -1,0 +1,184 @@
+"""The error tree.
+
+    BatchAgentError
+    ├── SpecError            the request is wrong; raised before any job starts (also a ValueError)
+    │   └── RunRejected      the server refuses every request of this run: wrong key, unknown model, wrong path
+    ├── JobError             one job cannot go on; lands on its result, siblings untouched
+    │   ├── InputError       this row cannot be rendered            type InputError
+    │   │   └── Oversized    it can never fit the model's context   type OVERSIZED
+    │   ├── BackendError     Timeout · RateLimited · Unavailable · Rejected · ContextOverflow · Truncated · BadResponse
+    │   ├── ToolError        ToolTimeout · ToolFailed · UnknownTool · BadArguments   (the model sees these)
+    │   ├── OutputError      NotJSON · Invalid
+    │   ├── LimitExceeded    turns or time
+    │   └── Interrupted      the run ended before this job did
+    ├── StoreError           the run cannot be recorded; stops the run
+    └── InternalError        a broken invariant
+
+Whether an error is tried again is a property of its type (``retryable``), not of the place that catches it. ``type`` is
+the stable string users see in ``AgentError.type``; ``stage`` says where in a job's life it happened. Messages are built
+by whoever raises and never contain a secret.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+Stage = Literal["compile", "infer", "tools", "validate", "record", "deliver", "run"]
+
+
+class BatchAgentError(Exception):
+    """Everything this package raises on purpose."""
+
+
+class SpecError(BatchAgentError, ValueError):
+    """The request is wrong. The message names what is wrong and what is allowed."""
+
+
+class RunRejected(SpecError):
+    """The server refuses what every job of this run would send, so the run stopped at the first refusal."""
+
+
+class StoreError(BatchAgentError):
+    """The run cannot be recorded."""
+
+
+class InternalError(BatchAgentError):
+    """A broken invariant of this package: please report it."""
+
+
+class JobError(BatchAgentError):
+    """One job cannot go on. ``str(error)`` is the message for people."""
+
+    stage: ClassVar[Stage] = "run"
+    type: ClassVar[str] = "JobError"
+    retryable: ClassVar[bool] = False
+
+
+class InputError(JobError):
+    stage = "compile"
+    type = "InputError"
+
+
+class Oversized(InputError):
+    type = "OVERSIZED"
+
+
+class BackendError(JobError):
+    stage = "infer"
+    type = "BackendError"
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Timeout(BackendError):
+    """No complete answer in ``timeout_per_turn``, or no connection."""
+
+    type = "TimeoutError"
+    retryable = True
+
+
+class RateLimited(BackendError):
+    type = "RateLimited"
+    retryable = True
+
+    def __init__(self, message: str, *, status: int | None = 429, retry_after: float | None = None) -> None:
+        super().__init__(message, status=status)
+        self.retry_after = retry_after
+
+
+class Unavailable(BackendError):
+    """The server is down, overloaded, restarting, or dropped the connection."""
+
+    type = "Unavailable"
+    retryable = True
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message, status=status)
+        self.retry_after = retry_after
+
+
+class BadResponse(BackendError):
+    """An answer that is no answer: malformed, cut off, empty, aborted by the server."""
+
+    type = "BadResponse"
+    retryable = True
+
+
+class Truncated(BackendError):
+    """The model ran into its token limit; asking again would cost the same and end the same."""
+
+    type = "Truncated"
+
+
+class Rejected(BackendError):
+    """The server understood and refused (400, 401, 403, 404, 413, 422). Never tried again."""
+
+    type = "Rejected"
+
+
+class ContextOverflow(Rejected):
+    """The conversation no longer fits the model's context."""
+
+    type = "ContextOverflow"
+
+
+class ToolError(JobError):
+    """What a tool raises to tell the model, politely, that a call did not work. The agent goes on."""
+
+    stage = "tools"
+    type = "ToolError"
+
+
+class ToolTimeout(ToolError):
+    type = "ToolTimeout"
+
+
+class ToolFailed(ToolError):
+    """A tool raised something that is not a ToolError."""
+
+    type = "ToolFailed"
+
+
+class UnknownTool(ToolError):
+    """The model named a tool that this batch does not offer."""
+
+    type = "UnknownTool"
+
+
+class BadArguments(ToolError):
+    """The model's arguments do not fit the tool's signature."""
+
+    type = "BadArguments"
+
+
+class OutputError(JobError):
+    stage = "validate"
+    type = "OutputError"
+
+
+class NotJSON(OutputError):
+    type = "NotJSON"
+
+
+class Invalid(OutputError):
+    """JSON, but not the schema's."""
+
+    type = "Invalid"
+
+
+class LimitExceeded(JobError):
+    type = "LimitExceeded"
+
+
+class AgentTimeout(LimitExceeded):
+    """``timeout_per_agent`` is over, waiting included."""
+
+    type = "TimeoutError"
+
+
+class Interrupted(JobError):
+    """The run was stopped before this job finished."""
+
+    type = "Interrupted"

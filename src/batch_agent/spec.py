@@ -1,0 +1,135 @@
+"""BatchSpec: everything a user can say about a run, checked before anything starts.
+
+One definition serves the Python API, spec files and the documentation. A wrong value or a misspelt name is a SpecError
+that says what is allowed. What a field's value means (a backend URL, a tool, a schema) is resolved by the package that
+owns it, not here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError, model_validator
+
+from batch_agent.errors import SpecError
+
+Count = Annotated[int, Field(gt=0, strict=True)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Text = Annotated[str, StringConstraints(strict=True)]
+
+OLD_NAMES = {"max_concurrent": "max_inflight", "max_dispatched": "max_agents"}
+
+
+class BatchSpec(BaseModel):
+    """What to run. ``None`` for a limit means no limit."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=(), hide_input_in_errors=True
+    )
+
+    task: Text = Field(description="The message each agent gets; {field} is filled from its input.")
+    inputs: Any = Field(
+        description="One agent per item: dicts, strings ({input}), pydantic models or dataclasses, in a list, "
+        "iterator, generator or async iterator."
+    )
+    system_prompt: Text = Field("", description="The same for all agents; everything shared belongs here.")
+    tools: Sequence[Any] = Field((), description="Tools the agents may call: Tool values or plain functions.")
+    output_schema: Any = Field(
+        None, description="What each answer must be: a pydantic model, dataclass, TypedDict, list[T] or JSON schema."
+    )
+    model: Text | None = Field(
+        None, description="The model's name, or provider/model. Without it, the one model the server has."
+    )
+    backend: Any = Field(None, description="Where inference happens: a URL, a mapping with a url, or a Backend.")
+    runtime: Any = Field(None, description="A Backend object; another way to say backend=.")
+    api_key: Text | None = Field(
+        None, description="The key, where it is not in the provider's environment variable.", repr=False
+    )
+    max_inflight: Count | None = Field(
+        None,
+        description="Model calls in flight at once, never more. Not given: what suits the backend. None: no limit.",
+    )
+    max_agents: Count | None = Field(None, description="Agents alive at once, those waiting for a tool included.")
+    max_turns: Count | None = Field(
+        None, description="Answers a model may give before it must be done. Not given: 1, or 10 with tools."
+    )
+    max_retries: Annotated[int, Field(ge=0, strict=True)] = Field(
+        3,
+        description="How often a failed request is sent again, and how often an answer that does not validate is "
+        "shown to the model with its errors.",
+    )
+    timeout_per_agent: Seconds | None = Field(None, description="Seconds an agent has in all, waiting included.")
+    timeout_per_turn: Seconds | None = Field(600.0, description="Seconds one model call may take.")
+    timeout_per_tool: Seconds | None = Field(120.0, description="Seconds one tool call may run.")
+    max_tokens: Count | None = Field(None, description="Tokens one answer may have.")
+    temperature: Annotated[float, Field(ge=0, le=10)] | None = Field(None, description="Sampling temperature.")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Nucleus sampling.")
+    seed: Annotated[int, Field(strict=True)] | None = Field(None, description="Sampling seed.")
+    stop: Text | Sequence[Text] | None = Field(None, description="Texts that end an answer.")
+    extra_body: Mapping[str, JsonValue] = Field({}, description="Fields added to each request body as they are.")
+    tool_choice: JsonValue = Field(
+        None, description="auto, none, required, or one tool's name; for the first turn when it forces a call."
+    )
+    on_result: Callable[..., Any] | None = Field(
+        None, description="Called with each AgentResult as it finishes; may be async."
+    )
+    no_hoist: bool = Field(False, description="Send each message as written; do not move shared values forward.")
+    strip_preamble: bool = Field(
+        True, description="Drop lines that vary per session (x-anthropic-*:, x-amz-*:) from the system prompt's start."
+    )
+    streaming_tool_dispatch: bool = Field(
+        True, description="Start a tool when its call is complete, while the model is still talking."
+    )
+    model_max_context: Count | None = Field(None, description="The model's context in tokens; longer inputs fail.")
+    min_response_tokens: Count = Field(256, description="Tokens of the context that are kept for the answer.")
+
+    def __init__(self, **options: Any) -> None:
+        for old, new in OLD_NAMES.items():
+            if old in options:
+                value = options.pop(old)
+                if options.setdefault(new, value) != value:
+                    raise SpecError(f"{old} is the old name of {new}: give only {new}")
+        self._check_names(options)
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise SpecError(_explain(error)) from None
+
+    @classmethod
+    def _check_names(cls, options: Mapping[str, object]) -> None:
+        for name in options.keys() - cls.model_fields.keys():
+            near = difflib.get_close_matches(name, [*cls.model_fields, *OLD_NAMES], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f". Options: {', '.join(sorted(cls.model_fields))}"
+            raise SpecError(f"there is no option {name!r}{hint}")
+        for name in ("task", "inputs"):
+            if name not in options:
+                raise SpecError(f"{name} is missing: {cls.model_fields[name].description}")
+
+    @model_validator(mode="after")
+    def _one_backend(self) -> Self:
+        if self.backend is not None and self.runtime is not None:
+            raise ValueError("backend and runtime mean the same: give one of them")
+        if not self.task.strip():
+            raise ValueError("task is empty: it is the message each agent gets")
+        return self
+
+    def given(self, name: str) -> bool:
+        """Whether the user said it; for the options where not given and None differ."""
+        return name in self.model_fields_set
+
+    @property
+    def turn_limit(self) -> int | None:
+        if self.given("max_turns"):
+            return self.max_turns
+        return 10 if self.tools else 1
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors(include_url=False, include_input=False):
+        where = ".".join(str(part) for part in item["loc"][:1])
+        message = item["msg"].removeprefix("Value error, ")
+        lines.append(f"{where}: {message}" if where else message)
+    return "; ".join(dict.fromkeys(lines))
