@@ -67,9 +67,10 @@ class BackendError(JobError):
     stage = "infer"
     type = "BackendError"
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
+    def __init__(self, message: str, *, status: int | None = None, text: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.text = text  # what the model had said when it broke off
 
 
 class Timeout(BackendError):
@@ -100,14 +101,14 @@ class Unavailable(BackendError):
 
 
 class BadResponse(BackendError):
-    """An answer that is no answer: malformed, cut off, empty, aborted by the server."""
+    """An answer that is no answer: malformed, cut off, empty, aborted by the server. ``text`` is what came of it."""
 
     type = "BadResponse"
     retryable = True
 
 
 class Truncated(BackendError):
-    """The model ran into its token limit; asking again would cost the same and end the same."""
+    """The model ran into its token limit; asking again would cost the same and end the same. ``text`` is its part."""
 
     type = "Truncated"
 

@@ -22,8 +22,15 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreadableRow:
+    """Stands in a batch's inputs for a row that could not be read; its job fails with ``message``, the others run."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class AgentError:
-    """Why a job failed. ``type`` is one of a fixed set of strings, listed in docs/reference/errors.md."""
+    """Why a job failed. ``type`` is one of a fixed set of strings, listed in docs/errors.md."""
 
     stage: str
     type: str

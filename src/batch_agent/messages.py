@@ -94,17 +94,16 @@ Encoder = Callable[[Message], bytes]
 class Conversation:
     """An append-only list of messages with each message's encoding remembered.
 
-    ``parent`` is the part shared by all agents of a run: it is encoded once for all of them.
+    ``parent`` is the part shared by all agents of a run: it is complete, and encoded once for all of them.
     """
 
-    __slots__ = ("_encoded", "_encoder", "messages")
+    __slots__ = ("_encoded", "_encoder", "_parent", "messages")
 
     def __init__(self, messages: Iterable[Message] = (), parent: Conversation | None = None) -> None:
         self.messages: list[Message] = [*parent.messages, *messages] if parent is not None else list(messages)
+        self._parent = parent
         self._encoder: Encoder | None = None
         self._encoded: list[bytes] = []
-        if parent is not None and parent._encoder is not None:
-            self._encoder, self._encoded = parent._encoder, parent._encoded[: len(parent.messages)]
 
     def append(self, message: Message) -> None:
         self.messages.append(message)
@@ -112,7 +111,8 @@ class Conversation:
     def encoded(self, encoder: Encoder) -> list[bytes]:
         """Each message in the wire form of ``encoder``; the caller must not change the list."""
         if encoder is not self._encoder:
-            self._encoder, self._encoded = encoder, []
+            self._encoder = encoder
+            self._encoded = [] if self._parent is None else self._parent.encoded(encoder).copy()
         done = self._encoded
         if len(done) < len(self.messages):
             done.extend(map(encoder, self.messages[len(done) :]))

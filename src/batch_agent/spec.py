@@ -108,11 +108,13 @@ class BatchSpec(BaseModel):
                 raise SpecError(f"{name} is missing: {cls.model_fields[name].description}")
 
     @model_validator(mode="after")
-    def _one_backend(self) -> Self:
+    def _agree(self) -> Self:
         if self.backend is not None and self.runtime is not None:
             raise ValueError("backend and runtime mean the same: give one of them")
         if not self.task.strip():
             raise ValueError("task is empty: it is the message each agent gets")
+        if self.model_max_context is not None and self.model_max_context <= self.min_response_tokens:
+            raise ValueError("model_max_context must be larger than min_response_tokens, which is kept for the answer")
         return self
 
     def given(self, name: str) -> bool:

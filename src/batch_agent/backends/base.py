@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 from pydantic import JsonValue
 
@@ -59,6 +59,7 @@ class ModelRequest:
 OnToolCall = Callable[[ToolCall], None]
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Entered once per run; entering it again inside (by the user, or a second run) shares what is open."""
 

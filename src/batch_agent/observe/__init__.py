@@ -1,0 +1,1 @@
+"""Events outward: counts, the terminal, the summary of a run."""

@@ -1,0 +1,1 @@
+"""A model's text → a value of the user's schema. Pure code."""

@@ -1,0 +1,33 @@
+"""Doubles that ship with the package: users test and plan with what the project is tested with.
+
+``ScriptedServer`` a model server on a real socket that answers as told · ``ScriptedBackend`` the same without sockets ·
+``SimulatedServer`` the simulated engine over HTTP · ``run_virtual``, ``virtual_clock`` time that takes no time.
+"""
+
+from batch_agent.testing.backend import ScriptedBackend
+from batch_agent.testing.clock import VirtualClockDeadlock, VirtualClockLoop, run_virtual, virtual_clock
+from batch_agent.testing.replies import Body, CallTools, Cut, Fail, Hang, Malformed, Say, StreamError, ToolUse
+from batch_agent.testing.request import Request
+from batch_agent.testing.server import ScriptedServer
+from batch_agent.testing.simulate import SimulatedServer, serve_simulated
+
+__all__ = [
+    "Body",
+    "CallTools",
+    "Cut",
+    "Fail",
+    "Hang",
+    "Malformed",
+    "Request",
+    "Say",
+    "ScriptedBackend",
+    "ScriptedServer",
+    "SimulatedServer",
+    "StreamError",
+    "ToolUse",
+    "VirtualClockDeadlock",
+    "VirtualClockLoop",
+    "run_virtual",
+    "serve_simulated",
+    "virtual_clock",
+]

@@ -1,0 +1,35 @@
+# One command for each chore. Everything happens in .venv, made on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint format bench clean
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --editable . --group dev
+	touch $@
+
+demo: $(VENV)/.ready  ## set up and run the main job
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.ready  ## set up and pass the tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; needs a C compiler
+	$(BIN)/python -m benchmarks.scheduler
+	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.memory
+
+clean:
+	rm -rf $(VENV) .bench-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -1,0 +1,27 @@
+"""``BatchAgent.run`` as a user calls it."""
+
+from __future__ import annotations
+
+from batch_agent import BatchAgent, Tool
+from benchmarks.workload import MODEL, SYSTEM_PROMPT, TASK, Review, Work, contend, lookup, rows
+
+LOOKUP = Tool.define(cacheable=True)(lookup)
+
+
+async def run(work: Work) -> list[Review]:
+    results = await BatchAgent.run(
+        system_prompt=SYSTEM_PROMPT,
+        task=TASK,
+        inputs=list(rows(work.agents)),
+        tools=[LOOKUP] if work.turns == 2 else [],
+        output_schema=Review,
+        model=MODEL,
+        backend=work.url,
+        max_inflight=work.inflight,
+        streaming_tool_dispatch=work.stream,
+    )
+    return [result.output for result in results if result.output is not None]
+
+
+if __name__ == "__main__":
+    contend(run)

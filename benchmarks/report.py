@@ -1,0 +1,91 @@
+"""What all benchmarks share: where they ran, the bars they are held to, tables for people and JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("batch-agent", "aiohttp", "orjson", "pydantic")
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A number that must not be passed. ``name`` says what was measured and where."""
+
+    name: str
+    measured: float
+    relation: Literal["<=", ">="]
+    limit: float
+
+    @property
+    def met(self) -> bool:
+        return self.measured <= self.limit if self.relation == "<=" else self.measured >= self.limit
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "measured": self.measured,
+            "bar": f"{self.relation} {self.limit:g}",
+            "met": self.met,
+        }
+
+
+def environment() -> dict[str, object]:
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": round(os.getloadavg()[0], 2),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def spread(values: Sequence[float]) -> dict[str, object]:
+    """The median, and the repetitions it is the median of."""
+    return {"median": statistics.median(values), "repetitions": list(values)}
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Aligned text; the first column to the left, numbers to the right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+
+    def aligned(line: Sequence[str]) -> str:
+        cells = zip(line, widths, strict=True)
+        return "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(cells))
+
+    return "\n".join(map(aligned, lines))
+
+
+def finish(name: str, env: Mapping[str, object], bars: Sequence[Bar], measurements: object) -> int:
+    """Prints the bars, writes ``results/NAME.json``, and returns the exit status: 1 when a bar was missed."""
+    rows = [
+        (bar.name, f"{bar.measured:.2f}", f"{bar.relation} {bar.limit:g}", "met" if bar.met else "MISSED")
+        for bar in bars
+    ]
+    print(table(("bar", "measured", "allowed", ""), rows))
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    content = {"environment": env, "bars": [bar.to_dict() for bar in bars], "measurements": measurements}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"\nwritten to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    return 0 if all(bar.met for bar in bars) else 1

@@ -1,0 +1,155 @@
+"""What a turn costs in the scheduler alone: no HTTP, no conversation, no tools.
+
+``python -m benchmarks.scheduler``. Each agent takes two turns, and between them waits for a tool that takes as long as
+a few hundred grants. Three ways to drive it:
+
+- ``decisions``: the pure scheduler, driven as the engine drives it: an agent starts when there is room
+- ``coroutines``: the same through the limiter, with one task per agent that really waits (most of it is asyncio's cost)
+- ``crowd``: the pure scheduler with every agent ready from the start, the longest queue that a run can have
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+from batch_agent.engine.limiter import Limiter
+from batch_agent.scheduler.core import Scheduler, Ticket
+from benchmarks import report
+
+INFLIGHT = 64
+TURNS = 2
+TOOL_GRANTS = 256  # how many other turns begin while an agent waits for its tool
+AGENTS = (1_000, 10_000, 100_000)
+TURN_BAR, FLAT_BAR = 40e-6, 1.2
+
+
+def decisions(agents: int) -> None:
+    scheduler = Scheduler(INFLIGHT)
+    running: deque[tuple[Ticket, int]] = deque()  # requests on their way, with the turns their agent has left
+    in_tool: deque[int] = deque()
+    claims: dict[Ticket, int] = {}
+    to_start, ended = agents, 0
+    while ended < agents:
+        while len(in_tool) > TOOL_GRANTS or (in_tool and not to_start):
+            left = in_tool.popleft()
+            claims[scheduler.request(left)] = left
+        while to_start and scheduler.has_room():
+            to_start -= 1
+            scheduler.start_agent()
+            claims[scheduler.request(TURNS)] = TURNS
+            _grant_all(scheduler, claims, running)
+        _grant_all(scheduler, claims, running)
+        ticket, left = running.popleft()
+        scheduler.give_back(ticket)
+        if left > 1:
+            in_tool.append(left - 1)
+        else:
+            scheduler.end_agent()
+            ended += 1
+
+
+def crowd(agents: int) -> None:
+    scheduler = Scheduler(INFLIGHT)
+    running: deque[tuple[Ticket, int]] = deque()
+    claims: dict[Ticket, int] = {}
+    for _ in range(agents):
+        scheduler.start_agent()
+        claims[scheduler.request(TURNS)] = TURNS
+    _grant_all(scheduler, claims, running)
+    while running:
+        ticket, left = running.popleft()
+        scheduler.give_back(ticket)
+        if left > 1:
+            claims[scheduler.request(left - 1)] = left - 1
+        else:
+            scheduler.end_agent()
+        _grant_all(scheduler, claims, running)
+
+
+def _grant_all(scheduler: Scheduler, claims: dict[Ticket, int], running: deque[tuple[Ticket, int]]) -> None:
+    while (ticket := scheduler.grant()) is not None:
+        running.append((ticket, claims.pop(ticket)))
+
+
+def coroutines(agents: int) -> None:
+    asyncio.run(_coroutines(agents))
+
+
+async def _coroutines(agents: int) -> None:
+    limiter = Limiter(INFLIGHT)
+
+    async def agent(ticket: Ticket) -> None:
+        for left in reversed(range(TURNS)):
+            await limiter.hold(ticket)
+            await asyncio.sleep(0)  # the model
+            limiter.release(ticket)
+            if left:
+                await asyncio.sleep(0)  # the tool
+                ticket = limiter.claim(left)
+        limiter.end_agent()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(agents):
+            await limiter.wait_room()
+            group.create_task(agent(limiter.start_agent(TURNS)))
+    limiter.close()
+
+
+WAYS: dict[str, Callable[[int], None]] = {"decisions": decisions, "coroutines": coroutines, "crowd": crowd}
+
+
+def seconds_per_turn(way: Callable[[int], None], agents: int) -> float:
+    """Of CPU time. Small batches are repeated, so that each measurement covers about as many turns."""
+    rounds = max(1, 20_000 // agents)
+    gc.collect()
+    start = time.process_time()
+    for _ in range(rounds):
+        way(agents)
+    return (time.process_time() - start) / (rounds * agents * TURNS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduler", description="The scheduler alone.")
+    parser.add_argument("--repetitions", type=int, default=5)
+    repetitions = parser.parse_args().repetitions
+    env = report.environment()
+    costs: dict[tuple[str, int], list[float]] = {(way, agents): [] for way in WAYS for agents in AGENTS}
+    for _ in range(repetitions):
+        for way, agents in costs:
+            costs[way, agents].append(seconds_per_turn(WAYS[way], agents))
+    cost = {key: statistics.median(values) for key, values in costs.items()}
+
+    rows = [
+        (
+            way,
+            *(f"{cost[way, agents] * 1e6:.1f}" for agents in AGENTS),
+            f"{cost[way, AGENTS[-1]] / cost[way, AGENTS[0]]:.2f}",
+        )
+        for way in WAYS
+    ]
+    print(report.table(("µs CPU per turn", *(f"{agents:,} agents" for agents in AGENTS), "last/first"), rows), "\n")
+
+    bars = [
+        report.Bar(f"{way}: the dearest µs per turn", max(cost[way, a] for a in AGENTS) * 1e6, "<=", TURN_BAR * 1e6)
+        for way in WAYS
+    ]
+    bars += [
+        report.Bar(f"{way}: 100,000 agents over 1,000", cost[way, AGENTS[-1]] / cost[way, AGENTS[0]], "<=", FLAT_BAR)
+        for way in ("decisions", "coroutines")
+    ]
+    measurements = [
+        {"way": way, "agents": agents, "cpu_per_turn_s": report.spread(values)}
+        for (way, agents), values in costs.items()
+    ]
+    return report.finish("scheduler", env, bars, measurements)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""CPU per turn and agents per second of ``BatchAgent.run``, against a hand-written loop and against other clients.
+
+``python -m benchmarks.throughput``. Every contender does the same work (``workload``) against the same server, each run
+in a process of its own; the contenders take turns, and the medians are compared. The clients that are not the baseline
+are slow and get the small batches only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import environments, report
+from benchmarks.server import Server, serving
+from benchmarks.server.capacity import capacity
+from benchmarks.workload import Work
+
+CPU_BAR, RATE_BAR, SERVER_BAR = 1.5, 0.6, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    name: str
+    module: str
+    environment: str | None = None  # None: the one this runs in
+
+    @property
+    def python(self) -> Path:
+        return environments.python_of(self.environment) if self.environment else Path(sys.executable)
+
+
+OURS = Contender("batch_agent", "benchmarks.contenders.ours")
+LOOP = Contender("aiohttp loop", "benchmarks.loop")
+OTHERS = (
+    Contender("httpx", "benchmarks.contenders.httpx_loop", "httpx"),
+    Contender("openai SDK", "benchmarks.contenders.openai_sdk", "openai"),
+    Contender("batch-agent 0.2.0", "benchmarks.contenders.old_batch_agent", "old"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One kind of work; ``others`` is how often the slow contenders do it at most."""
+
+    agents: int
+    turns: int
+    stream: bool = False
+    inflight: int = 64
+    barred: bool = True
+    others: int = 0
+
+    @property
+    def name(self) -> str:
+        out = f"{self.agents:,} agents, {self.turns} turn{'s' if self.turns > 1 else ''}"
+        out += ", streamed" if self.stream else ""
+        return out if self.inflight == 64 else f"{out}, {self.inflight:,} in flight"
+
+
+CELLS = (
+    Cell(1_000, 1, others=3),
+    Cell(1_000, 2, stream=True, others=3),
+    Cell(1_000, 2, others=3),
+    Cell(10_000, 1),
+    Cell(10_000, 2, stream=True),
+    Cell(10_000, 2),
+    # Not a bar: where clients whose pool is searched for each request fall behind.
+    Cell(2_000, 1, inflight=1_000, barred=False, others=1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one run cost: seconds of CPU per turn, and agents finished per second."""
+
+    cpu_per_turn: float
+    agents_per_second: float
+
+
+Costs = dict[str, list[Cost]]  # by contender's name, one per repetition
+
+
+def run_once(contender: Contender, cell: Cell, server: Server, limit: float) -> Cost | None:
+    """None when it was not done within ``limit`` seconds."""
+    work = Work(server.url, cell.agents, cell.turns, cell.inflight, cell.stream)
+    command = [str(contender.python), "-m", contender.module, *work.arguments()]
+    try:
+        done = subprocess.run(
+            command, cwd=environments.ROOT, stdout=subprocess.PIPE, text=True, timeout=limit, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode:
+        raise SystemExit(f"{contender.name} failed: {' '.join(command)}")
+    stats, turns = server.stats(), cell.agents * cell.turns
+    if stats.answers != turns or stats.peak_in_flight > cell.inflight:
+        raise SystemExit(f"{contender.name} was to take {turns} turns, {cell.inflight} at once; the server saw {stats}")
+    cost = json.loads(done.stdout.splitlines()[-1])
+    return Cost(cost["cpu_s"] / turns, cell.agents / cost["wall_s"])
+
+
+def measure(cell: Cell, repetitions: int, with_others: bool, server: Server, limit: float) -> Costs:
+    contenders = [OURS, LOOP, *(OTHERS if with_others else ())]
+    costs: Costs = defaultdict(list)
+    for repetition in range(repetitions):
+        for contender in tuple(contenders):
+            if contender in OTHERS and repetition >= cell.others:
+                continue
+            cost = run_once(contender, cell, server, limit)
+            if cost is None:
+                print(f"  {contender.name}: not done in {limit:.0f} s, left out of: {cell.name}")
+                contenders.remove(contender)
+            else:
+                costs[contender.name].append(cost)
+    return costs
+
+
+def median(costs: Sequence[Cost]) -> Cost:
+    return Cost(
+        statistics.median(cost.cpu_per_turn for cost in costs),
+        statistics.median(cost.agents_per_second for cost in costs),
+    )
+
+
+def print_cell(cell: Cell, costs: Costs) -> None:
+    ours = median(costs[OURS.name])
+    rows = []
+    for name, its in costs.items():
+        cost = median(its)
+        rows.append(
+            (
+                name,
+                f"{cost.cpu_per_turn * 1e6:,.0f}",
+                f"{cost.agents_per_second:,.0f}",
+                f"{ours.cpu_per_turn / cost.cpu_per_turn:.2f}",
+                f"{cost.cpu_per_turn / ours.cpu_per_turn:.2f}",
+                f"{ours.agents_per_second / cost.agents_per_second:.2f}",
+            )
+        )
+    print(f"\n{cell.name}")
+    print(report.table(("", "µs CPU/turn", "agents/s", "ours/its CPU", "its/our CPU", "ours/its agents/s"), rows))
+
+
+def bars_of(cell: Cell, costs: Costs) -> list[report.Bar]:
+    ours, loop = median(costs[OURS.name]), median(costs[LOOP.name])
+    cpu, rate = ours.cpu_per_turn / loop.cpu_per_turn, ours.agents_per_second / loop.agents_per_second
+    return [
+        report.Bar(f"CPU per turn, ours/loop: {cell.name}", cpu, "<=", CPU_BAR),
+        report.Bar(f"agents per second, ours/loop: {cell.name}", rate, ">=", RATE_BAR),
+    ]
+
+
+def measurement(cell: Cell, costs: Costs) -> dict[str, object]:
+    return {
+        "work": cell.name,
+        "contenders": {
+            name: {
+                "cpu_per_turn_s": report.spread([cost.cpu_per_turn for cost in its]),
+                "agents_per_second": report.spread([cost.agents_per_second for cost in its]),
+            }
+            for name, its in costs.items()
+        },
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=5, help="runs of each contender (the slow ones: at most 3)")
+    parser.add_argument("--quick", action="store_true", help="only the batches of 1,000")
+    parser.add_argument("--loop-only", action="store_true", help="only the baseline; needs no network")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds one run may take")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    env = report.environment()
+    if not options.loop_only:
+        env["environments"] = {name: environments.versions_of(name) for name in environments.REQUIREMENTS}
+    rates = capacity(seconds=1.0)
+    print("the server alone, answers/s:", ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items()))
+
+    bars: list[report.Bar] = []
+    measurements: list[object] = [{"server_answers_per_second": rates}]
+    fastest = 0.0
+    with serving() as server:
+        for cell in CELLS:
+            if options.quick and cell.agents > 1_000:
+                continue
+            costs = measure(cell, options.repetitions, not options.loop_only, server, options.limit)
+            print_cell(cell, costs)
+            bars += bars_of(cell, costs) if cell.barred else []
+            measurements.append(measurement(cell, costs))
+            fastest = max(fastest, *(median(its).agents_per_second * cell.turns for its in costs.values()))
+    bars.append(
+        report.Bar(
+            "the server's answers/s, over the fastest contender's", min(rates.values()) / fastest, ">=", SERVER_BAR
+        )
+    )
+    print()
+    return report.finish("throughput", env, bars, measurements)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

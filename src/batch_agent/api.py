@@ -1,0 +1,199 @@
+"""The public API: ``BatchAgent.run``, ``stream``, ``open``, ``run_sync``, ``plan``.
+
+Each takes the options of BatchSpec as keywords, or a BatchSpec. ``Options`` repeats their names for type checkers and
+editors, so that the type of ``output_schema`` reaches ``result.output``; a test keeps the two in step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypedDict, TypeVar, Unpack, overload
+
+from pydantic import JsonValue
+
+from batch_agent.backends.base import Backend
+from batch_agent.engine.prepare import Prepared, prepare
+from batch_agent.engine.run import Run
+from batch_agent.errors import SpecError
+from batch_agent.events import Sink
+from batch_agent.job import AgentResult
+from batch_agent.spec import BatchSpec
+from batch_agent.tools.base import Tool
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Options(TypedDict, total=False):
+    """Every option but ``output_schema``; see BatchSpec for what each means."""
+
+    task: str
+    inputs: Iterable[object] | AsyncIterable[object]
+    system_prompt: str
+    tools: Sequence[Tool[..., Any] | Callable[..., Any] | str]
+    model: str | None
+    backend: str | Mapping[str, JsonValue] | Backend | None
+    runtime: Backend | None
+    api_key: str | None
+    max_inflight: int | None
+    max_concurrent: int | None
+    max_agents: int | None
+    max_dispatched: int | None
+    max_turns: int | None
+    max_retries: int
+    timeout_per_agent: float | None
+    timeout_per_turn: float | None
+    timeout_per_tool: float | None
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    extra_body: Mapping[str, JsonValue]
+    tool_choice: JsonValue
+    on_result: Callable[[AgentResult[Any]], object] | None
+    no_hoist: bool
+    strip_preamble: bool
+    streaming_tool_dispatch: bool
+    model_max_context: int | None
+    min_response_tokens: int
+
+
+class BatchAgent:
+    """Run one task over many inputs. Nothing here holds state: two runs in one process share nothing."""
+
+    @overload
+    @classmethod
+    async def run(cls, *, output_schema: type[T], **options: Unpack[Options]) -> list[AgentResult[T]]: ...
+    @overload
+    @classmethod
+    async def run(cls, *, output_schema: None = None, **options: Unpack[Options]) -> list[AgentResult[str]]: ...
+    @overload
+    @classmethod
+    async def run(cls, spec: BatchSpec) -> list[AgentResult[Any]]: ...
+    @overload
+    @classmethod
+    async def run(cls, *, output_schema: Any, **options: Unpack[Options]) -> list[AgentResult[Any]]: ...
+    @classmethod
+    async def run(cls, spec: BatchSpec | None = None, **options: Any) -> list[AgentResult[Any]]:
+        """All results, in input order. Failed jobs are results too; only a run that cannot go on raises."""
+        async with cls._open(spec, options) as run:
+            results = [result async for result in run.results()]
+        results.sort(key=lambda result: result.index)
+        return results
+
+    @overload
+    @classmethod
+    def stream(cls, *, output_schema: type[T], **options: Unpack[Options]) -> AsyncIterator[AgentResult[T]]: ...
+    @overload
+    @classmethod
+    def stream(cls, *, output_schema: None = None, **options: Unpack[Options]) -> AsyncIterator[AgentResult[str]]: ...
+    @overload
+    @classmethod
+    def stream(cls, spec: BatchSpec) -> AsyncIterator[AgentResult[Any]]: ...
+    @overload
+    @classmethod
+    def stream(cls, *, output_schema: Any, **options: Unpack[Options]) -> AsyncIterator[AgentResult[Any]]: ...
+    @classmethod
+    def stream(cls, spec: BatchSpec | None = None, **options: Any) -> AsyncIterator[AgentResult[Any]]:
+        """Each result as it finishes. Leaving the loop early cancels what is left."""
+        return _stream(cls._open(spec, options))
+
+    @overload
+    @classmethod
+    def open(cls, *, output_schema: type[T], sinks: Sequence[Sink] = (), **options: Unpack[Options]) -> Run[T]: ...
+    @overload
+    @classmethod
+    def open(
+        cls, *, output_schema: None = None, sinks: Sequence[Sink] = (), **options: Unpack[Options]
+    ) -> Run[str]: ...
+    @overload
+    @classmethod
+    def open(cls, spec: BatchSpec, *, sinks: Sequence[Sink] = ()) -> Run[Any]: ...
+    @overload
+    @classmethod
+    def open(cls, *, output_schema: Any, sinks: Sequence[Sink] = (), **options: Unpack[Options]) -> Run[Any]: ...
+    @classmethod
+    def open(cls, spec: BatchSpec | None = None, *, sinks: Sequence[Sink] = (), **options: Any) -> Run[Any]:
+        """A run to steer: ``async with BatchAgent.open(...) as run``. ``sinks`` are called with every event."""
+        return cls._open(spec, options, sinks)
+
+    @overload
+    @classmethod
+    def run_sync(cls, *, output_schema: type[T], **options: Unpack[Options]) -> list[AgentResult[T]]: ...
+    @overload
+    @classmethod
+    def run_sync(cls, *, output_schema: None = None, **options: Unpack[Options]) -> list[AgentResult[str]]: ...
+    @overload
+    @classmethod
+    def run_sync(cls, spec: BatchSpec) -> list[AgentResult[Any]]: ...
+    @overload
+    @classmethod
+    def run_sync(cls, *, output_schema: Any, **options: Unpack[Options]) -> list[AgentResult[Any]]: ...
+    @classmethod
+    def run_sync(cls, spec: BatchSpec | None = None, **options: Any) -> list[AgentResult[Any]]:
+        """``run`` for scripts and notebooks, also where an event loop is already running."""
+        return _run_anywhere(cls.run(_spec(spec, options)))
+
+    @classmethod
+    def plan(cls, spec: BatchSpec | None = None, **options: Any) -> Prepared:
+        """What a run would do, fully resolved and checked; nothing is sent."""
+        return prepare(_spec(spec, options))
+
+    @staticmethod
+    def _open(spec: BatchSpec | None, options: dict[str, Any], sinks: Sequence[Sink] = ()) -> Run[Any]:
+        return Run(prepare(_spec(spec, options)), sinks)
+
+
+def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:
+    if spec is None:
+        return BatchSpec(**options)
+    if not isinstance(spec, BatchSpec):
+        raise SpecError(f"a run takes keywords or a BatchSpec, not {type(spec).__name__}")
+    if options:
+        raise SpecError(f"give a BatchSpec or keywords, not both: {', '.join(options)}")
+    return spec
+
+
+async def _stream(run: Run[R]) -> AsyncIterator[AgentResult[R]]:
+    async with run, aclosing(run.results()) as results:
+        async for result in results:
+            yield result
+
+
+def _run_anywhere(work: Coroutine[Any, Any, R]) -> R:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    # A notebook: its loop cannot be entered again, so the run gets a thread and a loop of its own.
+    outcome: list[R] = []
+    failure: list[BaseException] = []
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work)
+
+    def drive() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                outcome.append(runner.run(_await(task)))
+        except BaseException as error:  # handed to the calling thread, which raises it
+            failure.append(error)
+
+    thread = threading.Thread(target=drive, name="batch-agent run_sync", daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        raise
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+async def _await(task: asyncio.Task[R]) -> R:
+    return await task

@@ -1,0 +1,175 @@
+"""HTTP for the backends that speak it: the one aiohttp session, its headers and proxy, and bytes in and out.
+
+What the bytes mean belongs to the backend, which errors to raise to ``faults``. Nothing here waits for a slot, retries
+or limits an answer's time; cancelling a call closes its connection, which is how servers learn of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from batch_agent.backends.faults import Faults
+from batch_agent.errors import InternalError, SpecError
+
+CONNECT_SECONDS = 30.0
+# Below the five seconds after which common servers (uvicorn) drop an idle connection, so that a request is not sent
+# into one that is just being closed.
+KEEPALIVE_SECONDS = 4.0
+STREAM_END_SECONDS = 0.25
+LARGE_BODY_BYTES = 1024 * 1024
+
+Receive = Callable[[bytes], bool]
+"""Takes a chunk of a stream; True when the stream has said all it has to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One thing to ask of a server, with all that is the same in each request."""
+
+    method: str
+    url: URL
+    headers: CIMultiDict[str] = field(repr=False)
+    faults: Faults
+
+
+class HttpClient:
+    """Entered as often as there are users; the first opens the session, the last closes it."""
+
+    def __init__(self, base_url: str, *, api_key: str | None = None, headers: Mapping[str, str] | None = None) -> None:
+        url, login = _without_login(base_url)
+        if login and api_key:
+            raise SpecError("a key and a user name in the URL are two ways to log in: give one of them")
+        own = {"Accept-Encoding": "gzip, deflate", "Content-Type": "application/json", "User-Agent": "batch-agent"}
+        if authorization := login or (f"Bearer {api_key}" if api_key else ""):
+            own["Authorization"] = authorization
+        self.base_url = str(url)
+        self._base = url
+        self._headers: CIMultiDict[str] = CIMultiDict(own)
+        self._headers.update(headers or {})
+        for name, value in self._headers.items():
+            _check_header(name, value)
+        values = [authorization, *(headers or {}).values()]
+        password = URL(base_url).password or ""
+        self._secrets = [password, *values, *(value.partition(" ")[2] for value in values)]
+        self._session: aiohttp.ClientSession | None = None
+        self._proxy: URL | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._users = 0
+
+    def route(self, method: str, path: str) -> Route:
+        url = URL(str(self._base) + path, encoded=True)
+        return Route(method, url, self._headers, Faults(f"{method} {url}", self._secrets))
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._users and self._loop is not None and not self._loop.is_closed():
+                raise SpecError(f"{self.base_url} is in use in another event loop: give each loop its own backend")
+            self._users = 0
+        if not self._users:
+            self._proxy = _proxy_for(self._base)
+            self._session, self._loop = _open_session(), loop
+        self._users += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._users -= 1
+        if not self._users and self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
+
+    async def send(self, route: Route, body: bytes | None = None, receive: Receive | None = None) -> bytes | None:
+        """The body of a good answer; None when ``receive`` was given and took it as a stream, chunk by chunk."""
+        if self._session is None:
+            raise InternalError(f"{self.base_url} was asked before it was entered (async with backend)")
+        # aiohttp warns of large bodies given as bytes; a file object is written piece by piece.
+        data = io.BytesIO(body) if body is not None and len(body) > LARGE_BODY_BYTES else body
+        try:
+            async with self._session.request(
+                route.method, route.url, data=data, headers=route.headers, proxy=self._proxy, allow_redirects=False
+            ) as response:
+                if response.status >= 300:
+                    raise route.faults.answered(response.status, response.headers, await response.read())
+                if receive is None or _is_document(response):
+                    return await response.read()
+                await _pump(response.content, receive)
+                return None
+        except (aiohttp.ClientError, OSError) as error:
+            # Not chained: exceptions of the library hold the request's headers.
+            raise route.faults.raised(error) from None
+
+
+async def _pump(content: aiohttp.StreamReader, receive: Receive) -> None:
+    while chunk := await content.readany():
+        if receive(chunk):
+            break
+    # Only a connection read to its end can be used again, and the end often comes just behind the last event.
+    if not content.at_eof():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STREAM_END_SECONDS):
+                while await content.readany():
+                    pass
+
+
+def _is_document(response: aiohttp.ClientResponse) -> bool:
+    return response.headers.get("Content-Type", "").startswith(("application/json", "text/html"))
+
+
+def _open_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+        skip_auto_headers=("Accept",),
+    )
+
+
+def _proxy_for(url: URL) -> URL | None:
+    """The environment's proxy, looked up once: with ``trust_env`` aiohttp would ask two threads for every request."""
+    proxies = getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if not proxy or proxy_bypass(url.authority):
+        return None
+    found = URL(proxy if "://" in proxy else f"http://{proxy}")
+    if found.scheme not in ("http", "https"):
+        raise SpecError(
+            f"the environment names a {found.scheme} proxy for {url.host}: only http and https proxies are supported; "
+            "set NO_PROXY for this host to go without"
+        )
+    return found
+
+
+def _without_login(base_url: str) -> tuple[URL, str]:
+    """The URL bare, and its user and password as the value of an Authorization header."""
+    try:
+        url = URL(base_url)
+        host = url.host
+    except ValueError:
+        raise SpecError("the backend's address is not a URL that can be read") from None
+    if url.scheme not in ("http", "https") or not host:
+        raise SpecError("the backend's address must be of the form http://host:port/path or https://…")
+    bare = URL(str(url.with_user(None).with_query(None).with_fragment(None)).rstrip("/"), encoded=True)
+    if url.user is None:
+        return bare, ""
+    return bare, "Basic " + b64encode(f"{url.user}:{url.password or ''}".encode()).decode()
+
+
+def _check_header(name: str, value: str) -> None:
+    if not (name.isascii() and name.isprintable() and name and " " not in name and ":" not in name):
+        raise SpecError(f"{name!r} cannot be the name of a header")
+    if not (value.isascii() and value.isprintable()):
+        raise SpecError(f"the value of the header {name} has characters that cannot be sent (a line end? an accent?)")

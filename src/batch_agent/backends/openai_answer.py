@@ -1,0 +1,352 @@
+"""Answers of ``/chat/completions``, whole or streamed, read into a Reply: pure, and tolerant of the many dialects.
+
+Tolerant means that everything which says the same is accepted: null for an empty list, an object for JSON text, parts
+for text, missing ids. An answer that is not complete (cut, aborted, filtered, empty, an error object) is always raised
+as a BackendError, never passed on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.base import OnToolCall
+from batch_agent.backends.faults import Faults
+from batch_agent.backends.sse import Event, EventTooLarge, SSEParser
+from batch_agent.errors import Rejected, Truncated
+from batch_agent.messages import JsonObject, Reply, ToolCall, Usage
+
+_CUT = {"length", "max_tokens", "model_length"}
+_ABORTED = {"abort", "aborted", "cancelled", "error"}
+_FILTERED = {"content_filter"}
+_INCOMPLETE = _CUT | _ABORTED | _FILTERED
+
+
+def read_answer(body: bytes, faults: Faults, turn: int) -> Reply:
+    """``turn`` tells this answer from others of its conversation, for calls that come without an id."""
+    document = _object(body, faults)
+    if error := _error_in(document):
+        raise faults.reported(error)
+    choices = document.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise faults.bad(f"the answer has no choices: {faults.clean(body.decode('utf-8', 'replace'))}")
+    choice = choices[0]
+    if error := choice.get("error"):
+        raise faults.reported(error)
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise faults.bad("the answer's choice has no message")
+    text = _text(message.get("content"), faults) or _string(message.get("refusal"))
+    finish = _reason(choice.get("finish_reason"))
+    if finish is None:
+        raise faults.bad("the answer has no finish_reason, so it may be incomplete", text=text)
+    usage = _usage(document.get("usage"))
+    items = _call_items(message, faults)
+    _check_finish(finish, text, bool(items), usage, faults)
+    naming = _Naming(turn, faults)
+    calls = tuple(naming.call(*_call_fields(item, faults)) for item in items)
+    return Reply(text, calls, usage, _reasoning(message), finish_reason=finish)
+
+
+class AnswerStream:
+    """Chunks of an event stream in, one Reply out; tool calls are reported as soon as each is complete.
+
+    At most one call is open at a time, the last. It is complete when its JSON object closes, when another call begins
+    (the only sign for a tool without arguments), or when the answer ends well.
+    """
+
+    def __init__(self, faults: Faults, turn: int, on_tool_call: OnToolCall, clock: Callable[[], float]) -> None:
+        self._faults = faults
+        self._on_tool_call = on_tool_call
+        self._naming = _Naming(turn, faults)
+        self._clock = clock
+        self._sent_at = clock()
+        self._first_token: float | None = None
+        self._sse = SSEParser()
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._started: list[_CallInProgress] = []
+        self._calls: list[ToolCall] = []
+        self._usage: JsonValue = None
+        self._finish: str | None = None
+        self._done = False
+
+    def feed(self, chunk: bytes) -> bool:
+        """True when the stream said that it is done."""
+        try:
+            events = self._sse.feed(chunk)
+        except EventTooLarge as error:
+            raise self._faults.bad(f"the stream has {error}", text=self._so_far) from None
+        self._take(events)
+        return self._done
+
+    def finish(self) -> Reply:
+        self._take(self._sse.close())
+        if self._finish is None:
+            raise self._faults.bad("the stream stopped before the answer was complete", text=self._so_far)
+        usage = _usage(self._usage)
+        _check_finish(self._finish, self._so_far, bool(self._started), usage, self._faults)
+        self._settle()
+        reasoning = "".join(self._reasoning)
+        return Reply(self._so_far, tuple(self._calls), usage, reasoning, self._first_token, self._finish)
+
+    @property
+    def _so_far(self) -> str:
+        return "".join(self._text)
+
+    def _take(self, events: list[Event]) -> None:
+        for name, data in events:
+            if self._done or data.strip() == b"[DONE]":
+                self._done = True
+                return
+            if name == "error":
+                raise self._faults.reported(_loads(data) or data.decode("utf-8", "replace"))
+            self._chunk(_object(data, self._faults))
+
+    def _chunk(self, chunk: JsonObject) -> None:
+        if error := _error_in(chunk):
+            raise self._faults.reported(error)
+        self._usage = chunk.get("usage") or self._usage
+        choices = chunk.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            # More than one choice comes only where the user's extra_body asked for it; the first is the answer.
+            if isinstance(choice, dict) and not choice.get("index"):
+                if error := choice.get("error"):
+                    raise self._faults.reported(error)
+                delta = choice.get("delta")
+                if isinstance(delta, dict):
+                    self._delta(delta)
+                if finish := _reason(choice.get("finish_reason")):
+                    self._finish = finish
+                    if finish not in _INCOMPLETE:
+                        self._settle()
+
+    def _delta(self, delta: JsonObject) -> None:
+        text = _text(delta.get("content"), self._faults) or _string(delta.get("refusal"))
+        reasoning = _reasoning(delta)
+        items = _call_items(delta, self._faults)
+        if self._first_token is None and (text or reasoning or items):
+            self._first_token = self._clock() - self._sent_at
+        if text:
+            self._text.append(text)
+        if reasoning:
+            self._reasoning.append(reasoning)
+        for item in items:
+            self._call_delta(item)
+
+    def _call_delta(self, item: JsonValue) -> None:
+        call_id, name, arguments = _call_fields(item, self._faults)
+        index = item.get("index") if isinstance(item, dict) else None
+        call = self._continued(index, call_id, name, arguments)
+        if call is None:
+            self._settle()
+            call = _CallInProgress(index)
+            self._started.append(call)
+        elif call.settled:
+            if arguments.strip() and not call.closed:
+                raise self._faults.bad("the stream goes back to a tool call after the next one began")
+            return
+        call.id = call.id or call_id
+        call.name = call.name or name
+        call.extend(arguments)
+        if call.closed and call.name:
+            self._settle()
+
+    def _continued(self, index: object, call_id: str, name: str, arguments: str) -> _CallInProgress | None:
+        """The call that a delta goes on with, None when it begins another. Some servers give every call index 0, or no
+        index at all; then a new id, or a name after a complete call, marks the beginning."""
+        for call in reversed(self._started):
+            if index is None or call.index == index:
+                renamed = bool(name and call.name) and (name != call.name or (call.closed and bool(arguments.strip())))
+                if call_id and call.id:
+                    return call if call_id == call.id else None
+                return None if renamed else call
+        return None
+
+    def _settle(self) -> None:
+        """What is open is complete."""
+        if self._started and not self._started[-1].settled:
+            call = self._started[-1]
+            call.settled = True
+            done = self._naming.call(call.id, call.name, call.arguments)
+            self._calls.append(done)
+            self._on_tool_call(done)
+
+
+class _CallInProgress:
+    """The fragments of one call, and the one thing to know of them: whether the JSON object has closed. What follows a
+    closed object is not part of it."""
+
+    _MARKS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
+    __slots__ = ("_depth", "_escaped", "_in_string", "_pieces", "closed", "id", "index", "name", "settled")
+
+    def __init__(self, index: object) -> None:
+        self.index = index
+        self.id = ""
+        self.name = ""
+        self.closed = False
+        self.settled = False
+        self._pieces: list[str] = []
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False  # the last fragment ended in a backslash, inside a string
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self._pieces)
+
+    def extend(self, fragment: str) -> None:
+        if not self._pieces:
+            fragment = fragment.lstrip()
+        if self.closed or not fragment:
+            return
+        end = self._scan(fragment)
+        self._pieces.append(fragment[:end])
+
+    def _scan(self, fragment: str) -> int:
+        """How much of the fragment belongs to the object."""
+        if not self._pieces and not fragment.startswith("{"):
+            self._in_string, self._depth = False, -1
+        if self._depth < 0:  # not an object: nothing closes it but the end of the call
+            return len(fragment)
+        start = 1 if self._escaped else 0
+        self._escaped = False
+        for mark in self._MARKS.finditer(fragment, start):
+            sign = mark.group()
+            if self._in_string:
+                self._in_string = sign != '"'
+                self._escaped = sign == "\\"
+            elif sign == '"':
+                self._in_string = True
+            elif sign in "{[":
+                self._depth += 1
+            elif sign in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self.closed = True
+                    return mark.end()
+        return len(fragment)
+
+
+class _Naming:
+    """Makes the ToolCalls of one answer, each with an id of its own."""
+
+    __slots__ = ("_faults", "_turn", "_used")
+
+    def __init__(self, turn: int, faults: Faults) -> None:
+        self._turn = turn
+        self._faults = faults
+        self._used: set[str] = set()
+
+    def call(self, call_id: str, name: str, arguments: str) -> ToolCall:
+        if not name:
+            raise self._faults.bad("the answer has a tool call without a name")
+        position = len(self._used)
+        while not call_id or call_id in self._used:
+            call_id = f"call_{self._turn}_{position}"
+            position += 1
+        self._used.add(call_id)
+        return ToolCall(call_id, name, arguments if arguments.strip() else "{}")
+
+
+def _check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: Faults) -> None:
+    if finish in _CUT:
+        count = f" after {usage.completion_tokens} tokens" if usage.completion_tokens else ""
+        raise Truncated(
+            f"{faults.where}: the answer was cut{count} (finish_reason {finish}); give a larger max_tokens, or none",
+            text=text,
+        )
+    if finish in _ABORTED:
+        raise faults.bad(f"the server gave the answer up (finish_reason {finish})", text=text)
+    if finish in _FILTERED:
+        raise Rejected(f"{faults.where}: the provider's content filter stopped the answer (finish_reason {finish})")
+    if finish == "tool_calls" and not has_calls and not text:
+        raise faults.bad("the answer announces tool calls and has none")
+
+
+def _loads(data: bytes) -> JsonValue:
+    try:
+        value: JsonValue = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    return value
+
+
+def _object(data: bytes, faults: Faults) -> JsonObject:
+    value = _loads(data)
+    if isinstance(value, dict):
+        return value
+    shown = faults.clean(data.decode("utf-8", "replace")) or "(nothing)"
+    if data.lstrip()[:1] == b"<":
+        raise faults.bad(f"the answer is a web page, not JSON; is this the URL of an API? {shown}")
+    raise faults.bad(f"the answer is not a JSON object: {shown}")
+
+
+def _error_in(document: Mapping[str, JsonValue]) -> JsonValue:
+    return document.get("error") or (dict(document) if document.get("object") == "error" else None)
+
+
+def _string(value: JsonValue) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _text(content: JsonValue, faults: Faults) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "".join(_string(part.get("text")) if isinstance(part, dict) else _string(part) for part in content)
+    raise faults.bad("the answer's content is neither text nor a list of parts")
+
+
+def _reasoning(message: JsonObject) -> str:
+    return _string(message.get("reasoning_content")) or _string(message.get("reasoning"))
+
+
+def _reason(value: JsonValue) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("type")
+    return value if isinstance(value, str) and value else None
+
+
+def _call_items(message: JsonObject, faults: Faults) -> list[JsonValue]:
+    calls = message.get("tool_calls")
+    if not calls:
+        legacy = message.get("function_call")
+        return [{"function": legacy}] if legacy else []
+    if not isinstance(calls, list):
+        raise faults.bad("the answer's tool_calls are not a list")
+    return calls
+
+
+def _call_fields(item: JsonValue, faults: Faults) -> tuple[str, str, str]:
+    """Id, name and arguments, each as text and possibly empty."""
+    function = item.get("function") if isinstance(item, dict) else None
+    if not isinstance(item, dict) or not isinstance(function, dict | None):
+        raise faults.bad("the answer has a tool call that is not one")
+    arguments = function.get("arguments") if function else None
+    if arguments is None:
+        arguments = ""
+    elif not isinstance(arguments, str):
+        arguments = orjson.dumps(arguments).decode()
+    return _string(item.get("id")), _string(function.get("name")) if function else "", arguments
+
+
+def _usage(value: JsonValue) -> Usage:
+    if not isinstance(value, dict):
+        return Usage()
+    return Usage(
+        _count(value, "prompt_tokens"),
+        _count(value.get("prompt_tokens_details"), "cached_tokens"),
+        _count(value, "completion_tokens"),
+        _count(value.get("completion_tokens_details"), "reasoning_tokens"),
+    )
+
+
+def _count(value: JsonValue, name: str) -> int:
+    number = value.get(name) if isinstance(value, dict) else None
+    return number if type(number) is int and number > 0 else 0

@@ -1,0 +1,100 @@
+"""What the simulated model says: chosen by the request alone, so the same request always gets the same answer.
+
+The words mean nothing. Their number, the tool calls, and JSON that fits the schema are what a plan needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.simulated.instances import minimal_instance
+from batch_agent.backends.simulated.model import EngineModel
+from batch_agent.backends.simulated.tokens import END, TOKEN_BYTES, count_tokens, encode, encode_call
+from batch_agent.messages import JsonObject, Message, ToolCall, ToolSpec
+
+WORDS = ("sim", "ula", "ted", "ans", "wer", "tok", "ens", "and", "the", "rest", "with")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``output`` is its tokens, END included; ``cut`` says that ``max_tokens`` ended it before END."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    output: bytes
+    cut: bool
+
+    @property
+    def finish_reason(self) -> str:
+        return "length" if self.cut else "tool_calls" if self.calls else "stop"
+
+    def text_until(self, tokens: int) -> str:
+        """The text that ``tokens`` tokens have revealed; a character split between two tokens waits for the second."""
+        return self.text.encode()[: tokens * TOKEN_BYTES].decode("utf-8", "ignore")
+
+    def calls_until(self, tokens: int) -> int:
+        """How many calls are complete after ``tokens`` tokens."""
+        position, complete = count_tokens(encode(self.text)), 0
+        for call in self.calls:
+            position += count_tokens(encode_call(call))
+            complete += position <= tokens
+        return complete
+
+
+def chat_answer(
+    model: EngineModel,
+    prompt: bytes,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec],
+    *,
+    tool_choice: JsonValue = None,
+    schema: JsonObject | None = None,
+    max_tokens: int | None = None,
+) -> Answer:
+    digest = hashlib.blake2b(b"%d" % model.seed + prompt, digest_size=8).hexdigest()
+    tool = _chosen_tool(model, digest, messages, tools, tool_choice)
+    if tool is not None:
+        value = minimal_instance(tool.parameters or {"type": "object"}, filler=f"simulated-{digest[:4]}")
+        call = ToolCall(f"call_{digest}", tool.name, orjson.dumps(value if isinstance(value, dict) else {}).decode())
+        return _cut("", (call,), max_tokens)
+    if schema is not None:
+        return _cut(orjson.dumps(minimal_instance(schema, filler="simulated")).decode(), (), max_tokens)
+    return text_answer(model, prompt, max_tokens=max_tokens)
+
+
+def text_answer(model: EngineModel, prompt: bytes, *, max_tokens: int | None = None) -> Answer:
+    """``answer_tokens`` long, or as long as ``max_tokens`` lets it be and still come to an end."""
+    length = min(model.answer_tokens, max_tokens or model.answer_tokens)
+    start = hashlib.blake2b(b"%d" % model.seed + prompt, digest_size=32).digest()
+    words = " ".join(WORDS[start[i % 32] % len(WORDS)] for i in range(length))
+    size = (length - 1) * TOKEN_BYTES  # the last token is END
+    return _cut(f"simulated {start.hex()[:8]} {words}"[: size - 1] + "." if size else "", (), max_tokens)
+
+
+def _chosen_tool(
+    model: EngineModel, digest: str, messages: Sequence[Message], tools: Sequence[ToolSpec], choice: JsonValue
+) -> ToolSpec | None:
+    if not tools or choice == "none":
+        return None
+    if isinstance(choice, dict) and isinstance(function := choice.get("function"), dict):
+        choice = function.get("name")
+    for tool in tools:
+        if tool.name == choice:
+            return tool
+    called = sum(1 for message in messages if message.tool_calls)
+    if choice != "required" and called >= model.tool_calls_per_agent:
+        return None
+    return tools[int(digest, 16) % len(tools)]
+
+
+def _cut(text: str, calls: tuple[ToolCall, ...], max_tokens: int | None) -> Answer:
+    whole = encode(text) + b"".join(map(encode_call, calls)) + END
+    if max_tokens is None or count_tokens(whole) <= max_tokens:
+        return Answer(text, calls, whole, cut=False)
+    answer = Answer(text, calls, whole[: max_tokens * TOKEN_BYTES], cut=True)
+    return Answer(answer.text_until(max_tokens), calls[: answer.calls_until(max_tokens)], answer.output, cut=True)

@@ -1,0 +1,121 @@
+"""SimulatedBackend: the simulated engine behind the Backend protocol, in this process and without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+from weakref import WeakKeyDictionary
+
+from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.simulated.answers import Answer, chat_answer
+from batch_agent.backends.simulated.core import Sequence
+from batch_agent.backends.simulated.model import EngineModel
+from batch_agent.backends.simulated.runner import EngineRunner
+from batch_agent.backends.simulated.tokens import chat_prompt, encode_message, encode_tools
+from batch_agent.errors import Rejected, Truncated
+from batch_agent.messages import Reply, Usage
+
+
+class SimulatedBackend:
+    """``runner.engine.counters`` tells what the simulated engine did; its cache outlives the runs that use it."""
+
+    def __init__(self, model: EngineModel | None = None) -> None:
+        self.model = model if model is not None else EngineModel()
+        self.runner = EngineRunner(self.model)
+        self._entered = 0
+        self._tools: WeakKeyDictionary[RequestShape, bytes] = WeakKeyDictionary()
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        return cls(EngineModel.from_url(url))
+
+    @property
+    def name(self) -> str:
+        return f"simulated://{self.model.name}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(native_schema=True, schema_with_tools=True, default_inflight=self.model.max_num_seqs)
+
+    async def __aenter__(self) -> Self:
+        self._entered += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered -= 1
+        if not self._entered:
+            self.runner.close()
+
+    async def models(self) -> list[str]:
+        return [self.model.name]
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        shape = request.shape
+        if shape.model and shape.model != self.model.name:
+            raise Rejected(f"the simulated engine serves {self.model.name!r}, not {shape.model!r}", status=404)
+        prompt = chat_prompt(self._tools_of(shape), request.conversation.encoded(encode_message))
+        answer = chat_answer(
+            self.model,
+            prompt,
+            request.conversation.messages,
+            shape.tools,
+            tool_choice=shape.tool_choice,
+            schema=shape.schema,
+            max_tokens=shape.max_tokens,
+        )
+        priority = shape.extra_body.get("priority", 0)
+        reply = await self._generate(prompt, answer, priority if isinstance(priority, int) else 0, on_tool_call)
+        if answer.cut:
+            raise Truncated(f"the simulated answer reached max_tokens={shape.max_tokens}", text=answer.text)
+        return reply
+
+    async def _generate(self, prompt: bytes, answer: Answer, priority: int, on_tool_call: OnToolCall | None) -> Reply:
+        loop = asyncio.get_running_loop()
+        sent, first, reported = loop.time(), 0.0, 0
+        done: asyncio.Future[None] = loop.create_future()
+
+        def on_token(sequence: Sequence) -> None:
+            nonlocal first, reported
+            if done.done():
+                return
+            if sequence.generated == 1:
+                first = loop.time() - sent
+            try:
+                if on_tool_call is not None and answer.calls:
+                    for call in answer.calls[reported : (reported := answer.calls_until(sequence.generated))]:
+                        on_tool_call(call)
+                if sequence.ended:
+                    done.set_result(None)
+            except Exception as error:
+                # It is the caller's; raised here it would stop the engine for everybody.
+                done.set_exception(error)
+
+        sequences = self.runner.start([(prompt, answer.output)], on_token, priority)
+        try:
+            await done
+        finally:
+            self.runner.stop(sequences)
+        return Reply(
+            text=answer.text,
+            tool_calls=answer.calls,
+            usage=usage_of(sequences),
+            first_token=first,
+            finish_reason=answer.finish_reason,
+        )
+
+    def _tools_of(self, shape: RequestShape) -> bytes:
+        tokens = self._tools.get(shape)
+        if tokens is None:
+            tokens = self._tools[shape] = encode_tools(shape.tools)
+        return tokens
+
+
+def usage_of(sequences: list[Sequence]) -> Usage:
+    return Usage(
+        prompt_tokens=sum(sequence.prompt_tokens for sequence in sequences),
+        cached_tokens=sum(sequence.cached_tokens or 0 for sequence in sequences),
+        completion_tokens=sum(sequence.generated for sequence in sequences),
+    )

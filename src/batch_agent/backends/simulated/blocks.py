@@ -1,0 +1,82 @@
+"""The paged KV cache: a fixed number of blocks, shared by content, evicted least recently used first.
+
+A block is *held* while a running sequence refers to it and *idle* otherwise. An idle block keeps its content and its
+name until its memory is needed; naming it again (a prefix hit) brings it back for nothing. This file knows blocks and
+their names; what is in them and who holds which is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from batch_agent.errors import InternalError
+
+BlockName = bytes  # digest of a block's tokens and of all tokens before it
+
+
+class BlockPool:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.evictions = 0
+        self._holders = [0] * size
+        self._names: list[BlockName | None] = [None] * size
+        self._named: dict[BlockName, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(size))  # in order of eviction
+
+    @property
+    def held(self) -> int:
+        return self.size - len(self._idle)
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    def find(self, names: Sequence[BlockName]) -> list[int]:
+        """The blocks of the longest cached prefix of ``names``; holds nothing yet."""
+        found = []
+        for name in names:
+            block = self._named.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def room_for(self, fresh: int, hits: Sequence[int]) -> bool:
+        """Whether ``hits`` can be held and ``fresh`` blocks taken besides: an idle hit is not free to be taken."""
+        return fresh + sum(1 for block in hits if not self._holders[block]) <= len(self._idle)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if not self._holders[block]:
+                del self._idle[block]
+            self._holders[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """Fresh blocks, at the cost of what was cached longest ago; the caller has asked for room."""
+        taken = []
+        for _ in range(count):
+            block, _ = self._idle.popitem(last=False)
+            name = self._names[block]
+            if name is not None:
+                del self._named[name]
+                self._names[block] = None
+                self.evictions += 1
+            self._holders[block] = 1
+            taken.append(block)
+        return taken
+
+    def name(self, block: int, name: BlockName) -> None:
+        """From now on ``block`` is found by its content. A second block of the same content stays nameless."""
+        if name not in self._named:
+            self._named[name] = block
+            self._names[block] = name
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Deepest first, so that a conversation's tail is evicted before the prefix it shares with others."""
+        for block in reversed(blocks):
+            if self._holders[block] < 1:
+                raise InternalError(f"KV block {block} released by nobody who held it")
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._idle[block] = None

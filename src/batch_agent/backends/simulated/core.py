@@ -1,0 +1,266 @@
+"""The engine as pure code: ``add`` requests, then ``schedule`` a step and ``complete`` it, until nothing is left.
+
+One step is one forward pass, as in vLLM: running sequences first, each decoding a token or prefilling its next chunk,
+then new ones from the queue while tokens, sequences and KV blocks last. When a running sequence finds no block, the
+last one in line is preempted and later computed again from its start. No clock, no I/O, no randomness: the same calls
+give the same steps. Time passing, and who waits for which sequence, belong to ``runner``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from dataclasses import dataclass, field
+
+from batch_agent.backends.simulated.blocks import BlockName, BlockPool
+from batch_agent.backends.simulated.model import EngineModel
+from batch_agent.backends.simulated.tokens import TOKEN_BYTES, count_tokens
+from batch_agent.errors import ContextOverflow, Rejected, Unavailable
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request. ``output`` is what the model will say, known from the start and revealed token by token."""
+
+    prompt: bytes
+    output: bytes
+    arrival: int
+    priority: int = 0
+    generated: int = 0
+    computed: int = 0  # tokens whose KV is in blocks
+    blocks: list[int] = field(default_factory=list)
+    cached_tokens: int | None = None  # prompt tokens found in the cache when it first ran
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    named: int = 0  # blocks whose content has been given its name
+    names: list[BlockName] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def known(self) -> int:
+        """Tokens that exist: the prompt and what has been said so far."""
+        return self.prompt_tokens + self.generated
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one sequence does in a step."""
+
+    sequence: Sequence
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    seconds: float
+    shares: tuple[Share, ...]
+    prefill_tokens: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the engine was made."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # ... and found
+    prompt_tokens: int = 0
+    prompt_tokens_computed: int = 0  # what preemption made it compute again included
+    generated_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+
+class Engine:
+    def __init__(self, model: EngineModel) -> None:
+        self.model = model
+        self.pool = BlockPool(model.blocks)
+        self.counters = Counters()
+        self.running: list[Sequence] = []  # in order of precedence: the last is the first to be preempted
+        self._queue: list[tuple[tuple[int, int], Sequence]] = []  # a heap; aborted ones are skipped when met
+        self._waiting = 0
+        self._arrivals = 0
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting
+
+    def check(self, prompt: bytes, output: bytes, count: int = 1) -> None:
+        """Raises what a server would answer to ``count`` requests of this size now."""
+        limit, asked = self.model.context_tokens, count_tokens(prompt)
+        if asked + count_tokens(output) > limit:
+            raise ContextOverflow(
+                f"This model's maximum context length is {limit} tokens. However, your request has {asked} input "
+                f"tokens and {count_tokens(output)} output tokens (simulated).",
+                status=400,
+            )
+        if not prompt or not output:
+            raise Rejected("a simulated request has at least one prompt token and one output token", status=400)
+        if self.model.max_queued is not None and self._waiting + count > self.model.max_queued:
+            raise Unavailable(f"the simulated queue is full: {self._waiting} requests wait", status=503)
+
+    def add(self, prompt: bytes, output: bytes, priority: int = 0) -> Sequence:
+        self.check(prompt, output)
+        sequence = Sequence(prompt, output, self._arrivals, priority)
+        sequence.prompt_tokens, sequence.output_tokens = count_tokens(prompt), count_tokens(output)
+        self._arrivals += 1
+        self._enqueue(sequence)
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        """Its client has left. Once ended, a sequence stays as it is."""
+        if sequence.ended:
+            return
+        self.counters.aborted += 1
+        if sequence in self.running:
+            self._end(sequence)
+        else:
+            sequence.ended = True
+            self._waiting -= 1
+
+    def schedule(self) -> Step | None:
+        """The next forward pass; None when there is nothing to compute."""
+        budget = self.model.max_batched_tokens
+        preempted = self.counters.preemptions
+        shares = self._continue_running(budget)
+        if self.counters.preemptions == preempted:
+            self._admit(budget - sum(share.tokens for share in shares), shares)
+        if not shares:
+            return None
+        prefill = sum(share.tokens for share in shares if share.sequence.computed < share.sequence.known - 1)
+        decoding = sum(1 for share in shares if share.sequence.computed == share.sequence.known - 1)
+        seconds = (
+            self.model.step_seconds
+            + decoding * self.model.sequence_seconds
+            + prefill / self.model.prefill_tokens_per_second
+        )
+        return Step(seconds, tuple(shares), prefill)
+
+    def complete(self, step: Step) -> list[Sequence]:
+        """Enters the step's results. Returns the sequences that got a token; those at their end are ``ended``."""
+        advanced = []
+        self.counters.steps += 1
+        for sequence, tokens in ((share.sequence, share.tokens) for share in step.shares):
+            if sequence.ended:
+                continue
+            prompt_left = max(0, sequence.prompt_tokens - sequence.computed)
+            self.counters.prompt_tokens_computed += min(tokens, prompt_left)
+            sequence.computed += tokens
+            if sequence.computed == sequence.known:
+                sequence.generated += 1
+                self.counters.generated_tokens += 1
+                advanced.append(sequence)
+                if sequence.generated == sequence.output_tokens:
+                    self.counters.finished += 1
+                    self._end(sequence)
+        return advanced
+
+    def _continue_running(self, budget: int) -> list[Share]:
+        shares: list[Share] = []
+        position = 0
+        while position < len(self.running) and budget > 0:
+            sequence = self.running[position]
+            tokens = min(sequence.known - sequence.computed, budget)
+            while not self._grow(sequence, tokens):
+                victim = self.running.pop()
+                self._preempt(victim)
+                if victim is sequence:
+                    return shares
+            shares.append(Share(sequence, tokens))
+            budget -= tokens
+            position += 1
+        return shares
+
+    def _admit(self, budget: int, shares: list[Share]) -> None:
+        while budget > 0 and self._queue and len(self.running) < self.model.max_num_seqs:
+            sequence = self._queue[0][1]
+            if sequence.ended:
+                heapq.heappop(self._queue)
+                continue
+            hits = self._prefix(sequence)
+            found = len(hits) * self.model.block_size
+            tokens = min(sequence.known - found, budget)
+            if not self.pool.room_for(self._blocks_for(found + tokens) - len(hits), hits):
+                return  # nobody overtakes: a long request is not starved by short ones
+            heapq.heappop(self._queue)
+            self._start(sequence, hits)
+            self._grow(sequence, tokens)
+            shares.append(Share(sequence, tokens))
+            budget -= tokens
+
+    def _start(self, sequence: Sequence, hits: list[int]) -> None:
+        self._waiting -= 1
+        self.pool.hold(hits)
+        sequence.blocks, sequence.named = hits, len(hits)
+        sequence.computed = len(hits) * self.model.block_size
+        if sequence.cached_tokens is None:  # a preempted sequence is looked up again, but its client asked once
+            sequence.cached_tokens = sequence.computed
+            self.counters.prompt_tokens += sequence.prompt_tokens
+            if self.model.prefix_caching:
+                self.counters.prefix_queries += sequence.prompt_tokens
+                self.counters.prefix_hits += sequence.computed
+        self.running.append(sequence)
+        if self.model.policy == "priority":
+            self.running.sort(key=self._precedence)
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Blocks for ``tokens`` more; False, and nothing taken, when there is no room."""
+        until = sequence.computed + tokens
+        fresh = self._blocks_for(until) - len(sequence.blocks)
+        if fresh > self.pool.idle:
+            return False
+        sequence.blocks.extend(self.pool.take(fresh))
+        if self.model.prefix_caching:
+            # Named when scheduled, not when computed: attention of the same pass can already read them.
+            full = until // self.model.block_size
+            for index in range(sequence.named, full):
+                self.pool.name(sequence.blocks[index], self._name(sequence, index))
+            sequence.named = max(sequence.named, full)
+        return True
+
+    def _prefix(self, sequence: Sequence) -> list[int]:
+        if not self.model.prefix_caching:
+            return []
+        # The last known token is always computed: its result is the next token.
+        usable = (sequence.known - 1) // self.model.block_size
+        if usable:
+            self._name(sequence, usable - 1)
+        return self.pool.find(sequence.names[:usable])
+
+    def _name(self, sequence: Sequence, index: int) -> BlockName:
+        width = self.model.block_size * TOKEN_BYTES
+        names = sequence.names
+        while len(names) <= index:
+            start = len(names) * width
+            text = sequence.prompt[start : start + width]
+            if len(text) < width:
+                behind = max(0, start - len(sequence.prompt))
+                text += sequence.output[behind : behind + width - len(text)]
+            names.append(hashlib.blake2b((names[-1] if names else b"") + text, digest_size=16).digest())
+        return names[index]
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.model.block_size)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.counters.preemptions += 1
+        self._release(sequence)
+        self._enqueue(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.ended = True
+        self.running.remove(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.named, sequence.computed = [], 0, 0
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        # A preempted sequence arrived before all that still wait, so its arrival alone puts it in front.
+        self._waiting += 1
+        heapq.heappush(self._queue, (self._precedence(sequence), sequence))
+
+    def _precedence(self, sequence: Sequence) -> tuple[int, int]:
+        return (sequence.priority if self.model.policy == "priority" else 0, sequence.arrival)

@@ -1,0 +1,53 @@
+"""A stand-in for a tokeniser and a chat template: four bytes are a token.
+
+It is right about what a plan depends on (lengths to within a factor that English text keeps steady, equal prefixes have
+equal tokens, what an engine said is tokenised the same way when it comes back as history) and about nothing else.
+Tokens are kept as bytes, four each, padded per segment, so that counting is a division and a block is a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import orjson
+
+from batch_agent.messages import Message, ToolCall, ToolSpec
+
+TOKEN_BYTES = 4
+END = b"\x03end"  # ends a message; an answer's last token
+BEGIN = b"\x02bos"
+ANSWER = b"\x01ast"  # the header behind which the model speaks
+HEADERS = {"system": b"\x01sys", "user": b"\x01usr", "assistant": ANSWER, "tool": b"\x01tol"}
+
+
+def encode(text: str) -> bytes:
+    """The tokens of one segment of text."""
+    data = text.encode("utf-8", "replace")
+    return data + b"\x00" * (-len(data) % TOKEN_BYTES)
+
+
+def count_tokens(tokens: bytes) -> int:
+    return len(tokens) // TOKEN_BYTES
+
+
+def encode_call(call: ToolCall) -> bytes:
+    return encode(f'<call>{{"name":"{call.name}","arguments":{call.arguments}}}</call>')
+
+
+def encode_message(message: Message) -> bytes:
+    body = encode(message.content) + b"".join(map(encode_call, message.tool_calls))
+    return HEADERS[message.role] + body + END
+
+
+def encode_tools(tools: Iterable[ToolSpec]) -> bytes:
+    """Tools stand in front of everything, as in most chat templates."""
+    described = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools]
+    return encode(orjson.dumps(described).decode()) + END if described else b""
+
+
+def chat_prompt(tools: bytes, messages: Iterable[bytes]) -> bytes:
+    return b"".join((BEGIN, tools, *messages, ANSWER))
+
+
+def text_prompt(text: str) -> bytes:
+    return BEGIN + encode(text)

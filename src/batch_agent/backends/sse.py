@@ -1,0 +1,88 @@
+"""Server-sent events, read incrementally: bytes in, ``(event name, data)`` out.
+
+Pure, and ignorant of what the data mean. Lines are found in bytes, so a chunk may end anywhere, also inside a UTF-8
+sequence or between CR and LF; data stay bytes for the JSON reader, which checks the encoding itself.
+"""
+
+from __future__ import annotations
+
+Event = tuple[str, bytes]
+
+BOM = b"\xef\xbb\xbf"
+
+
+class EventTooLarge(ValueError):
+    """One event outgrew the bound: a server that never ends a line must not fill the memory."""
+
+
+class SSEParser:
+    __slots__ = ("_after_cr", "_at_start", "_data", "_limit", "_line", "_name", "_size")
+
+    def __init__(self, max_event_bytes: int = 16 * 1024 * 1024) -> None:
+        self._limit = max_event_bytes
+        self._line: list[bytes] = []  # pieces of a line that has not ended
+        self._data: list[bytes] = []  # data lines of an event that has not ended
+        self._size = 0  # bytes held in both
+        self._name = ""
+        self._after_cr = False
+        self._at_start = True
+
+    def feed(self, chunk: bytes) -> list[Event]:
+        """The events that this chunk completes."""
+        if self._after_cr and chunk:
+            chunk = chunk.removeprefix(b"\n")
+            self._after_cr = False
+        if b"\r" in chunk:
+            self._after_cr = chunk.endswith(b"\r")
+            chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, rest = chunk.split(b"\n")
+        events: list[Event] = []
+        if lines:
+            if self._line:
+                self._line.append(lines[0])
+                self._size -= sum(map(len, self._line[:-1]))
+                lines[0] = b"".join(self._line)
+                self._line.clear()
+            for line in lines:
+                self._take(line, events)
+        if rest:
+            self._line.append(rest)
+            self._grow(len(rest))
+        return events
+
+    def close(self) -> list[Event]:
+        """The stream is over: what an event lacks of its blank line, or its line of a line end, is forgiven."""
+        events = self.feed(b"\n") if self._line else []
+        self._dispatch(events)
+        return events
+
+    def _take(self, line: bytes, events: list[Event]) -> None:
+        if self._at_start:
+            self._at_start = False
+            line = line.removeprefix(BOM)
+        if not line:
+            self._dispatch(events)
+        elif line.startswith(b"data:"):
+            self._add_data(line[6:] if line.startswith(b" ", 5) else line[5:])
+        elif not line.startswith(b":"):
+            field, _, value = line.partition(b":")
+            if field == b"event":
+                self._name = value.removeprefix(b" ").decode("utf-8", "replace")
+            elif field == b"data":
+                self._add_data(b"")
+
+    def _add_data(self, value: bytes) -> None:
+        self._data.append(value)
+        self._grow(len(value) + 1)
+
+    def _grow(self, count: int) -> None:
+        self._size += count
+        if self._size > self._limit:
+            raise EventTooLarge(f"an event of more than {self._limit:,} bytes")
+
+    def _dispatch(self, events: list[Event]) -> None:
+        if self._data:
+            events.append((self._name, self._data[0] if len(self._data) == 1 else b"\n".join(self._data)))
+            self._data.clear()
+        self._name = ""
+        self._size = 0

@@ -1,0 +1,63 @@
+"""Keeps a view up to date while a run goes on.
+
+The numbers are taken on the event loop, a few times a second; drawing happens beside it, because a stopped terminal or
+a full pipe must not stop the agents. A view that fails is switched off: a lost picture is no reason to lose the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Self
+
+from batch_agent.cli.blocking import in_thread
+from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.terminal import View
+
+PATIENCE = 1.0  # seconds that the end of a run waits for a drawing that does not finish
+
+
+class Display:
+    def __init__(self, view: View, statistics: Callable[[], Statistics]) -> None:
+        self._view, self._statistics = view, statistics
+        self._timer: asyncio.TimerHandle | None = None
+        self._drawing: asyncio.Future[None] | None = None
+        self._broken = False
+
+    async def __aenter__(self) -> Self:
+        self._view.__enter__()
+        self._tick()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._drawing is not None:
+            await asyncio.wait([self._drawing], timeout=PATIENCE)
+        if self._finished_drawing():  # a view that still draws holds its terminal; the process is about to end
+            with suppress(OSError):
+                self._view.__exit__(*exception)
+
+    def _tick(self) -> None:
+        if self._finished_drawing():
+            if self._broken:
+                return
+            self._drawing = in_thread(partial(self._view.show, self._statistics()))
+        self._timer = asyncio.get_running_loop().call_later(self._view.interval, self._tick)
+
+    def _finished_drawing(self) -> bool:
+        if self._drawing is None:
+            return True
+        if self._drawing.done():
+            self._broken = self._drawing.exception() is not None
+        return self._drawing.done()
+
+
+def with_expected(statistics: Statistics, expected: int | None) -> Statistics:
+    """The same with a total, where the run itself could not know one."""
+    if statistics.total is not None or expected is None:
+        return statistics
+    return dataclasses.replace(statistics, total=max(expected, statistics.done))

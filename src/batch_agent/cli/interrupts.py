@@ -1,0 +1,55 @@
+"""Ctrl-C: the first drains the run, the second stops it, a third kills the process. SIGTERM stops at once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from contextlib import suppress
+from typing import Protocol, Self
+
+
+class Stoppable(Protocol):
+    def drain(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+class Interrupts:
+    def __init__(self, run: Stoppable) -> None:
+        self._run = run
+        self._interrupts = 0
+        self.stopped_by: signal.Signals | None = None
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        with suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt, which ends the run too
+            loop.add_signal_handler(signal.SIGINT, self._interrupt)
+            loop.add_signal_handler(signal.SIGTERM, self._stop, signal.SIGTERM)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        loop = asyncio.get_running_loop()
+        with suppress(NotImplementedError):
+            loop.remove_signal_handler(signal.SIGINT)
+            loop.remove_signal_handler(signal.SIGTERM)
+
+    def _interrupt(self) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            _say("stopping: agents under way finish, no new one starts. Ctrl-C again stops at once.")
+            self._run.drain()
+        else:
+            self._stop(signal.SIGINT)
+
+    def _stop(self, by: signal.Signals) -> None:
+        _say("stopping at once.")
+        self.stopped_by = by
+        self._run.cancel()
+        # Should even that take long, the next one is not ours to catch.
+        asyncio.get_running_loop().remove_signal_handler(by)
+        signal.signal(by, signal.SIG_DFL)
+
+
+def _say(text: str) -> None:
+    print(f"batch-agent: {text}", file=sys.stderr, flush=True)

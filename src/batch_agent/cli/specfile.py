@@ -1,0 +1,207 @@
+"""Spec files: the options of BatchSpec in YAML, TOML or JSON.
+
+The names are those of the API; what cannot be written in a file is referred to: a prompt by ``{file: prompt.txt}``,
+inputs by path, a function, tool or class by ``module:name``. Paths and modules are looked up beside the spec file. What
+an option may be is BatchSpec's affair; here its errors get the file and, where it can be told, the line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from batch_agent.cli.rows import STDIN
+from batch_agent.errors import SpecError
+from batch_agent.spec import BatchSpec
+
+NOT_IN_FILES = {
+    "on_result": "it is a Python function; the command line writes every result to --output",
+    "runtime": "it is a Python object; write backend",
+}
+REFERENCE = re.compile(r"[\w.]+:[\w.]+")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecFile:
+    """What a spec file says, its references not yet followed."""
+
+    path: Path
+    text: str
+    options: Mapping[str, object]
+
+    def error(self, message: str) -> SpecError:
+        """A SpecError that names this file and the line of the option that the message is about."""
+        line = self._line(message)
+        return SpecError(f"{self.path}{f' line {line}' if line else ''}: {message}")
+
+    def _line(self, message: str) -> int | None:
+        # Messages begin with the option, or with "there is no option '…'".
+        option = next((word for word in re.findall(r"\w+", message)[:5] if word in self.options), None)
+        if option is None:
+            return None
+        pattern = re.compile(rf"""\s*\{{?\s*["']?{option}["']?\s*[:=]""")
+        lines = [number for number, line in enumerate(self.text.split("\n"), start=1) if pattern.match(line)]
+        return lines[0] if len(lines) == 1 else None
+
+    def resolve(self, overrides: Mapping[str, object]) -> BatchSpec:
+        """The spec, with the references of the file followed and ``overrides`` in place of what the file says."""
+        resolvers: dict[str, Callable[[object], object]] = {
+            "task": self._text,
+            "system_prompt": self._text,
+            "tools": self._tools,
+            "output_schema": self._schema,
+        }
+        options = {**self.options, **overrides}
+        for name, resolve in resolvers.items():
+            if name in options:
+                try:
+                    options[name] = resolve(options[name])
+                except SpecError as error:
+                    raise self.error(f"{name}: {error}") from None
+        try:
+            return BatchSpec(**options)
+        except SpecError as error:
+            raise self.error(str(error)) from None
+
+    def inputs_path(self) -> str | None:
+        """Where the inputs are, when the file names a place; None when it lists them or says nothing."""
+        inputs = self.options.get("inputs")
+        if not isinstance(inputs, str):
+            return None
+        return inputs if inputs == STDIN else str(self.path.parent / inputs)
+
+    def _text(self, value: object) -> object:
+        if not (isinstance(value, dict) and value.keys() == {"file"}):
+            return value
+        path = self.path.parent / str(value["file"])
+        try:
+            return path.read_text("utf-8-sig")
+        except OSError as error:
+            raise SpecError(f"cannot read {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise SpecError(f"{path} is not UTF-8") from None
+
+    def _tools(self, value: object) -> object:
+        if not isinstance(value, list):
+            raise SpecError('must be a list of names, such as ["read_file", "mytools:look_up"]')
+        return [self._tool(item) for item in value]
+
+    def _tool(self, item: object) -> object:
+        if not isinstance(item, str):
+            raise SpecError(f"{item!r} is not the name of a tool")
+        return self._import(item) if ":" in item else item
+
+    def _schema(self, value: object) -> object:
+        if isinstance(value, str):
+            if ":" not in value:
+                raise SpecError(f"{value!r} must be a JSON schema or module:Class")
+            return self._import(value)
+        return value
+
+    def _import(self, reference: str) -> object:
+        if not REFERENCE.fullmatch(reference):
+            raise SpecError(f"{reference!r} must be module:name")
+        module_name, _, names = reference.partition(":")
+        value: object = _import_module(module_name, self.path.parent)
+        for name in names.split("."):
+            try:
+                value = getattr(value, name)
+            except AttributeError:
+                raise SpecError(f"there is no {names} in the module {module_name}") from None
+        return value
+
+
+def read_specfile(path: Path) -> SpecFile:
+    parsers: dict[str, Callable[[str], object]] = {
+        ".yaml": _parse_yaml,
+        ".yml": _parse_yaml,
+        ".toml": _parse_toml,
+        ".json": _parse_json,
+    }
+    parse = parsers.get(path.suffix.lower())
+    if parse is None:
+        raise SpecError(f"{path}: a spec file ends in {', '.join(parsers)}")
+    try:
+        text = path.read_text("utf-8-sig")
+    except OSError as error:
+        raise SpecError(f"cannot read the spec {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{path} is not UTF-8") from None
+    try:
+        options = parse(text)
+    except SpecError as error:
+        raise SpecError(f"{path} {error}") from None
+    if options is None:
+        raise SpecError(f"{path} is empty; it needs at least a task")
+    if not isinstance(options, dict):
+        raise SpecError(f"{path} must be a mapping of options, such as task: …, not {_kind(options)}")
+    wrong = next((key for key in options if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise SpecError(f"{path}: {wrong!r} is not the name of an option")
+    file = SpecFile(path, text, options)
+    for name, reason in NOT_IN_FILES.items():
+        if name in options:
+            raise file.error(f"{name} cannot be given in a file: {reason}")
+    return file
+
+
+def _parse_yaml(text: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        raise SpecError(f"line {mark.line + 1 if mark else '?'} is not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:  # a control character; a date that does not exist
+        raise SpecError(f"is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _parse_toml(text: str) -> object:
+    try:
+        return tomllib.loads(text) or None
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"is not TOML: {error}") from None
+
+
+def _parse_json(text: str) -> object:
+    if not text.strip():
+        return None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SpecError(f"line {error.lineno} is not JSON: {error.msg}") from None
+
+
+def _kind(value: object) -> str:
+    return {list: "a list", str: "text", bool: "true or false"}.get(type(value), "a number")
+
+
+def _import_module(name: str, beside: Path) -> object:
+    directory = str(beside.resolve())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)  # and it stays there: a tool may import its neighbours when it is called
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise SpecError(f"there is no module {name} in {directory} or among the installed ones") from None
+        raise SpecError(_import_failure(name, error)) from None
+    except Exception as error:
+        raise SpecError(_import_failure(name, error)) from None
+
+
+def _import_failure(name: str, error: Exception) -> str:
+    """The user's module raised: say what and where, without our frames."""
+    message = f"importing {name} failed: {type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):  # its message has the place; its last frame is the import machinery
+        return message
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{message} ({Path(frame.filename).name} line {frame.lineno})"

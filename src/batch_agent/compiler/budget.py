@@ -1,0 +1,38 @@
+"""How many tokens a text is, roughly, and whether a job can fit the model's context at all.
+
+The estimate is made without a tokenizer: UTF-8 bytes over four, rounded up. That is good enough to plan with and to
+stop what is hopeless; the server has the last word on the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batch_agent.errors import Oversized
+
+BYTES_PER_TOKEN = 4
+
+
+def estimate_tokens(text: str) -> int:
+    """UnicodeEncodeError for text that cannot be sent: half of a surrogate pair."""
+    size = len(text) if text.isascii() else len(text.encode())
+    return -(-size // BYTES_PER_TOKEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The tokens a first request may have: the model's context less what is kept for the answer."""
+
+    model_max_context: int | None
+    min_response_tokens: int
+
+    def check(self, tokens: int) -> None:
+        if self.model_max_context is None:
+            return
+        room = self.model_max_context - self.min_response_tokens
+        if tokens > room:
+            raise Oversized(
+                f"about {tokens:,} tokens of system prompt, tools and message (estimated) do not fit: "
+                f"model_max_context {self.model_max_context:,} less min_response_tokens "
+                f"{self.min_response_tokens:,} leaves {room:,}"
+            )

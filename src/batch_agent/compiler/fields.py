@@ -1,0 +1,88 @@
+"""An input seen as named fields, and a field's value as text.
+
+An input is a dict (its keys), a string (the one field ``input``), a pydantic model or a dataclass. Text goes into a
+prompt as it is; any other value as its JSON, and one whose JSON is a string (a date, a path, an enum) as that string.
+Reading an input may run its author's code (serializers, properties): whatever that raises becomes an InputError here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from pydantic import BaseModel, RootModel
+from pydantic_core import from_json, to_json
+
+from batch_agent.errors import InputError
+
+ALLOWED = "a dict, a string, a pydantic model or a dataclass"
+NAMES_SHOWN = 20
+
+
+def field_names(value: object) -> tuple[str, ...]:
+    """The fields an input has, found without reading their values. InputError when it is no input at all."""
+    match value:
+        case str():
+            return ("input",)
+        case Mapping():
+            return tuple(name for name in value if isinstance(name, str))
+        case BaseModel():
+            kind = type(value)
+            return (*kind.model_fields, *kind.model_computed_fields, *(value.model_extra or ()))
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return tuple(field.name for field in dataclasses.fields(value))
+        case _:
+            raise InputError(f"an input is {ALLOWED}, not {type(value).__name__}")
+
+
+def fields_of(value: object) -> Mapping[str, object]:
+    if type(value) is dict:
+        return value
+    if isinstance(value, str):
+        return {"input": value}
+    names = field_names(value)
+    try:
+        match value:
+            case BaseModel():
+                dumped = value.model_dump(mode="json")
+                return {"root": dumped} if isinstance(value, RootModel) else dumped
+            case Mapping():
+                return dict(value)
+            case _:
+                return {name: getattr(value, name) for name in names}
+    except Exception as error:
+        raise InputError(f"the input cannot be read as fields: {_reason(error)}") from error
+
+
+def text_of(name: str, value: object) -> str:
+    """A field's value as it appears in a prompt: always text that UTF-8 can carry."""
+    try:
+        if type(value) is str:
+            if not value.isascii():
+                value.encode()
+            return value
+        encoded = to_json(value, inf_nan_mode="null")
+        if encoded.startswith(b'"'):
+            return str(from_json(encoded))
+        return encoded.decode()
+    except Exception as error:
+        raise InputError(f"the field {name!r} cannot be written as text or JSON: {_reason(error)}") from error
+
+
+def job_id_of(fields: Mapping[str, object], index: int) -> str:
+    """The input's own ``id`` where it has one, else its position."""
+    own = fields.get("id")
+    if (isinstance(own, str) and own) or (isinstance(own, int) and not isinstance(own, bool)):
+        return str(own)
+    return str(index)
+
+
+def listed(names: Iterable[object]) -> str:
+    """Field names for a message."""
+    shown = [str(name) for name in names]
+    more = f", … ({len(shown)} in all)" if len(shown) > NAMES_SHOWN else ""
+    return (", ".join(shown[:NAMES_SHOWN]) or "none") + more
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

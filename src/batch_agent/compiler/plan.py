@@ -1,0 +1,202 @@
+"""BatchSpec → Plan: what all agents of a run share, and how each input becomes a job.
+
+A plan is pure: it reads a list of inputs where it was given one, and never touches an iterator. Whoever reads the
+inputs shows the plan the first one with ``check_first`` and turns each into a Job with ``job``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+from pydantic_core import to_json
+
+from batch_agent.compiler.budget import Budget, estimate_tokens
+from batch_agent.compiler.fields import ALLOWED, field_names, fields_of, job_id_of, listed, text_of
+from batch_agent.compiler.hoist import constant_texts, hoistable, reference, section
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
+from batch_agent.compiler.template import Template
+from batch_agent.errors import InputError, InternalError, JobError, SpecError
+from batch_agent.job import Job, UnreadableRow
+from batch_agent.messages import Conversation, Message, ToolSpec
+from batch_agent.spec import BatchSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a run would send, for people. All token counts are estimates."""
+
+    rows: int | None
+    hoisted: tuple[str, ...]
+    system: str
+    first_prompt: str
+    prefix_tokens: int  # the same for all rows, tools included
+    own_tokens: int  # the mean of what a row adds, over the sample
+    unusable: tuple[str, ...]  # why rows of the sample would fail before any request
+
+    @property
+    def total_tokens(self) -> int | None:
+        """Prompt tokens of all first requests together, nothing cached."""
+        return None if self.rows is None else self.rows * (self.prefix_tokens + self.own_tokens)
+
+
+class Plan:
+    """What the agents of a run share, and how an input becomes a job. Made by ``compile_plan``.
+
+    ``system`` is the shared system text and ``shared`` the conversation each agent's own starts from; ``hoisted`` names
+    the fields that moved there; ``total`` is the number of inputs where it is known.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: str,
+        system: str,
+        hoisted: tuple[str, ...],
+        total: int | None,
+        template: Template | None,
+        head: str,
+        tool_tokens: int,
+        budget: Budget,
+    ) -> None:
+        self.system = system
+        self.shared = Conversation([Message("system", system)] if system else [])
+        self.hoisted = hoisted
+        self.total = total
+        self._task = task
+        self._template = template  # None until an iterator's first item has been seen
+        self._head = head
+        self._shared_tokens = estimate_tokens(system) + tool_tokens
+        self._budget = budget
+
+    def check_first(self, first: object) -> None:
+        """Settle, on the first input that can be read, which braces of the task are fields. SpecError when one is
+        missing there."""
+        if self._template is None and not isinstance(first, UnreadableRow):
+            self._template = _parse(self._task, first)
+            self._head = self._template.literals[0]
+
+    @property
+    def prefix_tokens(self) -> int:
+        """About how many tokens all first requests begin with: system, tools, the task up to what varies."""
+        return self._shared_tokens + estimate_tokens(self._head)
+
+    def job(self, index: int, value: object) -> Job:
+        """One input, rendered. Raises InputError or Oversized, which concern this input alone."""
+        if isinstance(value, UnreadableRow):
+            raise InputError(value.message)
+        template = self._template
+        if template is None:
+            raise InternalError("a job was asked for before the plan saw the first input")
+        fields = fields_of(value)
+        _check_present(template.names, fields)
+        _check_present(self.hoisted, fields)
+        prompt = template.fill([text_of(name, fields[name]) for name in template.names])
+        self._budget.check(self._shared_tokens + estimate_tokens(prompt))
+        return Job(index, job_id_of(fields, index), value, prompt)
+
+    def describe(self, sample: Sequence[object]) -> Description:
+        """The plan for people; ``sample`` is the first inputs, as many as one cares to render."""
+        prompts: list[str] = []
+        unusable: list[str] = []
+        for index, value in enumerate(sample):
+            self.check_first(value)
+            try:
+                prompts.append(self.job(index, value).prompt)
+            except JobError as error:
+                unusable.append(f"input {index}: {error.type}: {error}")
+        head_tokens = estimate_tokens(self._head)
+        own = [estimate_tokens(prompt) - head_tokens for prompt in prompts]
+        return Description(
+            rows=self.total,
+            hoisted=self.hoisted,
+            system=self.system,
+            first_prompt=prompts[0] if prompts else "",
+            prefix_tokens=self.prefix_tokens,
+            own_tokens=-(-sum(own) // len(own)) if own else 0,
+            unusable=tuple(unusable),
+        )
+
+
+def compile_plan(
+    spec: BatchSpec,
+    *,
+    schema: OutputSchema[object] | None,
+    inject_schema: bool,
+    tools: Sequence[ToolSpec] = (),
+) -> Plan:
+    """``inject_schema`` is False when the backend takes the schema natively."""
+    inputs = _checked_inputs(spec.inputs)
+    system = _system_text(spec, schema if inject_schema else None)
+    _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
+
+    template, head = None, ""
+    moved: dict[str, str] = {}
+    if isinstance(inputs, list | tuple) and (
+        readable := [value for value in inputs if not isinstance(value, UnreadableRow)]
+    ):
+        template = _parse(spec.task, readable[0])
+        constants = constant_texts(readable, template.names)
+        if not spec.no_hoist:
+            moved = {name: constants[name] for name in hoistable(template, constants)}
+            template = template.bind({name: reference(name) for name in moved})
+        head = template.bind(constants).literals[0]
+
+    return Plan(
+        task=spec.task,
+        system=_join(system, *(section(name, text) for name, text in moved.items())),
+        hoisted=tuple(moved),
+        total=len(inputs) if isinstance(inputs, Sized) else None,
+        template=template,
+        head=head,
+        tool_tokens=sum(map(_tool_tokens, tools)),
+        budget=Budget(spec.model_max_context, spec.min_response_tokens),
+    )
+
+
+def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
+    if isinstance(inputs, str | bytes | bytearray | Mapping | BaseModel):
+        raise SpecError(
+            f"inputs is one {type(inputs).__name__}: it must be a list or iterator of inputs, each {ALLOWED}"
+        )
+    if not isinstance(inputs, Iterable | AsyncIterable):
+        raise SpecError(f"inputs must be a list, iterator or async iterator, not {type(inputs).__name__}")
+    return inputs
+
+
+def _parse(task: str, first: object) -> Template:
+    try:
+        return Template.parse(task, field_names(first))
+    except InputError as error:
+        raise SpecError(f"the first input cannot be used: {error}") from None
+
+
+def _check_present(names: Iterable[str], fields: Mapping[str, object]) -> None:
+    for name in names:
+        if name not in fields:
+            raise InputError(f"the input has no field {name!r} (its fields: {listed(fields)})")
+
+
+def _system_text(spec: BatchSpec, schema: OutputSchema[object] | None) -> str:
+    system = strip_preamble(spec.system_prompt) if spec.strip_preamble else spec.system_prompt
+    if schema is None or any(carries_schema(text, schema.json_schema) for text in (system, spec.task)):
+        return system
+    return _join(system, schema_instruction(schema))
+
+
+def _join(*parts: str) -> str:
+    return "\n\n".join(filter(None, parts))
+
+
+def _check_unicode(**texts: str) -> None:
+    for name, text in texts.items():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SpecError(f"{name} has text that is not valid Unicode: {error}") from None
+
+
+def _tool_tokens(tool: ToolSpec) -> int:
+    return estimate_tokens(tool.name + tool.description + to_json(tool.parameters).decode())

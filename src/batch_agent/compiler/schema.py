@@ -1,0 +1,191 @@
+"""A user's output schema, resolved once: the JSON schema that a model is shown, and the exact check of an answer.
+
+Types (pydantic models, dataclasses, TypedDicts, ``list[T]``, unions, Literals …) are pydantic's business; a JSON schema
+given as a dict is checked by a JSON schema validator. Both say what is wrong as ``path: message`` lines. Tolerance
+towards text that is not quite JSON is left to ``outputs``.
+
+User schemas run their author's code. Whatever a validator of theirs raises becomes Invalid here, in one place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Generic, NoReturn, Protocol, TypeVar, cast
+
+import jsonschema_rs
+from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic_core import from_json, to_json
+
+from batch_agent.compiler.typed_dict import modern_typed_dicts
+from batch_agent.errors import Invalid, NotJSON, OutputError, SpecError
+from batch_agent.messages import JsonObject
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+V = TypeVar("V")
+
+ALLOWED = "a pydantic model class, a dataclass, a TypedDict, a type such as list[T], a JSON schema as a dict, or None"
+ERRORS_SHOWN = 10
+INPUT_SHOWN = 100  # characters
+MASK = "the value"
+SCALARS = frozenset(("string", "integer", "number", "boolean", "null"))
+
+
+class Reader(Protocol[T_co]):
+    """The exact check; raises NotJSON, Invalid, or whatever the user's own code raises."""
+
+    def from_json(self, data: bytes) -> T_co: ...
+    def from_python(self, value: object) -> T_co: ...
+
+
+class OutputSchema(Generic[T_co]):
+    """What each answer must be. ``json_schema`` is for models and backends, ``name`` for wires that want one."""
+
+    __slots__ = ("_reader", "json_schema", "json_text", "name")
+
+    def __init__(self, reader: Reader[T_co], json_schema: JsonObject) -> None:
+        self._reader = reader
+        self.json_schema = json_schema
+        self.json_text = to_json(json_schema).decode()
+        title = re.sub(r"[^A-Za-z0-9_-]+", "_", str(json_schema.get("title", "")))
+        self.name = title.strip("_")[:64] or "answer"
+
+    @classmethod
+    def of(cls, value: object) -> OutputSchema[object] | None:
+        """None, and ``str``, mean text without a schema."""
+        if value is None or value is str:
+            return None
+        if isinstance(value, str) or inspect.isroutine(value):
+            raise SpecError(f"output_schema is {_shown(value)}: give {ALLOWED}")
+        try:
+            return _of_json_schema(value) if isinstance(value, Mapping) else _of_type(value)
+        except Exception as error:
+            raise SpecError(f"output_schema cannot be used: {_first_lines(error)}. Give {ALLOWED}") from error
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether an answer is a bare string, number, boolean or null, never an object or array."""
+        options = self.json_schema.get("anyOf", [self.json_schema])
+        return isinstance(options, list) and all(map(_is_scalar, options))
+
+    def validate_json(self, text: str | bytes) -> T_co:
+        """Exact. Raises NotJSON or Invalid."""
+        try:
+            data = text.encode() if isinstance(text, str) else text
+        except UnicodeEncodeError as error:
+            raise NotJSON(f"the answer is not valid Unicode: {error}") from None
+        return _guarded(self._reader.from_json, data)
+
+    def validate_python(self, value: object) -> T_co:
+        """Exact, for a value that is already parsed. Raises Invalid."""
+        return _guarded(self._reader.from_python, value)
+
+
+class _TypeReader(Generic[T]):
+    def __init__(self, adapter: TypeAdapter[T]) -> None:
+        self._adapter = adapter
+
+    def from_json(self, data: bytes) -> T:
+        return self._adapter.validate_json(data)
+
+    def from_python(self, value: object) -> T:
+        return self._adapter.validate_python(value)
+
+
+class _JsonSchemaReader:
+    def __init__(self, schema: JsonObject) -> None:
+        # The mask keeps whole answers out of the messages.
+        self._validator = jsonschema_rs.validator_for(schema, validate_formats=True, retriever=_no_retrieval, mask=MASK)
+
+    def from_json(self, data: bytes) -> JsonValue:
+        try:
+            value = from_json(data, allow_inf_nan=False)
+        except ValueError as error:
+            raise _not_json(str(error), data) from None
+        return self.from_python(value)
+
+    def from_python(self, value: object) -> JsonValue:
+        errors = [
+            # Where the message does not speak of the value, it names a property, and the value is all around it.
+            _line(error.instance_path, error.message, _got(error.instance) if MASK in error.message else "")
+            for error in self._validator.iter_errors(value)
+        ]
+        if errors:
+            raise Invalid(_lines(errors))
+        return cast(JsonValue, value)
+
+
+def _of_json_schema(value: Mapping[object, object]) -> OutputSchema[object]:
+    schema = cast(JsonObject, from_json(to_json(value)))
+    return OutputSchema(_JsonSchemaReader(schema), schema)
+
+
+def _of_type(value: object) -> OutputSchema[object]:
+    adapter = TypeAdapter(cast("type[object]", modern_typed_dicts(value)))
+    return OutputSchema(_TypeReader(adapter), adapter.json_schema())
+
+
+def _is_scalar(schema: JsonValue) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    kinds = schema.get("type")
+    return SCALARS.issuperset(kinds if isinstance(kinds, list) else [kinds]) or "enum" in schema
+
+
+def _no_retrieval(uri: str) -> NoReturn:
+    raise ValueError(f"a schema may only refer to itself, not to {uri}")
+
+
+def _guarded(read: Callable[[V], T], value: V) -> T:
+    try:
+        return read(value)
+    except OutputError:
+        raise
+    except ValidationError as error:
+        raise _explained(error, value) from None
+    except Exception as error:
+        raise Invalid(f"the schema's own validation raised {type(error).__name__}: {error}") from error
+
+
+def _explained(error: ValidationError, value: object) -> OutputError:
+    details = error.errors(include_url=False, include_context=False)
+    if details[0]["type"] == "json_invalid" and not details[0]["loc"]:
+        return _not_json(details[0]["msg"].removeprefix("Invalid JSON: "), value)
+    return Invalid(
+        _lines(
+            # A missing field's input is everything around it, which says nothing.
+            _line(item["loc"], item["msg"], "" if item["type"] == "missing" else _got(item["input"]))
+            for item in details
+        )
+    )
+
+
+def _not_json(reason: str, data: object) -> NotJSON:
+    text = data.decode(errors="replace") if isinstance(data, bytes) else str(data)
+    return NotJSON(f"not JSON: {reason}; the text is {_shown(text)}")
+
+
+def _lines(lines: Iterable[str]) -> str:
+    every = list(dict.fromkeys(lines))
+    more = [f"… and {len(every) - ERRORS_SHOWN} more"] if len(every) > ERRORS_SHOWN else []
+    return "\n".join(every[:ERRORS_SHOWN] + more)
+
+
+def _line(path: Iterable[str | int], message: str, got: str) -> str:
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    return f"{where or 'the answer'}: {message}{got}"
+
+
+def _got(value: object) -> str:
+    return f", got {_shown(value)}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= INPUT_SHOWN else f"{text[:INPUT_SHOWN]}…"
+
+
+def _first_lines(error: Exception) -> str:
+    return str(error).split("\n\n", 1)[0].rstrip(".")

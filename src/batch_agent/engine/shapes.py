@@ -1,0 +1,68 @@
+"""The few kinds of request a run sends, decided once from the spec and what the backend can do.
+
+Tools and a schema go together only to a backend that composes them. To another one tool turns are free, and an answer
+that does not validate is followed by a constrained turn without tools.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from batch_agent.backends.base import Capabilities, RequestShape
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import SpecError
+from batch_agent.messages import ToolSpec
+from batch_agent.spec import BatchSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    first: RequestShape  # the first turn, where a forced tool choice applies
+    later: RequestShape  # every following turn
+    repair: RequestShape  # after an answer that did not validate
+    schema_in_prompt: bool  # the first answer is not constrained, so the model must read what is wanted
+
+
+def build_shapes(
+    spec: BatchSpec,
+    model: str,
+    tools: tuple[ToolSpec, ...],
+    schema: OutputSchema[object] | None,
+    capabilities: Capabilities,
+) -> Shapes:
+    _check_choice(spec, tools)
+    stop = (spec.stop,) if isinstance(spec.stop, str) else tuple(spec.stop or ())
+    native = schema is not None and capabilities.native_schema
+    composed = native and (not tools or capabilities.schema_with_tools)
+    free = RequestShape(
+        model=model,
+        max_tokens=spec.max_tokens,
+        temperature=spec.temperature,
+        top_p=spec.top_p,
+        seed=spec.seed,
+        stop=stop,
+        tools=tools,
+        tool_choice=spec.tool_choice,
+        extra_body=spec.extra_body,
+    )
+    constrained = free
+    if native and schema is not None:
+        constrained = replace(free, schema=schema.json_schema, schema_name=schema.name)
+    first = constrained if composed else free
+    # A forced call repeated on every turn would never let the agent answer.
+    later = first if spec.tool_choice in (None, "auto", "none") else replace(first, tool_choice="auto")
+    tool_free = replace(constrained, tools=(), tool_choice=None)
+    repair = tool_free if native and not composed else later
+    return Shapes(first, later, repair, schema_in_prompt=schema is not None and not composed)
+
+
+def _check_choice(spec: BatchSpec, tools: tuple[ToolSpec, ...]) -> None:
+    choice = spec.tool_choice
+    if choice is None or isinstance(choice, dict):
+        return
+    names = [tool.name for tool in tools]
+    if choice not in ("auto", "none", "required", *names):
+        known = f", or one of {', '.join(names)}" if names else ""
+        raise SpecError(f"tool_choice: {choice!r} is not auto, none or required{known}")
+    if not tools and choice != "none":
+        raise SpecError(f"tool_choice is {choice!r}, but the batch has no tools")

@@ -1,0 +1,274 @@
+"""Counts of a run, kept from its events and read at any moment as one frozen Statistics.
+
+Every event of every agent passes through here, so an event costs a few attribute updates and no more; memory is bounded
+by the agents alive, not by the rows of the batch. How the numbers look on a screen belongs to the other modules here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from batch_agent.events import (
+    Event,
+    JobFinished,
+    JobStarted,
+    LimitChanged,
+    RunFinished,
+    RunStarted,
+    ToolFinished,
+    ToolStarted,
+    TurnFailed,
+    TurnFinished,
+    TurnStarted,
+)
+from batch_agent.messages import Usage
+
+Ended: TypeAlias = Literal["complete", "drained", "cancelled", "failed"]
+
+WINDOW = 30  # seconds over which the recent rate is taken
+RECENT_ERRORS = 5
+MESSAGE_CHARACTERS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class RecentError:
+    """An error and how often it came with these very words. ``index`` is the row it was last seen on; ``retried`` says
+    that the request was going to be sent again."""
+
+    index: int
+    type: str
+    message: str
+    count: int
+    retried: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """A run at one moment. Every agent alive is in exactly one of ``running`` (holds an inference slot),
+    ``waiting_on_tools``, ``backing_off`` (will repeat a failed request) and ``queued``."""
+
+    backend: str = ""
+    model: str = ""
+    total: int | None = None  # None: the inputs are an iterator of unknown length
+    started: int = 0
+    done: int = 0
+    ok: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)  # by AgentError.type
+    running: int = 0
+    waiting_on_tools: int = 0
+    backing_off: int = 0
+    queued: int = 0
+    turns: int = 0
+    retries: int = 0
+    usage: Usage = field(default_factory=Usage)
+    tool_runs: int = 0
+    tool_shared: int = 0
+    tool_cached: int = 0
+    tool_errors: int = 0
+    inference_seconds: float = 0.0  # slot-seconds of the turns that are over
+    tool_wait_seconds: float = 0.0  # agent-seconds without a slot while a tool was running
+    elapsed: float = 0.0
+    recent_rate: float = 0.0  # rows per second
+    peak_running: int = 0
+    max_inflight: int | None = None
+    recent_errors: tuple[RecentError, ...] = ()  # the latest last
+    ended: Ended | None = None
+
+    @property
+    def failed(self) -> int:
+        return self.done - self.ok
+
+    @property
+    def tool_calls(self) -> int:
+        return self.tool_runs + self.tool_shared + self.tool_cached
+
+    @property
+    def overall_rate(self) -> float:
+        return self.done / self.elapsed if self.elapsed > 0 else 0.0
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds to go at the recent rate; None while nothing can be said."""
+        rate = self.recent_rate or self.overall_rate
+        if self.total is None or not rate or self.ended:
+            return None
+        return max(0, self.total - self.done) / rate
+
+
+# Where a live agent is. Plain ints that index the counts: this is the hot path.
+_QUEUED, _RUNNING, _WAITING, _BACKING_OFF = range(4)
+
+
+class _Agent:
+    __slots__ = ("since", "state", "tools_open")
+
+    def __init__(self, at: float) -> None:
+        self.state = _QUEUED
+        self.since = at
+        self.tools_open = 0
+
+
+class Metrics:
+    """A Sink. ``clock`` must be the one that the events' ``at`` is read from."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._run: RunStarted | None = None
+        self._finished: RunFinished | None = None
+        self._agents: dict[int, _Agent] = {}
+        self._started = self._done = self._ok = 0
+        self._failures: dict[str, int] = {}
+        self._counts = [0, 0, 0, 0]  # agents in each state
+        self._seconds = [0.0, 0.0, 0.0, 0.0]  # spent in each state, by all agents, until they left it
+        self._peak_running = 0
+        self._turns = self._retries = 0
+        self._prompt = self._cached = self._completion = self._reasoning = 0
+        self._tool_sources = {"run": 0, "shared": 0, "cache": 0}
+        self._tool_errors = 0
+        self._max_inflight: int | None = None
+        self._errors: dict[tuple[str, str], RecentError] = {}
+        self._rows_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case TurnStarted():
+                self._turn_started(event)
+            case TurnFinished():
+                self._turn_finished(event)
+            case JobStarted():
+                self._started += 1
+                self._counts[_QUEUED] += 1
+                self._agents[event.index] = _Agent(event.at)
+            case JobFinished():
+                self._job_finished(event)
+            case ToolStarted():
+                self._tool_started(event)
+            case ToolFinished():
+                self._tool_finished(event)
+            case TurnFailed():
+                self._turn_failed(event)
+            case LimitChanged():
+                self._max_inflight = event.max_inflight
+            case RunStarted():
+                self._run = event
+            case RunFinished():
+                self._finished = event
+
+    def statistics(self) -> Statistics:
+        run, finished = self._run, self._finished
+        now = finished.at if finished else self._clock()
+        started_at = run.at if run else now
+        return Statistics(
+            backend=run.backend if run else "",
+            model=run.model if run else "",
+            total=run.total if run else None,
+            started=self._started,
+            done=self._done,
+            ok=self._ok,
+            failures=dict(self._failures),
+            running=self._counts[_RUNNING],
+            waiting_on_tools=self._counts[_WAITING],
+            backing_off=self._counts[_BACKING_OFF],
+            queued=self._counts[_QUEUED],
+            turns=self._turns,
+            retries=self._retries,
+            usage=Usage(self._prompt, self._cached, self._completion, self._reasoning),
+            tool_runs=self._tool_sources["run"],
+            tool_shared=self._tool_sources["shared"],
+            tool_cached=self._tool_sources["cache"],
+            tool_errors=self._tool_errors,
+            inference_seconds=self._seconds[_RUNNING],
+            tool_wait_seconds=self._seconds[_WAITING],
+            elapsed=now - started_at,
+            recent_rate=self._recent_rate(started_at, now),
+            peak_running=self._peak_running,
+            max_inflight=self._max_inflight,
+            recent_errors=tuple(self._errors.values()),
+            ended=finished.ended if finished else None,
+        )
+
+    def _turn_started(self, event: TurnStarted) -> None:
+        self._move(event.index, _RUNNING, event.at)
+        if self._counts[_RUNNING] > self._peak_running:
+            self._peak_running = self._counts[_RUNNING]
+
+    def _turn_finished(self, event: TurnFinished) -> None:
+        self._turns += 1
+        usage = event.usage
+        self._prompt += usage.prompt_tokens
+        self._cached += usage.cached_tokens
+        self._completion += usage.completion_tokens
+        self._reasoning += usage.reasoning_tokens
+        agent = self._agents.get(event.index)
+        self._move(event.index, _WAITING if agent is not None and agent.tools_open else _QUEUED, event.at)
+
+    def _turn_failed(self, event: TurnFailed) -> None:
+        agent = self._agents.get(event.index)
+        if agent is not None:
+            agent.tools_open = 0  # what the broken answer had already asked for is abandoned
+        if event.retry_in is None:
+            self._move(event.index, _QUEUED, event.at)
+        else:
+            self._retries += 1
+            self._remember(event.index, event.error_type, event.message, retried=True)
+            self._move(event.index, _BACKING_OFF, event.at)
+
+    def _tool_started(self, event: ToolStarted) -> None:
+        agent = self._agents.get(event.index)
+        if agent is not None:
+            agent.tools_open += 1
+            if agent.state != _RUNNING:
+                self._move(event.index, _WAITING, event.at)
+
+    def _tool_finished(self, event: ToolFinished) -> None:
+        self._tool_sources[event.source] += 1
+        if not event.ok:
+            self._tool_errors += 1
+        agent = self._agents.get(event.index)
+        if agent is not None and agent.tools_open:
+            agent.tools_open -= 1
+            if not agent.tools_open and agent.state == _WAITING:
+                self._move(event.index, _QUEUED, event.at)
+
+    def _job_finished(self, event: JobFinished) -> None:
+        result = event.result
+        self._done += 1
+        if result.ok:
+            self._ok += 1
+        elif result.error is not None:
+            kind = result.error.type
+            self._failures[kind] = self._failures.get(kind, 0) + 1
+            self._remember(result.index, kind, result.error.message, retried=False)
+        rows, second = self._rows_by_second, int(event.at)
+        if rows and rows[-1][0] == second:
+            rows[-1] = (second, rows[-1][1] + 1)
+        else:
+            rows.append((second, 1))
+        self._move(result.index, _QUEUED, event.at)
+        # A row that never became an agent (it did not fit, say) has a result all the same.
+        if self._agents.pop(result.index, None) is not None:
+            self._counts[_QUEUED] -= 1
+
+    def _move(self, index: int, state: int, at: float) -> None:
+        agent = self._agents.get(index)
+        if agent is not None:
+            self._counts[agent.state] -= 1
+            self._seconds[agent.state] += at - agent.since
+            self._counts[state] += 1
+            agent.state, agent.since = state, at
+
+    def _remember(self, index: int, kind: str, message: str, *, retried: bool) -> None:
+        message = message[:MESSAGE_CHARACTERS]
+        before = self._errors.pop((kind, message), None)
+        self._errors[kind, message] = RecentError(index, kind, message, before.count + 1 if before else 1, retried)
+        if len(self._errors) > RECENT_ERRORS:
+            del self._errors[next(iter(self._errors))]
+
+    def _recent_rate(self, started_at: float, now: float) -> float:
+        since = max(int(now) - WINDOW + 1, started_at)
+        rows = sum(count for second, count in self._rows_by_second if second >= int(since))
+        return rows / (now - since) if now > since else 0.0

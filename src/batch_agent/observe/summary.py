@@ -1,0 +1,106 @@
+"""What is said when a run is over: the same facts as lines for people and as one JSON object for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batch_agent.messages import JsonObject
+from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.text import amount, duration, harmless, rate, rows, share
+
+ERROR_CHARACTERS = 300
+
+
+def summary_lines(statistics: Statistics, *, output: str = "", advice: Sequence[str] = ()) -> list[str]:
+    """``output`` says where the results are; ``advice`` is what the tool pool would have saved, a sentence each."""
+    lines = [_headline(statistics)]
+    lines += _labelled("failed", _failure_lines(statistics))
+    lines += _labelled("tokens", [_token_line(statistics)])
+    if statistics.tool_calls:
+        lines += _labelled("tools", [_tool_line(statistics), *(harmless(line) for line in advice)])
+    if output:
+        lines += _labelled("results", [harmless(output)])
+    return lines
+
+
+def summary_json(statistics: Statistics, *, output: str = "", advice: Sequence[str] = ()) -> JsonObject:
+    usage = statistics.usage
+    return {
+        "ended": statistics.ended,
+        "rows": {
+            "total": statistics.total,
+            "done": statistics.done,
+            "ok": statistics.ok,
+            "failed": statistics.failed,
+            "failures": dict(statistics.failures),
+        },
+        "seconds": round(statistics.elapsed, 3),
+        "rows_per_second": round(statistics.overall_rate, 3),
+        "turns": statistics.turns,
+        "retries": statistics.retries,
+        "peak_inflight": statistics.peak_running,
+        "inference_seconds": round(statistics.inference_seconds, 3),
+        "tool_wait_seconds": round(statistics.tool_wait_seconds, 3),
+        "tokens": {
+            "prompt": usage.prompt_tokens,
+            "cached": usage.cached_tokens,
+            "completion": usage.completion_tokens,
+            "reasoning": usage.reasoning_tokens,
+        },
+        "tool_calls": {
+            "run": statistics.tool_runs,
+            "shared": statistics.tool_shared,
+            "cached": statistics.tool_cached,
+            "errors": statistics.tool_errors,
+        },
+        "advice": list(advice),
+        "model": statistics.model,
+        "backend": statistics.backend,
+        "output": output or None,
+    }
+
+
+def _headline(statistics: Statistics) -> str:
+    line = f"{rows(statistics.done)} in {duration(statistics.elapsed)}: {statistics.ok:,} ok"
+    if statistics.failed:
+        line += f", {statistics.failed:,} failed"
+    if statistics.done:
+        line += f" ({rate(statistics.overall_rate)})"
+    if statistics.ended in ("drained", "cancelled") and statistics.done != statistics.total:
+        missing = f", {rows(statistics.total - statistics.done)} not done" if statistics.total is not None else ""
+        line += f"; stopped early{missing}"
+    return line
+
+
+def _failure_lines(statistics: Statistics) -> list[str]:
+    if not statistics.failures:
+        return []
+    by_count = sorted(statistics.failures.items(), key=lambda item: -item[1])
+    lines = [", ".join(f"{count:,} {kind}" for kind, count in by_count)]
+    latest = {error.type: error for error in statistics.recent_errors if not error.retried}
+    for kind, _ in by_count:
+        if kind in latest:
+            message = harmless(latest[kind].message, ERROR_CHARACTERS)
+            lines.append(f"{kind}, for example row {latest[kind].index}: {message}")
+    return lines
+
+
+def _token_line(statistics: Statistics) -> str:
+    usage = statistics.usage
+    line = f"{amount(usage.prompt_tokens)} in"
+    if usage.cached_tokens:
+        line += f" ({share(usage.cached_tokens, usage.prompt_tokens)} cached)"
+    line += f", {amount(usage.completion_tokens)} out in {statistics.turns:,} turns"
+    if statistics.retries:
+        line += f", {statistics.retries:,} requests sent again"
+    return line
+
+
+def _tool_line(statistics: Statistics) -> str:
+    line = f"{statistics.tool_calls:,} calls: {statistics.tool_runs:,} run"
+    line += f", {statistics.tool_shared:,} shared, {statistics.tool_cached:,} cached"
+    return line + (f", {statistics.tool_errors:,} failed" if statistics.tool_errors else "")
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[str]:
+    return [f"  {label if number == 0 else '':<8} {line}" for number, line in enumerate(lines)]

@@ -1,0 +1,67 @@
+"""How the numbers and the foreign texts of a run are written for people.
+
+Text from models, servers and inputs is shown as characters and nothing else: it can neither move the cursor nor colour
+the screen nor change the direction of a line.
+"""
+
+from __future__ import annotations
+
+_BARE_SECONDS = 10
+
+
+def harmless(text: str, limit: int | None = None) -> str:
+    """``text`` on one line, whatever is not printable written out (``\\x1b``), cut to ``limit`` characters."""
+    if limit is not None and len(text) > limit:
+        text = text[: max(0, limit - 1)] + "…"
+    if text.isprintable():
+        return text
+    return "".join(map(_visible, text))
+
+
+def harmless_lines(text: str) -> str:
+    """The same for text that keeps its lines."""
+    return "\n".join(harmless(line.replace("\t", "    ")) for line in text.split("\n"))
+
+
+def _visible(character: str) -> str:
+    if character.isprintable():
+        return character
+    if character.isspace() and character not in "\x1c\x1d\x1e\x1f\x85":
+        return " "
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def duration(seconds: float) -> str:
+    """``0.8 s``, ``1:05``, ``2:01:05``."""
+    if seconds < _BARE_SECONDS:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def amount(number: int) -> str:
+    """A count in few characters: ``999``, ``12.3k``, ``4.56M``."""
+    value = float(number)
+    for unit in ("", "k", "M", "G"):
+        if value < 999.5 or unit == "G":
+            break
+        value /= 1000
+    return f"{value:.3g}{unit}" if unit else str(number)
+
+
+def rate(rows_per_second: float) -> str:
+    """Rows per second, or per minute where that reads better."""
+    if rows_per_second <= 0:
+        return "- rows/s"
+    if rows_per_second < 1:
+        return f"{rows_per_second * 60:.2g} rows/min"
+    return f"{rows_per_second:.3g} rows/s" if rows_per_second < 1000 else f"{rows_per_second:,.0f} rows/s"
+
+
+def share(part: int, whole: int) -> str:
+    return f"{100 * part // whole} %" if whole else "0 %"
+
+
+def rows(number: int) -> str:
+    return f"{number:,} row" if number == 1 else f"{number:,} rows"

@@ -1,0 +1,82 @@
+"""Where in a model's text the answer may be: after its reasoning, in a code fence, or amid prose.
+
+Everything here cuts text out and changes none of it; whether a cutting is the answer is for ``validate`` to say. All
+scans are linear, also on text that was made to hurt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_REASONING = re.compile(r"\s*<(think|thinking|reasoning)>.*?</\1>", re.DOTALL | re.IGNORECASE)
+# Some chat templates open the block in the prompt, so that the answer has only its end, on a line of its own.
+_REASONING_END = re.compile(r"^[ \t]*</(?:think|thinking|reasoning)>[ \t]*$", re.MULTILINE | re.IGNORECASE)
+_FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
+# A bracket that JSON, or something meant to be JSON, can begin with; not the ones of prose, "[see below]" or "{name}".
+_OPENING = re.compile(r"""\{\s*+(?:["'}/]|\w++\s*+:)|\[\s*+(?:["'\[\]{/\d-]|(?:true|false|null)\b)""")
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[{}\[\]]', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """An outermost object or array in a text, or what looks like one. ``depth`` is its deepest nesting."""
+
+    text: str
+    depth: int
+
+
+def strip_reasoning(text: str) -> str:
+    """The text after the reasoning blocks it begins with."""
+    end = 0
+    while block := _REASONING.match(text, end):
+        end = block.end()
+    if end == 0 and (closing := _REASONING_END.search(text)):
+        end = closing.end()
+    return text[end:].strip() if end else text
+
+
+def fences(text: str) -> list[str]:
+    """The contents of the code fences. A fence's lines cannot be part of valid JSON: its strings have no newlines."""
+    contents: list[str] = []
+    start: int | None = None
+    for line in _FENCE.finditer(text):
+        if start is None:
+            start = line.end()
+        elif not line[1].strip():
+            contents.append(text[start : line.start()].strip())
+            start = None
+    return contents
+
+
+def last_regions(text: str, limit: int) -> list[Region]:
+    """The outermost bracketed stretches that may be JSON, the last one first.
+
+    What stands inside one is never offered by itself, even when the whole does not parse: a part of an answer is not
+    an answer. The last one may lack its end.
+    """
+    return list(deque(_regions(text), maxlen=limit))[::-1]
+
+
+def _regions(text: str) -> Iterator[Region]:
+    at = 0
+    while opening := _OPENING.search(text, at):
+        start = opening.start()
+        at, depth = _end(text, start)
+        yield Region(text[start:at], depth)
+
+
+def _end(text: str, start: int) -> tuple[int, int]:
+    """Where the bracket that opens at ``start`` is closed, or the end of the text; and the deepest nesting."""
+    depth = deepest = 0
+    for token in _TOKEN.finditer(text, start):
+        if token[0] in "{[":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif token[0] in "}]":
+            depth -= 1
+            if depth == 0:
+                return token.end(), deepest
+    return len(text), deepest

@@ -1,0 +1,93 @@
+"""A model's text → a value of the user's schema, exactly where possible and tolerantly where not.
+
+1. The whole text, with its reasoning and then without. JSON that breaks the schema ends here: a part of it that happens
+   to fit would be a wrong answer without a sound.
+2. What is cut out of prose: code fences, then outermost objects and arrays. Of several that validate the last one wins,
+   because models think first and conclude at the end.
+3. The same cuttings read as nearly-JSON, and, where the schema is a string, number or Literal, the bare text. These
+   are marked as repaired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import Invalid, NotJSON, OutputError
+from batch_agent.outputs.extract import fences, last_regions, strip_reasoning
+from batch_agent.outputs.repair import mended
+
+T = TypeVar("T")
+
+LAST_REGIONS = 32  # an answer with more bracketed stretches than this is not looked through from the start
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed(Generic[T]):
+    value: T
+    repaired: bool  # read from text that was not JSON as it stood
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    json: str | bytes
+    weight: int  # characters of the model's text behind it
+    repaired: bool
+
+
+def parse_output(text: str, schema: OutputSchema[T]) -> Parsed[T]:
+    """Raises NotJSON, or Invalid with the errors of the likeliest part of the text."""
+    raw = text.strip().removeprefix("\ufeff")
+    try:
+        return Parsed(schema.validate_json(raw), repaired=False)
+    except NotJSON:
+        pass
+    except Invalid:
+        if not schema.is_scalar:
+            raise
+    answer = strip_reasoning(raw)
+    return _scalar(answer, schema) if schema.is_scalar else _structure(answer, schema)
+
+
+def _scalar(answer: str, schema: OutputSchema[T]) -> Parsed[T]:
+    """A value by itself or in a fence, or a word without its quotes."""
+    parts = [answer, *reversed(fences(answer))]
+    failures: list[OutputError] = []
+    for part in parts:
+        try:
+            return Parsed(schema.validate_json(part), repaired=False)
+        except OutputError as error:
+            failures.append(error)
+    for part in parts:
+        with suppress(Invalid):
+            return Parsed(schema.validate_python(part), repaired=True)
+    raise failures[0]
+
+
+def _structure(answer: str, schema: OutputSchema[T]) -> Parsed[T]:
+    failure: OutputError
+    try:
+        return Parsed(schema.validate_json(answer), repaired=False)
+    except NotJSON as error:
+        failure = error
+    weight = 0
+    for candidate in _candidates([*reversed(fences(answer)), answer]):
+        try:
+            return Parsed(schema.validate_json(candidate.json), candidate.repaired)
+        except NotJSON:
+            continue
+        except Invalid as error:
+            if candidate.weight > weight:
+                failure, weight = error, candidate.weight
+    raise failure
+
+
+def _candidates(parts: Sequence[str]) -> Iterator[_Candidate]:
+    found = dict.fromkeys(region for part in parts for region in last_regions(part, LAST_REGIONS))
+    for region in found:
+        yield _Candidate(region.text, len(region.text), repaired=False)
+    for region, json in mended(found):
+        yield _Candidate(json, len(region.text), repaired=True)

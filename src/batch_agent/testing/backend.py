@@ -1,0 +1,106 @@
+"""ScriptedBackend: the scripted server's replies behind the Backend protocol, without sockets.
+
+Requests are written and answers read by the same code as over HTTP, so a script means the same in both. For tests of
+everything above a backend; connections themselves take a ScriptedServer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import orjson
+from multidict import CIMultiDict
+
+from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall
+from batch_agent.backends.faults import Faults
+from batch_agent.backends.openai import encode_head, encode_message
+from batch_agent.backends.openai_answer import AnswerStream, read_answer
+from batch_agent.messages import Reply
+from batch_agent.testing.request import Request
+from batch_agent.testing.script import Script, scripted_reply, wait_due
+from batch_agent.testing.tracks import Track, track_of
+from batch_agent.testing.wire import Wire
+
+FAULTS = Faults("scripted://")
+
+
+class ScriptedBackend:
+    """``requests``, ``inflight`` and ``peak_inflight`` are those of ScriptedServer."""
+
+    def __init__(self, script: Script | None = None, *, capabilities: Capabilities | None = None) -> None:
+        self._script = script
+        self._capabilities = capabilities if capabilities is not None else Capabilities(native_schema=True)
+        self.requests: list[Request] = []
+        self.inflight = 0
+        self.peak_inflight = 0
+        self.entered = 0  # how many users have it open
+
+    @property
+    def name(self) -> str:
+        return "scripted://"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def __aenter__(self) -> Self:
+        self.entered += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.entered -= 1
+
+    async def models(self) -> list[str]:
+        return ["scripted"]
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        turn = len(request.conversation.messages)
+        stream = None
+        if on_tool_call is not None and self._capabilities.streaming:
+            stream = AnswerStream(FAULTS, turn, on_tool_call, asyncio.get_running_loop().time)
+        asked = self._request(request, stream is not None)
+        self.requests.append(asked)
+        self.inflight += 1
+        self.peak_inflight = max(self.peak_inflight, self.inflight)
+        try:
+            track = await self._track(asked)
+            if track.status >= 300:
+                raise FAULTS.answered(track.status, CIMultiDict(track.headers), b"".join(track.parts))
+            return await _read_stream(track, stream) if stream else await _read_body(track, turn)
+        finally:
+            self.inflight -= 1
+
+    def _request(self, request: ModelRequest, streamed: bool) -> Request:
+        head = encode_head(request.shape, streamed, "max_tokens")
+        raw = head + b",".join(request.conversation.encoded(encode_message)) + b"]}"
+        return Request(len(self.requests), "/v1/chat/completions", orjson.loads(raw), raw=raw)
+
+    async def _track(self, request: Request) -> Track:
+        reply = await scripted_reply(self._script, request)
+        return track_of(await wait_due(reply), Wire(request, model=request.model, fingerprint="scripted"))
+
+
+async def _read_stream(track: Track, stream: AnswerStream) -> Reply:
+    for index, part in enumerate(track.parts):
+        if index:
+            await asyncio.sleep(track.delay)
+        if stream.feed(part):
+            break
+    _check_dropped(track)
+    return stream.finish()
+
+
+async def _read_body(track: Track, turn: int) -> Reply:
+    await asyncio.sleep(track.delay * (len(track.parts) - 1))
+    _check_dropped(track)
+    return read_answer(b"".join(track.parts), FAULTS, turn)
+
+
+def _check_dropped(track: Track) -> None:
+    if track.dropped:
+        raise FAULTS.raised(aiohttp.ClientPayloadError("cut") if track.parts else aiohttp.ServerDisconnectedError())

@@ -1,0 +1,130 @@
+"""What a scripted model can answer: values that are played over HTTP and in process alike.
+
+``Say`` and ``CallTools`` are answers. ``Fail``, ``Cut``, ``StreamError``, ``Malformed``, ``Body`` and ``Hang`` are the
+ways in which real servers do not answer. All take ``latency``: seconds before the first byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.messages import ToolCall, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """A call the model makes. ``arguments`` as text is sent as it is, valid JSON or not."""
+
+    name: str
+    arguments: Mapping[str, JsonValue] | str = field(default_factory=dict)
+    id: str | None = None  # None: one that no other call of this server has
+
+    def as_call(self, request: int, index: int) -> ToolCall:
+        text = self.arguments if isinstance(self.arguments, str) else orjson.dumps(dict(self.arguments)).decode()
+        return ToolCall(f"call_{request}_{index}" if self.id is None else self.id, self.name, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scripted:
+    latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Say(Scripted):
+    """A complete answer. In a stream every few characters are a chunk of their own; ``chunk_delay`` seconds lie between
+    two chunks. ``write_bytes`` cuts what is sent, JSON or stream, into writes of that many bytes, wherever that splits
+    a line or a character, ``chunk_delay`` apart."""
+
+    text: str
+    calls: tuple[ToolUse, ...] = ()
+    reasoning: str = field(default="", kw_only=True)
+    finish_reason: str | None = field(default=None, kw_only=True)  # None: stop, or tool_calls
+    usage: Usage | None = field(default=None, kw_only=True)  # None: counted, four bytes a token, nothing cached
+    chunk_delay: float = field(default=0.0, kw_only=True)
+    write_bytes: int | None = field(default=None, kw_only=True)
+
+
+class CallTools(Say):
+    """An answer that calls tools: ``CallTools(ToolUse("read", {"path": "a"}), ToolUse("list"))``."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        *calls: ToolUse,
+        text: str = "",
+        reasoning: str = "",
+        finish_reason: str | None = None,
+        usage: Usage | None = None,
+        latency: float = 0.0,
+        chunk_delay: float = 0.0,
+        write_bytes: int | None = None,
+    ) -> None:
+        super().__init__(
+            text,
+            calls,
+            reasoning=reasoning,
+            finish_reason=finish_reason,
+            usage=usage,
+            latency=latency,
+            chunk_delay=chunk_delay,
+            write_bytes=write_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fail(Scripted):
+    """An error status. Without a body, the error object that OpenAI-compatible servers send."""
+
+    status: int
+    body: JsonValue | bytes = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut(Scripted):
+    """An answer that stops without an end: after ``after_chunks`` chunks of a stream (the first one only names the
+    role), or in the middle of a JSON body. The connection is reset; with ``clean`` it is closed as if all were well.
+    ``after_chunks=0`` without ``clean`` drops the connection before any answer."""
+
+    answer: Say = field(default_factory=lambda: Say("an answer that is never finished"))
+    after_chunks: int = field(default=2, kw_only=True)
+    clean: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamError(Scripted):
+    """Status 200, and then an error where the answer should go on; not streamed, the error is the whole body."""
+
+    message: str = "the engine died"
+    code: int = 500
+    answer: Say = field(default_factory=lambda: Say("an answer that is never finished"), kw_only=True)
+    after_chunks: int = field(default=2, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed(Scripted):
+    """Exactly these bytes, with status 200."""
+
+    body: bytes
+    content_type: str | None = None  # None: what a right answer to the request would have
+
+
+@dataclass(frozen=True, slots=True)
+class Body(Scripted):
+    """Exactly this JSON, with status 200; for a stream, a list of events, each sent as one, then ``[DONE]``."""
+
+    value: JsonValue
+
+
+@dataclass(frozen=True, slots=True)
+class Hang(Scripted):
+    """Nothing, until the client leaves."""
+
+
+Answered = Say | Fail | Cut | StreamError | Malformed | Body
+ScriptedReply = Answered | Hang

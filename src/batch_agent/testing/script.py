@@ -1,0 +1,71 @@
+"""Scripts: who decides what each request is answered. A list is used up in order; a function sees the request.
+
+Without a script the answer is the least that a well-behaved model could say: a forced tool call, the smallest JSON that
+fits the schema, or an echo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.simulated.instances import minimal_instance
+from batch_agent.messages import JsonObject
+from batch_agent.testing.replies import Answered, CallTools, Fail, Hang, Say, ScriptedReply, ToolUse
+from batch_agent.testing.request import Request
+from batch_agent.testing.wire import error_object
+
+Script = Sequence[ScriptedReply] | Callable[[Request], ScriptedReply | Awaitable[ScriptedReply]]
+
+ECHO_CHARACTERS = 200
+
+
+async def scripted_reply(script: Script | None, request: Request) -> ScriptedReply:
+    if script is None:
+        return default_reply(request)
+    if callable(script):
+        reply = script(request)
+        return await reply if inspect.isawaitable(reply) else reply
+    if request.number < len(script):
+        return script[request.number]
+    # 400, which no client sends again: the test ends at the request that was one too many.
+    message = f"the script has {len(script)} replies, and this is request {request.number + 1}"
+    return Fail(400, error_object(400, message))
+
+
+async def wait_due(reply: ScriptedReply) -> Answered:
+    """Lets the client wait as long as the reply says, for ever if it hangs."""
+    await asyncio.sleep(reply.latency)
+    while isinstance(reply, Hang):
+        await asyncio.get_running_loop().create_future()
+    return reply
+
+
+def default_reply(request: Request) -> ScriptedReply:
+    choice = request.body.get("tool_choice")
+    forced = _forced_tool(request, choice)
+    if forced is not None:
+        name, parameters = forced
+        arguments = minimal_instance(parameters)
+        # A named function ends with stop: vLLM does the same.
+        reason = "stop" if isinstance(choice, dict) else "tool_calls"
+        return CallTools(ToolUse(name, arguments if isinstance(arguments, dict) else {}), finish_reason=reason)
+    if request.schema is not None:
+        return Say(orjson.dumps(minimal_instance(request.schema)).decode())
+    form = request.body.get("response_format")
+    if isinstance(form, dict) and form.get("type") == "json_object":
+        return Say("{}")
+    return Say(f"echo: {request.text[:ECHO_CHARACTERS]}")
+
+
+def _forced_tool(request: Request, choice: JsonValue) -> tuple[str, JsonObject] | None:
+    named = choice.get("function") if isinstance(choice, dict) else None
+    wanted = named.get("name") if isinstance(named, dict) else None
+    for tool in request.tools:
+        if choice == "required" or tool.name == wanted:
+            return tool.name, tool.parameters
+    return None

@@ -1,0 +1,261 @@
+"""Model servers on a real socket: ``ScriptedServer`` answers as its script says and remembers what it was asked.
+
+``ModelServer`` is the part that any answerer needs: routes, the checks a real server makes, counts of what is in
+flight, conditions to wait for. What a reply looks like on the wire is ``player``'s and ``wire``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import orjson
+from aiohttp import web
+
+from batch_agent.backends.simulated.metrics import Sample, prometheus_text
+from batch_agent.errors import SpecError
+from batch_agent.messages import JsonObject
+from batch_agent.testing.player import Dropped, Live, play
+from batch_agent.testing.replies import ScriptedReply
+from batch_agent.testing.request import Request, refusal
+from batch_agent.testing.script import Script, scripted_reply
+from batch_agent.testing.wire import Wire, error_object
+
+MAX_BODY_BYTES = 256 * 1024 * 1024
+
+
+class ModelServer(ABC):
+    """``async with`` binds the socket and serves until it is left; clients still connected are cut off then."""
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        models: Sequence[str] | None = None,
+        api_key: str | None = None,
+        fingerprint: str,
+    ) -> None:
+        self._host, self._port = host, port
+        self._models = list(models) if models is not None else None
+        self._api_key = api_key
+        self._fingerprint = fingerprint
+        self._runner: web.AppRunner | None = None
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self.received = 0
+        self._open: dict[int, web.Request] = {}  # being answered, by number
+        self.peak_inflight = 0
+        self.disconnects = 0  # clients that left before their answer was complete
+
+    @abstractmethod
+    async def respond(self, request: Request) -> ScriptedReply | Live: ...
+
+    @abstractmethod
+    def metrics(self) -> str: ...
+
+    def model_card(self, name: str) -> JsonObject:
+        return {"id": name, "object": "model", "created": 0, "owned_by": self._fingerprint}
+
+    @property
+    def inflight(self) -> int:
+        return len(self._open)
+
+    @property
+    def address(self) -> str:
+        """``host:port`` as it stands in a URL."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}/v1"
+
+    @property
+    def backend_url(self) -> str:
+        return f"vllm://{self.address}"
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._complete),
+                web.post("/v1/completions", self._complete),
+                web.get("/v1/models", self._list_models),
+                web.get("/metrics", self._show_metrics),
+                web.get("/health", self._health),
+            ]
+        )
+        # A handler is cancelled when its client leaves; the timeout is for clients that are still sending a request.
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self._host, self._port)
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            if error.errno == errno.EADDRINUSE:
+                raise SpecError(f"{self.address} is taken by another program: choose another port") from None
+            raise SpecError(f"cannot listen on {self.address}: {error.strerror or error}") from None
+        self._runner, self._port = runner, runner.addresses[0][1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            for http in list(self._open.values()):
+                if http.transport is not None:
+                    http.transport.abort()
+            await runner.cleanup()
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Returns once ``condition`` holds; it is asked again whenever a request comes, ends or is left."""
+        if condition():
+            return
+        waiter = (condition, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        try:
+            await waiter[1]
+        finally:
+            self._waiters.remove(waiter)
+
+    async def wait_requests(self, count: int) -> None:
+        """Until ``count`` requests have arrived in all."""
+        await self.wait_until(lambda: self.received >= count)
+
+    async def wait_inflight(self, count: int) -> None:
+        await self.wait_until(lambda: self.inflight == count)
+
+    async def wait_idle(self) -> None:
+        await self.wait_inflight(0)
+
+    async def wait_disconnects(self, count: int) -> None:
+        await self.wait_until(lambda: self.disconnects >= count)
+
+    def _changed(self) -> None:
+        for condition, future in self._waiters:
+            if not future.done() and condition():
+                future.set_result(None)
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        refused = self._unauthorised(http)
+        if refused is not None:
+            return refused
+        raw = await http.read()
+        try:
+            body = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            return _error(400, f"the body is not JSON: {error}")
+        if not isinstance(body, dict):
+            return _error(400, "the body must be a JSON object")
+        request = Request(self.received, http.path, body, http.headers, raw)
+        self._open[request.number] = http
+        self.arrive(request)
+        try:
+            return await self._answer(request, http)
+        except Dropped:
+            if http.transport is not None:
+                http.transport.abort()
+            return web.Response()  # goes nowhere
+        except (asyncio.CancelledError, ConnectionError):
+            if self._runner is not None:
+                self.disconnects += 1
+            raise
+        finally:
+            del self._open[request.number]
+            self._changed()
+
+    def arrive(self, request: Request) -> None:
+        self.received += 1
+        self.peak_inflight = max(self.peak_inflight, self.inflight)
+        self._changed()
+
+    async def _answer(self, request: Request, http: web.Request) -> web.StreamResponse:
+        wrong = refusal(request, self._models)
+        if wrong is not None:
+            return _error(wrong.status, wrong.message, wrong.param)
+        reply = await self.respond(request)
+        return await play(reply, http, Wire(request, model=request.model, fingerprint=self._fingerprint))
+
+    def _unauthorised(self, http: web.Request) -> web.Response | None:
+        if self._api_key is None:
+            return None
+        given = http.headers.get("Authorization", "")
+        if hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
+            return None
+        return _error(401, "Unauthorized")
+
+    async def _list_models(self, http: web.Request) -> web.Response:
+        refused = self._unauthorised(http)
+        if refused is not None:
+            return refused
+        cards = [self.model_card(name) for name in self._models or [self._fingerprint]]
+        return _json({"object": "list", "data": [*cards]})
+
+    async def _show_metrics(self, http: web.Request) -> web.Response:
+        return web.Response(text=self.metrics(), content_type="text/plain")
+
+    async def _health(self, http: web.Request) -> web.Response:
+        return web.Response()
+
+
+class ScriptedServer(ModelServer):
+    """``ScriptedServer([Say("hello"), Fail(503)])`` answers in order of arrival; ``ScriptedServer(lambda request: …)``
+    decides for each. With ``models`` other names get 404, with ``api_key`` other keys get 401. ``metrics`` replaces the
+    text of ``/metrics``. An exception in the script is a 500 for the client, and raised again when the server is left.
+    """
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        models: Sequence[str] | None = None,
+        api_key: str | None = None,
+        metrics: Callable[[], str] | None = None,
+    ) -> None:
+        super().__init__(host=host, port=port, models=models, api_key=api_key, fingerprint="scripted")
+        self._script = script
+        self._metrics = metrics
+        self._script_error: Exception | None = None
+        self.requests: list[Request] = []
+
+    def arrive(self, request: Request) -> None:
+        self.requests.append(request)
+        super().arrive(request)
+
+    async def respond(self, request: Request) -> ScriptedReply:
+        try:
+            return await scripted_reply(self._script, request)
+        except Exception as error:
+            self._script_error = self._script_error or error
+            raise web.HTTPInternalServerError(text=f"the script raised {type(error).__name__}: {error}") from error
+
+    def metrics(self) -> str:
+        if self._metrics is not None:
+            return self._metrics()
+        running = Sample("num_requests_running", "Requests in flight", self.inflight)
+        waiting = Sample("num_requests_waiting", "Requests in a queue; there is none", 0)
+        return prometheus_text([running, waiting], model_name=(self._models or ["scripted"])[0], origin="scripted")
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await super().__aexit__(kind, error, trace)
+        if self._script_error is not None and error is None:
+            raise self._script_error
+
+
+def _json(value: JsonObject, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=orjson.dumps(value), content_type="application/json")
+
+
+def _error(status: int, message: str, param: str | None = None) -> web.Response:
+    return _json(error_object(status, message, param), status)

@@ -1,0 +1,257 @@
+"""A tool: a function together with what a model is told about it and what the pool may do with its calls.
+
+Tools are values. Nothing here runs one on a model's behalf: that is the pool's work.
+
+    cacheable=True             results are kept for the run (``ttl`` seconds at most) and identical calls share one run
+    cacheable=False            identical calls share a run only while it is in flight; effect="read" says the same
+    effect="write"             every call runs
+    none of these              counts as a write: merging two e-mails into one is worse than a slow tool
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+import types
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Concatenate, Generic, Literal, Protocol, overload
+
+from typing_extensions import ParamSpec, TypeVar
+
+from batch_agent.errors import SpecError, ToolError, ToolFailed
+from batch_agent.messages import ToolSpec
+from batch_agent.tools.rate import calls_per_second
+from batch_agent.tools.render import describe
+from batch_agent.tools.schema import Arguments, Documentation, Function, Signature, is_async, signature_of
+
+P = ParamSpec("P", default=...)
+R_co = TypeVar("R_co", covariant=True, default=object)
+Q = ParamSpec("Q")
+S = TypeVar("S")
+V = TypeVar("V")
+
+Effect = Literal["read", "write"]
+CacheKey = Callable[..., object]
+
+BUILTIN_NAMES = ("http_get", "python_eval", "read_file", "web_search")
+# What the common wire formats accept.
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tool(Generic[P, R_co]):
+    """Made with ``Tool.define``; calling it calls the function."""
+
+    read_file: ClassVar[Tool[..., str]]
+    http_get: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
+    web_search: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
+    python_eval: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
+
+    spec: ToolSpec = field(repr=False)
+    function: Callable[P, R_co] = field(repr=False)
+    signature: Signature = field(repr=False)
+    name: str
+    is_async: bool
+    cacheable: bool
+    effect: Effect
+    declared: bool
+    rate_limit: float | None  # calls a second
+    timeout: float | None  # seconds; None: the run's timeout_per_tool
+    ttl: float | None  # seconds
+    max_tokens: int | None
+    cache_key: CacheKey | None = field(repr=False)
+
+    @property
+    def description(self) -> str:
+        return self.spec.description
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        return self.function(*args, **kwargs)
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Tool[P, R_co]: ...
+
+    @overload
+    def __get__(self: Tool[Concatenate[S, Q], V], instance: S, owner: type) -> Tool[Q, V]: ...
+
+    def __get__(self, instance: object, owner: type) -> object:
+        """A tool defined on a method becomes, on an instance, the tool of the bound method."""
+        if instance is None or not self.signature.unbound:
+            return self
+        bound = types.MethodType(self.function, instance)
+        return replace(self, function=bound, signature=replace(self.signature, unbound=False))
+
+    def identity(self, arguments: Arguments) -> str:
+        """What tells this tool's calls apart: its ``cache_key``, or all arguments. Raises nothing but ToolErrors."""
+        if self.cache_key is None:
+            return self.signature.identity(arguments)
+        try:
+            return repr(self.cache_key(**arguments.values))
+        except ToolError:
+            raise
+        except Exception as error:
+            raise ToolFailed(f"{self.name} failed: its cache_key raised {describe(error)}") from error
+
+    @overload
+    @staticmethod
+    def define(
+        fn: Callable[Q, V],
+        /,
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        max_tokens: int | None = None,
+        cacheable: bool | None = None,
+        effect: Effect | None = None,
+        rate_limit: float | str | None = None,
+        timeout: float | None = None,
+        ttl: float | None = None,
+        cache_key: CacheKey | None = None,
+    ) -> Tool[Q, V]: ...
+
+    @overload
+    @staticmethod
+    def define(
+        fn: None = None,
+        /,
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        max_tokens: int | None = None,
+        cacheable: bool | None = None,
+        effect: Effect | None = None,
+        rate_limit: float | str | None = None,
+        timeout: float | None = None,
+        ttl: float | None = None,
+        cache_key: CacheKey | None = None,
+    ) -> _Decorator: ...
+
+    @staticmethod
+    def define(
+        fn: Function | None = None,
+        /,
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        max_tokens: int | None = None,
+        cacheable: bool | None = None,
+        effect: Effect | None = None,
+        rate_limit: float | str | None = None,
+        timeout: float | None = None,
+        ttl: float | None = None,
+        cache_key: CacheKey | None = None,
+    ) -> object:
+        """Makes a tool of a function; a decorator, with and without parentheses.
+
+        Args:
+            name: what the model calls it; the function's name.
+            description: what the model is told; the docstring's text.
+            max_tokens: longer results are cut, and say so.
+            cacheable: results may be kept for the run (True) or only shared while in flight (False).
+            effect: "read" or "write"; a write runs on every call.
+            rate_limit: calls per second, or "10/s", "100/min", "5/hour"; waiting for it is not part of the timeout.
+            timeout: seconds a call may run; the run's timeout_per_tool.
+            ttl: seconds a cached result stays good.
+            cache_key: called with the arguments; calls with equal keys are the same call.
+        """
+        _check_positive(int, max_tokens=max_tokens)
+        _check_positive(int | float, timeout=timeout, ttl=ttl)
+
+        def make(function: Function) -> Tool:
+            known = _name_of(function, name)
+            documentation = Documentation.of(function)
+            signature = signature_of(function, known, documentation.parameters)
+            text = documentation.description if description is None else description
+            return Tool(
+                spec=ToolSpec(known, text, signature.json_schema),
+                function=function,
+                signature=signature,
+                name=known,
+                is_async=is_async(function),
+                cacheable=bool(cacheable),
+                effect=_effect_of(known, cacheable, effect, ttl, cache_key),
+                declared=cacheable is not None or effect is not None,
+                rate_limit=None if rate_limit is None else calls_per_second(rate_limit),
+                timeout=timeout,
+                ttl=ttl,
+                max_tokens=max_tokens,
+                cache_key=cache_key,
+            )
+
+        return make if fn is None else make(fn)
+
+
+class _Decorator(Protocol):
+    """What ``Tool.define(...)`` returns."""
+
+    def __call__(self, function: Callable[Q, V], /) -> Tool[Q, V]: ...
+
+
+def resolve_tools(values: Sequence[object]) -> tuple[Tool, ...]:
+    """The tools a batch offers: Tool values, functions (undeclared), and built-in tools by name."""
+    if isinstance(values, str):
+        raise SpecError(f"tools is the text {values!r}: give a list, [{values!r}]")
+    tools: dict[str, Tool] = {}
+    for value in values:
+        tool = _resolve(value)
+        if tool.signature.unbound:
+            raise SpecError(f"tool {tool.name} is a method without its object: give it as instance.{tool.name}")
+        if tool.name in tools:
+            raise SpecError(f"two tools are called {tool.name!r}: give one another name, Tool.define(name=...)")
+        tools[tool.name] = tool
+    return tuple(tools.values())
+
+
+def _resolve(value: object) -> Tool:
+    if isinstance(value, Tool):
+        return value
+    if isinstance(value, str):
+        if value not in BUILTIN_NAMES:
+            raise SpecError(f"there is no built-in tool {value!r}; there are {', '.join(BUILTIN_NAMES)}")
+        builtin: Tool = getattr(Tool, value)
+        return builtin
+    if callable(value) and not isinstance(value, type):
+        return Tool.define(value)
+    raise SpecError(f"{value!r} is not a tool: give a function, a Tool, or a name of {', '.join(BUILTIN_NAMES)}")
+
+
+def _name_of(function: Function, name: str | None) -> str:
+    if not callable(function):
+        raise SpecError(f"Tool.define takes a function, not {function!r}; above a classmethod, put @classmethod first")
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        raise SpecError(f"the function {function.__name__} yields, and a tool returns: return a list instead")
+    if name is None:
+        plain: object = function
+        while isinstance(plain, functools.partial):
+            plain = plain.func
+        name = str(getattr(plain, "__name__", type(plain).__name__))
+    if not _NAME.fullmatch(name):
+        raise SpecError(f"{name!r} is no name for a tool: give one of letters, digits, _ and -, Tool.define(name=...)")
+    return name
+
+
+def _effect_of(
+    name: str, cacheable: bool | None, effect: Effect | None, ttl: float | None, cache_key: CacheKey | None
+) -> Effect:
+    """What the options together declare; contradictions are SpecErrors."""
+    if effect not in (None, "read", "write"):
+        raise SpecError(f"tool {name}: effect is {effect!r}; it is 'read' or 'write'")
+    if cacheable and effect == "write":
+        raise SpecError(f"tool {name} is cacheable and a write: each call of a write must run, so choose one")
+    if ttl is not None and not cacheable:
+        raise SpecError(f"tool {name}: ttl needs cacheable=True; nothing is kept without it")
+    found: Effect = effect or ("write" if cacheable is None else "read")
+    if cache_key is not None and found == "write":
+        raise SpecError(f"tool {name}: cache_key needs cacheable=True or effect='read'; every call of a write runs")
+    return found
+
+
+def _check_positive(kind: type | types.UnionType, **options: int | float | None) -> None:
+    for option, value in options.items():
+        if value is None or (isinstance(value, kind) and math.isfinite(value) and value > 0):
+            continue
+        what = "a whole number" if kind is int else "a number"
+        raise SpecError(f"{option} is {value!r}; it is {what} above 0, or None for no limit of the tool's own")

@@ -1,0 +1,101 @@
+"""python_eval: runs a program that a model wrote, in an interpreter process of its own.
+
+Time, memory, file size and output are limited, the environment is bare, and the whole process group is killed at the
+end, on a timeout and on cancellation. That guards against accidents, not against malice: the program has the user's
+rights and network. Hence off unless the environment says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from batch_agent.errors import ToolError, ToolTimeout
+from batch_agent.tools.base import Tool
+from batch_agent.tools.builtin import python_child
+
+SWITCH = "BATCH_AGENT_ENABLE_PYTHON_EVAL"
+_FILE_BYTES = 16 * 1024 * 1024
+
+
+def python_eval(
+    *, timeout: float = 10.0, memory_bytes: int = 512 * 1024 * 1024, output_bytes: int = 20_000
+) -> Tool[..., Coroutine[Any, Any, str]]:
+    """The tool; ``timeout`` is in seconds, of which the program may spend all on the processor."""
+
+    # A program can do anything, so every call runs, and none before it is certain.
+    @Tool.define(name="python_eval", effect="write")
+    async def evaluate(code: str) -> str:
+        """Run a Python program and return what it prints, and the value of its last expression.
+
+        Each call starts afresh: nothing is kept between calls.
+
+        Args:
+            code: The program.
+        """
+        if os.environ.get(SWITCH) != "1":
+            raise ToolError(f"python_eval is switched off; to let models run programs here, set {SWITCH}=1")
+        with tempfile.TemporaryDirectory(prefix="batch-agent-", ignore_cleanup_errors=True) as folder:
+            # Output goes to a file: a pipe would stay open, and be waited for, as long as any descendant lives.
+            output = Path(folder, "output")
+            limits = (memory_bytes, math.ceil(timeout) + 1, _FILE_BYTES)
+            status = await _run(code, Path(folder), output, limits, timeout)
+            text = _head(output, output_bytes)
+        if status != 0:
+            raise ToolError(f"{text}\n{_ending(status)}".strip())
+        return text or "(no output)"
+
+    return evaluate
+
+
+async def _run(code: str, folder: Path, output: Path, limits: tuple[int, int, int], timeout: float) -> int:
+    """The exit status; when this returns or raises, no process of the program is left."""
+    work = folder / "work"
+    work.mkdir()
+    program = folder / "program.py"
+    program.write_text(code, encoding="utf-8", errors="replace")
+    environment = {"PATH": os.defpath, "HOME": str(work), "TMPDIR": str(work), "LANG": "C.UTF-8"}
+    command = (sys.executable, "-I", "-X", "utf8", python_child.__file__, str(program), *map(str, limits))
+    with output.open("wb") as sink:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            cwd=work,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        async with asyncio.timeout(timeout):
+            return await process.wait()
+    except TimeoutError:
+        raise ToolTimeout(f"the program was stopped after {timeout:g} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def _head(output: Path, limit: int) -> str:
+    with output.open("rb") as file:
+        data = file.read(limit)
+    size = output.stat().st_size
+    text = data.decode(errors="replace").rstrip()
+    return f"{text}\n[cut: these are the first {limit} of {size} bytes]" if size > limit else text
+
+
+def _ending(status: int) -> str:
+    if status == -signal.SIGXCPU or status == -signal.SIGKILL:
+        return "The program was stopped: it used up its processor time or memory."
+    if status < 0:
+        return f"The program was ended by signal {-status}."
+    return f"The program ended with status {status}."

@@ -1,0 +1,60 @@
+"""The program that ``python_eval`` starts: limits itself, runs one program, prints the value of its last expression.
+
+Run by path with ``-I`` and imports nothing of this package.
+"""
+
+from __future__ import annotations
+
+import ast
+import resource
+import sys
+import traceback
+from pathlib import Path
+
+NAME = "<program>"
+
+
+def limit(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
+    for what, value in (
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_CPU, cpu_seconds),
+        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(what)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(what, (value, value))
+
+
+def run(source: str) -> None:
+    tree = ast.parse(source, NAME)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(tree, NAME, "exec"), names)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), NAME, "eval"), names)
+        if value is not None:
+            sys.stdout.write(f"{value!r}\n")
+    sys.stdout.flush()
+
+
+def explain(error: BaseException) -> str:
+    """The exception and the line of the program it came from."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == NAME]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{''.join(traceback.format_exception_only(error)).strip()}\n"
+
+
+def main() -> int:
+    limit(*map(int, sys.argv[2:5]))
+    try:
+        run(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    except Exception as error:
+        sys.stdout.flush()
+        sys.stderr.write(explain(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

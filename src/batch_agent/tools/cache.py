@@ -1,0 +1,57 @@
+"""Results of cacheable tools, kept for one run: least recently used leaves first, bounded in bytes. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+CACHE_BYTES = 64 * 1024 * 1024
+# What an entry costs beside its text: keys, the entry itself, the table.
+_OVERHEAD_BYTES = 300
+
+Key = tuple[str, str]  # the tool's name, and what tells its calls apart
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    text: str
+    expires: float
+    size_bytes: int
+
+
+class ResultCache:
+    __slots__ = ("_entries", "_max_bytes", "_size_bytes")
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._size_bytes = 0
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key, now: float) -> str | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if now >= entry.expires:
+            self._drop(key)
+            return None
+        self._entries.move_to_end(key)
+        return entry.text
+
+    def put(self, key: Key, text: str, now: float, ttl: float | None) -> None:
+        """Keeps a result for ``ttl`` seconds, or for the run. One that would fill the cache alone is not kept."""
+        if key in self._entries:
+            self._drop(key)
+        size_bytes = len(text.encode()) + len(key[1]) + _OVERHEAD_BYTES
+        if size_bytes > self._max_bytes:
+            return
+        while self._size_bytes + size_bytes > self._max_bytes:
+            self._drop(next(iter(self._entries)))
+        self._entries[key] = _Entry(text, math.inf if ttl is None else now + ttl, size_bytes)
+        self._size_bytes += size_bytes
+
+    def _drop(self, key: Key) -> None:
+        self._size_bytes -= self._entries.pop(key).size_bytes

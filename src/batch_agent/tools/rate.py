@@ -1,0 +1,74 @@
+"""How often a tool may run: reading a rate, deciding on given times (pure), and the queue that waits for it.
+
+A bucket holds one second's worth of calls, at least one: "10/s" lets ten start at once and then one each tenth of a
+second, "5/hour" one now and the next in twelve minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+
+from batch_agent.errors import SpecError
+
+_SECONDS = {"s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400}
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*([a-z]+)\s*", re.IGNORECASE)
+# A float clock that was slept up to exactly may read a hair less.
+_TOLERANCE = 1e-6
+
+
+def calls_per_second(rate: object) -> float:
+    """``10``, ``"10/s"``, ``"100/min"``, ``"5/hour"`` as calls per second."""
+    value = math.nan
+    if isinstance(rate, str):
+        match = _RATE.fullmatch(rate)
+        if match and (unit := match[2].lower()) in _SECONDS:
+            value = float(match[1]) / _SECONDS[unit]
+    elif isinstance(rate, int | float) and not isinstance(rate, bool):
+        value = float(rate)
+    if not (math.isfinite(value) and value > 0):
+        raise SpecError(f'rate_limit is {rate!r}: give calls per second, as 10 or "10/s", "100/min", "5/hour"')
+    return value
+
+
+class Bucket:
+    """A token bucket. It reads no clock: every method is told the time, in seconds."""
+
+    __slots__ = ("_at", "_burst", "_rate", "_tokens")
+
+    def __init__(self, rate: float, now: float) -> None:
+        self._rate = rate
+        self._burst = max(1.0, rate)
+        self._tokens = self._burst
+        self._at = now
+
+    def delay(self, now: float) -> float:
+        """Seconds until a call may start; 0 when it may start now."""
+        self._fill(now)
+        missing = 1.0 - self._tokens
+        return missing / self._rate if missing > _TOLERANCE else 0.0
+
+    def take(self, now: float) -> None:
+        self._fill(now)
+        self._tokens -= 1.0
+
+    def _fill(self, now: float) -> None:
+        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._rate)
+        self._at = max(self._at, now)
+
+
+class RateGate:
+    """Lets callers through in the order they came, as the bucket allows. One who leaves the queue costs nothing."""
+
+    __slots__ = ("_bucket", "_front")
+
+    def __init__(self, rate: float) -> None:
+        self._bucket = Bucket(rate, -math.inf)
+        self._front = asyncio.Lock()
+
+    async def wait_turn(self) -> None:
+        clock = asyncio.get_running_loop().time
+        async with self._front:
+            await asyncio.sleep(self._bucket.delay(clock()))
+            self._bucket.take(clock())

@@ -1,0 +1,284 @@
+"""From a function's signature and docstring to what a model is told, and from a model's arguments to a checked call.
+
+Each parameter has its own pydantic validator, so a parameter may have any name, every problem of a call is reported at
+once, and a default stays the function's own business: it need not be JSON.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import docstring_parser
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import from_json, to_jsonable_python
+
+from batch_agent.errors import BadArguments, SpecError
+from batch_agent.messages import JsonObject
+from batch_agent.tools.render import describe
+
+Function = Callable[..., object]
+_SHOWN_CHARACTERS = 80
+_MISSING = inspect.Parameter.empty
+_NO_JSON_FORM = (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError)
+
+
+class _Generator(GenerateJsonSchema):
+    """Pydantic's schema without titles that only repeat names, and without warnings about defaults it leaves out."""
+
+    def field_title_should_be_set(self, schema: object) -> bool:
+        return False
+
+    def emit_warning(self, kind: str, detail: str) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    name: str
+    adapter: TypeAdapter[object]
+    default: object  # _MISSING where the model must give a value
+
+    @property
+    def required(self) -> bool:
+        return self.default is _MISSING
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A call's arguments as the model sent them, and as the function gets them."""
+
+    raw: Mapping[str, object]
+    values: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a function takes. ``unbound``: it is a method that still lacks its ``self``."""
+
+    parameters: Mapping[str, Parameter]
+    extra: bool  # it takes **kwargs
+    unbound: bool
+    json_schema: JsonObject
+
+    def parse(self, text: str) -> Arguments:
+        """Arguments from a model's JSON text; BadArguments names every problem and what was expected."""
+        raw = self._read(text)
+        values: dict[str, object] = {}
+        problems = []
+        for name, value in raw.items():
+            parameter = self.parameters.get(name)
+            if parameter is not None:
+                try:
+                    values[name] = parameter.adapter.validate_python(value)
+                except ValidationError as error:
+                    problems += _problems(name, error)
+                except Exception as error:  # a validator of the user's raised something else
+                    problems.append(f"{name}: {describe(error)}")
+            elif self.extra:
+                values[name] = value
+            else:
+                problems.append(self._unknown(name))
+        problems += [f"{p.name}: missing" for p in self.parameters.values() if p.required and p.name not in raw]
+        if problems:
+            raise BadArguments(self._explain("the arguments do not fit", problems))
+        return Arguments(raw, values)
+
+    def identity(self, arguments: Arguments) -> str:
+        """Equal for calls that are the same call: defaults filled in, plain values as validated.
+
+        Values that are more than plain (models, secrets, sets…) count by the JSON the model sent: their own
+        serialisation may leave something out, and two different calls must never be taken for one.
+        """
+        parts: dict[str, object] = dict(arguments.raw)
+        for name, parameter in self.parameters.items():
+            if name not in arguments.raw:
+                if (default := _json_form(parameter.default)) is not _MISSING:
+                    parts[name] = default
+            elif isinstance(value := arguments.values[name], str | int | float | bool | None):
+                parts[name] = value
+        return json.dumps(parts, sort_keys=True, default=repr)
+
+    def _read(self, text: str) -> dict[str, object]:
+        if not text.strip():
+            return {}
+        try:
+            value = from_json(text, allow_inf_nan=False)
+        except ValueError as error:
+            raise BadArguments(self._explain(f"the arguments are not JSON ({error})")) from None
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise BadArguments(self._explain(f"the arguments must be a JSON object, not {_shown(value)}"))
+        return value
+
+    def _unknown(self, name: str) -> str:
+        near = difflib.get_close_matches(name, self.parameters, n=1)
+        return f"{name}: there is no such argument" + (f"; did you mean {near[0]!r}?" if near else "")
+
+    def _explain(self, what: str, problems: typing.Sequence[str] = ()) -> str:
+        expected = ", ".join(
+            f"{p.name} ({_type_name(self.json_schema, p.name)}{'' if p.required else ', optional'})"
+            for p in self.parameters.values()
+        )
+        return "\n".join([f"{what}:" if problems else what, *(f"- {p}" for p in problems), f"Expected: {expected}"])
+
+
+@dataclass(frozen=True, slots=True)
+class Documentation:
+    """What a docstring says: the description without its sections, and each parameter's."""
+
+    description: str
+    parameters: Mapping[str, str]
+
+    @classmethod
+    def of(cls, function: Function) -> Documentation:
+        text = inspect.getdoc(_plain_function(function)) or ""
+        if not text and not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
+            text = inspect.getdoc(type(function)) or ""
+        try:
+            parsed = docstring_parser.parse(text)
+        except docstring_parser.ParseError:
+            return cls(text, {})
+        parts = (parsed.short_description, parsed.long_description)
+        described = {p.arg_name.lstrip("*"): " ".join((p.description or "").split()) for p in parsed.params}
+        return cls("\n\n".join(part for part in parts if part), described)
+
+
+def signature_of(function: Function, name: str, described: Mapping[str, str]) -> Signature:
+    """Reads a function's signature; ``name`` is for the messages of the SpecErrors it may raise."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        raise SpecError(f"tool {name} has no signature to read: wrap it in a function with named parameters") from None
+    hints = _hints(function, name)
+    # What a partial has bound is settled, may be a secret, and is none of the model's business.
+    bound = function.keywords if isinstance(function, functools.partial) else {}
+    found: dict[str, Parameter] = {}
+    extra = unbound = False
+    for index, item in enumerate(signature.parameters.values()):
+        if index == 0 and item.name in ("self", "cls"):
+            unbound = True
+        elif item.kind is item.VAR_KEYWORD:
+            extra = True
+        elif item.kind in (item.VAR_POSITIONAL, item.POSITIONAL_ONLY):
+            raise SpecError(f"tool {name}: {item} has no name a model could use; give it a named parameter instead")
+        elif item.name not in bound and (parameter := _parameter(name, item, hints)):
+            found[item.name] = parameter
+    return Signature(found, extra, unbound, _json_schema(found, extra, described))
+
+
+def _plain_function(function: Function) -> Function:
+    """The function that carries the annotations and the docstring."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
+        return function
+    return typing.cast(Function, type(function).__call__)
+
+
+def is_async(function: Function) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(_plain_function(function))
+
+
+def _hints(function: Function, name: str) -> Mapping[str, object]:
+    try:
+        return typing.get_type_hints(_plain_function(function), include_extras=True)
+    except (NameError, TypeError, SyntaxError) as error:
+        raise SpecError(
+            f"tool {name}: its annotations cannot be read ({describe(error)}); a type used in one must be importable "
+            "from the function's module"
+        ) from None
+
+
+def _parameter(tool: str, item: inspect.Parameter, hints: Mapping[str, object]) -> Parameter | None:
+    """None for a parameter that no model can give and that has a default: it is left to the function."""
+    if isinstance(item.default, FieldInfo):
+        raise SpecError(f"tool {tool}: write {item.name}: Annotated[..., Field(...)], with a plain default or none")
+    hint = hints.get(item.name, object if item.annotation is _MISSING else item.annotation)
+    if hint is object:
+        hint = typing.Any
+    if item.default is None:
+        hint = typing.Optional[hint]  # noqa: UP045 - hint is a value here
+    try:
+        adapter: TypeAdapter[object] = TypeAdapter(typing.cast(typing.Any, hint))
+        adapter.json_schema(schema_generator=_Generator)
+    except PydanticUserError as error:
+        if item.default is not _MISSING and isinstance(error, _NO_JSON_FORM):
+            return None
+        reason = str(error).splitlines()[0]
+        raise SpecError(f"tool {tool}: a model cannot give a value for {item.name}: {reason}") from None
+    return Parameter(item.name, adapter, item.default)
+
+
+def _json_schema(parameters: Mapping[str, Parameter], extra: bool, described: Mapping[str, str]) -> JsonObject:
+    schemas, shared = TypeAdapter.json_schemas(
+        [(name, "validation", parameter.adapter) for name, parameter in parameters.items()],
+        schema_generator=_Generator,
+    )
+    properties: JsonObject = {}
+    for name, parameter in parameters.items():
+        fragment = dict(schemas[name, "validation"])
+        if described.get(name):
+            fragment.setdefault("description", described[name])
+        if (default := _json_form(parameter.default)) is not _MISSING:
+            fragment["default"] = default
+        properties[name] = fragment
+    schema: JsonObject = {"type": "object", "properties": properties}
+    if required := [p.name for p in parameters.values() if p.required]:
+        schema["required"] = list(required)
+    if not extra:
+        schema["additionalProperties"] = False
+    if "$defs" in shared:
+        schema["$defs"] = shared["$defs"]
+    return schema
+
+
+def _json_form(default: object) -> typing.Any:
+    """A default as JSON, or _MISSING: the function knows its own, the model need not."""
+    if default is _MISSING:
+        return _MISSING
+    try:
+        return to_jsonable_python(default, inf_nan_mode="strings")
+    except ValueError:
+        return _MISSING
+
+
+def _problems(name: str, error: ValidationError) -> list[str]:
+    out = []
+    for item in error.errors(include_url=False, include_context=False):
+        where = ".".join([name, *(str(part) for part in item["loc"])])
+        out.append(f"{where}: {item['msg'].removeprefix('Value error, ')} (got {_shown(item['input'])})")
+    return out
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _type_name(schema: JsonObject, name: str) -> str:
+    """A parameter's type in a few words, from its JSON schema."""
+    properties = typing.cast(Mapping[str, Mapping[str, typing.Any]], schema["properties"])
+    return _fragment_name(properties[name])
+
+
+def _fragment_name(fragment: Mapping[str, typing.Any]) -> str:
+    if "const" in fragment:
+        return json.dumps(fragment["const"])
+    if "enum" in fragment:
+        return " | ".join(json.dumps(value) for value in fragment["enum"])
+    if "anyOf" in fragment:
+        return " | ".join(dict.fromkeys(_fragment_name(option) for option in fragment["anyOf"]))
+    if "$ref" in fragment:
+        return str(fragment["$ref"]).rpartition("/")[2]
+    return str(fragment.get("type", "any"))

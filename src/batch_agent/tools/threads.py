@@ -1,0 +1,117 @@
+"""Threads for tools that are not async.
+
+All bookkeeping happens on the event loop's thread, so there are no locks. Threads are daemons and start on demand: a
+tool that never returns cannot keep the interpreter from exiting, as ``concurrent.futures`` would. A call that was given
+up keeps its thread until it returns, but no longer counts against the limit, so stuck calls do not starve the others;
+too many of them are an error instead of ever more threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from batch_agent.errors import ToolError
+
+THREADS = 64
+STUCK = 256
+
+T = TypeVar("T")
+Work = Callable[[], None]
+
+
+class _Worker:
+    """A thread and the queue of what it does next; None ends it."""
+
+    __slots__ = ("inbox", "thread")
+
+    def __init__(self, name: str) -> None:
+        self.inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        while (work := self.inbox.get()) is not None:
+            work()
+            del work  # or its arguments would live until the next call
+
+
+class Threads:
+    def __init__(self, limit: int = THREADS, stuck_limit: int = STUCK) -> None:
+        self._slots = asyncio.Semaphore(limit)
+        self._stuck_limit = stuck_limit
+        self._stuck = 0
+        self._workers: list[_Worker] = []
+        self._idle: list[_Worker] = []
+
+    @contextlib.asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Waits until a thread may be used. Apart from ``run``, so that the wait counts against nobody's timeout."""
+        async with self._slots:
+            yield
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """The function's result, from a thread, in a copy of the caller's context. Cancelling drops the result."""
+        if self._stuck >= self._stuck_limit:
+            raise ToolError(f"not started: {self._stuck} earlier calls that were given up are still running")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Callable[[], T]] = loop.create_future()
+        context = contextvars.copy_context()
+        worker = self._idle.pop() if self._idle else self._start()
+
+        def work() -> None:
+            answer = _call(context, function)
+            # The loop is closed when the run ended, and the process went on, before this call did.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._finish, worker, future, answer)
+
+        worker.inbox.put(work)
+        try:
+            answer = await future
+        finally:
+            if future.cancelled():
+                self._stuck += 1
+        return answer()
+
+    def close(self) -> None:
+        """Ends the idle threads now, and each busy one when its call returns."""
+        for worker in self._workers:
+            worker.inbox.put(None)
+        for worker in self._idle:
+            worker.thread.join()
+        self._workers.clear()
+        self._idle.clear()
+
+    def _start(self) -> _Worker:
+        worker = _Worker(f"batch-agent-tool-{len(self._workers) + 1}")
+        self._workers.append(worker)
+        return worker
+
+    def _finish(self, worker: _Worker, future: asyncio.Future[Callable[[], T]], answer: Callable[[], T]) -> None:
+        if future.cancelled():
+            self._stuck -= 1
+        else:
+            future.set_result(answer)
+        self._idle.append(worker)
+
+
+def _call(context: contextvars.Context, function: Callable[[], T]) -> Callable[[], T]:
+    """What the function did, as something that does it again: gives its result, or raises its exception.
+
+    An exception cannot be set on a future as it is: a future refuses StopIteration.
+    """
+    try:
+        value = context.run(function)
+    except BaseException as error:
+        caught = error
+
+        def again() -> T:
+            raise caught
+
+        return again
+    return lambda: value

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+
+from batch_agent.backends.faults import Faults, retry_after
+from batch_agent.errors import BackendError, ContextOverflow, RateLimited, Rejected, Unavailable
+
+FAULTS = Faults("POST http://host/v1", ["sk-secret-value", "sk-secret", "abc"])
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        *((status, Rejected) for status in (400, 401, 402, 403, 404, 405, 409, 413, 415, 422, 501)),
+        *((status, Unavailable) for status in (408, 425, 500, 502, 503, 504, 520, 529)),
+        (429, RateLimited),
+    ],
+)
+def test_a_status_is_an_error_of_its_type(status: int, kind: type[BackendError]) -> None:
+    error = FAULTS.answered(status, {}, b'{"error": {"message": "said", "type": "t"}}')
+    assert type(error) is kind
+    assert error.status == status
+    assert str(error).startswith(f"POST http://host/v1 answered {status}: said")
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (400, b'{"error": {"message": "too long", "param": "input_tokens", "code": 400}}'),
+        (400, b'{"error": {"message": "too long", "code": "context_length_exceeded"}}'),
+        (400, b'{"object": "error", "message": "This model\'s maximum context length is 2048 tokens."}'),
+        (400, b'{"message": "The input (61709 tokens) is longer than the model\'s context length (40960 tokens)."}'),
+        (400, b'{"error": {"code": 400, "message": "m", "type": "exceed_context_size_error", "n_ctx": 8192}}'),
+        (500, b'{"error": {"message": "the request exceeds the available context size"}}'),
+        (400, b"Requested tokens (2285) exceed context window of 2048"),
+    ],
+)
+def test_a_conversation_that_is_too_long_is_told_from_other_refusals(status: int, body: bytes) -> None:
+    assert type(FAULTS.answered(status, {}, body)) is ContextOverflow
+
+
+def test_a_spent_quota_is_not_a_rate_limit() -> None:
+    assert type(FAULTS.answered(429, {}, b'{"error": {"message": "x", "code": "insufficient_quota"}}')) is Rejected
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (b'{"error": {"message": "plain"}}', "plain"),
+        (b'{"error": "text"}', "text"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b'{"detail": [{"loc": ["body"]}]}', '{"detail":[{"loc":["body"]}]}'),
+        (b'{"error": {"message": {"a": 1}}}', '{"message":{"a":1}}'),
+        (b"[1]", "[1]"),
+        (b'"text"', "text"),
+        (b"\xff\xfe bytes", "\ufffd\ufffd bytes"),
+        (b"a\x1b[31m\r\n\x00b", "a [31m b"),
+        (b"", "(nothing)"),
+    ],
+)
+def test_what_the_server_said_is_shown_cleaned(body: bytes, shown: str) -> None:
+    assert str(FAULTS.answered(400, {}, body)) == f"POST http://host/v1 answered 400: {shown}"
+
+
+def test_long_bodies_are_cut_and_no_half_of_a_secret_is_left() -> None:
+    message = str(FAULTS.answered(400, {}, b"x" * 495 + b"sk-secret-value and more"))
+    assert "sk-" not in message
+    assert len(str(FAULTS.answered(400, {}, b"y" * 1_000_000))) < 600
+
+
+def test_the_longer_of_two_secrets_goes_first_and_what_is_no_secret_stays() -> None:
+    assert FAULTS.clean("sk-secret-value sk-secret abc") == "[redacted] [redacted] abc"
+
+
+def test_hints_name_the_key_and_the_path() -> None:
+    assert "API key" in str(FAULTS.answered(401, {}, b"{}"))
+    assert "/v1" in str(FAULTS.answered(404, {}, b'{"detail": "Not Found"}'))
+    unknown = b'{"error": {"message": "The model `x` does not exist.", "type": "NotFoundError", "code": 404}}'
+    assert "path" not in str(FAULTS.answered(404, {}, unknown))
+
+
+def test_a_redirect_tells_where_to() -> None:
+    error = FAULTS.answered(307, {"Location": "https://other/v1?key=hidden"}, b"")
+    assert type(error) is Rejected
+    assert "https://other/v1:" in str(error)
+    assert "hidden" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"Retry-After": "3"}, 3.0),
+        ({"Retry-After": "0.5"}, 0.5),
+        ({"Retry-After": "-3"}, 0.0),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:28:10 GMT"}, 10.0),
+        ({"Retry-After": "Wed, 21 Oct 2015 07:27:00 GMT"}, 0.0),
+        ({"Retry-After": "soon"}, None),
+        ({"Retry-After": "nan"}, None),
+        ({"Retry-After": "inf"}, None),
+        ({"Retry-After": "Wed, 99 Oct 99999 07:27:00 GMT"}, None),
+        ({"retry-after-ms": "1500", "Retry-After": "2"}, 1.5),
+    ],
+)
+def test_the_wait_is_read_from_seconds_milliseconds_and_dates(headers: dict[str, str], seconds: float | None) -> None:
+    assert retry_after(headers, now=1445412480.0) == seconds
+
+
+def test_the_wait_is_on_the_error() -> None:
+    for status in (429, 503):
+        error = FAULTS.answered(status, {"Retry-After": "3"}, b"")
+        assert isinstance(error, RateLimited | Unavailable)
+        assert error.retry_after == 3.0

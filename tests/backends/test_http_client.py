@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import asyncio
+import gzip
+import ssl
+
+import aiohttp
+import pytest
+
+from backends.wire import Exchange, WireServer, answer, hang, raw
+from batch_agent.backends.faults import Faults
+from batch_agent.backends.http import HttpClient
+from batch_agent.errors import BadResponse, Rejected, SpecError, Timeout, Unavailable
+
+PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PROXY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+async def get(url: str, **options: object) -> bytes | None:
+    async with HttpClient(url, **options) as client, asyncio.timeout(10):
+        return await client.send(client.route("GET", "/models"))
+
+
+async def test_the_first_user_opens_and_the_last_closes() -> None:
+    async with WireServer(answer({"a": 1})) as server:
+        client = HttpClient(server.url)
+        route = client.route("GET", "/models")
+        for _ in range(2):
+            async with client:
+                async with client:
+                    await client.send(route)
+                await client.send(route)
+        assert server.connections == 2
+
+
+def test_it_can_be_used_in_one_loop_after_another() -> None:
+    client = HttpClient("http://127.0.0.1:1/v1")
+
+    async def enter() -> None:
+        async with client:
+            pass
+
+    asyncio.run(enter())
+    asyncio.run(enter())
+
+
+async def test_it_cannot_be_used_in_two_loops_at_once() -> None:
+    async def enter() -> None:
+        async with client:
+            pass
+
+    async with HttpClient("http://127.0.0.1:1/v1") as client:
+        with pytest.raises(SpecError, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, enter())
+
+
+async def test_headers_are_sent_and_the_users_win() -> None:
+    async with WireServer(answer({})) as server:
+        await get(server.url, api_key="key-1", headers={"authorization": "Token mine", "X-Team": "blue"})
+        headers = server.requests[0].headers
+    assert {name.lower(): value for name, value in headers.items()}["authorization"] == "Token mine"
+    assert headers["X-Team"] == "blue"
+    assert "Cookie" not in headers
+
+
+async def test_no_cookie_is_kept() -> None:
+    async with WireServer(answer({}, headers={"Set-Cookie": "a=b"})) as server, HttpClient(server.url) as client:
+        for _ in range(2):
+            await client.send(client.route("GET", "/models"))
+        assert "Cookie" not in server.requests[1].headers
+
+
+async def test_a_compressed_body_is_unpacked_and_a_broken_one_is_an_error() -> None:
+    packed = gzip.compress(b'{"a":1}')
+    async with WireServer(answer(packed, headers={"Content-Encoding": "gzip"})) as server:
+        assert await get(server.url) == b'{"a":1}'
+    async with WireServer(answer(b"not gzip", headers={"Content-Encoding": "gzip"})) as server:
+        with pytest.raises(Unavailable, match="broke off"):
+            await get(server.url)
+
+
+async def test_redirects_are_not_followed() -> None:
+    async with WireServer(answer(b"", 308, {"Location": "http://other.example/v1"})) as server:
+        with pytest.raises(Rejected, match=r"other\.example"):
+            await get(server.url, api_key="key-1")
+        assert len(server.requests) == 1
+
+
+async def test_plain_requests_go_through_the_environments_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with WireServer(answer(b"via proxy")) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://me:proxy-pass@127.0.0.1:{proxy.port}")
+        monkeypatch.setenv("no_proxy", "direct.invalid")
+        assert await get("http://model.invalid/v1", api_key="key-1") == b"via proxy"
+        (request,) = proxy.requests
+        assert request.path == "http://model.invalid/v1/models"
+        assert request.headers["Proxy-Authorization"] == "Basic bWU6cHJveHktcGFzcw=="
+        assert request.headers["Authorization"] == "Bearer key-1"
+        with pytest.raises((Unavailable, Timeout)):
+            await get("http://direct.invalid/v1")
+        assert len(proxy.requests) == 1
+
+
+async def test_a_tunnel_through_a_proxy_never_shows_it_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with WireServer(answer(b"", 407)) as proxy:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.port}")
+        with pytest.raises(Unavailable, match="proxy refused the connection with status 407"):
+            await get("https://model.invalid/v1", api_key="key-1")
+        (request,) = proxy.requests
+    assert request.method == "CONNECT"
+    assert "key-1" not in str(request.headers)
+
+
+async def test_a_proxy_that_is_not_there_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with WireServer(hang) as gone:
+        monkeypatch.setenv("http_proxy", f"http://me:proxy-pass@127.0.0.1:{gone.port}")
+    with pytest.raises(Unavailable, match="proxy of the environment") as caught:
+        await get("http://model.invalid/v1")
+    assert "proxy-pass" not in str(caught.value)
+
+
+async def test_a_proxy_that_cannot_be_used_is_a_spec_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:1080")
+    with pytest.raises(SpecError, match="socks5"):
+        await get("http://model.invalid/v1")
+
+
+async def test_a_server_that_speaks_no_tls_is_told_apart() -> None:
+    async def plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(plain, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(Unavailable, match="TLS handshake"):
+            await get(f"https://127.0.0.1:{port}/v1")
+
+
+async def test_a_server_that_hangs_up_is_unavailable() -> None:
+    async with WireServer(raw(b"")) as server:
+        with pytest.raises(Unavailable, match="closed the connection"):
+            await get(server.url)
+
+
+async def test_a_body_that_ends_early_is_unavailable() -> None:
+    async with WireServer(raw(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")) as server:
+        with pytest.raises(Unavailable, match="broke off"):
+            await get(server.url)
+
+
+async def test_a_head_that_is_not_http_is_a_bad_response() -> None:
+    async with WireServer(raw(b"HTTP/1.1 2x0 OK\r\n\r\n")) as server:
+        with pytest.raises(BadResponse, match="not HTTP"):
+            await get(server.url)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (aiohttp.ConnectionTimeoutError("Connection timeout to host http://h"), Timeout, "no connection in time"),
+        (aiohttp.SocketTimeoutError(), Timeout, "timed out"),
+        (ConnectionResetError(104, "Connection reset by peer"), Unavailable, "reset by peer"),
+        (ssl.SSLError(1, "bad record"), Unavailable, "TLS"),
+        (aiohttp.ClientError("odd"), Unavailable, "odd"),
+    ],
+)
+def test_transport_exceptions_have_their_types(error: Exception, kind: type, words: str) -> None:
+    made = Faults("GET http://h").raised(error)
+    assert type(made) is kind
+    assert words in str(made)
+
+
+async def test_an_untrusted_certificate_is_named() -> None:
+    key = aiohttp.client_reqrep.ConnectionKey("h", 443, True, True, None, None, None)
+    cause = ssl.SSLCertVerificationError(1, "self-signed certificate")
+    made = Faults("GET https://h").raised(aiohttp.ClientConnectorCertificateError(key, cause))
+    assert "TLS certificate" in str(made)
+    assert "self-signed" in str(made)
+
+
+@pytest.mark.parametrize("url", ["", "host:80", "ftp://host", "http://", "http://[::1", "http://host:port/v1"])
+def test_what_is_not_an_address_is_a_spec_error(url: str) -> None:
+    with pytest.raises(SpecError):
+        HttpClient(url)
+
+
+@pytest.mark.parametrize("headers", [{"X": "a\r\nB: c"}, {"X Y": "a"}, {"": "a"}, {"X": "é"}])
+def test_headers_that_cannot_be_sent_are_a_spec_error_that_does_not_show_them(headers: dict[str, str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        HttpClient("http://host", headers=headers)
+    assert "B: c" not in str(caught.value)
+
+
+def test_two_logins_are_a_spec_error() -> None:
+    with pytest.raises(SpecError, match="two ways to log in") as caught:
+        HttpClient("http://user:password@host", api_key="key-1")
+    assert "password" not in str(caught.value)
+
+
+async def test_a_cancelled_request_leaves_the_others_alone() -> None:
+    release = asyncio.Event()
+
+    async def held(exchange: Exchange) -> None:
+        await release.wait()
+        await answer({"n": 1})(exchange)
+
+    async with WireServer(hang, held) as server, HttpClient(server.url) as client, asyncio.timeout(10):
+        route = client.route("POST", "/chat/completions")
+        doomed = asyncio.create_task(client.send(route, b"{}"))
+        await server.asked.wait()
+        other = asyncio.create_task(client.send(route, b"{}"))
+        await asyncio.sleep(0)
+        doomed.cancel()
+        await server.client_gone.wait()
+        release.set()
+        assert await other == b'{"n":1}'

@@ -1,0 +1,398 @@
+"""OpenAIBackend over a real socket: the contract, and what its wire looks like."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections import UserDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import orjson
+import pytest
+
+from backends.contract import CALLS, SEARCH, BackendContract, Hang, Refuse, Say, ask
+from backends.wire import Exchange, Step, WireServer, answer, hang, raw, stream
+from batch_agent.backends.base import Capabilities, RequestShape
+from batch_agent.backends.openai import OpenAIBackend, encode_message
+from batch_agent.errors import BadResponse, InternalError, Rejected, SpecError, Timeout, Truncated, Unavailable
+from batch_agent.messages import Conversation, Message, ToolCall
+
+OK = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}]}
+
+
+def usage_of(say: Say) -> dict:
+    usage = say.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
+
+
+def whole(say: Say) -> dict:
+    calls = [
+        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in say.calls
+    ]
+    finish = "length" if say.cut else "tool_calls" if calls else "stop"
+    message = {"role": "assistant", "content": say.text, "tool_calls": calls or None}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": usage_of(say)}
+
+
+def delta(**fields: object) -> dict:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
+
+
+def in_pieces(say: Say) -> list[object]:
+    parts: list[object] = [delta(role="assistant", content="")]
+    parts += [delta(content=character) for character in say.text]
+    for index, call in enumerate(say.calls):
+        head = {"index": index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+        parts.append(delta(tool_calls=[head]))
+        parts += [delta(tool_calls=[{"index": index, "function": {"arguments": c}}]) for c in call.arguments]
+        if index == 0 and say.hold is not None:
+            parts.append(say.hold)
+    finish = "length" if say.cut else "tool_calls" if say.calls else "stop"
+    parts.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    parts.append({"choices": [], "usage": usage_of(say)})
+    return parts
+
+
+def step_for(item: Say | Refuse | Hang) -> Step:
+    if isinstance(item, Hang):
+        return hang
+    if isinstance(item, Refuse):
+        error = {"message": item.message, "type": "Error", "param": "input_tokens" if item.overflow else None}
+        headers = {"Retry-After": item.retry_after} if item.retry_after else {}
+        return answer({"error": error}, item.status, headers)
+
+    async def step(exchange: Exchange) -> None:
+        streamed = exchange.json.get("stream")
+        if not streamed and item.hold is not None:
+            await item.hold.wait()
+        await (stream(*in_pieces(item)) if streamed else answer(whole(item)))(exchange)
+
+    return step
+
+
+class WirePeer:
+    def __init__(self, server: WireServer) -> None:
+        self._server = server
+        self.backend = OpenAIBackend(server.url)
+
+    @property
+    def requests(self) -> list[bytes]:
+        return [r.body[r.body.index(b'"messages":[') : -2] for r in self._server.requests if r.method == "POST"]
+
+    async def wait_until_asked(self) -> None:
+        await self._server.asked.wait()
+
+    async def wait_until_left(self) -> None:
+        await self._server.client_gone.wait()
+
+
+class TestOpenAIBackend(BackendContract):
+    @asynccontextmanager
+    async def peer(self, *script: Say | Refuse | Hang) -> AsyncIterator[WirePeer]:
+        steps = iter([step_for(item) for item in script])
+
+        async def serve(exchange: Exchange) -> None:
+            if exchange.method == "GET":
+                await answer({"object": "list", "data": [{"id": "test-model"}]})(exchange)
+            else:
+                await next(steps)(exchange)
+
+        async with WireServer(serve) as server:
+            peer = WirePeer(server)
+            async with peer.backend:
+                yield peer
+
+
+async def body_of(shape: RequestShape, streamed: bool = False, **options: object) -> dict:
+    async with WireServer(answer(OK)) as server, OpenAIBackend(server.url, **options) as backend:
+        await backend.infer(ask(shape=shape), (lambda call: None) if streamed else None)
+        return server.requests[0].json
+
+
+async def infer(*script: Step, streamed: bool = False) -> object:
+    async with WireServer(*script) as server, OpenAIBackend(server.url) as backend, asyncio.timeout(10):
+        return await backend.infer(ask(), (lambda call: None) if streamed else None)
+
+
+async def test_a_body_has_only_what_was_said() -> None:
+    body = await body_of(RequestShape(model="m"))
+    assert body == {
+        "model": "m",
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+    }
+
+
+async def test_a_body_has_all_that_was_said() -> None:
+    shape = RequestShape(
+        model="m",
+        max_tokens=5,
+        temperature=0.0,
+        top_p=0.5,
+        seed=7,
+        stop=("a", "b"),
+        tools=(SEARCH,),
+        tool_choice="required",
+        extra_body={"top_k": 3},
+    )
+    body = await body_of(shape)
+    assert body.pop("messages")
+    assert body == {
+        "model": "m",
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "seed": 7,
+        "stop": ["a", "b"],
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "search", "description": "Search.", "parameters": SEARCH.parameters},
+            }
+        ],
+        "tool_choice": "required",
+        "top_k": 3,
+    }
+
+
+async def test_extra_body_has_the_last_word_and_no_key_comes_twice() -> None:
+    async with WireServer(answer(OK)) as server, OpenAIBackend(server.url) as backend:
+        shape = RequestShape(model="m", temperature=0.5, extra_body={"temperature": 1, "model": "n"})
+        await backend.infer(ask(shape=shape))
+        body = server.requests[0].body
+    assert body.count(b'"temperature"') == body.count(b'"model"') == 1
+    assert (orjson.loads(body)["temperature"], orjson.loads(body)["model"]) == (1, "n")
+
+
+@pytest.mark.parametrize("name", ["messages", "stream"])
+async def test_extra_body_cannot_take_what_a_request_is_made_of(name: str) -> None:
+    with pytest.raises(SpecError, match=name):
+        await body_of(RequestShape(model="m", extra_body={name: []}))
+
+
+async def test_options_that_are_not_json_are_a_spec_error() -> None:
+    with pytest.raises(SpecError, match="JSON"):
+        await body_of(RequestShape(model="m", seed=2**70))
+
+
+@pytest.mark.parametrize(
+    ("choice", "sent"),
+    [
+        ("auto", "auto"),
+        ("search", {"type": "function", "function": {"name": "search"}}),
+        ({"type": "x"}, {"type": "x"}),
+    ],
+)
+async def test_a_tool_is_chosen_by_its_name(choice: object, sent: object) -> None:
+    assert (await body_of(RequestShape(model="m", tools=(SEARCH,), tool_choice=choice)))["tool_choice"] == sent
+
+
+async def test_a_choice_without_tools_is_not_sent() -> None:
+    assert "tool_choice" not in await body_of(RequestShape(model="m", tool_choice="required"))
+
+
+async def test_only_a_request_that_reports_tool_calls_is_streamed() -> None:
+    assert "stream" not in await body_of(RequestShape(model="m"))
+    body = await body_of(RequestShape(model="m"), streamed=True)
+    assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
+    quiet = Capabilities(streaming=False)
+    assert "stream" not in await body_of(RequestShape(model="m"), streamed=True, capabilities=quiet)
+
+
+async def test_the_token_limit_has_the_name_that_the_server_knows() -> None:
+    body = await body_of(RequestShape(model="m", max_tokens=5), max_tokens_field="max_completion_tokens")
+    assert body["max_completion_tokens"] == 5
+    assert "max_tokens" not in body
+
+
+CLOSED = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/B"}}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"B": {"anyOf": [{"type": "string"}, {"type": "null"}]}},
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        CLOSED,
+        CLOSED | {"required": []},
+        {k: v for k, v in CLOSED.items() if k != "additionalProperties"},
+        CLOSED | {"properties": {"a": CLOSED["properties"]["a"] | {"default": []}}},
+    ],
+)
+async def test_a_schema_goes_out_closed_and_strict_where_that_form_exists(schema: dict) -> None:
+    body = await body_of(RequestShape(model="m", schema=schema, schema_name="answer"))
+    assert body["response_format"] == {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": CLOSED, "strict": True},
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        CLOSED | {"additionalProperties": {"type": "string"}},
+        CLOSED | {"$defs": {"B": {"type": "string", "minLength": 3}}},
+        {"type": "array", "items": {"type": "string"}},
+    ],
+)
+async def test_a_schema_without_a_strict_form_goes_out_as_it_is(schema: dict) -> None:
+    body = await body_of(RequestShape(model="m", schema=schema, schema_name="answer"))
+    assert body["response_format"]["json_schema"] == {"name": "answer", "schema": schema, "strict": False}
+
+
+async def test_the_head_is_encoded_once_per_shape_and_forgotten_with_it() -> None:
+    class Counted(UserDict):
+        reads = 0
+
+        def keys(self) -> object:
+            Counted.reads += 1
+            return super().keys()
+
+    shape = RequestShape(model="m", extra_body=Counted(a=1))
+    async with WireServer(answer(OK)) as server, OpenAIBackend(server.url) as backend:
+        for _ in range(3):
+            await backend.infer(ask(shape=shape))
+        bodies = {request.body for request in server.requests}
+        alive = weakref.ref(shape)
+        del shape
+        gc.collect()
+    assert len(bodies) == 1
+    assert Counted.reads == 1
+    assert alive() is None
+
+
+def test_broken_arguments_are_echoed_as_an_empty_object() -> None:
+    for written, echoed in [('{"a": 1}', '{"a": 1}'), ('{"a"', "{}"), ("[1]", "{}"), ("", "{}")]:
+        message = Message("assistant", "", (ToolCall("c", "f", written),))
+        sent = orjson.loads(encode_message(message))
+        assert sent["content"] == ""
+        assert sent["tool_calls"][0]["function"]["arguments"] == echoed
+
+
+def test_half_a_surrogate_pair_does_not_stop_a_message() -> None:
+    assert orjson.loads(encode_message(Message("user", "a\ud83db 😀")))["content"] == "a�b 😀"
+
+
+def test_reasoning_is_not_sent_back() -> None:
+    assert b"secret thought" not in encode_message(Message("assistant", "x", reasoning="secret thought"))
+
+
+async def test_a_body_of_several_megabytes_is_sent() -> None:
+    async with WireServer(answer(OK)) as server, OpenAIBackend(server.url) as backend:
+        conversation = Conversation([Message("user", "x" * 3_000_000)])
+        assert (await backend.infer(ask(conversation=conversation))).text == "ok"
+        assert len(server.requests[0].json["messages"][0]["content"]) == 3_000_000
+
+
+async def test_a_server_that_does_not_stream_though_asked_is_understood() -> None:
+    seen: list[ToolCall] = []
+    async with WireServer(answer(whole(Say("x", CALLS)))) as server, OpenAIBackend(server.url) as backend:
+        reply = await backend.infer(ask(), seen.append)
+    assert tuple(seen) == reply.tool_calls == CALLS
+
+
+async def test_a_streamed_connection_is_used_again() -> None:
+    async with WireServer(stream(*in_pieces(Say("hello")))) as server, OpenAIBackend(server.url) as backend:
+        for _ in range(5):
+            await backend.infer(ask(), lambda call: None)
+        assert server.connections == 1
+
+
+async def test_a_stream_that_is_done_but_stays_open_does_not_hold_the_answer() -> None:
+    async def stay(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+        for part in in_pieces(Say("hello")):
+            await exchange.send(b"data: " + orjson.dumps(part) + b"\n\n")
+        await exchange.send(b"data: [DONE]\n\n")
+        await exchange.reader.readexactly(1)
+
+    assert (await infer(stay, streamed=True)).text == "hello"
+
+
+@pytest.mark.parametrize("done", [False, True])
+async def test_a_stream_without_an_end_is_an_error(done: bool) -> None:
+    with pytest.raises(BadResponse, match="before the answer was complete") as caught:
+        await infer(stream(delta(content="Once"), done=done), streamed=True)
+    assert caught.value.text == "Once"
+
+
+async def test_a_connection_lost_in_mid_stream_is_unavailable() -> None:
+    with pytest.raises(Unavailable, match="broke off"):
+        await infer(stream(delta(content="Once"), done=False, end=False), streamed=True)
+
+
+async def test_a_call_that_was_cut_is_not_reported() -> None:
+    seen: list[ToolCall] = []
+    parts = [
+        delta(tool_calls=[{"index": 0, "id": "a", "function": {"name": "search", "arguments": '{"que'}}]),
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]},
+    ]
+    async with WireServer(stream(*parts)) as server, OpenAIBackend(server.url) as backend:
+        with pytest.raises(Truncated, match="max_tokens"):
+            await backend.infer(ask(), seen.append)
+    assert seen == []
+
+
+async def test_a_web_page_is_an_error_that_doubts_the_url() -> None:
+    for streamed in (False, True):
+        with pytest.raises(BadResponse, match="web page"):
+            await infer(answer(b"<html>Welcome</html>", kind="text/html; charset=utf-8"), streamed=streamed)
+
+
+async def test_models_that_are_no_list_are_an_error() -> None:
+    async with WireServer(answer({"data": "x"})) as server, OpenAIBackend(server.url) as backend:
+        with pytest.raises(BadResponse, match="list of models"):
+            await backend.models()
+
+
+async def test_what_is_not_http_is_a_bad_response() -> None:
+    with pytest.raises(BadResponse, match="not HTTP"):
+        await infer(raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"))
+
+
+async def test_asking_before_entering_is_a_bug_of_ours() -> None:
+    with pytest.raises(InternalError, match="async with"):
+        await OpenAIBackend("http://localhost:1/v1").infer(ask())
+
+
+async def test_a_closed_port_says_that_nothing_listens() -> None:
+    async with WireServer(hang) as server:
+        url = server.url
+    async with OpenAIBackend(url) as backend:
+        with pytest.raises(Unavailable, match=r"POST http://127.0.0.1:\d+/v1/chat/completions: connection refused"):
+            await backend.infer(ask())
+
+
+async def test_an_unknown_host_says_so() -> None:
+    async with OpenAIBackend("http://no-such-host.invalid/v1") as backend:
+        with pytest.raises((Unavailable, Timeout), match="no-such-host"):
+            await backend.infer(ask())
+
+
+async def test_secrets_that_a_server_echoes_are_not_shown() -> None:
+    async def echo(exchange: Exchange) -> None:
+        await answer({"error": {"message": f"bad {orjson.dumps(exchange.headers).decode()}"}}, 400)(exchange)
+
+    async with WireServer(echo) as server:
+        backend = OpenAIBackend(server.url, api_key="sk-key-1", headers={"X-Token": "tok-2"})
+        login = OpenAIBackend(f"http://user:pass-3@127.0.0.1:{server.port}/v1")
+        for asked in (backend, login):
+            async with asked:
+                with pytest.raises(Rejected) as caught:
+                    await asked.infer(ask())
+            shown = str(caught.value) + repr(asked) + repr(asked._chat) + asked.name
+            assert "[redacted]" in shown
+            for secret in ("sk-key-1", "tok-2", "pass-3", "dXNlcjpwYXNzLTM="):
+                assert secret not in shown
+        assert server.requests[0].headers["Authorization"] == "Bearer sk-key-1"
+        assert server.requests[1].headers["Authorization"] == "Basic dXNlcjpwYXNzLTM="

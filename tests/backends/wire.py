@@ -1,0 +1,142 @@
+"""A server of a few lines on a real socket, with full control of the bytes: what a test scripts is what is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Self
+
+import orjson
+
+
+@dataclass
+class Exchange:
+    """One request as it arrived, and the means to answer it."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    reader: asyncio.StreamReader = field(repr=False)
+    writer: asyncio.StreamWriter = field(repr=False)
+
+    @property
+    def json(self) -> dict:
+        return orjson.loads(self.body)
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def event(self, data: bytes) -> None:
+        await self.send(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+Step = Callable[[Exchange], Awaitable[None]]
+
+
+class WireServer:
+    """Answers request n with step n of the script; the last step serves all that follow."""
+
+    def __init__(self, *script: Step) -> None:
+        self.script = list(script)
+        self.requests: list[Exchange] = []
+        self.connections = 0
+        self.asked = asyncio.Event()
+        self.client_gone = asyncio.Event()
+        self._tasks: set[asyncio.Task] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        self.connections += 1
+        try:
+            while not writer.is_closing():
+                exchange = await _read_request(reader, writer)
+                self.requests.append(exchange)
+                self.asked.set()
+                await self.script[min(len(self.requests), len(self.script)) - 1](exchange)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.client_gone.set()
+        except asyncio.CancelledError:
+            pass  # the test is over
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+
+async def _read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Exchange:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    method, path, _ = head[0].split(" ")
+    headers = dict(line.split(": ", 1) for line in head[1:] if line)
+    body = await reader.readexactly(int(headers.get("Content-Length", 0)))
+    return Exchange(method, path, headers, body, reader, writer)
+
+
+def answer(
+    body: object = b"", status: int = 200, headers: dict[str, str] | None = None, kind: str = "application/json"
+) -> Step:
+    data = body if isinstance(body, bytes) else orjson.dumps(body)
+    lines = {"Content-Type": kind, "Content-Length": str(len(data))} | (headers or {})
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+
+    async def step(exchange: Exchange) -> None:
+        await exchange.send(f"HTTP/1.1 {status} Status\r\n{head}\r\n".encode() + data)
+
+    return step
+
+
+def raw(data: bytes) -> Step:
+    """These bytes and the end of the connection."""
+
+    async def step(exchange: Exchange) -> None:
+        await exchange.send(data)
+        exchange.writer.close()
+
+    return step
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def stream(*parts: object, end: bool = True, done: bool = True) -> Step:
+    """Each part is an event's JSON, bytes as they are, or an asyncio.Event to wait for; ``end`` is the proper end of
+    the HTTP body, ``done`` that of the events."""
+
+    async def step(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD)
+        for part in parts:
+            if isinstance(part, asyncio.Event):
+                await part.wait()
+            else:
+                await exchange.event(part if isinstance(part, bytes) else b"data: " + orjson.dumps(part) + b"\n\n")
+        if done:
+            await exchange.event(b"data: [DONE]\n\n")
+        if end:
+            await exchange.send(b"0\r\n\r\n")
+        else:
+            exchange.writer.close()
+
+    return step
+
+
+async def hang(exchange: Exchange) -> None:
+    """Begins an answer and never goes on; returns when the client has gone."""
+    await exchange.send(STREAM_HEAD + b'10\r\ndata: {"choices"\r\n')
+    await exchange.reader.readexactly(1)

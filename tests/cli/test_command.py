@@ -1,0 +1,245 @@
+"""The whole command, as a process, against a server on a real socket."""
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedServer, ToolUse
+from batch_agent.testing.script import Script
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int | None
+    stdout: str
+    stderr: str
+
+    @property
+    def results(self) -> list[dict[str, object]]:
+        return read_results(self.stdout)
+
+
+def read_results(text: str) -> list[dict[str, object]]:
+    return sorted((json.loads(line) for line in text.splitlines()), key=lambda result: result["index"])
+
+
+@asynccontextmanager
+async def command(directory: Path, *arguments: str) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "batch_agent", *arguments, cwd=directory, stdin=PIPE, stdout=PIPE, stderr=PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def batch_agent(directory: Path, *arguments: str, stdin: bytes = b"") -> Outcome:
+    async with command(directory, *arguments) as process:
+        stdout, stderr = await process.communicate(stdin)
+    return Outcome(process.returncode, stdout.decode(), stderr.decode())
+
+
+@asynccontextmanager
+async def serving(directory: Path, script: Script | None = None, spec: str = "") -> AsyncIterator[ScriptedServer]:
+    """A server, and a spec file that names it."""
+    async with ScriptedServer(script, models=["m"]) as server:
+        text = f"task: 'Say {{input}}'\nmodel: m\nbackend: {server.backend_url}\nmax_retries: 0\n{spec}"
+        (directory / "spec.yaml").write_text(text)
+        yield server
+
+
+def rows(directory: Path, *values: object) -> None:
+    (directory / "rows.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
+
+
+async def test_results_go_to_standard_output_and_nothing_else_does(tmp_path: Path) -> None:
+    rows(tmp_path, "a", {"input": "b", "more": 7})
+    async with serving(tmp_path, lambda request: Say(request.text.upper())):
+        outcome = await batch_agent(tmp_path, "run", "spec.yaml", "--inputs", "rows.jsonl")
+    assert outcome.code == 0
+    first, second = outcome.results
+    assert (first["output"], first["ok"], first["input"], first["attempts"]) == ("SAY A", True, "a", 1)
+    assert second["input"] == {"input": "b", "more": 7}
+    assert "2 rows in" in outcome.stderr and "2 ok" in outcome.stderr
+
+
+async def test_failed_rows_are_lines_and_the_exit_status_is_2(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('"a"\n{"wrong": 1}\n{broken\n"b"\n')
+
+    def script(request: Request) -> Say | Fail:
+        return Fail(400) if "b" in request.text else Say("fine")
+
+    async with serving(tmp_path, script):
+        outcome = await batch_agent(
+            tmp_path, "run", "spec.yaml", "--inputs", "rows.jsonl", "--output", "out.jsonl", "--json"
+        )
+    assert outcome.code == 2
+    fine, lacking, broken, refused = read_results((tmp_path / "out.jsonl").read_text())
+    assert fine["ok"] is True
+    assert [result["error"]["type"] for result in (lacking, broken, refused)] == [  # type: ignore[index]
+        "InputError",
+        "InputError",
+        "Rejected",
+    ]
+    assert "rows.jsonl line 3 is not JSON" in str(broken["error"])
+    assert broken["input"] is None
+    summary = json.loads(outcome.stdout)
+    assert summary["rows"]["failures"] == {"InputError": 2, "Rejected": 1}
+    assert summary["output"] == "out.jsonl"
+    assert outcome.stderr == ""
+
+
+async def test_a_refusal_of_everything_is_one_line_exit_status_1_and_keeps_the_old_results(tmp_path: Path) -> None:
+    rows(tmp_path, "a", "b")
+    (tmp_path / "out.jsonl").write_text("old\n")
+    async with serving(tmp_path, lambda _: Fail(401)):
+        outcome = await batch_agent(tmp_path, "run", "spec.yaml", "--inputs", "rows.jsonl", "--output", "out.jsonl")
+    assert outcome.code == 1
+    assert outcome.stdout == "" and "Traceback" not in outcome.stderr
+    assert outcome.stderr.splitlines()[-1].startswith("batch-agent: ") and "401" in outcome.stderr
+    assert (tmp_path / "out.jsonl").read_text() == "old\n"
+
+
+async def test_tools_and_a_schema_from_beside_the_spec(tmp_path: Path) -> None:
+    (tmp_path / "things.py").write_text(
+        "from pydantic import BaseModel\n"
+        "class Answer(BaseModel):\n    value: str\n"
+        "def look(key: str) -> str:\n    print('looking')\n    return key * 2\n"
+    )
+
+    def script(request: Request) -> Say | CallTools:
+        last = request.messages[-1]
+        return (
+            Say(json.dumps({"value": last["content"]})) if request.turn else CallTools(ToolUse("look", {"key": "ab"}))
+        )
+
+    spec = "tools: ['things:look']\noutput_schema: 'things:Answer'\ninputs: [x, y]\n"
+    async with serving(tmp_path, script, spec):
+        outcome = await batch_agent(tmp_path, "run", "spec.yaml")
+    assert outcome.code == 0, outcome.stderr
+    assert [result["output"] for result in outcome.results] == [{"value": "abab"}] * 2
+    assert "2 calls" in outcome.stderr and "looking" in outcome.stderr
+    assert "look ran 1 times more than needed" in outcome.stderr  # it is not declared, so it ran twice
+
+
+async def test_rows_come_from_standard_input_as_they_are_written(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server, command(tmp_path, "run", "spec.yaml", "--inputs", "-") as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b'"a"\n"b')
+        await server.wait_requests(1)
+        assert json.loads(await process.stdout.readline())["input"] == "a"  # while the second row is not there yet
+        process.stdin.write(b'"\n')
+        process.stdin.write_eof()
+        assert json.loads(await process.stdout.readline())["input"] == "b"
+        assert await process.wait() == 0
+
+
+async def test_the_limit_holds_for_csv_and_inline_inputs(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("input\na\nb\nc\n")
+    async with serving(tmp_path, spec="inputs: [x, y, z]\n") as server:
+        inline = await batch_agent(tmp_path, "run", "spec.yaml", "--limit", "2")
+        table = await batch_agent(tmp_path, "run", "spec.yaml", "--inputs", "rows.csv", "--limit", "1")
+    assert [result["input"] for result in inline.results] == ["x", "y"]
+    assert [result["input"] for result in table.results] == [{"input": "a"}]
+    assert server.received == 3
+
+
+async def test_a_reader_that_has_seen_enough_ends_the_run_quietly(tmp_path: Path) -> None:
+    rows(tmp_path, *map(str, range(200)))
+    async with serving(tmp_path, spec="max_inflight: 2\n") as server:
+        process = await asyncio.create_subprocess_shell(
+            f"{sys.executable} -m batch_agent run spec.yaml --inputs rows.jsonl | head -1",
+            cwd=tmp_path,
+            stdout=PIPE,
+            stderr=PIPE,
+        )
+        stdout, stderr = await process.communicate()
+        await server.wait_idle()
+    assert stdout.count(b"\n") == 1
+    assert b"Traceback" not in stderr and b"Broken" not in stderr
+    assert server.received < 200
+
+
+async def test_a_full_disk_stops_the_run_with_a_clear_message(tmp_path: Path) -> None:
+    async with serving(tmp_path, spec="inputs: [a]\n"):
+        outcome = await batch_agent(tmp_path, "run", "spec.yaml", "--output", "/dev/full")
+    assert outcome.code == 1
+    assert "cannot write the results to /dev/full: No space left on device" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+
+
+async def test_the_first_interrupt_lets_running_agents_finish(tmp_path: Path) -> None:
+    rows(tmp_path, *map(str, range(10)))
+    finish = asyncio.Event()
+
+    async def script(_: Request) -> Say:
+        await finish.wait()
+        return Say("done")
+
+    arguments = ("run", "spec.yaml", "--inputs", "rows.jsonl", "--output", "out.jsonl")
+    async with (
+        serving(tmp_path, script, "max_inflight: 2\nmax_agents: 2\n") as server,
+        command(tmp_path, *arguments) as process,
+    ):
+        await server.wait_inflight(2)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert b"agents under way finish" in await process.stderr.readline()
+        finish.set()
+        assert await process.wait() == 2
+        assert b"stopped early, 8 rows not done" in await process.stderr.read()
+    assert [result["ok"] for result in read_results((tmp_path / "out.jsonl").read_text())] == [True, True]
+    assert server.received == 2
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"), [([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGTERM], 143)], ids=["ctrl-c twice", "term"]
+)
+async def test_a_stop_closes_what_is_in_flight_and_keeps_what_was_done(
+    tmp_path: Path, signals: list[signal.Signals], code: int
+) -> None:
+    rows(tmp_path, "quick", "slow")
+    arguments = ("run", "spec.yaml", "--inputs", "rows.jsonl", "--output", "out.jsonl")
+
+    def script(request: Request) -> Say | Hang:
+        return Say("done") if "quick" in request.text else Hang()
+
+    async with serving(tmp_path, script) as server, command(tmp_path, *arguments) as process:
+        await server.wait_until(lambda: server.received == 2 and server.inflight == 1)
+        while b"done" not in (tmp_path / "out.jsonl").read_bytes():
+            await asyncio.sleep(0.01)
+        assert process.stderr is not None
+        for number in signals:
+            process.send_signal(number)
+            assert b"batch-agent: stopping" in await process.stderr.readline()
+        assert await process.wait() == code
+        await server.wait_disconnects(1)
+    first, second = read_results((tmp_path / "out.jsonl").read_text())
+    assert first["output"] == "done"
+    assert "Interrupted" in str(second["error"])
+
+
+async def test_the_simulated_engine_serves_a_run(tmp_path: Path) -> None:
+    rows(tmp_path, "a", "b")
+    async with command(tmp_path, "simulate", "--port", "0", "--step-seconds", "0", "--name", "toy") as server:
+        assert server.stderr is not None
+        line = (await server.stderr.readline()).decode()
+        assert "simulated" in line
+        url = next(word for word in line.split() if word.startswith("http")).rstrip(";")
+        (tmp_path / "spec.yaml").write_text("task: 'Say {input}'\nmax_tokens: 8\n")
+        outcome = await batch_agent(tmp_path, "run", "spec.yaml", "--inputs", "rows.jsonl", "--backend", url, "--json")
+        server.send_signal(signal.SIGINT)
+        assert await server.wait() == 0
+    assert outcome.code in (0, 2)  # an answer of 8 tokens may count as cut off
+    assert json.loads(outcome.stderr)["model"] == "toy"

@@ -1,0 +1,149 @@
+"""The limiter on a real event loop: grants, cancellations and resizes in any order."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batch_agent.engine.limiter import Limiter
+from batch_agent.scheduler.core import Ticket
+
+
+async def hold(limiter: Limiter, turns_left: int = 1) -> Ticket:
+    ticket = limiter.claim(turns_left)
+    await limiter.hold(ticket)
+    return ticket
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_cancelled_waiter_gives_its_place_up() -> None:
+    limiter = Limiter(1)
+    first = await hold(limiter)
+    waiter = asyncio.create_task(hold(limiter))
+    await settle()
+    waiter.cancel()
+    await settle()
+    assert limiter.scheduler.waiting == 0
+    limiter.release(first)
+    assert (await hold(limiter)).state == "held"
+
+
+async def test_a_slot_granted_in_the_moment_of_cancellation_is_not_lost() -> None:
+    limiter = Limiter(1)
+    first = await hold(limiter)
+    waiter = asyncio.create_task(hold(limiter))
+    await settle()
+    limiter.release(first)  # the slot is the waiter's now, but the waiter has not run yet
+    waiter.cancel()
+    await settle()
+    assert waiter.cancelled()
+    assert limiter.scheduler.inflight == 0
+
+
+async def test_the_feed_is_woken_when_a_slot_would_stay_idle() -> None:
+    limiter = Limiter(1)
+    ticket = limiter.start_agent(1)
+    feed = asyncio.create_task(limiter.wait_room())
+    await settle()
+    assert not feed.done()
+    limiter.release(ticket)
+    assert await feed is True
+
+
+async def test_draining_tells_the_feed_that_no_room_will_come() -> None:
+    limiter = Limiter(1)
+    limiter.start_agent(1)
+    feed = asyncio.create_task(limiter.wait_room())
+    await settle()
+    limiter.drain()
+    assert await feed is False
+
+
+async def test_a_paused_limiter_grants_nothing_until_resumed() -> None:
+    limiter = Limiter(2)
+    limiter.pause()
+    waiter = asyncio.create_task(hold(limiter))
+    await settle()
+    assert not waiter.done()
+    limiter.resume()
+    assert (await waiter).state == "held"
+
+
+async def test_retry_after_holds_everyone_back_and_then_lets_them_go() -> None:
+    limiter = Limiter(8)
+    ticket = await hold(limiter)
+    limiter.release(ticket)
+    limiter.overloaded(limiter.capacity.generation, retry_after=0.01)
+    waiter = asyncio.create_task(hold(limiter))
+    await settle()
+    assert not waiter.done()
+    assert (await waiter).state == "held"
+    limiter.close()
+
+
+async def test_a_changed_limit_is_reported_with_its_reason() -> None:
+    changes: list[tuple[int | None, str]] = []
+    limiter = Limiter(8, on_limit=lambda limit, reason: changes.append((limit, reason)))
+    limiter.resize(4)
+    limiter.overloaded(limiter.capacity.generation, None)
+    assert [limit for limit, _ in changes] == [4, 1]
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["start", "finish", "cancel", "resize", "pause", "resume", "tick"]), st.integers(0, 50)),
+    max_size=120,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(operations)
+def test_in_any_interleaving_of_grant_cancel_and_resize_no_slot_is_lost(steps: list[tuple[str, int]]) -> None:
+    async def scenario() -> None:
+        limiter = Limiter(3)
+        finish: dict[asyncio.Task[None], asyncio.Event] = {}
+        inside = 0
+
+        async def agent(done: asyncio.Event, turns_left: int) -> None:
+            nonlocal inside
+            ticket = await hold(limiter, turns_left)
+            inside += 1
+            limit = limiter.scheduler.max_inflight
+            assert limit is None or inside <= max(limit, allowed)
+            try:
+                await done.wait()
+            finally:
+                inside -= 1
+                limiter.release(ticket)
+
+        allowed = 3  # the largest limit so far: those inside when it fell may stay
+        for step, number in steps:
+            if step == "start":
+                done = asyncio.Event()
+                finish[asyncio.create_task(agent(done, number % 5))] = done
+            elif step == "resize":
+                limiter.resize(1 + number % 6)
+                allowed = max(allowed, 1 + number % 6)
+            elif step == "pause":
+                limiter.pause()
+            elif step == "resume":
+                limiter.resume()
+            elif step == "tick":
+                await asyncio.sleep(0)
+            elif finish:
+                task = list(finish)[number % len(finish)]
+                task.cancel() if step == "cancel" else finish[task].set()
+            assert limiter.scheduler.inflight >= inside
+        limiter.resume()
+        for event in finish.values():
+            event.set()
+        ends = await asyncio.gather(*finish, return_exceptions=True)
+        assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
+        assert limiter.scheduler.inflight == limiter.scheduler.waiting == inside == 0
+
+    asyncio.run(scenario())

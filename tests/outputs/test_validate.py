@@ -1,0 +1,244 @@
+"""From what models write to values: exact where possible, marked where mended, never silently wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import annotated_types
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import Invalid, NotJSON, OutputError
+from batch_agent.outputs.repair import REPAIR_CHARS, repair_prompt
+from batch_agent.outputs.validate import Parsed, parse_output
+
+
+class Review(BaseModel):
+    file: str
+    severity: Literal["low", "high"] = "low"
+
+
+@dataclass
+class Node:
+    name: str
+    children: list[Node] = field(default_factory=list)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+    pair: tuple[int, int]
+
+
+def schema_of(value: object) -> OutputSchema[object]:
+    schema = OutputSchema.of(value)
+    assert schema is not None
+    return schema
+
+
+REVIEW = schema_of(Review)
+A, B = Review(file="a"), Review(file="b")
+
+
+def parse(text: str, schema: OutputSchema[object] = REVIEW) -> Parsed[object]:
+    return parse_output(text, schema)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"file": "a"}',
+        ' \n{"file": "a"}\n',
+        '\ufeff{"file": "a"}',
+        '<think>maybe {"file": "b"}?</think>{"file": "a"}',
+        'or {"file": "b"}\n</think>\n{"file": "a"}',
+        '<think>not closed, but {"file": "a"}',
+        'Sure! Here it is: {"file": "a"}. Anything else?',
+        '```json\n{"file": "a"}\n```',
+        'Sure:\n```\n{"file": "a"}\n```\nDone {x}.',
+        '```json {"file": "a"} ```',
+        'First {"file": "b"}, finally {"file": "a"}',
+        '{"file": "b"}\n{"file": "a"}',
+        'Other {"x": 1}, mine {"file": "a"}, see [1] and {"note": 2}',
+        'Not {"file": "b"} but\n```json\n{"file": "a"}\n```\nand not {"file": "b"}',
+        '{{"file": "a"}}',
+        'It\'s {braced} [1] and {"file": "a"}',
+    ],
+)
+def test_an_answer_in_any_dress_is_read_exactly(text: str) -> None:
+    assert parse(text) == Parsed(A, repaired=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"file": "a",}',
+        "{'file': 'a'}",
+        '{file: "a"}',
+        '{"file": "a", "severity": "low"',
+        '{"severity": "low", "file": "a',
+        'Here: ```json\n{"file": "a", "severity": "low",\n',
+        '{"file": "a" "severity": "low"}',
+        '{"file": "a", // the name\n "severity": "low"}',
+        'Sure: {"file": "a", "severity": "low",} bye',
+    ],
+)
+def test_what_is_nearly_json_is_mended_and_marked(text: str) -> None:
+    assert parse(text) == Parsed(A, repaired=True)
+
+
+def test_quotes_and_braces_inside_strings_survive_mending() -> None:
+    parsed = parse('{"file": "it\'s {a}, [b]: \\"c\\" // d",}')
+    assert parsed == Parsed(Review(file='it\'s {a}, [b]: "c" // d'), repaired=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "parsed"),
+    [
+        (int, "42", Parsed(42, False)),
+        (int, "```\n42\n```", Parsed(42, False)),
+        (int, "<think>7</think>\n42", Parsed(42, False)),
+        (Literal["yes", "no"], '"yes"', Parsed("yes", False)),
+        (Literal["yes", "no"], "yes", Parsed("yes", True)),
+        (Literal["1", "2"], "1", Parsed("1", True)),
+        (Literal["yes", "no"], "So:\n```\nno\n```", Parsed("no", True)),
+        (Annotated[str, annotated_types.MinLen(2)], "free text", Parsed("free text", True)),
+        (list[Review], '[{"file": "a"}, {"file": "b"}]', Parsed([A, B], False)),
+        (list[Review], 'Two: [{"file": "a"}, {"file": "b"}].', Parsed([A, B], False)),
+        (list[Review], '[{"file": "a"}, {"file": "b"},]', Parsed([A, B], True)),
+        (list[Review], '[{"file": "a"}, {"file": "b', Parsed([A, B], True)),
+        (list[int], "see: [1, 2", Parsed([1, 2], True)),
+        (Review | None, "null", Parsed(None, False)),
+        (Strict, '{"pair": [1, 2],}', Parsed(Strict(pair=(1, 2)), True)),
+        ({"type": "object", "required": ["file"]}, 'x {"file": 1}', Parsed({"file": 1}, False)),
+    ],
+)
+def test_every_kind_of_schema_is_served(kind: object, text: str, parsed: Parsed[object]) -> None:
+    assert parse(text, schema_of(kind)) == parsed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": 1, "children": [{"name": "x"}]}',
+        'So: {"name": 1, "children": [{"name": "x"}]}',
+        '{"name": 1, "children": [{"name": "x"}],}',
+        '{"name": 1, "children": [{"name": "x"}',
+        '[{"name": "x"}]',
+    ],
+)
+def test_a_part_of_a_wrong_answer_is_never_taken_for_the_answer(text: str) -> None:
+    with pytest.raises(Invalid):
+        parse(text, schema_of(Node))
+
+
+def test_the_errors_are_those_of_the_likeliest_part() -> None:
+    with pytest.raises(Invalid, match=r"severity: .*got 'medium'"):
+        parse('Answer: {"file": "a", "severity": "medium"} as in [1].')
+    with pytest.raises(Invalid, match=r"severity: .*got 'medium'"):
+        parse('Answer: {"file": "a", "severity": "medium",} as in [1].')
+
+
+@pytest.mark.parametrize("text", ["", "I cannot do that.", "<think>hm</think>", "see [below]", "```\n```"])
+def test_text_without_json_is_not_json(text: str) -> None:
+    with pytest.raises(NotJSON):
+        parse(text)
+    with pytest.raises(NotJSON):
+        parse(text, schema_of({}))
+
+
+def test_a_schema_that_takes_anything_does_not_take_the_ruins_of_json() -> None:
+    assert parse("{'a': 1}", schema_of({})) == Parsed({"a": 1}, repaired=True)
+    assert parse('{"a": 1}', schema_of(Any)) == Parsed({"a": 1}, repaired=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{" * 100_000,
+        "[" * 100_000,
+        '{"a":' * 20_000,
+        "{'" * 50_000,
+        '{"' * 50_000,
+        '{"a" ' * 20_000,
+        '{"x": "' + '\\"' * 50_000,
+        '{"x": "' + "\\" * 99_999,
+        "```a\n" * 20_000,
+        "```\n" * 20_000,
+        "{} " * 30_000,
+        '{"x":1}' * 15_000,
+        '["a: ' + '"a: ' * 25_000,
+        "{a" * 50_000,
+        "{" + " " * 100_000,
+        "<think>" * 15_000,
+        "</think" * 15_000,
+        "\n</think>x" * 10_000,
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_hostile_text_ends_in_an_error_and_soon(text: str) -> None:
+    with pytest.raises(OutputError):
+        parse(text)
+
+
+def test_a_long_truncated_answer_is_completed_without_the_slow_library() -> None:
+    rows = [{"file": f"file {number}"} for number in range(2 * REPAIR_CHARS // 20)]
+    cut = json.dumps(rows)[:-5]
+    assert len(cut) > REPAIR_CHARS
+    parsed = parse(cut, schema_of(list[Review]))
+    assert parsed.repaired
+    assert isinstance(parsed.value, list)
+    assert len(parsed.value) == len(rows)
+
+
+@settings(max_examples=300)
+@given(
+    st.text(st.sampled_from("{}[]\"':,\\ \n`ab1/<>-#"), max_size=60),
+    st.sampled_from([Review, Node, list[int], int, {}]),
+)
+def test_whatever_a_model_writes_ends_in_a_value_or_an_output_error(text: str, kind: object) -> None:
+    try:
+        parsed = parse(text, schema_of(kind))
+    except (NotJSON, Invalid):
+        return
+    assert isinstance(parsed, Parsed)
+
+
+VALID = json.dumps({"name": 'root "x"', "children": [{"name": "é{", "children": []}, {"name": "b"}]})
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_mutated_answer_ends_in_a_value_or_an_output_error(data: st.DataObject) -> None:
+    text = list(VALID)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text)))
+        text[at : at + data.draw(st.integers(0, 3))] = data.draw(st.text(max_size=2))
+    try:
+        assert isinstance(parse("".join(text), schema_of(Node)).value, Node)
+    except (NotJSON, Invalid):
+        return
+
+
+@given(st.integers(0, len(VALID) - 1))
+def test_a_truncated_answer_is_never_passed_off_as_a_whole_one(cut: int) -> None:
+    try:
+        assert parse(VALID[:cut], schema_of(Node)).repaired
+    except (NotJSON, Invalid):
+        return
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("no", "is not JSON"), ('{"severity": "x"}', "does not fit the JSON schema")]
+)
+def test_the_model_is_shown_the_exact_errors_and_the_schema(text: str, said: str) -> None:
+    with pytest.raises(OutputError) as caught:
+        parse(text)
+    prompt = repair_prompt(caught.value, REVIEW)
+    assert said in prompt
+    assert str(caught.value) in prompt
+    assert REVIEW.json_text in prompt

@@ -1,0 +1,139 @@
+"""The scheduler in any order of events: the limit holds, nobody is lost, the nearest to its end goes first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batch_agent.errors import InternalError
+from batch_agent.scheduler.core import AGEING, Scheduler, Ticket
+
+
+def granted(scheduler: Scheduler) -> list[Ticket]:
+    out = []
+    while (ticket := scheduler.grant()) is not None:
+        out.append(ticket)
+    return out
+
+
+def test_the_agent_with_the_fewest_turns_left_goes_first() -> None:
+    scheduler = Scheduler(max_inflight=1)
+    far, near, middle = (scheduler.request(turns) for turns in (9, 1, 5))
+    order = []
+    while (ticket := scheduler.grant()) is not None:
+        order.append(ticket)
+        scheduler.give_back(ticket)
+    assert order == [near, middle, far]
+
+
+def test_equals_go_in_the_order_they_came() -> None:
+    scheduler = Scheduler()
+    tickets = [scheduler.request(3) for _ in range(5)]
+    assert granted(scheduler) == tickets
+
+
+def test_an_old_waiter_is_not_starved_by_a_stream_of_agents_nearer_their_end() -> None:
+    scheduler = Scheduler(max_inflight=1)
+    old = scheduler.request(10)
+    for _ in range(10 * AGEING):
+        scheduler.request(1)
+        ticket = scheduler.grant()
+        assert ticket is not None
+        if ticket is old:
+            break
+        scheduler.give_back(ticket)
+    assert old.state == "held"
+
+
+def test_a_lowered_limit_is_reached_as_slots_come_back_and_a_raised_one_at_once() -> None:
+    scheduler = Scheduler(max_inflight=4)
+    for _ in range(8):
+        scheduler.request(1)
+    held = granted(scheduler)
+    assert len(held) == 4
+    scheduler.max_inflight = 2
+    scheduler.give_back(held[0])
+    scheduler.give_back(held[1])
+    assert granted(scheduler) == []
+    scheduler.give_back(held[2])
+    assert len(granted(scheduler)) == 1
+    scheduler.max_inflight = 5
+    assert len(granted(scheduler)) == 3
+
+
+def test_there_is_no_room_for_a_new_agent_while_a_ready_one_waits() -> None:
+    scheduler = Scheduler(max_inflight=2)
+    assert scheduler.has_room()
+    scheduler.request(1)
+    assert not scheduler.has_room()
+    assert len(granted(scheduler)) == 1
+    assert scheduler.has_room()
+
+
+def test_max_agents_counts_agents_that_hold_no_slot() -> None:
+    scheduler = Scheduler(max_inflight=8, max_agents=2)
+    scheduler.start_agent()
+    scheduler.start_agent()
+    assert not scheduler.has_room()
+    scheduler.end_agent()
+    assert scheduler.has_room()
+
+
+def test_an_agent_cannot_end_twice() -> None:
+    with pytest.raises(InternalError):
+        Scheduler().end_agent()
+
+
+def test_withdrawn_tickets_do_not_pile_up() -> None:
+    scheduler = Scheduler(max_inflight=1)
+    scheduler.request(1)
+    scheduler.grant()
+    for _ in range(10_000):
+        scheduler.give_back(scheduler.request(1))
+    assert len(scheduler._heap) < 200
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["request", "grant", "give_back", "withdraw", "resize", "pause", "resume"]), st.integers(0, 50)
+    ),
+    max_size=200,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(operations, st.one_of(st.none(), st.integers(1, 5)))
+def test_in_any_interleaving_the_limit_holds_and_no_slot_is_lost(
+    steps: list[tuple[str, int]], limit: int | None
+) -> None:
+    scheduler = Scheduler(max_inflight=limit)
+    waiting: list[Ticket] = []
+    held: list[Ticket] = []
+    for step, number in steps:
+        if step == "request":
+            waiting.append(scheduler.request(number % 7))
+        elif step == "grant":
+            before = len(held)
+            ticket = scheduler.grant()
+            if ticket is not None:
+                assert not scheduler.paused
+                assert scheduler.max_inflight is None or before < scheduler.max_inflight
+                waiting.remove(ticket)
+                held.append(ticket)
+            else:
+                full = scheduler.max_inflight is not None and len(held) >= scheduler.max_inflight
+                assert scheduler.paused or not waiting or full
+        elif step == "give_back" and held:
+            scheduler.give_back(held.pop(number % len(held)))
+        elif step == "withdraw" and waiting:
+            scheduler.give_back(waiting.pop(number % len(waiting)))
+        elif step == "resize":
+            scheduler.max_inflight = None if number == 0 else 1 + number % 6
+        elif step in ("pause", "resume"):
+            scheduler.paused = step == "pause"
+        assert scheduler.inflight == len(held)
+        assert scheduler.waiting == len(waiting)
+    scheduler.paused = False
+    scheduler.max_inflight = None
+    assert set(granted(scheduler)) == set(waiting)

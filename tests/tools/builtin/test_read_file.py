@@ -1,0 +1,133 @@
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from batch_agent.errors import ToolError
+from batch_agent.messages import ToolCall
+from batch_agent.tools import Tool, read_file
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "rootless").mkdir()
+    (tmp_path / "rootless" / "near.txt").write_text("near")
+    return root
+
+
+def test_a_file_is_read_by_relative_and_by_absolute_path(root: Path) -> None:
+    (root / "sub").mkdir()
+    (root / "sub" / "a.txt").write_text("hällo", encoding="utf-8")
+    tool = read_file(roots=[root])
+    assert tool("sub/a.txt") == "hällo"
+    assert tool(str(root / "sub" / "a.txt")) == "hällo"
+
+
+def test_without_roots_the_working_directory_is_the_root(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "a.txt").write_text("here")
+    monkeypatch.chdir(root)
+    assert Tool.read_file("a.txt") == "here"
+    with pytest.raises(ToolError, match="outside"):
+        Tool.read_file("../secret.txt")
+
+
+def test_a_file_is_found_in_any_of_several_roots(root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "b.txt").write_text("b")
+    assert read_file(roots=[root, other])("b.txt") == "b"
+
+
+@pytest.mark.parametrize(
+    "path", ["../secret.txt", "sub/../../secret.txt", "/etc/passwd", "../rootless/near.txt", "link"]
+)
+def test_nothing_outside_the_roots_is_read(root: Path, path: str) -> None:
+    (root / "link").symlink_to(root.parent / "secret.txt")
+    with pytest.raises(ToolError, match="outside the directories"):
+        read_file(roots=[root])(path)
+
+
+def test_a_directory_symlink_does_not_lead_out(root: Path) -> None:
+    (root / "out").symlink_to(root.parent)
+    with pytest.raises(ToolError, match="outside"):
+        read_file(roots=[root])("out/secret.txt")
+
+
+def test_a_missing_file_outside_looks_the_same_as_one_that_exists(root: Path) -> None:
+    messages = []
+    for name in ("../secret.txt", "../nothere.txt"):
+        with pytest.raises(ToolError) as caught:
+            read_file(roots=[root])(name)
+        messages.append(str(caught.value).replace(name, ""))
+    assert messages[0] == messages[1]
+
+
+def test_a_symlink_inside_the_roots_is_followed_also_to_a_root_that_is_a_link(root: Path, tmp_path: Path) -> None:
+    (root / "real.txt").write_text("real")
+    (root / "link.txt").symlink_to("real.txt")
+    (tmp_path / "alias").symlink_to(root)
+    assert read_file(roots=[tmp_path / "alias"])("link.txt") == "real"
+
+
+def test_what_is_not_a_file_is_refused(root: Path) -> None:
+    os.mkfifo(root / "fifo")
+    tool = read_file(roots=[root, "/dev"])
+    with pytest.raises(ToolError, match="device, pipe or socket"):
+        tool("fifo")
+    with pytest.raises(ToolError, match="device, pipe or socket"):
+        tool("/dev/zero")
+    with pytest.raises(ToolError, match="Is a directory"):
+        tool(".")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(root / "s"))
+        with pytest.raises(ToolError, match="cannot be read"):
+            tool("s")
+
+
+@pytest.mark.parametrize("path", ["nothere.txt", "a\0b", "x" * 5000, "loop", ""])
+def test_a_path_that_cannot_be_read_is_a_polite_error(root: Path, path: str) -> None:
+    (root / "loop").symlink_to("loop")
+    with pytest.raises(ToolError):
+        read_file(roots=[root])(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32", "latin-1"])
+def test_encodings_are_recognised(root: Path, encoding: str) -> None:
+    (root / "a.txt").write_text("Grüße", encoding=encoding)
+    assert read_file(roots=[root])("a.txt") == "Grüße"
+
+
+def test_a_binary_file_is_refused(root: Path) -> None:
+    (root / "a.bin").write_bytes(b"\x7fELF\x00\x01")
+    with pytest.raises(ToolError, match="not a text file"):
+        read_file(roots=[root])("a.bin")
+
+
+def test_a_long_file_is_cut_between_characters(root: Path) -> None:
+    (root / "a.txt").write_text("ä" * 10, encoding="utf-8")
+    text = read_file(roots=[root], max_bytes=5)("a.txt")
+    assert text == "ää\n[cut: these are the first 5 of 20 bytes]"
+
+
+def test_a_file_of_exactly_the_limit_is_not_cut(root: Path) -> None:
+    (root / "a.txt").write_text("12345")
+    assert read_file(roots=[root], max_bytes=5)("a.txt") == "12345"
+
+
+async def test_a_file_is_read_once_until_it_changes(root: Path, open_pool) -> None:
+    file = root / "a.txt"
+    file.write_text("one")
+    call, other = ToolCall("1", "read_file", '{"path": "a.txt"}'), ToolCall("2", "read_file", '{"path": "./a.txt"}')
+    async with open_pool(read_file(roots=[root])) as pool:
+        assert (await pool.start(call).wait()).source == "run"
+        assert (await pool.start(other).wait()).source == "cache"
+        file.write_text("three")
+        outcome = await pool.start(call).wait()
+        assert (outcome.source, outcome.text) == ("run", "three")
+        file.unlink()
+        gone = await pool.start(call).wait()
+        assert gone.text == "Error: 'a.txt' cannot be read: No such file or directory"

@@ -1,0 +1,90 @@
+import dataclasses
+import datetime
+import enum
+import pathlib
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from batch_agent.tools.render import cut_tokens, describe, render
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Point(BaseModel):
+    x: int
+    when: datetime.date
+
+
+@dataclasses.dataclass
+class Pair:
+    left: int
+    right: object
+
+
+class Odd:
+    def __str__(self) -> str:
+        return "odd"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is", "as it is"),
+        (None, "null"),
+        (True, "true"),
+        ([1, 2.5], "[1,2.5]"),
+        ({"a": {1}}, '{"a":[1]}'),
+        (Point(x=1, when=datetime.date(2024, 1, 2)), '{"x":1,"when":"2024-01-02"}'),
+        (Pair(1, Colour.RED), '{"left":1,"right":"red"}'),
+        (pathlib.PurePosixPath("a/b"), '"a/b"'),
+        ([Odd()], '["odd"]'),
+        (2**70, str(2**70)),
+        (float("nan"), '"NaN"'),
+        ("ä".encode(), "ä"),
+        (b"\xff\x00", "[2 bytes that are not text, in base64]\n/wA="),
+        ([b"\xff"], '["_w=="]'),
+        ((n for n in (1, 2)), "[1,2]"),
+        ("a\ud800b", "a?b"),
+    ],
+)
+def test_a_result_becomes_text(value: object, text: str) -> None:
+    assert render(value) == text
+
+
+def test_what_fits_is_not_touched() -> None:
+    assert cut_tokens("x" * 40, 10) == "x" * 40
+    assert cut_tokens("x" * 400, None) == "x" * 400
+
+
+def test_a_cut_says_that_and_how_much() -> None:
+    text = cut_tokens("x" * 4000, 10)
+    assert text.startswith("x" * 40 + "\n[cut")
+    assert "about 990 of 1000 tokens" in text
+
+
+@given(st.text(min_size=1), st.integers(1, 20))
+def test_a_cut_falls_between_characters_and_keeps_a_beginning(text: str, max_tokens: int) -> None:
+    cut = cut_tokens(text, max_tokens)
+    orjson.dumps(cut)
+    if cut != text:
+        shown = cut.rpartition("\n[cut")[0]
+        assert text.startswith(shown)
+        assert len(shown.encode()) <= max_tokens * 4
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_an_exception_is_described_without_its_traceback() -> None:
+    assert describe(ValueError("bad")) == "ValueError: bad"
+    assert describe(ValueError()) == "ValueError"
+    assert describe(Unspeakable()) == "Unspeakable"
+    assert len(describe(ValueError("x" * 100_000))) < 5000
