@@ -42,23 +42,22 @@ def _met(met: bool) -> str:
 
 
 def contenders(result: dict[str, Any]) -> Iterator[str]:
-    """CPU per turn of everyone, and how many times ours it is; then the same of agents per second."""
+    """CPU per turn and agents per second of everyone, where more than the baseline was measured."""
     works = [item for item in result["measurements"] if len(item.get("contenders", ())) > 2]
     if not works:
         return
     names = list(works[0]["contenders"])
-    yield from ("", "µs of CPU per turn; agents per second. In brackets how many times ours the CPU is:", "")
+    yield from ("", "µs of CPU per turn; agents per second. In brackets: how many times ours its CPU is.", "")
     yield from markdown(("work", *names), ((work["work"], *_cells(work["contenders"], names)) for work in works))
 
 
 def _cells(costs: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
-    ours = costs[names[0]]["cpu_per_turn_s"]["median"]
     for name in names:
         if name not in costs:
             yield "not done"
             continue
         cpu, rate = costs[name]["cpu_per_turn_s"]["median"], costs[name]["agents_per_second"]["median"]
-        yield f"{cpu * 1e6:,.0f} µs ({cpu / ours:.1f}); {rate:,.0f}/s"
+        yield f"{cpu * 1e6:,.0f} µs ({costs[name]['cpu_over_ours']:.1f}); {rate:,.0f}/s"
 
 
 def section(name: str) -> Iterator[str]:

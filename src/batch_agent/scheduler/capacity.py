@@ -1,8 +1,8 @@
 """How many calls a backend can take right now: additive increase, multiplicative decrease.
 
-The user's ``max_inflight`` is the ceiling. A refusal for load (429, 503) halves what is in flight, once per generation of
-requests: those that were already on their way when the limit fell say nothing about the new limit. Every ``limit`` good
-answers raise it by one until the ceiling is reached again.
+The user's ``max_inflight`` is the ceiling. A refusal for load (429, 503) halves what is in flight, once per generation
+of requests: those that were already on their way when the limit fell say nothing about the new limit. Every ``limit``
+good answers raise it by one until the ceiling is reached again.
 """
 
 from __future__ import annotations
