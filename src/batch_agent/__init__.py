@@ -1,5 +1,7 @@
 """Batch Agent: input list in, structured result list out."""
 
+from importlib.metadata import version
+
 from batch_agent.api import BatchAgent
 from batch_agent.errors import BatchAgentError, JobError, RunRejected, SpecError, StoreError, ToolError
 from batch_agent.job import AgentError, AgentResult, Timings
@@ -23,4 +25,7 @@ __all__ = [
     "ToolCall",
     "ToolError",
     "Usage",
+    "__version__",
 ]
+
+__version__ = version("batch-agent")

@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from batch_agent.backends.base import Backend, Capabilities
 from batch_agent.backends.openai import OpenAIBackend
+from batch_agent.backends.simulated import SimulatedBackend
 from batch_agent.errors import SpecError
 
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
@@ -26,7 +27,6 @@ class Address:
     """A backend as the user gave it, taken apart."""
 
     url: SplitResult
-    options: Mapping[str, bool]
     api_key: str | None
     headers: Mapping[str, str]
     environ: Mapping[str, str]
@@ -35,6 +35,11 @@ class Address:
     def name(self) -> str:
         """For people: no user, no password, no options."""
         return f"{self.url.scheme}://{_place(self.url)}{self.url.path.rstrip('/')}"
+
+    @property
+    def options(self) -> Mapping[str, bool]:
+        """What stands behind the question mark, for servers that speak HTTP."""
+        return _options(self.url)
 
     def key(self, variable: str = KEY_VARIABLE) -> str | None:
         """The key that was given, else the variable's, where the URL does not bring a login of its own."""
@@ -110,7 +115,7 @@ def _from_url(text: str, api_key: str | None, headers: Mapping[str, str], enviro
         )
     # A key of spaces is a variable that was not filled in.
     key = (api_key or "").strip() or None
-    return SCHEMES[scheme](Address(url, _options(url), key, headers, environ))
+    return SCHEMES[scheme](Address(url, key, headers, environ))
 
 
 def _options(url: SplitResult) -> dict[str, bool]:
@@ -139,7 +144,7 @@ def _openai(address: Address) -> Backend:
         url = urlsplit(base)
         if url.scheme not in ("http", "https"):
             raise SpecError("OPENAI_BASE_URL is not an http or https URL")
-        address = replace(address, url=url)
+        address = replace(address, url=url._replace(query=address.url.query))
     key = address.key("OPENAI_API_KEY")
     if key is None and "@" not in address.url.netloc and not address.headers:
         raise SpecError("there is no key for openai://: set OPENAI_API_KEY, or give api_key=")
@@ -202,11 +207,16 @@ def _place(url: SplitResult) -> str:
     return url.netloc.rpartition("@")[2]
 
 
+def _simulated(address: Address) -> Backend:
+    return SimulatedBackend.from_url(address.url.geturl())
+
+
 SCHEMES: Mapping[str, Factory] = {
     "openai": _openai,
     "vllm": _engine(8000),
     "sglang": _engine(30000),
     "http": _http,
     "https": _http,
+    "simulated": _simulated,
 }
 PROVIDERS: Mapping[str, str] = {"openai": "openai://"}

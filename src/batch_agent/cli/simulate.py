@@ -22,11 +22,12 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
     parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one (default %(default)s)")
     engine = parser.add_argument_group("the engine", "durations in seconds, lengths in tokens")
-    types_by_name = get_type_hints(EngineModel)
+    types_by_name = get_type_hints(EngineModel, include_extras=True)
     for field in dataclasses.fields(EngineModel):
         flag = "--" + field.name.replace("_", "-")
-        kind = types_by_name[field.name]
-        engine.add_argument(flag, dest=field.name, default=field.default, **_reading(kind), help="default %(default)s")
+        kind, doc = get_args(types_by_name[field.name])
+        text = f"{doc.documentation} (default %(default)s)"
+        engine.add_argument(flag, dest=field.name, default=field.default, **_reading(kind), help=text)
 
 
 def _port(text: str) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from batch_agent.backends.simulated.blocks import BlockName, BlockPool
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.tokens import TOKEN_BYTES, count_tokens
-from batch_agent.errors import ContextOverflow, Rejected, Unavailable
+from batch_agent.errors import ContextOverflow, InternalError, Rejected, Unavailable
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +185,8 @@ class Engine:
                 return  # nobody overtakes: a long request is not starved by short ones
             heapq.heappop(self._queue)
             self._start(sequence, hits)
-            self._grow(sequence, tokens)
+            if not self._grow(sequence, tokens):
+                raise InternalError("the simulated engine admitted a request it has no KV blocks for")
             shares.append(Share(sequence, tokens))
             budget -= tokens
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import Doc
 
 from batch_agent.errors import SpecError
 
@@ -25,21 +26,23 @@ class EngineModel:
     """A step that computes P prompt tokens and decodes S sequences takes
     ``step_seconds + S * sequence_seconds + P / prefill_tokens_per_second``."""
 
-    prefill_tokens_per_second: float = 20_000.0  # tokens/s of prompt not found in the cache; inf: prefill is free
-    step_seconds: float = 0.008  # seconds that any step takes
-    sequence_seconds: float = 0.0001  # seconds that each decoding sequence adds to a step
-    max_num_seqs: int = 256  # sequences running at once
-    max_batched_tokens: int = 8_192  # tokens one step computes; longer prompts are prefilled in chunks
-    kv_tokens: int = 131_072  # tokens the KV cache holds; rounded down to whole blocks
-    block_size: int = 16  # tokens per block; only full blocks are found again
-    prefix_caching: bool = True
-    context_tokens: int = 32_768  # prompt and answer of one request; more is refused with 400
-    max_queued: int | None = None  # requests waiting; one more is refused with 503. None: no limit
-    policy: Literal["fcfs", "priority"] = "fcfs"  # priority: the lower number of a request goes sooner
-    answer_tokens: int = 64  # length of a plain text answer, unless max_tokens is smaller
-    tool_calls_per_agent: int = 1  # turns in which an agent that has tools calls one before it answers
-    seed: int = 0  # another seed gives other texts, tool choices and arguments
-    name: str = "simulated"  # the model's name on the wire
+    prefill_tokens_per_second: Annotated[
+        float, Doc("tokens/s of prompt not found in the cache; inf: prefill is free")
+    ] = 20_000.0
+    step_seconds: Annotated[float, Doc("seconds that any step takes")] = 0.008
+    sequence_seconds: Annotated[float, Doc("seconds that each decoding sequence adds to a step")] = 0.0001
+    max_num_seqs: Annotated[int, Doc("sequences running at once")] = 256
+    max_batched_tokens: Annotated[int, Doc("tokens one step computes; longer prompts are prefilled in chunks")] = 8_192
+    kv_tokens: Annotated[int, Doc("tokens the KV cache holds; rounded down to whole blocks")] = 131_072
+    block_size: Annotated[int, Doc("tokens per block; only full blocks are found again")] = 16
+    prefix_caching: Annotated[bool, Doc("keep finished requests' blocks and find them again")] = True
+    context_tokens: Annotated[int, Doc("prompt and answer of one request; more is refused with 400")] = 32_768
+    max_queued: Annotated[int | None, Doc("requests waiting; one more is refused with 503. None: no limit")] = None
+    policy: Annotated[Literal["fcfs", "priority"], Doc("priority: the lower number of a request goes sooner")] = "fcfs"
+    answer_tokens: Annotated[int, Doc("length of a plain text answer, unless max_tokens is smaller")] = 64
+    tool_calls_per_agent: Annotated[int, Doc("turns in which an agent that has tools calls one before it answers")] = 1
+    seed: Annotated[int, Doc("another seed gives other texts, tool choices and arguments")] = 0
+    name: Annotated[str, Doc("the model's name on the wire")] = "simulated"
 
     def __post_init__(self) -> None:
         for field in ("step_seconds", "sequence_seconds"):

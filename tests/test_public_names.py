@@ -1,0 +1,134 @@
+"""The names users rely on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+import batch_agent
+from batch_agent import AgentError, AgentResult, BatchSpec, SpecError, errors
+from batch_agent.api import Options
+from batch_agent.spec import OLD_NAMES
+
+ROOT = Path(__file__).parent.parent
+
+PUBLIC = [
+    "AgentError",
+    "AgentResult",
+    "BatchAgent",
+    "BatchAgentError",
+    "BatchSpec",
+    "JobError",
+    "Message",
+    "RunRejected",
+    "SpecError",
+    "StoreError",
+    "Timings",
+    "Tool",
+    "ToolCall",
+    "ToolError",
+    "Usage",
+    "__version__",
+]
+
+ERROR_TYPES = {
+    "BackendError",
+    "BadArguments",
+    "BadResponse",
+    "ContextOverflow",
+    "InputError",
+    "Interrupted",
+    "Invalid",
+    "JobError",
+    "LimitExceeded",
+    "NotJSON",
+    "OVERSIZED",
+    "OutputError",
+    "RateLimited",
+    "Rejected",
+    "TimeoutError",
+    "ToolError",
+    "ToolFailed",
+    "ToolTimeout",
+    "Truncated",
+    "Unavailable",
+    "UnknownTool",
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert batch_agent.__all__ == sorted(PUBLIC)
+    assert all(getattr(batch_agent, name) is not None for name in PUBLIC)
+
+
+def test_the_error_types_are_these_and_all_documented() -> None:
+    kinds = {value.type for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.JobError)}
+    assert kinds == ERROR_TYPES
+    documented = (ROOT / "docs" / "errors.md").read_text()
+    assert [kind for kind in sorted(kinds) if f"`{kind}`" not in documented] == []
+
+
+def test_the_typed_options_are_those_of_the_spec() -> None:
+    typed = set(get_type_hints(Options)) | {"output_schema"}
+    assert typed == set(BatchSpec.model_fields) | set(OLD_NAMES)
+
+
+def test_every_option_is_described_and_in_the_reference() -> None:
+    reference = (ROOT / "docs" / "options.md").read_text()
+    for name, field in BatchSpec.model_fields.items():
+        assert field.description, name
+        assert f"`{name}`" in reference, f"docs/options.md does not mention {name}"
+
+
+@pytest.mark.parametrize("name", ["AgentResult", "AgentError"])
+def test_results_have_the_fields_that_are_promised(name: str) -> None:
+    fields = {
+        "AgentResult": "index job_id input ok output error attempts turns usage cost timings messages raw_text",
+        "AgentError": "stage type message retryable",
+    }
+    kind = {"AgentResult": AgentResult, "AgentError": AgentError}[name]
+    assert set(fields[name].split()) <= set(kind.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_inflight": 0}, "greater than 0"),
+        ({"max_turns": -1}, "greater than 0"),
+        ({"timeout_per_agent": 0}, "greater than 0"),
+        ({"max_inflight": "4"}, "valid integer"),
+        ({"temperature": -0.1}, "greater than or equal to 0"),
+        ({"max_inflght": 4}, "did you mean 'max_inflight'"),
+        ({"max_concurrent": 4, "max_inflight": 5}, "old name"),
+        ({"nonsense": 1}, "Options: "),
+        ({"model_max_context": 100, "min_response_tokens": 200}, "larger than min_response_tokens"),
+        ({"task": "  "}, "task is empty"),
+        ({"backend": "vllm://a", "runtime": object()}, "give one of them"),
+    ],
+)
+def test_a_wrong_option_is_a_spec_error_that_says_what_is_allowed(options: dict[str, object], says: str) -> None:
+    with pytest.raises(SpecError, match=says) as caught:
+        BatchSpec(**({"task": "x", "inputs": []} | options))
+    assert isinstance(caught.value, ValueError)
+
+
+def test_none_means_no_limit_and_old_names_still_work() -> None:
+    spec = BatchSpec(task="x", inputs=[], max_concurrent=7, max_dispatched=None, timeout_per_turn=None)
+    assert (spec.max_inflight, spec.max_agents, spec.timeout_per_turn) == (7, None, None)
+
+
+def test_a_key_is_not_in_the_representation_of_a_spec() -> None:
+    assert "sk-secret" not in repr(BatchSpec(task="x", inputs=[], api_key="sk-secret"))
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert batch_agent.__version__ == project["version"]
+    for command in ([sys.executable, "-m", "batch_agent"], [str(Path(sys.executable).parent / "batch-agent")]):
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+        assert project["version"] in said
