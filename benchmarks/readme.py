@@ -24,8 +24,8 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[s
 def where(env: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in env["packages"].items())
     return (
-        f"{env['date'][:10]}, {env['cpu']}, {env['cores']} cores, {env['kernel']}, Python {env['python']}, {packages}; "
-        f"load {env['load_before']} when it began."
+        f"{env['date'][:10]}, commit {env['commit']}, {env['cpu']}, {env['cores']} cores, {env['kernel']}, "
+        f"Python {env['python']}, {packages}; load {env['load_before']} when it began."
     )
 
 

@@ -13,8 +13,9 @@ import batch_agent
 ROOT = Path(batch_agent.__file__).parent
 # A part imports only from those before it.
 ORDER = [
-    "errors",
+    "foreign",
     "messages",
+    "errors",
     "job",
     "events",
     "spec",
@@ -23,6 +24,7 @@ ORDER = [
     "outputs",
     "backends",
     "tools",
+    "files",
     "store",
     "observe",
     "engine",

@@ -34,6 +34,7 @@ async def test_an_example_runs(name: str) -> None:
 async def test_the_triage_example_gives_thirty_rows(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "batch_agent", "run", "examples/triage/triage.yaml", "--output", str(output)]
+    command += ["--run-dir", str(tmp_path / "run")]
     async with ScriptedServer(models=["tiny"]) as server:
         status, out, err = await run(command, server)
     assert (status, out) == (0, ""), err

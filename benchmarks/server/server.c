@@ -1,14 +1,14 @@
 /* A chat-completions server that is never the bottleneck of a benchmark.
  *
- * One thread, epoll, keep-alive HTTP/1.1, no JSON parser: it looks for the few words in a request that decide the answer.
+ * One thread, epoll, keep-alive HTTP/1.1, no JSON parser: it looks for the few words that decide the answer.
  *
  *   "tools": and no "role":"tool" yet  ->  one call of the tool `lookup`; ten topics are shared by all records
  *   otherwise                          ->  a JSON review of the record whose number follows `record #` in the request
  *   "stream":true                      ->  the same as server-sent events, in WRITES writes spread over the latency
  *
  * The last byte of every answer leaves LATENCY_US microseconds after the last byte of its request came in.
- * GET /stats tells, and resets, how many answers were asked for and how many were in flight at once: the harness uses it
- * to check that every contender did the work and kept to its limit.
+ * GET /stats tells, and resets, how many answers were asked for and how many were in flight at once: the harness uses
+ * it to check that every contender did the work and kept to its limit.
  *
  * usage: server LATENCY_US WRITES      prints its port on stdout, ends when its stdin does
  */
@@ -67,7 +67,7 @@ static uint64_t now_ns(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* --- the heap of answers that are due ------------------------------------------------------------------------------ */
+/* --- the heap of answers that are due ------------------------------------------------------------------------ */
 
 static void place(Conn *c, int at) { heap[at] = c; c->at = at; }
 
@@ -102,7 +102,7 @@ static void arm_timer(void) {
     armed = due;
 }
 
-/* --- what an answer looks like ------------------------------------------------------------------------------------- */
+/* --- what an answer looks like ------------------------------------------------------------------------------- */
 
 __attribute__((format(printf, 2, 3))) static void put(Conn *c, const char *format, ...) {
     va_list args;
@@ -113,7 +113,8 @@ __attribute__((format(printf, 2, 3))) static void put(Conn *c, const char *forma
 }
 
 static void put_json(Conn *c, const char *status, const char *body, size_t len) {
-    put(c, "HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %zu\r\n\r\n%.*s", status, len, (int)len, body);
+    put(c, "HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %zu\r\n\r\n%.*s",
+        status, len, (int)len, body);
     c->cuts[0] = c->out_len;
     c->n_cuts = 1;
 }
@@ -122,8 +123,8 @@ static void put_json(Conn *c, const char *status, const char *body, size_t len) 
 static void put_event(Conn *c, const char *delta, const char *finish, const char *tail) {
     char event[1024];
     int len = snprintf(event, sizeof event,
-        "data: {\"id\":\"chatcmpl-bench\",\"object\":\"chat.completion.chunk\",\"created\":1700000000,\"model\":\"bench\","
-        "\"choices\":[%s%s%s%s%s]%s}\n\n",
+        "data: {\"id\":\"chatcmpl-bench\",\"object\":\"chat.completion.chunk\",\"created\":1700000000,"
+        "\"model\":\"bench\",\"choices\":[%s%s%s%s%s]%s}\n\n",
         delta ? "{\"index\":0,\"delta\":" : "", delta ? delta : "", delta ? ",\"finish_reason\":" : "",
         delta ? finish : "", delta ? "}" : "", tail);
     put(c, "%x\r\n%s\r\n", (unsigned)len, event);
@@ -153,8 +154,9 @@ static void answer_at_once(Conn *c, bool tool, long record) {
         memcpy(text + 1 + len, "\"", 2);
     }
     int len = snprintf(body, sizeof body,
-        "{\"id\":\"chatcmpl-bench\",\"object\":\"chat.completion\",\"created\":1700000000,\"model\":\"bench\",\"choices\":["
-        "{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":%s},\"finish_reason\":\"%s\"}]," USAGE "}",
+        "{\"id\":\"chatcmpl-bench\",\"object\":\"chat.completion\",\"created\":1700000000,\"model\":\"bench\","
+        "\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":%s},"
+        "\"finish_reason\":\"%s\"}]," USAGE "}",
         text, tool ? "tool_calls" : "stop");
     put_json(c, "200 OK", body, (size_t)len);
 }
@@ -200,7 +202,7 @@ static void answer_streamed(Conn *c, bool tool, bool usage, long record) {
     c->cuts[c->n_cuts++] = c->out_len;
 }
 
-/* --- requests ------------------------------------------------------------------------------------------------------ */
+/* --- requests ------------------------------------------------------------------------------------------------ */
 
 static bool says(const char *body, size_t len, const char *key, const char *value) {
     size_t key_len = strlen(key), value_len = strlen(value);
@@ -315,7 +317,7 @@ static void read_some(Conn *c) {
     if (!c->busy) next_request(c);
 }
 
-/* --- the loop ------------------------------------------------------------------------------------------------------ */
+/* --- the loop ------------------------------------------------------------------------------------------------ */
 
 static void watch(int fd, void *what) {
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = what};

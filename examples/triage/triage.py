@@ -8,20 +8,31 @@ from pydantic import BaseModel, Field
 
 from batch_agent import Tool
 
-PLANS = {"C-104": "enterprise", "C-145": "enterprise", "C-519": "business", "C-822": "trial", "C-903": "education"}
+Topic = Literal["export", "login", "password", "invoice", "refund", "discount", "privacy", "mobile app"]
+
+ARTICLES: dict[Topic, str] = {
+    "export": "Exports are being repaired. Try again in an hour.",
+    "login": "Sign-in is slow today. See the status page.",
+    "password": "Reset mails take an hour. Look in the spam folder.",
+    "invoice": "All invoices are under Settings, Billing.",
+    "refund": "A refund takes five working days.",
+    "discount": "Schools pay half. Write to sales.",
+    "privacy": "We delete all data within 30 days.",
+    "mobile app": "Update the app to 5.2: it no longer crashes.",
+}
 
 
 class Triage(BaseModel):
-    category: Literal["bug", "billing", "question", "request", "thanks"]
+    topic: Topic
+    reply: str = Field(max_length=60)
     urgent: bool
-    summary: str = Field(max_length=80)
 
 
 @Tool.define(cacheable=True)
-def customer_plan(customer: str) -> str:
-    """The plan a customer is on; enterprise customers are urgent sooner.
+def help_article(topic: Topic) -> dict[str, str]:
+    """The help article about a topic.
 
     Args:
-        customer: the customer's number, such as C-104
+        topic: what the ticket is about
     """
-    return PLANS.get(customer, "free")
+    return {"topic": topic, "reply": ARTICLES[topic]}

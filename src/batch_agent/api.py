@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from pydantic import JsonValue
@@ -54,6 +55,16 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str] | None
     extra_body: Mapping[str, JsonValue]
     tool_choice: JsonValue
+    prices: Mapping[str, float] | None
+    max_cost: float | None
+    max_total_tokens: int | None
+    max_wall_time: float | None
+    cache: bool | str | Path
+    run_dir: str | Path | None
+    checkpoint_dir: str | Path | None
+    resume: bool
+    retry_failed: bool | str | Sequence[str]
+    force_resume: bool
     on_result: Callable[[AgentResult[Any]], object] | None
     no_hoist: bool
     strip_preamble: bool
@@ -87,20 +98,22 @@ class BatchAgent:
 
     @overload
     @classmethod
-    def stream(cls, *, output_schema: type[T], **options: Unpack[Options]) -> AsyncIterator[AgentResult[T]]: ...
+    def stream(cls, *, output_schema: type[T], **options: Unpack[Options]) -> AsyncGenerator[AgentResult[T], None]: ...
     @overload
     @classmethod
-    def stream(cls, *, output_schema: None = None, **options: Unpack[Options]) -> AsyncIterator[AgentResult[str]]: ...
+    def stream(
+        cls, *, output_schema: None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[AgentResult[str], None]: ...
     @overload
     @classmethod
-    def stream(cls, spec: BatchSpec) -> AsyncIterator[AgentResult[Any]]: ...
+    def stream(cls, spec: BatchSpec) -> AsyncGenerator[AgentResult[Any], None]: ...
     @overload
     @classmethod
-    def stream(cls, *, output_schema: Any, **options: Unpack[Options]) -> AsyncIterator[AgentResult[Any]]: ...
+    def stream(cls, *, output_schema: Any, **options: Unpack[Options]) -> AsyncGenerator[AgentResult[Any], None]: ...
     @classmethod
-    def stream(cls, spec: BatchSpec | None = None, **options: Any) -> AsyncIterator[AgentResult[Any]]:
+    def stream(cls, spec: BatchSpec | None = None, **options: Any) -> AsyncGenerator[AgentResult[Any], None]:
         """Each result as it finishes. Leaving the loop early cancels what is left."""
-        return _stream(cls._open(spec, options))
+        return ResultStream(cls._open(spec, options))
 
     @overload
     @classmethod
@@ -158,7 +171,28 @@ def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:
     return spec
 
 
-async def _stream(run: Run[R]) -> AsyncIterator[AgentResult[R]]:
+class ResultStream(AsyncGenerator[AgentResult[R], None]):
+    """What ``stream`` returns. Dropping it, as ``break`` does, stops the run at once: a plain generator would only be
+    closed some turns of the event loop later, and requests would leave meanwhile."""
+
+    def __init__(self, run: Run[R]) -> None:
+        self._run = run
+        self._results = _results(run)
+
+    async def asend(self, value: None) -> AgentResult[R]:
+        return await self._results.asend(value)
+
+    async def athrow(self, kind: Any, value: Any = None, trace: Any = None) -> AgentResult[R]:
+        return await self._results.athrow(kind, value, trace)
+
+    async def aclose(self) -> None:
+        await self._results.aclose()
+
+    def __del__(self) -> None:
+        self._run.stop()
+
+
+async def _results(run: Run[R]) -> AsyncGenerator[AgentResult[R], None]:
     async with run, aclosing(run.results()) as results:
         async for result in results:
             yield result

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from batch_agent.messages import Usage
+
 Stage = Literal["compile", "infer", "tools", "validate", "record", "deliver", "run"]
 
 
@@ -67,10 +69,20 @@ class BackendError(JobError):
     stage = "infer"
     type = "BackendError"
 
-    def __init__(self, message: str, *, status: int | None = None, text: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        retry_after: float | None = None,
+        text: str = "",
+        usage: Usage | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after = retry_after  # seconds the server asks to be left alone
         self.text = text  # what the model had said when it broke off
+        self.usage = usage  # what was computed all the same, where the server says so
 
 
 class Timeout(BackendError):
@@ -84,20 +96,12 @@ class RateLimited(BackendError):
     type = "RateLimited"
     retryable = True
 
-    def __init__(self, message: str, *, status: int | None = 429, retry_after: float | None = None) -> None:
-        super().__init__(message, status=status)
-        self.retry_after = retry_after
-
 
 class Unavailable(BackendError):
     """The server is down, overloaded, restarting, or dropped the connection."""
 
     type = "Unavailable"
     retryable = True
-
-    def __init__(self, message: str, *, status: int | None = None, retry_after: float | None = None) -> None:
-        super().__init__(message, status=status)
-        self.retry_after = retry_after
 
 
 class BadResponse(BackendError):

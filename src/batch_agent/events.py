@@ -12,6 +12,8 @@ from typing import Literal
 from batch_agent.job import AgentResult
 from batch_agent.messages import Usage
 
+Ended = Literal["complete", "drained", "cancelled", "failed", "out of budget"]
+
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
@@ -19,6 +21,7 @@ class RunStarted:
     total: int | None  # None: the inputs are an iterator of unknown length
     backend: str
     model: str
+    cost_per_second: float = 0.0  # $, where the run costs by the clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,14 @@ class TurnFinished:
     usage: Usage
     seconds: float
     first_token: float | None
+    cost: float | None = None  # $, None where no price is known
+    saved: Usage | None = None  # tokens of an answer that the response cache had
 
 
 @dataclass(frozen=True, slots=True)
 class TurnFailed:
-    """``retry_in`` is the wait before the same request is sent again, None when it is not."""
+    """``retry_in`` is the wait before the same request is sent again, None when it is not. ``usage`` and ``cost`` are
+    those of an answer that was no use, where the server says what it took."""
 
     at: float
     index: int
@@ -57,6 +63,8 @@ class TurnFailed:
     error_type: str
     message: str
     retry_in: float | None
+    usage: Usage | None = None
+    cost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +103,11 @@ class LimitChanged:
 
 @dataclass(frozen=True, slots=True)
 class RunFinished:
+    """``reason`` says which limit it was, for a run that is out of budget."""
+
     at: float
-    ended: Literal["complete", "drained", "cancelled", "failed"]
+    ended: Ended
+    reason: str = ""
 
 
 Event = (

@@ -19,6 +19,7 @@ class Job:
     job_id: str
     input: object
     prompt: str
+    identified: bool = False  # job_id is the input's own, not its position
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class AgentResult(Generic[T_co]):
     messages: tuple[Message, ...] = ()
     raw_text: str = ""  # the model's last text, before any parsing
     repaired: bool = False  # the output was read from JSON that had to be mended
+    resumed: bool = False  # it was in the record of an earlier session; nothing was sent for it in this one
 
     def __bool__(self) -> bool:
         return self.ok

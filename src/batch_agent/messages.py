@@ -86,6 +86,7 @@ class Reply:
     reasoning: str = ""
     first_token: float | None = None  # seconds from sending to the first token, where streamed
     finish_reason: str = "stop"
+    saved: Usage | None = None  # nothing was computed: the answer was at hand, and took this when it was first given
 
 
 Encoder = Callable[[Message], bytes]

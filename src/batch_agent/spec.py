@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError, model_validator
@@ -16,10 +17,47 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints,
 from batch_agent.errors import SpecError
 
 Count = Annotated[int, Field(gt=0, strict=True)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # True and "1" are none
+Dollars = Annotated[Number, Field(gt=0)]
+Seconds = Annotated[Number, Field(gt=0)]
 Text = Annotated[str, StringConstraints(strict=True)]
 
-OLD_NAMES = {"max_concurrent": "max_inflight", "max_dispatched": "max_agents"}
+OLD_NAMES = {"max_concurrent": "max_inflight", "max_dispatched": "max_agents", "checkpoint_dir": "run_dir"}
+
+_NO_LIMIT = ", or None for no limit"
+_SERVERS = ", or None to leave it to the server"
+# What an option must be, in the words of the error about one that is not.
+ALLOWED = {
+    **dict.fromkeys(("task", "system_prompt"), "text"),
+    **dict.fromkeys(("model", "api_key"), "text, or None"),
+    "tools": "a list of tools",
+    "on_result": "a function, or None",
+    **dict.fromkeys(
+        ("max_inflight", "max_agents", "max_turns", "max_total_tokens", "model_max_context"),
+        f"a whole number above 0{_NO_LIMIT}",
+    ),
+    "max_retries": "a whole number, 0 or more: without a limit, what fails every time would cost without end",
+    **dict.fromkeys(
+        ("timeout_per_agent", "timeout_per_turn", "timeout_per_tool", "max_wall_time"),
+        f"a number of seconds above 0{_NO_LIMIT}",
+    ),
+    "max_cost": f"a number of dollars above 0{_NO_LIMIT}",
+    "max_tokens": f"a whole number above 0{_SERVERS}",
+    "min_response_tokens": "a whole number above 0",
+    "temperature": f"a number from 0 to 10{_SERVERS}",
+    "top_p": f"a number above 0 and at most 1{_SERVERS}",
+    "seed": f"a whole number{_SERVERS}",
+    "stop": f"a text or a list of texts{_SERVERS}",
+    "extra_body": "a mapping from names to JSON values",
+    "tool_choice": "auto, none, required, one tool's name, or None",
+    "prices": "a mapping from names to numbers, or None",
+    "cache": "True, False or a directory",
+    "run_dir": "a directory, or None",
+    "retry_failed": "True, False, an error type or a list of them",
+    **dict.fromkeys(
+        ("resume", "force_resume", "no_hoist", "strip_preamble", "streaming_tool_dispatch"), "True or False"
+    ),
+}
 
 
 class BatchSpec(BaseModel):
@@ -42,8 +80,11 @@ class BatchSpec(BaseModel):
     model: Text | None = Field(
         None, description="The model's name, or provider/model. Without it, the one model the server has."
     )
-    backend: Any = Field(None, description="Where inference happens: a URL, a mapping with a url, or a Backend.")
-    runtime: Any = Field(None, description="A Backend object; another way to say backend=.")
+    # Neither is shown: a URL may hold a password, a mapping a key.
+    backend: Any = Field(
+        None, description="Where inference happens: a URL, a mapping with a url, or a Backend.", repr=False
+    )
+    runtime: Any = Field(None, description="A Backend object; another way to say backend=.", repr=False)
     api_key: Text | None = Field(
         None, description="The key, where it is not in the provider's environment variable.", repr=False
     )
@@ -53,7 +94,9 @@ class BatchSpec(BaseModel):
     )
     max_agents: Count | None = Field(None, description="Agents alive at once, those waiting for a tool included.")
     max_turns: Count | None = Field(
-        None, description="Answers a model may give before it must be done. Not given: 1, or 10 with tools."
+        None,
+        description="Answers a model may give before it must be done; those asked for again because they do not "
+        "validate come on top. Not given: 1, or 10 with tools.",
     )
     max_retries: Annotated[int, Field(ge=0, strict=True)] = Field(
         3,
@@ -64,13 +107,45 @@ class BatchSpec(BaseModel):
     timeout_per_turn: Seconds | None = Field(600.0, description="Seconds one model call may take.")
     timeout_per_tool: Seconds | None = Field(120.0, description="Seconds one tool call may run.")
     max_tokens: Count | None = Field(None, description="Tokens one answer may have.")
-    temperature: Annotated[float, Field(ge=0, le=10)] | None = Field(None, description="Sampling temperature.")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Nucleus sampling.")
+    temperature: Annotated[Number, Field(ge=0, le=10)] | None = Field(None, description="Sampling temperature.")
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = Field(None, description="Nucleus sampling.")
     seed: Annotated[int, Field(strict=True)] | None = Field(None, description="Sampling seed.")
     stop: Text | Sequence[Text] | None = Field(None, description="Texts that end an answer.")
-    extra_body: Mapping[str, JsonValue] = Field({}, description="Fields added to each request body as they are.")
+    extra_body: Mapping[str, JsonValue] = Field(
+        {}, description="Fields added to each request body as they are; messages and stream are not theirs to set."
+    )
     tool_choice: JsonValue = Field(
         None, description="auto, none, required, or one tool's name; for the first turn when it forces a call."
+    )
+    prices: Mapping[str, Number] | None = Field(
+        None,
+        description="$ per million tokens as input, cached and output, or $ per gpu_hour and how many gpus. "
+        "Not given: the public providers' prices, where genai-prices is installed.",
+    )
+    max_cost: Dollars | None = Field(None, description="$ a run may cost; at the limit it ends out of budget.")
+    max_total_tokens: Count | None = Field(
+        None, description="Tokens a run may use, prompts and answers together; at the limit it ends out of budget."
+    )
+    max_wall_time: Seconds | None = Field(
+        None, description="Seconds after which a run sends nothing more and ends out of budget."
+    )
+    cache: bool | Text | Path = Field(
+        False,
+        description="Answer requests that were answered before from disk: True, or a directory. "
+        "Needs temperature 0 or a seed.",
+    )
+    run_dir: Text | Path | None = Field(
+        None, description="The directory that records the run, so that it can be resumed. checkpoint_dir says the same."
+    )
+    resume: bool = Field(
+        False, description="Go on with what run_dir holds; where it holds nothing, begin. Needs run_dir."
+    )
+    retry_failed: bool | Text | Sequence[Text] = Field(
+        True, description="When resuming: which failed rows are tried again: all, none, or those of these error types."
+    )
+    force_resume: bool = Field(
+        False,
+        description="When resuming: rows keep recorded answers although the task, model, schema or tools changed.",
     )
     on_result: Callable[..., Any] | None = Field(
         None, description="Called with each AgentResult as it finishes; may be async."
@@ -95,7 +170,7 @@ class BatchSpec(BaseModel):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            raise SpecError(_explain(error)) from None
+            raise SpecError(_explain(error, options)) from None
 
     @classmethod
     def _check_names(cls, options: Mapping[str, object]) -> None:
@@ -111,8 +186,13 @@ class BatchSpec(BaseModel):
     def _agree(self) -> Self:
         if self.backend is not None and self.runtime is not None:
             raise ValueError("backend and runtime mean the same: give one of them")
+        for name in ("resume", "force_resume"):
+            if getattr(self, name) and self.run_dir is None:
+                raise ValueError(f"{name} needs run_dir, the directory to resume from")
         if not self.task.strip():
             raise ValueError("task is empty: it is the message each agent gets")
+        if self.model is not None and not self.model.strip():
+            raise ValueError("model is empty: name one, or leave it out for the one model the server has")
         if self.model_max_context is not None and self.model_max_context <= self.min_response_tokens:
             raise ValueError("model_max_context must be larger than min_response_tokens, which is kept for the answer")
         return self
@@ -128,10 +208,20 @@ class BatchSpec(BaseModel):
         return 10 if self.tools else 1
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, options: Mapping[str, object]) -> str:
     lines = []
     for item in error.errors(include_url=False, include_input=False):
-        where = ".".join(str(part) for part in item["loc"][:1])
-        message = item["msg"].removeprefix("Value error, ")
-        lines.append(f"{where}: {message}" if where else message)
+        name = str(item["loc"][0]) if item["loc"] else ""
+        if name in ALLOWED:
+            lines.append(f"{name}: must be {ALLOWED[name]} (got {_kind(options[name])})")
+        else:
+            lines.append(item["msg"].removeprefix("Value error, "))
     return "; ".join(dict.fromkeys(lines))
+
+
+def _kind(value: object) -> str:
+    """What was given. Numbers are shown; anything else may be a secret that got into the wrong option."""
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    kinds: dict[type, str] = {str: "text", list: "a list of something else", dict: "a mapping of something else"}
+    return kinds.get(type(value), type(value).__name__)

@@ -106,7 +106,8 @@ def test_five_thousand_damaged_streams() -> None:
                     break
                 at += step
             reply = stream.finish()
-            assert list(reply.tool_calls) == seen
+            assert len(seen) == len(reply.tool_calls)
+            assert set(seen) == set(reply.tool_calls)
             return reply
 
         outcomes.add(outcome(read))

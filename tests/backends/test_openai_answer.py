@@ -199,14 +199,11 @@ def test_a_call_is_reported_the_moment_its_object_closes() -> None:
     assert len(streamed.reply().tool_calls) == 1
 
 
-def test_a_call_without_arguments_is_reported_when_the_next_begins_or_the_answer_ends() -> None:
-    streamed = Streamed().events(part(index=0, id="a", name="f"))
+def test_a_call_without_arguments_is_reported_when_the_answer_ends() -> None:
+    streamed = Streamed().events(part(index=0, id="a", name="f"), part(index=1, id="b", name="g"), END)
     assert streamed.seen == []
-    streamed.events(part(index=1, id="b", name="g"))
-    assert [c.name for c in streamed.seen] == ["f"]
-    streamed.events(END)
-    assert [(c.name, c.arguments) for c in streamed.seen] == [("f", "{}"), ("g", "{}")]
     streamed.reply()
+    assert [(c.name, c.arguments) for c in streamed.seen] == [("f", "{}"), ("g", "{}")]
 
 
 ONE, TWO = '{"q":1}', '{"q":2}'
@@ -265,10 +262,24 @@ def test_broken_arguments_reach_the_tool_as_they_are() -> None:
     assert [c.arguments for c in calls] == ['{"a": ', "[1]"]
 
 
-def test_a_stream_that_goes_back_to_an_earlier_call_is_an_error() -> None:
-    streamed = Streamed().events(part('{"a"', index=0, id="a", name="f"), part("{", index=1, id="b", name="f"))
-    with pytest.raises(BadResponse, match="goes back"):
-        streamed.events(part(":1}", index=0))
+def test_the_pieces_of_several_calls_may_alternate() -> None:
+    streamed = Streamed().events(
+        part('{"a"', index=0, id="a", name="f"),
+        part("{", index=1, id="b", name="g"),
+        part(":1}", index=0),
+        part('"b":2}', index=1),
+    )
+    assert [c.name for c in streamed.seen] == ["f", "g"]
+    reply = streamed.events(END).reply()
+    assert [c.arguments for c in reply.tool_calls] == ['{"a":1}', '{"b":2}']
+
+
+@pytest.mark.parametrize("finish", ["LENGTH", "max_output_tokens", "insufficient_system_resource"])
+def test_a_finish_that_is_no_end_is_an_error_however_it_is_spelt(finish: str) -> None:
+    body = orjson.dumps({"choices": [{"message": {"content": "half"}, "finish_reason": finish}]})
+    with pytest.raises((Truncated, BadResponse)) as caught:
+        read_answer(body, FAULTS, 1)
+    assert caught.value.text == "half"
 
 
 @pytest.mark.parametrize("finish", ["length", "abort", "content_filter"])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from backends.wire import WireServer, answer
@@ -117,7 +119,17 @@ def test_a_provider_before_the_model_is_a_backend_only_where_none_is_given() -> 
     assert name_for(None, "openai/gpt-oss-20b", here) == ("vllm://h", "openai/gpt-oss-20b")
 
 
-@pytest.mark.parametrize("model", [None, "gpt-4o-mini", "Qwen/Qwen2.5-32B-Instruct", "openai/"])
+@pytest.mark.parametrize("model", [None, "smollm2"])
+def test_without_a_backend_the_embedded_engine_answers_or_says_how_to_install_it(model: str | None) -> None:
+    if importlib.util.find_spec("openvino_genai") is None:
+        with pytest.raises(SpecError, match=r"pip install openvino-genai.*backend="):
+            open_backend(None, model=model, api_key=None, environ={})
+    else:
+        backend, name = open_backend(None, model=model, api_key=None, environ={})
+        assert (backend.name, name) == ("local://smollm2", None)
+
+
+@pytest.mark.parametrize("model", ["gpt-4o-mini", "Qwen/Qwen2.5-32B-Instruct", "openai/"])
 def test_no_backend_is_an_error_that_says_what_to_give(model: str | None) -> None:
     with pytest.raises(SpecError, match=r"vllm://host:8000.*openai/"):
         open_backend(None, model=model, api_key=None, environ=KEY)

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import shlex
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -243,3 +244,73 @@ async def test_the_simulated_engine_serves_a_run(tmp_path: Path) -> None:
         assert await server.wait() == 0
     assert outcome.code in (0, 2)  # an answer of 8 tokens may count as cut off
     assert json.loads(outcome.stderr)["model"] == "toy"
+
+
+async def test_an_output_that_cannot_be_written_fails_its_row_and_not_the_run(tmp_path: Path) -> None:
+    (tmp_path / "stubborn.py").write_text(
+        "from pydantic import BaseModel, field_serializer\n"
+        "class Answer(BaseModel):\n"
+        "    word: str\n"
+        "    @field_serializer('word')\n"
+        "    def refuse(self, word):\n"
+        "        if word == 'a': raise ValueError('not this one')\n"
+        "        return word\n"
+    )
+    spec = "output_schema: 'stubborn:Answer'\ninputs: [a, b]\n"
+    async with serving(tmp_path, lambda request: Say(json.dumps({"word": request.text[-1]})), spec):
+        outcome = await batch_agent(tmp_path, "run", "spec.yaml")
+        ordered = await batch_agent(tmp_path, "run", "spec.yaml", "--ordered")
+    for seen in (outcome, ordered):
+        first, second = seen.results
+        assert seen.code == 2
+        assert (first["ok"], first["raw_text"]) == (False, '{"word": "a"}')
+        assert first["error"]["type"] == "Invalid" and "not this one" in first["error"]["message"]  # type: ignore[index]
+        assert (second["ok"], second["output"]) == (True, {"word": "b"})
+        assert "1 failed" in seen.stderr
+
+
+async def test_a_tool_that_exits_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "leaving.py").write_text("import sys\ndef leave() -> str:\n    sys.exit(0)\n")
+
+    def script(request: Request) -> Say | CallTools:
+        return Say(str(request.messages[-1]["content"])) if request.turn else CallTools(ToolUse("leave", {}))
+
+    async with serving(tmp_path, script, "tools: ['leaving:leave']\ninputs: [x]\n"):
+        outcome = await batch_agent(tmp_path, "run", "spec.yaml")
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.results[0]["output"] == "Error: leave failed: SystemExit: 0"
+
+
+async def shell(directory: Path, line: str) -> Outcome:
+    """The command with what a shell can do to its streams; ``line`` stands behind ``batch-agent``."""
+    process = await asyncio.create_subprocess_shell(
+        f"{shlex.quote(sys.executable)} -m batch_agent {line}", cwd=directory, stdin=DEVNULL, stdout=PIPE, stderr=PIPE
+    )
+    stdout, stderr = await process.communicate()
+    return Outcome(process.returncode, stdout.decode(), stderr.decode())
+
+
+@pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", "2>&- <&-"])
+async def test_a_run_that_nobody_hears_of_has_its_results_and_its_status(tmp_path: Path, streams: str) -> None:
+    async with serving(tmp_path, lambda request: Say(request.text.upper()), "inputs: [a, b]\n"):
+        outcome = await shell(tmp_path, f"run spec.yaml {streams}")
+        in_file = await shell(tmp_path, f"run spec.yaml --output out.jsonl {streams}")
+    assert (outcome.code, [result["output"] for result in outcome.results]) == (0, ["SAY A", "SAY B"])
+    assert (in_file.code, len(read_results((tmp_path / "out.jsonl").read_text()))) == (0, 2)
+
+
+async def test_a_closed_standard_output_is_nowhere(tmp_path: Path) -> None:
+    async with serving(tmp_path, lambda _: Say("fine"), "inputs: [a]\n"):
+        run = await shell(tmp_path, "run spec.yaml >&-")
+        plan = await shell(tmp_path, "run spec.yaml --dry-run >&-")
+    assert (run.code, plan.code, plan.stderr) == (0, 0, "")
+    assert "1 ok" in run.stderr
+
+
+@pytest.mark.parametrize("what", ["run spec.yaml --dry-run", "run spec.yaml", "run spec.yaml --json --output o.jsonl"])
+async def test_a_full_standard_output_is_one_line_and_exit_status_1(tmp_path: Path, what: str) -> None:
+    async with serving(tmp_path, lambda _: Say("fine"), "inputs: [a]\n"):
+        outcome = await shell(tmp_path, f"{what} >/dev/full")
+    assert outcome.code == 1
+    assert outcome.stderr.splitlines()[-1].startswith("batch-agent: cannot write")
+    assert "Traceback" not in outcome.stderr and "No space left" in outcome.stderr

@@ -1,83 +1,14 @@
+import gzip
 import json
 import os
-from dataclasses import dataclass
-from datetime import date
-from enum import Enum
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
-from batch_agent.cli.results import FileWriter, StdoutWriter, result_line
+from batch_agent.cli.results import FileWriter, StdoutWriter, open_results
 from batch_agent.errors import BatchAgentError, SpecError
-from batch_agent.job import AgentError, AgentResult, Timings, UnreadableRow
-from batch_agent.messages import Message, Usage
-
-
-class Color(Enum):
-    RED = "red"
-
-
-@dataclass
-class Point:
-    x: int
-    label: object = None
-
-
-class Model(BaseModel):
-    color: Color
-    when: date
-
-
-def record(output: object, **more: object) -> dict[str, object]:
-    line = result_line(AgentResult(3, "job", {"a": 1}, True, output, **more))  # type: ignore[arg-type]
-    assert line.endswith(b"\n") and line.count(b"\n") == 1
-    parsed: dict[str, object] = json.loads(line)
-    return parsed
-
-
-def test_a_line_has_the_result_and_the_input_and_not_the_transcript() -> None:
-    usage, timings = Usage(10, 4, 2, 1), Timings(0.1, 0.2, 0.3, 0.6, None)
-    messages = (Message("user", "x"),)
-    assert record("text", attempts=2, turns=1, usage=usage, timings=timings, messages=messages) == {
-        "index": 3,
-        "job_id": "job",
-        "ok": True,
-        "output": "text",
-        "error": None,
-        "attempts": 2,
-        "turns": 1,
-        "usage": {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 2, "reasoning_tokens": 1},
-        "timings": {"queued": 0.1, "inference": 0.2, "tool_wait": 0.3, "total": 0.6, "first_token": None},
-        "input": {"a": 1},
-    }
-
-
-def test_a_failed_line_has_the_error_and_the_raw_text() -> None:
-    error = AgentError("validate", "NotJSON", "no JSON", False)
-    parsed = json.loads(result_line(AgentResult(0, "0", "row", False, None, error, raw_text="prose")))
-    assert parsed["error"] == {"stage": "validate", "type": "NotJSON", "message": "no JSON", "retryable": False}
-    assert (parsed["ok"], parsed["raw_text"], parsed["input"]) == (False, "prose", "row")
-
-
-def test_an_unreadable_row_has_no_input() -> None:
-    result: AgentResult[object] = AgentResult(0, "0", UnreadableRow("line 3"), False, None)
-    assert json.loads(result_line(result))["input"] is None
-
-
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        (Model(color=Color.RED, when=date(2024, 1, 2)), {"color": "red", "when": "2024-01-02"}),
-        ([Point(1, Color.RED)], [{"x": 1, "label": "red"}]),
-        ({"n": 2**80, "c": Color.RED, "p": Point(1)}, {"n": 2**80, "c": "red", "p": {"x": 1, "label": None}}),
-        ({"s": {1}, "f": float("nan"), 1: date(2024, 1, 2)}, {"s": [1], "f": None, "1": "2024-01-02"}),
-        ("half \ud83d", "half \ud83d"),
-    ],
-)
-def test_any_output_becomes_json(output: object, expected: object) -> None:
-    assert record(output)["output"] == expected
-
+from batch_agent.files.results import result_line
+from batch_agent.job import AgentResult
 
 RESULT: AgentResult[object] = AgentResult(0, "0", "x", True, "y")
 
@@ -119,3 +50,118 @@ async def test_standard_output_gets_whole_lines_and_a_reader_that_is_gone_is_not
         with pytest.raises(BrokenPipeError):
             await writer.write(RESULT)
     os.close(descriptor)
+
+
+def result(index: int) -> AgentResult[object]:
+    return AgentResult(index, str(index), {"n": index}, True, "x" * index)
+
+
+def indices(content: bytes) -> list[int]:
+    return [json.loads(line)["index"] for line in content.splitlines()]
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+async def test_results_in_order_wait_beside_the_output_until_their_turn(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with open_results(path, ordered=True) as writer:
+        for index in (2, 1):
+            await writer.write(result(index))
+        assert path.read_bytes() == b""
+        assert indices((tmp_path / "out.jsonl.waiting.jsonl").read_bytes()) == [2, 1]  # paid for, so on disk
+        await writer.write(result(0))
+        assert indices(path.read_bytes()) == [0, 1, 2]
+        await writer.write(result(4))
+    assert indices(path.read_bytes()) == [0, 1, 2, 4]
+    assert names(tmp_path) == {"out.jsonl"}
+
+
+async def test_a_run_that_fails_leaves_what_waited_in_the_output(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(ZeroDivisionError), open_results(path, ordered=True) as writer:
+        await writer.write(result(3))
+        await writer.write(result(1))
+        1 / 0  # noqa: B018
+    assert indices(path.read_bytes()) == [1, 3]
+
+
+async def test_standard_output_can_be_in_order_too(capfd: pytest.CaptureFixture[str]) -> None:
+    with open_results(None, ordered=True) as writer:
+        for index in (1, 0, 3):
+            await writer.write(result(index))
+    assert indices(capfd.readouterr().out.encode()) == [0, 1, 3]
+
+
+async def test_a_compressed_file_is_complete_at_the_end_and_keeps_its_old_content_until_the_first_result(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "out.jsonl.gz"
+    path.write_bytes(gzip.compress(b"old"))
+    with pytest.raises(ZeroDivisionError), open_results(path):
+        1 / 0  # noqa: B018
+    assert gzip.decompress(path.read_bytes()) == b"old"
+    with pytest.raises(ZeroDivisionError), open_results(path) as writer:
+        await writer.write(RESULT)
+        await writer.write(RESULT)
+        1 / 0  # noqa: B018
+    assert gzip.decompress(path.read_bytes()) == 2 * result_line(RESULT)
+    with open_results(path):
+        pass
+    assert gzip.decompress(path.read_bytes()) == b""
+
+
+async def test_a_file_may_be_compressed_with_zstd(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard", reason="zstd files need the package zstandard")
+    with open_results(tmp_path / "out.jsonl.zst") as writer:
+        await writer.write(RESULT)
+    with zstandard.open(tmp_path / "out.jsonl.zst", "rb") as file:
+        assert file.read() == result_line(RESULT)
+
+
+async def test_a_table_is_made_at_the_end_and_until_then_its_results_are_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "out.csv"
+    path.write_text("old")
+    with open_results(path, ordered=True) as writer:
+        await writer.write(result(0))
+        await writer.write(result(1))
+        assert path.read_text() == "old"
+        assert indices((tmp_path / "out.csv.partial.jsonl").read_bytes()) == [0, 1]
+        assert writer.destination == str(path)
+    header, first, second = path.read_text().splitlines()
+    assert header.startswith("index,job_id,ok,output,") and header.endswith(",n")
+    assert (first.split(",")[3], second.split(",")[3]) == ("", "x")
+    assert names(tmp_path) == {"out.csv"}
+
+
+async def test_a_run_that_could_not_start_leaves_the_old_table(tmp_path: Path) -> None:
+    path = tmp_path / "out.csv"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), open_results(path):
+        1 / 0  # noqa: B018
+    assert path.read_text() == "old" and names(tmp_path) == {"out.csv"}
+    with open_results(path):
+        pass
+    assert path.read_text().count("\n") == 1  # a run without rows: the header alone
+
+
+async def test_results_stay_when_their_table_cannot_be_made(tmp_path: Path) -> None:
+    path = tmp_path / "out.csv"
+    with (
+        pytest.raises(BatchAgentError, match=r"cannot write the table .*; the results are in .*\.partial\.jsonl"),
+        open_results(path) as writer,
+    ):
+        await writer.write(RESULT)
+        path.mkdir()
+    assert (tmp_path / "out.csv.partial.jsonl").read_bytes() == result_line(RESULT)
+
+
+@pytest.mark.parametrize("name", ["gone/out.jsonl", "gone/out.csv", "gone/out.jsonl.gz"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_place_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Path, name: str, ordered: bool) -> None:
+    with pytest.raises(SpecError, match=r"cannot write the results to .*gone.*: No such file or directory"):
+        open_results(tmp_path / name, ordered=ordered)
+    with pytest.raises(SpecError, match="it is a directory"):
+        (tmp_path / "out.csv").mkdir()
+        open_results(tmp_path / "out.csv", ordered=ordered)

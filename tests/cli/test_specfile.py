@@ -47,11 +47,20 @@ def test_the_three_formats_say_the_same(tmp_path: Path, name: str, text: str) ->
         ("spec.yaml", "task: x\n  bad: [1\n", r"spec\.yaml line 2 is not YAML"),
         ("spec.yaml", "task: x\nwhen: 2024-02-31\n", r"spec\.yaml is not YAML: day"),
         ("spec.yaml", "1: x\n", "1 is not the name of an option"),
+        ("spec.yaml", "task: x\nmodel: a\n'model': b\n", r"spec\.yaml line 3 is not YAML: 'model' is there twice"),
+        ("spec.yaml", "task: x\nextra_body:\n  - {a: 1, a: 1}\n", r"spec\.yaml line 3 is not YAML: 'a' is there twice"),
+        ("spec.json", '{"task": "x", "task": "y"}', r"spec\.json has 'task' twice"),
+        ("spec.yaml", f"task: {'[' * 5000}", r"spec\.yaml is nested too deeply"),
+        ("spec.json", '{"task": ' + "[" * 100_000, r"spec\.json is nested too deeply"),
+        ("spec.toml", f"task = {'[' * 5000}", r"spec\.toml is nested too deeply"),
+        ("spec.toml", f"seed = {'9' * 5000}", r"spec\.toml is not TOML: .*digits"),
+        ("spec.json", f'{{"seed": {"9" * 5000}}}', r"spec\.json is not JSON: .*digits"),
+        ("spec.yaml", f"seed: {'9' * 5000}", r"spec\.yaml is not YAML: .*digits"),
         ("spec.toml", "task = x\n", r"spec\.toml is not TOML.*line 1"),
         ("spec.json", '{"task": "x",\n}', r"spec\.json line 2 is not JSON"),
         ("spec.txt", "task: x", r"a spec file ends in \.yaml"),
         ("spec.yaml", "task: x\ntaks: y\n", r"spec\.yaml line 2: there is no option 'taks'; did you mean 'task'"),
-        ("spec.toml", 'task = "x"\n\nmax_inflight = 0\n', r"spec\.toml line 3: max_inflight: .*greater than 0"),
+        ("spec.toml", 'task = "x"\n\nmax_inflight = 0\n', r"spec\.toml line 3: max_inflight: .*above 0"),
         ("spec.json", '{"task": "x",\n "max_turns": "a"}', r"spec\.json line 2: max_turns:"),
         ("spec.json", '{"temperature": -1, "task": "x"}', r"spec\.json line 1: temperature:"),
         ("spec.yaml", "system_prompt: x\n", r"spec\.yaml: task is missing"),
@@ -96,6 +105,7 @@ def test_tools_and_schemas_are_imported_from_beside_the_spec(tmp_path: Path) -> 
     [
         ("1 / 0\n", r"importing broken failed: ZeroDivisionError: division by zero \(broken\.py line 1\)"),
         ("import no_such_thing\n", r"importing broken failed: ModuleNotFoundError: .*no_such_thing"),
+        ("raise SystemExit(0)\n", r"importing broken failed: SystemExit: 0 \(broken\.py line 1\)"),
         ("def f(:\n", r"importing broken failed: SyntaxError: .*broken\.py, line 1"),
     ],
 )
@@ -120,6 +130,12 @@ def test_prompts_may_stand_in_files_beside_the_spec(tmp_path: Path) -> None:
 
 def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
     assert resolve(tmp_path / "spec.yaml", "task: x\nmodel: a\n", model="b").model == "b"
+
+
+def test_what_a_merge_brings_may_be_overridden(tmp_path: Path) -> None:
+    text = "task: x\nbackend: &b {<<: {url: a, api_key: k}, url: b}\nextra_body: {<<: *b, url: c}\n"
+    spec = resolve(tmp_path / "spec.yaml", text)
+    assert (spec.backend, spec.extra_body) == ({"url": "b", "api_key": "k"}, {"url": "c", "api_key": "k"})
 
 
 def test_a_path_of_inputs_is_beside_the_spec(tmp_path: Path) -> None:

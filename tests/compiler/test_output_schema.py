@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import typing
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import annotated_types
 import pytest
-from pydantic import BaseModel, Field, Json, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, Json, field_validator
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid, NotJSON, SpecError
@@ -191,15 +192,48 @@ class Picky(BaseModel):
             raise KeyError("two")
         if value == 3:
             raise RecursionError("three")
+        if value == 4:
+            raise SystemExit("four")
+        if value == 5:
+            raise GeneratorExit("five")
+        if value == 6:
+            raise asyncio.CancelledError("six")
         return value
 
 
-@pytest.mark.parametrize(("value", "said"), [(1, "value: Value error, not one"), (2, "KeyError: 'two'"), (3, "three")])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (1, "value: Value error, not one"),
+        (2, "KeyError: 'two'"),
+        (3, "three"),
+        (4, "SystemExit: four"),
+        (5, "GeneratorExit: five"),
+        (6, "CancelledError: six"),
+    ],
+)
 def test_whatever_a_users_validator_raises_is_an_invalid_answer(value: int, said: str) -> None:
     with pytest.raises(Invalid, match=said):
         schema_of(Picky).validate_json(f'{{"value": {value}}}')
     with pytest.raises(Invalid, match=said):
         schema_of(Picky).validate_python({"value": value})
+
+
+class Unspeakable:
+    def __repr__(self) -> str:
+        raise OSError("no words")
+
+
+def test_a_value_that_cannot_be_shown_is_an_invalid_answer() -> None:
+    schema = schema_of(Annotated[int, BeforeValidator(lambda value: Unspeakable()), Field(gt=1)])
+    with pytest.raises(Invalid):
+        schema.validate_python(Unspeakable())
+
+
+def test_advice_for_those_who_use_pydantic_directly_is_left_out() -> None:
+    with pytest.raises(SpecError, match=r"there is no JSON schema for 5\. Give a pydantic model class") as caught:
+        OutputSchema.of(5)
+    assert "arbitrary_types" not in str(caught.value)
 
 
 def test_invalid_json_in_a_field_is_not_an_answer_that_is_no_json() -> None:

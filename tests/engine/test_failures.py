@@ -147,7 +147,7 @@ async def test_timeout_per_agent_is_over_the_whole_agent_waiting_included() -> N
         timeout_per_agent=10,
     )
     assert late.error is not None
-    assert (late.error.type, late.error.retryable, late.attempts) == ("TimeoutError", False, 2)
+    assert (late.error.type, late.error.retryable, late.attempts) == ("TimeoutError", False, 1)
 
 
 @virtual_clock

@@ -97,6 +97,35 @@ def test_quotes_and_braces_inside_strings_survive_mending() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "file"),
+    [
+        ("{'file': 'a } b'}", "a } b"),
+        ("So: {'file': 'a, } b', 'n': 3} and that's it", "a, } b"),
+        ("{'file': 'it's a } b', 'n': [1, 2,],}", "it's a } b"),
+        ("{'file': 'x, } y', 'ok': True, 'why': None}", "x, } y"),
+        ("{'file': 'True, or \"None\" } ', }", 'True, or "None" } '),
+        ("{'file': 'don\\'t } \\u00e9\\\\'}", "don't } é\\"),
+        ("{file: 'b, } c'}", "b, } c"),
+        ("{'file': 'cut, } of", "cut, } of"),
+        ('{"file": "C:\\\\dir\\\\",}', "C:\\dir\\"),
+        ('{"file": "He said \\"hi, }\\" ok",}', 'He said "hi, }" ok'),
+    ],
+)
+def test_mending_loses_nothing_of_a_string(text: str, file: str) -> None:
+    parsed = parse(text)
+    assert (parsed.value.file, parsed.repaired) == (file, True)
+
+
+python_text = st.text("ab ,:{}[]'\"\\\n\t/é", max_size=12)
+
+
+@given(st.dictionaries(python_text, python_text | st.booleans() | st.none(), min_size=1), st.sampled_from(["", ","]))
+def test_an_object_as_python_writes_it_is_read_exactly(value: dict[str, object], comma: str) -> None:
+    literal = repr(value).removesuffix("}") + comma + "}"
+    assert parse(literal, schema_of({})).value == value
+
+
+@pytest.mark.parametrize(
     ("kind", "text", "parsed"),
     [
         (int, "42", Parsed(42, False)),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from batch_agent.tools.render import cut_tokens, describe, render
+from batch_agent.tools.render import cut_tokens, render
 
 
 class Colour(enum.Enum):
@@ -76,15 +76,3 @@ def test_a_cut_falls_between_characters_and_keeps_a_beginning(text: str, max_tok
         shown = cut.rpartition("\n[cut")[0]
         assert text.startswith(shown)
         assert len(shown.encode()) <= max_tokens * 4
-
-
-class Unspeakable(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError
-
-
-def test_an_exception_is_described_without_its_traceback() -> None:
-    assert describe(ValueError("bad")) == "ValueError: bad"
-    assert describe(ValueError()) == "ValueError"
-    assert describe(Unspeakable()) == "Unspeakable"
-    assert len(describe(ValueError("x" * 100_000))) < 5000

@@ -257,6 +257,33 @@ def test_a_signature_that_no_model_can_use_is_a_spec_error(source: str, message:
         Tool.define(names["f"])
 
 
+CLOSURES = """
+from __future__ import annotations
+from pydantic import BaseModel
+
+def make(used):
+    class Query(BaseModel):
+        words: str
+
+    def wanted(query: Query) -> str:
+        return query.words if isinstance(query, Query) else ""
+
+    def unwanted(query: Query) -> str:
+        return query.words
+
+    return wanted if used else unwanted
+"""
+
+
+def test_an_annotation_may_name_a_local_class_that_the_closure_uses() -> None:
+    module: dict[str, Callable[..., Callable[..., object]]] = {}
+    exec(CLOSURES, module)
+    tool = Tool.define(module["make"](used=True))
+    assert tool(**tool.signature.parse('{"query": {"words": "bees"}}').values) == "bees"
+    with pytest.raises(SpecError, match=r"tool unwanted: .*'Query' is not defined.*move it to the module"):
+        Tool.define(module["make"](used=False))
+
+
 def identity(function: Callable[..., object], text: str) -> str:
     signature = Tool.define(function).signature
     return signature.identity(signature.parse(text))

@@ -77,10 +77,14 @@ class Backend(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
+    def check(self, shape: RequestShape) -> None:
+        """Called before anything is sent: a SpecError for what this backend could never send."""
+        ...
+
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        """One turn. With ``on_tool_call`` the answer is streamed and each tool call is reported, once and in order, as
-        soon as it is complete; the Reply then carries those same ToolCall values. Cancelling this coroutine ends the
-        request on the server too."""
+        """One turn. With ``on_tool_call`` the answer is streamed and each tool call is reported, once, as soon as it is
+        complete; the Reply then carries those same ToolCall values, in the order they began. Cancelling this coroutine
+        ends the request on the server too."""
         ...
 
     async def models(self) -> list[str]:

@@ -144,7 +144,10 @@ def _proxy_for(url: URL) -> URL | None:
     proxy = proxies.get(url.scheme) or proxies.get("all")
     if not proxy or proxy_bypass(url.authority):
         return None
-    found = URL(proxy if "://" in proxy else f"http://{proxy}")
+    try:
+        found = URL(proxy if "://" in proxy else f"http://{proxy}")
+    except ValueError:
+        raise SpecError(f"the proxy that the environment names for {url.host} is not a URL that can be read") from None
     if found.scheme not in ("http", "https"):
         raise SpecError(
             f"the environment names a {found.scheme} proxy for {url.host}: only http and https proxies are supported; "

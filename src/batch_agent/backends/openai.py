@@ -24,14 +24,22 @@ from batch_agent.messages import JsonObject, Message, Reply
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 
 # What OpenAI's strict mode is known to take; a schema with anything else is sent without it rather than refused.
-_STRICT_KEYWORDS = {"type", "title", "description", "properties", "required", "additionalProperties"} | {
-    "items",
-    "enum",
-    "const",
-    "anyOf",
-    "$ref",
-    "$defs",
-}
+_STRICT_KEYWORDS = frozenset(
+    [
+        "type",
+        "title",
+        "description",
+        "properties",
+        "required",
+        "additionalProperties",
+        "items",
+        "enum",
+        "const",
+        "anyOf",
+        "$ref",
+        "$defs",
+    ]
+)
 
 
 class OpenAIBackend:
@@ -74,6 +82,9 @@ class OpenAIBackend:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._http.__aexit__(kind, error, trace)
+
+    def check(self, shape: RequestShape) -> None:
+        encode_head(shape, False, self._max_tokens_field)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         faults = self._chat.faults

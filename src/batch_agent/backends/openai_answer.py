@@ -19,10 +19,9 @@ from batch_agent.backends.sse import Event, EventTooLarge, SSEParser
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import JsonObject, Reply, ToolCall, Usage
 
-_CUT = {"length", "max_tokens", "model_length"}
-_ABORTED = {"abort", "aborted", "cancelled", "error"}
+_CUT = {"length", "max_tokens", "max_output_tokens", "model_length"}
+_ABORTED = {"abort", "aborted", "cancelled", "error", "insufficient_system_resource"}
 _FILTERED = {"content_filter"}
-_INCOMPLETE = _CUT | _ABORTED | _FILTERED
 
 
 def read_answer(body: bytes, faults: Faults, turn: int) -> Reply:
@@ -54,8 +53,8 @@ def read_answer(body: bytes, faults: Faults, turn: int) -> Reply:
 class AnswerStream:
     """Chunks of an event stream in, one Reply out; tool calls are reported as soon as each is complete.
 
-    At most one call is open at a time, the last. It is complete when its JSON object closes, when another call begins
-    (the only sign for a tool without arguments), or when the answer ends well.
+    A call is complete when its JSON object closes, or when the answer ends well; the pieces of several calls may come
+    in any order.
     """
 
     def __init__(self, faults: Faults, turn: int, on_tool_call: OnToolCall, clock: Callable[[], float]) -> None:
@@ -69,7 +68,6 @@ class AnswerStream:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._started: list[_CallInProgress] = []
-        self._calls: list[ToolCall] = []
         self._usage: JsonValue = None
         self._finish: str | None = None
         self._done = False
@@ -89,9 +87,8 @@ class AnswerStream:
             raise self._faults.bad("the stream stopped before the answer was complete", text=self._so_far)
         usage = _usage(self._usage)
         _check_finish(self._finish, self._so_far, bool(self._started), usage, self._faults)
-        self._settle()
-        reasoning = "".join(self._reasoning)
-        return Reply(self._so_far, tuple(self._calls), usage, reasoning, self._first_token, self._finish)
+        calls = tuple(self._settle(call) for call in self._started)
+        return Reply(self._so_far, calls, usage, "".join(self._reasoning), self._first_token, self._finish)
 
     @property
     def _so_far(self) -> str:
@@ -119,10 +116,7 @@ class AnswerStream:
                 delta = choice.get("delta")
                 if isinstance(delta, dict):
                     self._delta(delta)
-                if finish := _reason(choice.get("finish_reason")):
-                    self._finish = finish
-                    if finish not in _INCOMPLETE:
-                        self._settle()
+                self._finish = _reason(choice.get("finish_reason")) or self._finish
 
     def _delta(self, delta: JsonObject) -> None:
         text = _text(delta.get("content"), self._faults) or _string(delta.get("refusal"))
@@ -142,18 +136,13 @@ class AnswerStream:
         index = item.get("index") if isinstance(item, dict) else None
         call = self._continued(index, call_id, name, arguments)
         if call is None:
-            self._settle()
             call = _CallInProgress(index)
             self._started.append(call)
-        elif call.settled:
-            if arguments.strip() and not call.closed:
-                raise self._faults.bad("the stream goes back to a tool call after the next one began")
-            return
         call.id = call.id or call_id
         call.name = call.name or name
         call.extend(arguments)
         if call.closed and call.name:
-            self._settle()
+            self._settle(call)
 
     def _continued(self, index: object, call_id: str, name: str, arguments: str) -> _CallInProgress | None:
         """The call that a delta goes on with, None when it begins another. Some servers give every call index 0, or no
@@ -166,14 +155,12 @@ class AnswerStream:
                 return None if renamed else call
         return None
 
-    def _settle(self) -> None:
-        """What is open is complete."""
-        if self._started and not self._started[-1].settled:
-            call = self._started[-1]
-            call.settled = True
-            done = self._naming.call(call.id, call.name, call.arguments)
-            self._calls.append(done)
-            self._on_tool_call(done)
+    def _settle(self, call: _CallInProgress) -> ToolCall:
+        """The call is complete."""
+        if call.done is None:
+            call.done = self._naming.call(call.id, call.name, call.arguments)
+            self._on_tool_call(call.done)
+        return call.done
 
 
 class _CallInProgress:
@@ -181,14 +168,14 @@ class _CallInProgress:
     closed object is not part of it."""
 
     _MARKS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
-    __slots__ = ("_depth", "_escaped", "_in_string", "_pieces", "closed", "id", "index", "name", "settled")
+    __slots__ = ("_depth", "_escaped", "_in_string", "_pieces", "closed", "done", "id", "index", "name")
 
     def __init__(self, index: object) -> None:
         self.index = index
         self.id = ""
         self.name = ""
         self.closed = False
-        self.settled = False
+        self.done: ToolCall | None = None
         self._pieces: list[str] = []
         self._depth = 0
         self._in_string = False
@@ -258,11 +245,13 @@ def _check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults:
         raise Truncated(
             f"{faults.where}: the answer was cut{count} (finish_reason {finish}); give a larger max_tokens, or none",
             text=text,
+            usage=usage,
         )
     if finish in _ABORTED:
         raise faults.bad(f"the server gave the answer up (finish_reason {finish})", text=text)
     if finish in _FILTERED:
-        raise Rejected(f"{faults.where}: the provider's content filter stopped the answer (finish_reason {finish})")
+        message = f"{faults.where}: the provider's content filter stopped the answer (finish_reason {finish})"
+        raise Rejected(message, text=text, usage=usage)
     if finish == "tool_calls" and not has_calls and not text:
         raise faults.bad("the answer announces tool calls and has none")
 
@@ -310,7 +299,7 @@ def _reasoning(message: JsonObject) -> str:
 def _reason(value: JsonValue) -> str | None:
     if isinstance(value, dict):
         value = value.get("type")
-    return value if isinstance(value, str) and value else None
+    return value.lower() if isinstance(value, str) and value else None
 
 
 def _call_items(message: JsonObject, faults: Faults) -> list[JsonValue]:

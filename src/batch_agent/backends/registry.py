@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
+from batch_agent.backends import local
 from batch_agent.backends.base import Backend, Capabilities
+from batch_agent.backends.local import weights
 from batch_agent.backends.openai import OpenAIBackend
 from batch_agent.backends.simulated import SimulatedBackend
 from batch_agent.errors import SpecError
 
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
 KEY_VARIABLE = "BATCH_AGENT_API_KEY"
-FORMS = "vllm://host:8000, sglang://host:30000, openai://, http://host:port/v1, or https://host/v1"
+FORMS = "vllm://host:8000, sglang://host:30000, openai://, http://host:port/v1, https://host/v1, or local://"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -78,9 +80,11 @@ def _provider_of(model: str | None) -> tuple[str, str | None]:
     provider, slash, name = (model or "").partition("/")
     if slash and name and provider in PROVIDERS:
         return PROVIDERS[provider], name
+    if model is None or model.endswith(".gguf") or weights.find(model) is not None:
+        return f"local://{model or ''}", None
     raise SpecError(
-        f"no backend: give backend= (or set {BACKEND_VARIABLE}), as {FORMS}; "
-        f"or a model with its provider before it ({', '.join(f'{p}/…' for p in PROVIDERS)})"
+        f"no backend for the model {model!r}: give backend= (or set {BACKEND_VARIABLE}), as {FORMS}; "
+        f"or put a provider before its name ({', '.join(f'{p}/…' for p in PROVIDERS)})"
     )
 
 
@@ -207,6 +211,10 @@ def _place(url: SplitResult) -> str:
     return url.netloc.rpartition("@")[2]
 
 
+def _local(address: Address) -> Backend:
+    return local.from_url(address.url.geturl())
+
+
 def _simulated(address: Address) -> Backend:
     return SimulatedBackend.from_url(address.url.geturl())
 
@@ -217,6 +225,7 @@ SCHEMES: Mapping[str, Factory] = {
     "sglang": _engine(30000),
     "http": _http,
     "https": _http,
+    "local": _local,
     "simulated": _simulated,
 }
 PROVIDERS: Mapping[str, str] = {"openai": "openai://"}

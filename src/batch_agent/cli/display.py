@@ -28,7 +28,10 @@ class Display:
         self._broken = False
 
     async def __aenter__(self) -> Self:
-        self._view.__enter__()
+        try:
+            self._view.__enter__()
+        except OSError:
+            self._broken = True
         self._tick()
         return self
 

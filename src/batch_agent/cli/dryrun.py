@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
-from batch_agent.cli.rows import LargeFile
 from batch_agent.compiler.plan import Description
 from batch_agent.engine.prepare import Prepared
-from batch_agent.messages import JsonObject
-from batch_agent.observe.text import amount, harmless, harmless_lines
+from batch_agent.files.read import LazyRows
+from batch_agent.messages import JsonObject, Usage
+from batch_agent.observe.text import amount, dollars, harmless, harmless_lines
+from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS
 
 SAMPLE_ROWS = 100  # enough for a mean, little enough to be quick
 
@@ -30,7 +31,7 @@ class DryRun:
         inputs = prepared.spec.inputs
         sample = _sample(inputs)
         rows, exact = prepared.plan.total, True
-        if isinstance(inputs, LargeFile):
+        if isinstance(inputs, LazyRows):
             rows, exact = inputs.expected_rows(), False
             inputs.close()
         return cls(prepared, prepared.plan.describe(sample), len(sample), rows, exact)
@@ -47,6 +48,34 @@ class DryRun:
         if self.rows is None:
             return None
         return self.description.prefix_tokens + self.rows * self.description.own_tokens
+
+    @property
+    def cost(self) -> tuple[float, float] | None:
+        """$ of all first requests and their answers: with the shared prefix cached, and with nothing cached."""
+        prices, rows = self.prepared.prices, self.rows
+        if prices is None or not prices.tiers or rows is None:
+            return None
+        prefix, own = self.description.prefix_tokens, self.description.own_tokens
+        cached = Usage(prefix + own, cached_tokens=prefix, completion_tokens=self._answer_tokens)
+        return rows * prices.cost(cached), rows * prices.cost(replace(cached, cached_tokens=0))
+
+    @property
+    def _answer_tokens(self) -> int:
+        return self.prepared.spec.max_tokens or FIRST_ANSWER_TOKENS
+
+    def _cost_basis(self) -> str:
+        """How the cost was estimated, for people."""
+        prices, spec = self.prepared.prices, self.prepared.spec
+        if prices is None:
+            return "no price is known; give prices, or install genai-prices for public providers"
+        if not prices.tiers:
+            return f"by the clock: {prices.source}"
+        answers = "max_tokens" if spec.max_tokens else "a guess: max_tokens would bound it"
+        turns = "" if spec.turn_limit == 1 else "; further turns come on top"
+        return (
+            f"first requests by estimated tokens, from prefix cached to nothing cached, "
+            f"answers of {self._answer_tokens:,} tokens ({answers}), {prices.source}{turns}"
+        )
 
     def to_json(self) -> JsonObject:
         prepared, description = self.prepared, self.description
@@ -65,6 +94,11 @@ class DryRun:
                 "own_per_row": description.own_tokens,
                 "first_requests": self.prompt_tokens,
                 "first_requests_prefix_cached": self.uncached_tokens,
+            },
+            "estimated_cost": {
+                "prefix_cached": self.cost[0] if self.cost else None,
+                "nothing_cached": self.cost[1] if self.cost else None,
+                "how": self._cost_basis(),
             },
             "system": description.system,
             "first_prompt": description.first_prompt,
@@ -104,6 +138,17 @@ class DryRun:
         if self.prompt_tokens is not None and self.uncached_tokens is not None:
             cached = f"{amount(self.uncached_tokens)} with the prefix cached"
             yield "first requests", f"{amount(self.prompt_tokens)} tokens in all, {cached}"
+        span = " to ".join(dict.fromkeys(map(dollars, self.cost or ())))
+        yield "cost", f"{span}: {self._cost_basis()}" if span else self._cost_basis()
+        if limits := self._limits():
+            yield "ends at", limits
+
+    def _limits(self) -> str:
+        spec = self.prepared.spec
+        limits = [f"${spec.max_cost:g}"] if spec.max_cost is not None else []
+        limits += [f"{spec.max_total_tokens:,} tokens"] if spec.max_total_tokens is not None else []
+        limits += [f"{spec.max_wall_time:g} s"] if spec.max_wall_time is not None else []
+        return ", ".join(limits)
 
     def _rows_text(self) -> str:
         if self.rows is None:

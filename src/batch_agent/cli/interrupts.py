@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from contextlib import suppress
 from typing import Protocol, Self
+
+from batch_agent.cli.streams import say
 
 
 class Stoppable(Protocol):
@@ -37,19 +38,15 @@ class Interrupts:
     def _interrupt(self) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
-            _say("stopping: agents under way finish, no new one starts. Ctrl-C again stops at once.")
+            say("batch-agent: stopping: agents under way finish, no new one starts. Ctrl-C again stops at once.")
             self._run.drain()
         else:
             self._stop(signal.SIGINT)
 
     def _stop(self, by: signal.Signals) -> None:
-        _say("stopping at once.")
+        say("batch-agent: stopping at once.")
         self.stopped_by = by
         self._run.cancel()
         # Should even that take long, the next one is not ours to catch.
         asyncio.get_running_loop().remove_signal_handler(by)
         signal.signal(by, signal.SIG_DFL)
-
-
-def _say(text: str) -> None:
-    print(f"batch-agent: {text}", file=sys.stderr, flush=True)

@@ -1,24 +1,28 @@
-"""Results as lines of JSON, written the moment they are there.
+"""Where the results of a command go: lines of JSON as they finish, or in input order, or a table at the end.
 
-Each line leaves in one piece before the next result is taken, so what a killed run has paid for is on disk.
+A line of an uncompressed file leaves in one piece before the next result is taken, so what a killed run has paid for is
+on disk. That goes for a table as well: its results are collected as lines beside it until the run ends.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import stat
-from enum import Enum
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol, Self
-
-import orjson
-from pydantic import BaseModel
+from typing import IO, Protocol, Self
 
 from batch_agent.cli.blocking import in_thread
-from batch_agent.errors import BatchAgentError, SpecError
-from batch_agent.job import AgentResult, UnreadableRow
+from batch_agent.errors import BatchAgentError, Invalid, SpecError
+from batch_agent.files.compression import Codec
+from batch_agent.files.order import InputOrder
+from batch_agent.files.results import result_line, unwritten
+from batch_agent.files.tables import ResultFile, check_table, is_table, write_table
+from batch_agent.job import AgentResult
+
+STDOUT_DESCRIPTOR = 1
 
 
 class ResultWriter(Protocol):
@@ -31,48 +35,28 @@ class ResultWriter(Protocol):
 
     def __exit__(self, *exception: object) -> None: ...
 
-    async def write(self, result: AgentResult[object]) -> None: ...
+    async def write(self, result: AgentResult[object]) -> bool:
+        """Whether its line says what the result does; False when the line is that of a failed row, because the output
+        cannot be written."""
+        ...
 
 
-def result_line(result: AgentResult[object]) -> bytes:
-    """One result as a line of JSON, without the transcript; with the model's raw text when it failed."""
-    record: dict[str, object] = {
-        "index": result.index,
-        "job_id": result.job_id,
-        "ok": result.ok,
-        "output": result.output,
-        "error": result.error,
-        "attempts": result.attempts,
-        "turns": result.turns,
-        "usage": result.usage,
-        "timings": result.timings,
-        "input": None if isinstance(result.input, UnreadableRow) else result.input,
-    }
-    if result.cost is not None:
-        record["cost"] = result.cost
-    if result.repaired:
-        record["repaired"] = True
-    if not result.ok:
-        record["raw_text"] = result.raw_text
-    return to_json(record) + b"\n"
+class LineWriter(ResultWriter, Protocol):
+    async def write_line(self, line: bytes) -> None: ...
+
+    def write_now(self, line: bytes) -> None:
+        """The same when no event loop is to be kept going."""
+        ...
 
 
-def to_json(value: object) -> bytes:
-    try:
-        return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:
-        # Integers beyond 64 bits and lone surrogates, which a model can write and orjson refuses.
-        return json.dumps(value, default=_plain).encode("ascii")
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, set | frozenset):
-        return list(value)
-    return value.value if isinstance(value, Enum) else str(value)
+def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
+    """A writer to the file, in the format of its extension; without one, to standard output."""
+    writer: LineWriter
+    if path is None:
+        writer = StdoutWriter(STDOUT_DESCRIPTOR)
+    else:
+        writer = TableWriter(path) if is_table(path) else FileWriter(path)
+    return OrderedWriter(writer, path) if ordered else writer
 
 
 class FileWriter:
@@ -80,16 +64,21 @@ class FileWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fresh = True
+        self._codec = Codec(path)
+        self._stream: IO[bytes] | None = None
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise SpecError(f"cannot write the results to {path}: {error.strerror}") from None
-        self._regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
 
     @property
     def destination(self) -> str:
         return str(self._path)
+
+    @property
+    def started(self) -> bool:
+        """Whether there was a result."""
+        return self._stream is not None
 
     def __enter__(self) -> Self:
         return self
@@ -97,19 +86,60 @@ class FileWriter:
     def __exit__(self, *exception: object) -> None:
         with self._file:
             if exception[0] is None:  # a run without a single row leaves an empty file, not an old one
-                self._clear_old()
+                self._start()
+            if self._stream is not None:
+                self._in_words(self._stream.close)
 
-    async def write(self, result: AgentResult[object]) -> None:
+    async def write(self, result: AgentResult[object]) -> bool:
+        line, faithful = _line(result)
+        self.write_now(line)
+        return faithful
+
+    async def write_line(self, line: bytes) -> None:
+        self.write_now(line)
+
+    def write_now(self, line: bytes) -> None:
+        self._in_words(lambda: _write_all(self._start(), line))
+
+    def _start(self) -> IO[bytes]:
+        if self._stream is None:
+            if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                self._file.truncate(0)
+            self._stream = self._codec.writer(self._file)
+        return self._stream
+
+    def _in_words(self, act: Callable[[], None]) -> None:
         try:
-            self._clear_old()
-            _write_all(self._file.fileno(), result_line(result))
+            act()
         except OSError as error:
             raise BatchAgentError(f"cannot write the results to {self._path}: {error.strerror}") from None
 
-    def _clear_old(self) -> None:
-        if self._fresh and self._regular:
-            self._file.truncate(0)
-        self._fresh = False
+
+class TableWriter(FileWriter):
+    """Results in a table, which is made when the run is over. Until then they are lines in a file beside it, and stay
+    there if the table cannot be made."""
+
+    def __init__(self, path: Path) -> None:
+        check_table(path)
+        if path.is_dir():
+            raise SpecError(f"cannot write the results to {path}: it is a directory")
+        super().__init__(path.with_name(f"{path.name}.partial.jsonl"))
+        self._table = path
+
+    @property
+    def destination(self) -> str:
+        return str(self._table)
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        if self.started:
+            try:
+                write_table(ResultFile(self._path), self._table)
+            except OSError as error:
+                raise BatchAgentError(
+                    f"cannot write the table {self._table}: {error.strerror}; the results are in {self._path}"
+                ) from None
+        self._path.unlink(missing_ok=True)
 
 
 class StdoutWriter:
@@ -128,20 +158,86 @@ class StdoutWriter:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    async def write(self, result: AgentResult[object]) -> None:
-        line = result_line(result)
+    async def write(self, result: AgentResult[object]) -> bool:
+        line, faithful = _line(result)
+        await self.write_line(line)
+        return faithful
+
+    async def write_line(self, line: bytes) -> None:
+        if self._regular:
+            self.write_now(line)
+        else:
+            await in_thread(lambda: self.write_now(line))
+
+    def write_now(self, line: bytes) -> None:
+        rest = memoryview(line)
         try:
-            if self._regular:
-                _write_all(self._descriptor, line)
-            else:
-                await in_thread(lambda: _write_all(self._descriptor, line))
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
         except BrokenPipeError:
             raise
         except OSError as error:
             raise BatchAgentError(f"cannot write the results to standard output: {error.strerror}") from None
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+class OrderedWriter:
+    """Results in the order of their rows. Those that finish too early wait in a file beside the output, or, for
+    standard output, in a temporary one."""
+
+    def __init__(self, writer: LineWriter, path: Path | None) -> None:
+        self._writer = writer
+        self._waiting_path = path and path.with_name(f"{path.name}.waiting.jsonl")
+        self._files = ExitStack()
+        try:
+            waiting = self._files.enter_context(_open_temporary(self._waiting_path))
+            places = self._files.enter_context(_open_temporary(None))
+        except OSError as error:
+            self._files.close()
+            raise SpecError(f"cannot keep results until their turn: {error.strerror}: {error.filename}") from None
+        self._order = InputOrder(waiting, places)
+
+    @property
+    def destination(self) -> str:
+        return self._writer.destination
+
+    def __enter__(self) -> Self:
+        self._writer.__enter__()
+        return self
+
+    async def write(self, result: AgentResult[object]) -> bool:
+        own, faithful = _line(result)
+        try:
+            for line in self._order.put(result.index, own):
+                await self._writer.write_line(line)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise BatchAgentError(f"cannot keep a result until its turn: {error.strerror}") from None
+        return faithful
+
+    def __exit__(self, *exception: object) -> None:
+        with self._files:
+            try:
+                for line in self._order.rest():
+                    self._writer.write_now(line)
+            finally:
+                self._writer.__exit__(*exception)
+        if self._waiting_path is not None:
+            self._waiting_path.unlink(missing_ok=True)
+
+
+def _line(result: AgentResult[object]) -> tuple[bytes, bool]:
+    try:
+        return result_line(result), True
+    except Invalid as error:
+        return result_line(unwritten(result, error)), False
+
+
+def _open_temporary(path: Path | None) -> IO[bytes]:
+    return tempfile.TemporaryFile(buffering=0) if path is None else path.open("w+b", buffering=0)
+
+
+def _write_all(stream: IO[bytes], data: bytes) -> None:
     rest = memoryview(data)
     while rest:
-        rest = rest[os.write(descriptor, rest) :]
+        rest = rest[stream.write(rest) :]

@@ -7,9 +7,10 @@ import asyncio
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing, nullcontext, redirect_stdout
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -17,19 +18,24 @@ from batch_agent.api import BatchAgent
 from batch_agent.cli.display import Display, with_expected
 from batch_agent.cli.dryrun import DryRun
 from batch_agent.cli.interrupts import Interrupts
-from batch_agent.cli.results import FileWriter, ResultWriter, StdoutWriter, to_json
-from batch_agent.cli.rows import STDIN, LargeFile, as_row, read_rows
+from batch_agent.cli.models import fetch_missing
+from batch_agent.cli.recorded import command_of, recording_of
+from batch_agent.cli.results import ResultWriter, open_results
+from batch_agent.cli.rows import STDIN, read_rows
 from batch_agent.cli.specfile import SpecFile, read_specfile
+from batch_agent.cli.streams import put, say
 from batch_agent.engine.run import Run
-from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.errors import BatchAgentError, Invalid, SpecError
+from batch_agent.files.read import LazyRows
+from batch_agent.files.results import to_json
+from batch_agent.files.rows import as_row
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.terminal import LiveView, NoView, PlainView, View
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.latency import ToolStatistics
 
-STDOUT_DESCRIPTOR = 1
-ALL_OK, RUN_FAILED, ROWS_FAILED = 0, 1, 2
+ALL_OK, RUN_FAILED, ROWS_FAILED, OUT_OF_BUDGET = 0, 1, 2, 3
 SIGNALLED = 128  # plus the signal's number, as shells say it
 
 
@@ -40,22 +46,28 @@ def run_command(options: argparse.Namespace) -> int:
         spec = load_spec(options)
         if options.dry_run:
             dry = DryRun.of(BatchAgent.plan(spec))
-            print(to_json(dry.to_json()).decode() if options.json else dry.to_text(), file=stdout, flush=True)
+            put(to_json(dry.to_json()).decode() if options.json else dry.to_text(), stdout)
             return ALL_OK
         view = choose_view(options, sys.stderr, stdout)
+        prepared = BatchAgent.plan(spec)
+        fetch_missing(prepared.backend.name, sys.stderr)
+        run: Run[object] = Run(prepared, command=command_of(options))
         with _open_output(options) as writer:
-            return asyncio.run(_run(spec, writer, view, _Reporter(options, stdout)))
+            return asyncio.run(_run(run, spec, writer, view, _Reporter(options, stdout)))
 
 
 def load_spec(options: argparse.Namespace) -> BatchSpec:
     """The file's spec, with what the command line says in its place."""
     file = read_specfile(Path(options.spec or options.spec_path))
     overrides: dict[str, object] = {"inputs": _inputs(file, options)}
-    for name in ("model", "backend", "max_inflight"):
+    for name in ("model", "backend", "max_inflight", "max_cost", "max_total_tokens", "max_wall_time"):
         if getattr(options, name) is not None:
             overrides[name] = getattr(options, name)
+    if options.cache is not None:
+        overrides["cache"] = options.cache if options.cache is True else Path(options.cache).absolute()
     if options.no_hoist:
         overrides["no_hoist"] = True
+    overrides |= recording_of(options, file)
     return file.resolve(overrides)
 
 
@@ -74,6 +86,10 @@ def _inputs(file: SpecFile, options: argparse.Namespace) -> object:
 
 
 def _refuse_overwriting(output: str, other: str, what: str) -> None:
+    if Path(other).is_dir():
+        if Path(output).resolve().is_relative_to(Path(other).resolve()):
+            raise SpecError(f"--output {output} is in the directory of the {what} and would be one of them")
+        return
     try:
         same = Path(output).samefile(other)
     except OSError:  # one of them is not there yet
@@ -84,9 +100,9 @@ def _refuse_overwriting(output: str, other: str, what: str) -> None:
 
 def _open_output(options: argparse.Namespace) -> ResultWriter:
     if options.output is None:
-        return StdoutWriter(STDOUT_DESCRIPTOR)
+        return open_results(None, ordered=options.ordered)
     _refuse_overwriting(options.output, options.spec or options.spec_path, "spec")
-    return FileWriter(Path(options.output))
+    return open_results(Path(options.output), ordered=options.ordered)
 
 
 def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> View:
@@ -104,32 +120,45 @@ def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> 
     return LiveView(stderr) if able and not shared else PlainView(stderr)
 
 
-async def _run(spec: BatchSpec, writer: ResultWriter, view: View, report: _Reporter) -> int:
-    with closing(spec.inputs) if isinstance(spec.inputs, LargeFile) else nullcontext():
-        async with BatchAgent.open(spec) as run:
-            statistics = partial(_statistics, run, spec.inputs)
+async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: View, report: _Reporter) -> int:
+    with closing(spec.inputs) if isinstance(spec.inputs, LazyRows) else nullcontext():
+        async with run:
+            unwritten = 0
+
+            def statistics() -> Statistics:
+                return _statistics(run, spec.inputs, unwritten)
+
             try:
                 with Interrupts(run) as interrupts:
                     async with Display(view, statistics):
                         async for result in run.results():
-                            await writer.write(result)
+                            unwritten += not await writer.write(result)
             except BrokenPipeError:  # `| head` has seen enough
                 return SIGNALLED + signal.SIGPIPE
             except BatchAgentError:
                 report.written(statistics(), writer)
+                report.resume(statistics(), spec)
                 raise
             report.summary(statistics(), run.tool_statistics(), writer)
+            report.resume(statistics(), spec)
             if interrupts.stopped_by is not None:
                 return SIGNALLED + interrupts.stopped_by
             return exit_code(statistics())
 
 
-def _statistics(run: Run[object], rows: object) -> Statistics:
-    expected = rows.expected_rows() if isinstance(rows, LargeFile) else None
-    return with_expected(run.statistics(), expected)
+def _statistics(run: Run[object], rows: object, unwritten: int) -> Statistics:
+    """``unwritten`` rows were ok for the run, and failed for those who read the results."""
+    expected = rows.expected_rows() if isinstance(rows, LazyRows) else None
+    statistics = with_expected(run.statistics(), expected)
+    if not unwritten:
+        return statistics
+    failures = Counter(statistics.failures) + Counter({Invalid.type: unwritten})
+    return replace(statistics, ok=statistics.ok - unwritten, failures=failures)
 
 
 def exit_code(statistics: Statistics) -> int:
+    if statistics.ended == "out of budget":
+        return OUT_OF_BUDGET
     undone = statistics.ended == "drained" and statistics.done != statistics.total
     return ROWS_FAILED if statistics.failed or undone else ALL_OK
 
@@ -140,18 +169,24 @@ class _Reporter:
 
     def __init__(self, options: argparse.Namespace, stdout: TextIO) -> None:
         self._json: bool = options.json
-        self._json_stream = stdout if options.output is not None else sys.stderr
+        self._stdout = stdout if options.output is not None else None
 
     def summary(self, statistics: Statistics, tools: Mapping[str, ToolStatistics], writer: ResultWriter) -> None:
         advice = [tool.advice for tool in tools.values() if tool.advice]
         if self._json:
             record = summary_json(statistics, output=writer.destination, advice=advice)
-            print(to_json(record).decode(), file=self._json_stream, flush=True)
+            text = to_json(record).decode()
+            say(text) if self._stdout is None else put(text, self._stdout)
         else:
-            lines = summary_lines(statistics, output=writer.destination, advice=advice)
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            say("\n".join(summary_lines(statistics, output=writer.destination, advice=advice)))
+
+    def resume(self, statistics: Statistics, spec: BatchSpec) -> None:
+        """How to do what was left undone."""
+        undone = statistics.ended != "complete" or statistics.failed
+        if undone and statistics.done and spec.run_dir is not None and not self._json:
+            say(f"  go on    batch-agent resume {spec.run_dir}")
 
     def written(self, statistics: Statistics, writer: ResultWriter) -> None:
         """What a run that failed leaves behind."""
         if statistics.done and writer.destination and not self._json:
-            print(f"{statistics.done:,} results are in {writer.destination}", file=sys.stderr, flush=True)
+            say(f"{statistics.done:,} results are in {writer.destination}")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import sys
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from batch_agent.backends.simulated import EngineModel
+from batch_agent.cli.streams import say
 from batch_agent.testing import serve_simulated
 
 NO_LIMIT = "none"
@@ -57,9 +57,9 @@ def simulate_command(options: argparse.Namespace) -> int:
     try:
         asyncio.run(serve_simulated(host=options.host, port=options.port, engine=engine, ready=_announce))
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        say("stopped")
     return 0
 
 
 def _announce(url: str) -> None:
-    print(f"simulated engine at {url}; Ctrl-C stops it", file=sys.stderr, flush=True)
+    say(f"simulated engine at {url}; Ctrl-C stops it")

@@ -21,6 +21,7 @@ import yaml
 
 from batch_agent.cli.rows import STDIN
 from batch_agent.errors import SpecError
+from batch_agent.foreign import describe
 from batch_agent.spec import BatchSpec
 
 NOT_IN_FILES = {
@@ -59,6 +60,7 @@ class SpecFile:
             "system_prompt": self._text,
             "tools": self._tools,
             "output_schema": self._schema,
+            "cache": self._directory,
         }
         options = {**self.options, **overrides}
         for name, resolve in resolvers.items():
@@ -89,6 +91,9 @@ class SpecFile:
             raise SpecError(f"cannot read {path}: {error.strerror}") from None
         except UnicodeDecodeError:
             raise SpecError(f"{path} is not UTF-8") from None
+
+    def _directory(self, value: object) -> object:
+        return self.path.parent / value if isinstance(value, str | Path) else value
 
     def _tools(self, value: object) -> object:
         if not isinstance(value, list):
@@ -140,6 +145,8 @@ def read_specfile(path: Path) -> SpecFile:
         options = parse(text)
     except SpecError as error:
         raise SpecError(f"{path} {error}") from None
+    except RecursionError:
+        raise SpecError(f"{path} is nested too deeply") from None
     if options is None:
         raise SpecError(f"{path} is empty; it needs at least a task")
     if not isinstance(options, dict):
@@ -155,19 +162,48 @@ def read_specfile(path: Path) -> SpecFile:
 
 
 def _parse_yaml(text: str) -> object:
+    loader = yaml.SafeLoader(text)
     try:
-        return yaml.safe_load(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_twice(node)
+        value: object = loader.construct_document(node)
+        return value
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         raise SpecError(f"line {mark.line + 1 if mark else '?'} is not YAML: {error.problem}") from None
     except (yaml.YAMLError, ValueError) as error:  # a control character; a date that does not exist
         raise SpecError(f"is not YAML: {' '.join(str(error).split())}") from None
+    finally:
+        loader.dispose()
+
+
+def _refuse_twice(root: yaml.Node) -> None:
+    """YAML forbids equal keys, and its reader takes the last of them. What ``<<`` merges may be overridden."""
+    waiting, seen = [root], {id(root)}
+    while waiting:
+        node = waiting.pop()
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            keys: set[tuple[str, str]] = set()
+            for key, value in node.value:
+                parts += key, value
+                name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+                if name in keys:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+                if name is not None:
+                    keys.add(name)
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        waiting += [part for part in parts if id(part) not in seen]
+        seen.update(map(id, parts))
 
 
 def _parse_toml(text: str) -> object:
     try:
         return tomllib.loads(text) or None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise SpecError(f"is not TOML: {error}") from None
 
 
@@ -175,9 +211,22 @@ def _parse_json(text: str) -> object:
     if not text.strip():
         return None
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise SpecError(f"line {error.lineno} is not JSON: {error.msg}") from None
+    except SpecError:
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise SpecError(f"is not JSON: {error}") from None
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for name, item in pairs:
+        if name in value:
+            raise SpecError(f"has {name!r} twice")
+        value[name] = item
+    return value
 
 
 def _kind(value: object) -> str:
@@ -194,13 +243,15 @@ def _import_module(name: str, beside: Path) -> object:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise SpecError(f"there is no module {name} in {directory} or among the installed ones") from None
         raise SpecError(_import_failure(name, error)) from None
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script that ends in sys.exit() too
         raise SpecError(_import_failure(name, error)) from None
 
 
-def _import_failure(name: str, error: Exception) -> str:
+def _import_failure(name: str, error: BaseException) -> str:
     """The user's module raised: say what and where, without our frames."""
-    message = f"importing {name} failed: {type(error).__name__}: {error}"
+    message = f"importing {name} failed: {describe(error)}"
     if isinstance(error, SyntaxError):  # its message has the place; its last frame is the import machinery
         return message
     frame = traceback.extract_tb(error.__traceback__)[-1]

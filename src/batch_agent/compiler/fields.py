@@ -2,7 +2,8 @@
 
 An input is a dict (its keys), a string (the one field ``input``), a pydantic model or a dataclass. Text goes into a
 prompt as it is; any other value as its JSON, and one whose JSON is a string (a date, a path, an enum) as that string.
-Reading an input may run its author's code (serializers, properties): whatever that raises becomes an InputError here.
+Reading an input may run its author's code (serializers, properties, ``__iter__``): whatever that raises becomes an
+InputError here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic import BaseModel, RootModel
 from pydantic_core import from_json, to_json
 
 from batch_agent.errors import InputError
+from batch_agent.foreign import describe
 
 ALLOWED = "a dict, a string, a pydantic model or a dataclass"
 NAMES_SHOWN = 20
@@ -24,11 +26,16 @@ def field_names(value: object) -> tuple[str, ...]:
     match value:
         case str():
             return ("input",)
-        case Mapping():
-            return tuple(name for name in value if isinstance(name, str))
         case BaseModel():
             kind = type(value)
             return (*kind.model_fields, *kind.model_computed_fields, *(value.model_extra or ()))
+        case Mapping():
+            try:
+                return tuple(name for name in value if isinstance(name, str))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                raise _unreadable(error) from error
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return tuple(field.name for field in dataclasses.fields(value))
         case _:
@@ -40,7 +47,6 @@ def fields_of(value: object) -> Mapping[str, object]:
         return value
     if isinstance(value, str):
         return {"input": value}
-    names = field_names(value)
     try:
         match value:
             case BaseModel():
@@ -49,9 +55,11 @@ def fields_of(value: object) -> Mapping[str, object]:
             case Mapping():
                 return dict(value)
             case _:
-                return {name: getattr(value, name) for name in names}
-    except Exception as error:
-        raise InputError(f"the input cannot be read as fields: {_reason(error)}") from error
+                return {name: getattr(value, name) for name in field_names(value)}
+    except (InputError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise _unreadable(error) from error
 
 
 def text_of(name: str, value: object) -> str:
@@ -65,24 +73,26 @@ def text_of(name: str, value: object) -> str:
         if encoded.startswith(b'"'):
             return str(from_json(encoded))
         return encoded.decode()
-    except Exception as error:
-        raise InputError(f"the field {name!r} cannot be written as text or JSON: {_reason(error)}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise InputError(f"the field {name!r} cannot be written as text or JSON: {describe(error)}") from error
 
 
-def job_id_of(fields: Mapping[str, object], index: int) -> str:
-    """The input's own ``id`` where it has one, else its position."""
+def own_id(fields: Mapping[str, object]) -> str | None:
+    """The input's own ``id``, where it has one that can be told apart from others."""
     own = fields.get("id")
     if (isinstance(own, str) and own) or (isinstance(own, int) and not isinstance(own, bool)):
         return str(own)
-    return str(index)
+    return None
 
 
 def listed(names: Iterable[object]) -> str:
     """Field names for a message."""
-    shown = [str(name) for name in names]
+    shown = [name for name in names if isinstance(name, str)]
     more = f", … ({len(shown)} in all)" if len(shown) > NAMES_SHOWN else ""
     return (", ".join(shown[:NAMES_SHOWN]) or "none") + more
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _unreadable(error: BaseException) -> InputError:
+    return InputError(f"the input cannot be read as fields: {describe(error)}")

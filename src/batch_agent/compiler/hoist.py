@@ -8,6 +8,8 @@ under its name, and the message says where it is. A value in front of all that v
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.fields import fields_of, text_of
@@ -17,44 +19,65 @@ from batch_agent.errors import InputError
 LONG_TOKENS = 300  # below this the reference and the break with the text as written cost more than they save
 
 
-def constant_texts(rows: Sequence[object], names: Sequence[str]) -> dict[str, str]:
-    """The named fields whose text is the same in all rows, with that text.
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A value that rows share: the first row's, and its text."""
 
-    A single row shares nothing, so it has none. A row that cannot be rendered fails as a result of its own and
-    does not count. A field is not looked at again after its first difference.
+    value: object
+    text: str
+
+    def is_that_of(self, name: str, value: object) -> bool:
+        """Whether this value of the field reads the same. InputError when it cannot be written at all."""
+        if value is self.value or (type(value) is str and value == self.text):
+            return True
+        return text_of(name, value) == self.text
+
+
+def constants_of(rows: Sequence[object], names: Sequence[str]) -> dict[str, Constant]:
+    """The named fields whose text is the same in all rows that have one.
+
+    A single row shares nothing, so it has none. A row or a field that cannot be rendered fails as a result of its own
+    and does not count. A field is not looked at again after its first difference.
     """
     if len(rows) < 2:
         return {}
-    seen: dict[str, tuple[object, str]] = {}
+    seen: dict[str, Constant] = {}
     undecided = list(dict.fromkeys(names))
     for row in rows:
         if not undecided:
             break
-        try:
+        with suppress(InputError):
             _compare(fields_of(row), undecided, seen)
-        except InputError:
-            continue
-    return {name: seen[name][1] for name in undecided if name in seen}
+    return {name: seen[name] for name in undecided if name in seen}
 
 
-def _compare(fields: Mapping[str, object], undecided: list[str], seen: dict[str, tuple[object, str]]) -> None:
+def _compare(fields: Mapping[str, object], undecided: list[str], seen: dict[str, Constant]) -> None:
     for name in tuple(undecided):
         if name not in fields:
             continue
         value = fields[name]
-        if name not in seen:
-            seen[name] = value, text_of(name, value)
-            continue
-        first, text = seen[name]
-        if value is not first and text_of(name, value) != text:
-            undecided.remove(name)
+        with suppress(InputError):
+            if name not in seen:
+                seen[name] = Constant(value, text_of(name, value))
+            elif not seen[name].is_that_of(name, value):
+                undecided.remove(name)
 
 
-def hoistable(template: Template, constants: Mapping[str, str]) -> tuple[str, ...]:
+def check_same(hoisted: Mapping[str, Constant], fields: Mapping[str, object]) -> None:
+    """InputError for a row that the hoisted values are not true of: they are what it would be sent with."""
+    for name, constant in hoisted.items():
+        if not constant.is_that_of(name, fields[name]):
+            raise InputError(
+                f"the field {name!r} is another one than when the run was planned, where it was the same in every row; "
+                "give no_hoist=True for inputs that change while they are read"
+            )
+
+
+def hoistable(template: Template, constants: Mapping[str, Constant]) -> tuple[str, ...]:
     """The long constant fields that stand, at least once, behind a field that varies."""
     first_varying = next((at for at, name in enumerate(template.names) if name not in constants), len(template.names))
     behind = dict.fromkeys(template.names[first_varying:])
-    return tuple(name for name in behind if name in constants and estimate_tokens(constants[name]) >= LONG_TOKENS)
+    return tuple(name for name in behind if name in constants and estimate_tokens(constants[name].text) >= LONG_TOKENS)
 
 
 def section(name: str, text: str) -> str:

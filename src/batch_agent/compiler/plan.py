@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from batch_agent.compiler.budget import Budget, estimate_tokens
-from batch_agent.compiler.fields import ALLOWED, field_names, fields_of, job_id_of, listed, text_of
-from batch_agent.compiler.hoist import constant_texts, hoistable, reference, section
+from batch_agent.compiler.fields import ALLOWED, field_names, fields_of, listed, own_id, text_of
+from batch_agent.compiler.hoist import Constant, check_same, constants_of, hoistable, reference, section
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
 from batch_agent.compiler.template import Template
@@ -36,17 +36,13 @@ class Description:
     own_tokens: int  # the mean of what a row adds, over the sample
     unusable: tuple[str, ...]  # why rows of the sample would fail before any request
 
-    @property
-    def total_tokens(self) -> int | None:
-        """Prompt tokens of all first requests together, nothing cached."""
-        return None if self.rows is None else self.rows * (self.prefix_tokens + self.own_tokens)
-
 
 class Plan:
     """What the agents of a run share, and how an input becomes a job. Made by ``compile_plan``.
 
-    ``system`` is the shared system text and ``shared`` the conversation each agent's own starts from; ``hoisted`` names
-    the fields that moved there; ``total`` is the number of inputs where it is known.
+    ``system`` is the shared system text, ``own_system`` the same before anything was hoisted into it, ``shared`` the
+    conversation each agent's own starts from; ``hoisted`` names the fields that moved there; ``total`` is the number of
+    inputs where it is known.
     """
 
     def __init__(
@@ -54,19 +50,24 @@ class Plan:
         *,
         task: str,
         system: str,
-        hoisted: tuple[str, ...],
+        own_system: str,
+        hoisted: Mapping[str, Constant],
         total: int | None,
         template: Template | None,
+        unhoisted: Template | None,
         head: str,
         tool_tokens: int,
         budget: Budget,
     ) -> None:
         self.system = system
+        self.own_system = own_system
         self.shared = Conversation([Message("system", system)] if system else [])
-        self.hoisted = hoisted
+        self.hoisted = tuple(hoisted)
+        self._hoisted = hoisted
         self.total = total
         self._task = task
         self._template = template  # None until an iterator's first item has been seen
+        self._unhoisted = unhoisted  # None where it is the same
         self._head = head
         self._shared_tokens = estimate_tokens(system) + tool_tokens
         self._budget = budget
@@ -93,9 +94,25 @@ class Plan:
         fields = fields_of(value)
         _check_present(template.names, fields)
         _check_present(self.hoisted, fields)
+        check_same(self._hoisted, fields)
         prompt = template.fill([text_of(name, fields[name]) for name in template.names])
         self._budget.check(self._shared_tokens + estimate_tokens(prompt))
-        return Job(index, job_id_of(fields, index), value, prompt)
+        own = own_id(fields)
+        return Job(index, str(index) if own is None else own, value, prompt, own is not None)
+
+    def question(self, job: Job) -> str:
+        """The job's prompt as it reads when nothing is hoisted: two jobs ask the same when these are the same, however
+        their runs were compiled."""
+        return job.prompt if self._unhoisted is None else self.asks(job.input)[1]
+
+    def asks(self, value: object) -> tuple[str | None, str]:
+        """An input's own id and its question, for those who only compare. Raises InputError."""
+        template = self._unhoisted or self._template
+        if isinstance(value, UnreadableRow) or template is None:
+            raise InputError("this input asks nothing")
+        fields = fields_of(value)
+        _check_present(template.names, fields)
+        return own_id(fields), template.fill([text_of(name, fields[name]) for name in template.names])
 
     def describe(self, sample: Sequence[object]) -> Description:
         """The plan for people; ``sample`` is the first inputs, as many as one cares to render."""
@@ -132,26 +149,29 @@ def compile_plan(
     system = _system_text(spec, schema if inject_schema else None)
     _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
 
-    template, head = None, ""
-    moved: dict[str, str] = {}
+    template, unhoisted, head = None, None, ""
+    moved: dict[str, Constant] = {}
     if isinstance(inputs, list | tuple) and (
         readable := [value for value in inputs if not isinstance(value, UnreadableRow)]
     ):
         template = _parse(spec.task, readable[0])
-        constants = constant_texts(readable, template.names)
+        constants = constants_of(readable, template.names)
         if not spec.no_hoist:
             moved = {name: constants[name] for name in hoistable(template, constants)}
+            unhoisted = template if moved else None
             template = template.bind({name: reference(name) for name in moved})
-        head = template.bind(constants).literals[0]
+        head = template.bind({name: constant.text for name, constant in constants.items()}).literals[0]
 
     return Plan(
         task=spec.task,
-        system=_join(system, *(section(name, text) for name, text in moved.items())),
-        hoisted=tuple(moved),
+        system=_join(system, *(section(name, constant.text) for name, constant in moved.items())),
+        own_system=system,
+        hoisted=moved,
         total=len(inputs) if isinstance(inputs, Sized) else None,
         template=template,
+        unhoisted=unhoisted,
         head=head,
-        tool_tokens=sum(map(_tool_tokens, tools)),
+        tool_tokens=sum(map(tool_tokens, tools)),
         budget=Budget(spec.model_max_context, spec.min_response_tokens),
     )
 
@@ -198,5 +218,5 @@ def _check_unicode(**texts: str) -> None:
             raise SpecError(f"{name} has text that is not valid Unicode: {error}") from None
 
 
-def _tool_tokens(tool: ToolSpec) -> int:
+def tool_tokens(tool: ToolSpec) -> int:
     return estimate_tokens(tool.name + tool.description + to_json(tool.parameters).decode())

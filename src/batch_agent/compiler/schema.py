@@ -16,10 +16,12 @@ from typing import Generic, NoReturn, Protocol, TypeVar, cast
 
 import jsonschema_rs
 from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
 from pydantic_core import from_json, to_json
 
 from batch_agent.compiler.typed_dict import modern_typed_dicts
 from batch_agent.errors import Invalid, NotJSON, OutputError, SpecError
+from batch_agent.foreign import describe, message_of
 from batch_agent.messages import JsonObject
 
 T = TypeVar("T")
@@ -61,8 +63,10 @@ class OutputSchema(Generic[T_co]):
             raise SpecError(f"output_schema is {_shown(value)}: give {ALLOWED}")
         try:
             return _of_json_schema(value) if isinstance(value, Mapping) else _of_type(value)
-        except Exception as error:
-            raise SpecError(f"output_schema cannot be used: {_first_lines(error)}. Give {ALLOWED}") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise SpecError(f"output_schema cannot be used: {_unusable(error)}. Give {ALLOWED}") from error
 
     @property
     def is_scalar(self) -> bool:
@@ -140,13 +144,14 @@ def _no_retrieval(uri: str) -> NoReturn:
 
 def _guarded(read: Callable[[V], T], value: V) -> T:
     try:
-        return read(value)
-    except OutputError:
+        try:
+            return read(value)
+        except ValidationError as error:
+            raise _explained(error, value) from None
+    except (OutputError, KeyboardInterrupt):
         raise
-    except ValidationError as error:
-        raise _explained(error, value) from None
-    except Exception as error:
-        raise Invalid(f"the schema's own validation raised {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        raise Invalid(f"the schema's own validation raised {describe(error)}") from error
 
 
 def _explained(error: ValidationError, value: object) -> OutputError:
@@ -187,5 +192,9 @@ def _shown(value: object) -> str:
     return text if len(text) <= INPUT_SHOWN else f"{text[:INPUT_SHOWN]}…"
 
 
-def _first_lines(error: Exception) -> str:
-    return str(error).split("\n\n", 1)[0].rstrip(".")
+def _unusable(error: BaseException) -> str:
+    message = message_of(error).split("\n\n", 1)[0].rstrip(".")
+    if isinstance(error, PydanticSchemaGenerationError):  # goes on with advice to pydantic's own users
+        message = message.partition(". Set `arbitrary_types_allowed")[0]
+        return message.replace("Unable to generate pydantic-core schema for", "there is no JSON schema for")
+    return message or type(error).__name__

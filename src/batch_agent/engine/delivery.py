@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from batch_agent.engine.cancellation import cancelled_by_us
 from batch_agent.job import AgentResult
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class Delivery(Generic[T]):
         self._taker: asyncio.Future[None] | None = None
         self._closed = False
         self._failure: BaseException | None = None
-        self.callback_failures = 0
+        self._reported = False
 
     async def deliver(self, result: AgentResult[T]) -> None:
         """Call the user's callback, then hand the result over, whatever becomes of the callback."""
@@ -41,10 +42,12 @@ class Delivery(Generic[T]):
                 outcome = self._on_result(result)
                 if inspect.isawaitable(outcome):
                     await outcome
-        except Exception:
-            self.callback_failures += 1
-            if self.callback_failures == 1:
-                logger.exception("on_result raised for job %s; later failures are counted only", result.job_id)
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
+                raise
+            if not self._reported:
+                self._reported = True
+                logger.exception("on_result raised for job %s; this is said once", result.job_id)
         finally:
             self.put(result)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from batch_agent.scheduler.capacity import Capacity
 from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
 OnLimit = Callable[[int | None, str], None]
 
@@ -23,7 +24,9 @@ class Limiter:
         self._on_limit = on_limit
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._room: asyncio.Future[None] | None = None
+        self._stopped = False
         self._user_paused = False
+        self._short_of_budget = False
         self._held_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -37,12 +40,13 @@ class Limiter:
 
     async def hold(self, ticket: Ticket) -> None:
         """Until the ticket's slot is granted. Cancelled while waiting, the claim is withdrawn and nothing is lost."""
-        if ticket.state == "held":
-            return
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters[ticket] = waiter
         try:
-            await waiter
+            if ticket.state != "held":
+                waiter = asyncio.get_running_loop().create_future()
+                self._waiters[ticket] = waiter
+                await waiter
+            if self._stopped:  # the cancellation of this task is on its way
+                await asyncio.get_running_loop().create_future()
         except BaseException:
             self._waiters.pop(ticket, None)
             self.release(ticket)
@@ -79,6 +83,11 @@ class Limiter:
         self.scheduler.closed = True
         self._wake_feed()
 
+    def stop(self) -> None:
+        """The run is being left: from now on no request leaves, whoever holds a slot."""
+        self._stopped = True
+        self.drain()
+
     def pause(self) -> None:
         """No request leaves until ``resume``; those on their way finish."""
         self._user_paused = True
@@ -93,6 +102,12 @@ class Limiter:
             self.scheduler.backlogged = backlogged
             self._pump()
 
+    def set_short_of_budget(self, short: bool) -> None:
+        """While a call waits for others to settle, no other gets a slot: it would only wait behind it."""
+        if short != self._short_of_budget:
+            self._short_of_budget = short
+            self._update_pause()
+
     def resize(self, max_inflight: int | None) -> None:
         self.capacity.resize(max_inflight)
         self._apply_limit("asked for")
@@ -105,10 +120,9 @@ class Limiter:
 
     def overloaded(self, generation: int, retry_after: float | None) -> None:
         """The server refused for load: halve, and let nobody ask again before it said so."""
-        # The refused request has given its slot back already; it counts as one that was too many.
-        if self.capacity.overloaded(generation, self.scheduler.inflight + 1):
+        if self.capacity.overloaded(generation, self.scheduler.inflight):
             self._apply_limit("the server is overloaded")
-        if retry_after:
+        if retry_after and retry_after <= LONGEST_RETRY_AFTER:
             loop = asyncio.get_running_loop()
             until = loop.time() + retry_after
             if until > self._held_until:
@@ -128,7 +142,7 @@ class Limiter:
         self._update_pause()
 
     def _update_pause(self) -> None:
-        self.scheduler.paused = self._user_paused or self._held_until > 0
+        self.scheduler.paused = self._user_paused or self._short_of_budget or self._held_until > 0
         self._pump()
 
     def _apply_limit(self, reason: str) -> None:

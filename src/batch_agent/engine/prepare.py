@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from dataclasses import dataclass, replace
 
 from batch_agent.backends.base import Backend
+from batch_agent.backends.cache import CachingBackend, repeatable
+from batch_agent.backends.cache_store import ResponseStore, cache_file
 from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.plan import Plan, compile_plan
+from batch_agent.compiler.prices import FORMS as PRICE_FORMS
+from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.shapes import Shapes, build_shapes
-from batch_agent.errors import BackendError, RunRejected, SpecError
+from batch_agent.errors import BackendError, RunRejected, SpecError, Timeout
+from batch_agent.scheduler.retry import retry_delay
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import Tool, resolve_tools
 
@@ -24,6 +31,7 @@ class Prepared:
     shapes: Shapes
     plan: Plan
     max_inflight: int | None
+    prices: Prices | None  # None: what a token costs is not known
 
 
 def prepare(spec: BatchSpec) -> Prepared:
@@ -34,9 +42,30 @@ def prepare(spec: BatchSpec) -> Prepared:
     specs = tuple(tool.spec for tool in tools)
     schema = OutputSchema.of(spec.output_schema)
     shapes = build_shapes(spec, model or "", specs, schema, backend.capabilities)
+    for shape in {shapes.first, shapes.later, shapes.repair}:
+        backend.check(shape)
     plan = compile_plan(spec, schema=schema, inject_schema=shapes.schema_in_prompt, tools=specs)
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
-    return Prepared(spec, backend, model, tools, schema, shapes, plan, inflight)
+    prices = find_prices(spec.prices, model=model, backend=backend.name)
+    _check_budget(spec, prices, model, backend.name)
+    return Prepared(spec, _cached(spec, backend), model, tools, schema, shapes, plan, inflight, prices)
+
+
+def _cached(spec: BatchSpec, backend: Backend) -> Backend:
+    if spec.cache is False:
+        return backend
+    if not repeatable(spec.temperature, spec.seed):
+        raise SpecError("cache: only answers that would come the same again are kept; give temperature=0 or a seed")
+    return CachingBackend(backend, ResponseStore(cache_file(spec.cache)))
+
+
+def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, backend: str) -> None:
+    if spec.max_cost is not None and prices is None:
+        what = f"{model} at {backend}" if model else f"the model at {backend}"
+        raise SpecError(
+            f"max_cost: no price of {what} is known; give prices={PRICE_FORMS}"
+            " (public providers' prices come with the package genai-prices)"
+        )
 
 
 async def choose_model(prepared: Prepared) -> Prepared:
@@ -44,15 +73,39 @@ async def choose_model(prepared: Prepared) -> Prepared:
     if prepared.model is not None:
         return prepared
     try:
-        names = await prepared.backend.models()
+        names = await _ask_for_models(prepared.backend, prepared.spec)
     except BackendError as error:
         raise RunRejected(f"no model is named, and asking {prepared.backend.name} for one failed: {error}") from None
     if len(names) != 1:
         raise SpecError(f"model: {prepared.backend.name} serves {', '.join(names) or 'none'}; name one with model=")
+    return with_model(prepared, names[0])
+
+
+def with_model(prepared: Prepared, name: str) -> Prepared:
     shapes = prepared.shapes
-    named = {shape: replace(shape, model=names[0]) for shape in (shapes.first, shapes.later, shapes.repair)}
+    named = {shape: replace(shape, model=name) for shape in (shapes.first, shapes.later, shapes.repair)}
     return replace(
         prepared,
-        model=names[0],
+        model=name,
         shapes=replace(shapes, first=named[shapes.first], later=named[shapes.later], repair=named[shapes.repair]),
     )
+
+
+async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
+    """As patient as a turn is: a server that is just starting is asked again."""
+    failures = 0
+    while True:
+        limit = asyncio.timeout(spec.timeout_per_turn)
+        try:
+            async with limit:
+                return await backend.models()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            error: BackendError = Timeout(f"no answer in timeout_per_turn, {spec.timeout_per_turn:g} s")
+        except BackendError as failure:
+            error = failure
+        failures += 1
+        if not error.retryable or failures > spec.max_retries:
+            raise error
+        await asyncio.sleep(retry_delay(failures, error.retry_after, random.random()))

@@ -1,10 +1,14 @@
-"""Inputs read one at a time: a list, an iterator, a generator or their async kin."""
+"""Inputs read as they are needed: a list, an iterator, a generator or their async kin."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterable, Iterable
+from itertools import islice
 
-END = object()
+from batch_agent.engine.cancellation import cancelled_by_us
+
+_END = object()
 
 
 class Rows:
@@ -13,9 +17,29 @@ class Rows:
     def __init__(self, inputs: Iterable[object] | AsyncIterable[object]) -> None:
         self._async = aiter(inputs) if isinstance(inputs, AsyncIterable) else None
         self._plain = iter(()) if isinstance(inputs, AsyncIterable) else iter(inputs)
+        self._peeked: list[object] = []
+        self.seen = False  # there was at least one
 
-    async def read(self) -> object:
-        """The next input, or END."""
-        if self._async is not None:
-            return await anext(self._async, END)
-        return next(self._plain, END)
+    async def peek(self) -> list[object]:
+        """The first input, or nothing; ``read`` gives it again."""
+        self._peeked = await self.read(1)
+        return self._peeked
+
+    async def read(self, count: int) -> list[object]:
+        """The next inputs, at most ``count``, none at the end. An async iterator is not waited for twice."""
+        if self._peeked:
+            values, self._peeked = self._peeked, []
+            return values
+        try:
+            values = list(islice(self._plain, count)) if self._async is None else await self._next()
+        except asyncio.CancelledError:
+            if cancelled_by_us():
+                raise
+            raise RuntimeError("the inputs ended in a cancellation of their own") from None
+        self.seen = self.seen or bool(values)
+        return values
+
+    async def _next(self) -> list[object]:
+        assert self._async is not None
+        value = await anext(self._async, _END)
+        return [] if value is _END else [value]

@@ -9,64 +9,91 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Generic, Literal, Self, TypeVar, cast
+from typing import Generic, Self, TypeVar, cast
+
+from pydantic import JsonValue
 
 from batch_agent.compiler.plan import Plan
 from batch_agent.engine.agent import Agent
 from batch_agent.engine.delivery import Delivery
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.prepare import Prepared, choose_model
-from batch_agent.engine.rows import END, Rows
+from batch_agent.engine.recording import RECORDED_STATES, begin_session, open_session
+from batch_agent.engine.rows import Rows
+from batch_agent.engine.spending import Spending
 from batch_agent.engine.turn import Resources
-from batch_agent.errors import Interrupted, JobError, Rejected, RunRejected
-from batch_agent.events import Event, JobFinished, JobStarted, LimitChanged, RunFinished, RunStarted, Sink
-from batch_agent.job import AgentError, AgentResult
+from batch_agent.errors import Interrupted, JobError, Rejected, RunRejected, SpecError, StoreError
+from batch_agent.events import Ended, Event, JobFinished, JobStarted, LimitChanged, RunFinished, RunStarted, Sink
+from batch_agent.job import AgentError, AgentResult, Job
 from batch_agent.observe.metrics import Metrics, Statistics
+from batch_agent.observe.summary import summary_json
+from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.core import Ticket
+from batch_agent.store.session import Session
+from batch_agent.store.trail import Trail
 from batch_agent.tools.pool import ToolPool, ToolStatistics
 
 T = TypeVar("T")
-Ended = Literal["complete", "drained", "cancelled", "failed"]
 logger = logging.getLogger("batch_agent")
 
-REFUSED_FOR_ALL = frozenset({401, 403, 404})  # wrong key, no access, no such model or path: not one row's fault
+# Wrong key, no money, no access, no such model or path, moved away, no quota left (a Rejected 429): no row's own fault.
+REFUSED_FOR_ALL = frozenset({301, 302, 303, 307, 308, 401, 402, 403, 404, 405, 429})
 BREATHER = 128  # inputs taken in a row before the event loop gets a turn
+LOOKED_UP = 256  # inputs whose records are looked up at once
+FOLLOWING = 64  # agents that ended in an earlier session and are being delivered at once
 
 
 class Run(Generic[T]):
     """``async with`` it, take ``results()``, look at ``statistics()``; ``pause``, ``drain`` or ``cancel`` at will."""
 
-    def __init__(self, prepared: Prepared, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self, prepared: Prepared, sinks: Sequence[Sink] = (), command: Mapping[str, JsonValue] | None = None
+    ) -> None:
+        """``command`` is how to start this run again, for the record."""
         self._prepared = prepared
-        self._metrics = Metrics()
+        self._command = command
+        self._session: Session | None = None
+        self._backlogs: set[str] = set()
+        self._following = asyncio.Semaphore(FOLLOWING)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._metrics = Metrics(lambda: self._loop.time() if self._loop is not None else 0.0)
         self._sinks: list[Sink] = [self._metrics, *sinks]
         self._limiter = Limiter(prepared.max_inflight, prepared.spec.max_agents, self._limit_changed)
-        self._delivery: Delivery[object] = Delivery(prepared.spec.on_result, self._limiter.set_backlogged)
+        self._spending = Spending(prepared.spec, prepared.prices, self._limiter, self._out_of_budget)
+        self._delivery: Delivery[object] = Delivery(prepared.spec.on_result, partial(self._backlog, "delivery"))
+        self._rows = Rows(prepared.spec.inputs)
         self._live: dict[int, Agent] = {}
         self._pool: ToolPool | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._feeder: asyncio.Task[None] | None = None
         self._cancelled = False
+        self._fed = False  # every input was read
 
     # What a user does with a run
 
     async def __aenter__(self) -> Self:
         if self._supervisor is not None:
             raise RuntimeError("a Run is entered once")
-        self._supervisor = asyncio.create_task(self._supervise(), name="batch-agent run")
+        self._loop = asyncio.get_running_loop()
+        self._supervisor = self._loop.create_task(self._supervise(), name="batch-agent run")
+        # A task that is cancelled before its first step runs nothing, not even its finally.
+        self._supervisor.add_done_callback(lambda _: self._delivery.close())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._supervisor is not None
-        self._supervisor.cancel()
+        self.stop()
         await asyncio.wait([self._supervisor])
 
     async def results(self) -> AsyncGenerator[AgentResult[T], None]:
         """Each result as it finishes. Raises what the run failed with, after the results that came before it."""
+        if self._supervisor is None:
+            raise RuntimeError("a Run gives results once it is entered: async with BatchAgent.open(...) as run")
         while (result := await self._delivery.take()) is not None:
             yield cast("AgentResult[T]", result)
 
@@ -89,8 +116,8 @@ class Run(Generic[T]):
 
     def resize(self, max_inflight: int | None) -> None:
         """Change ``max_inflight``. Lowered, it is reached as answers come in; nothing is interrupted."""
-        if max_inflight is not None and max_inflight < 1:
-            raise ValueError("max_inflight is at least 1, or None for no limit")
+        if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
+            raise SpecError("max_inflight is a whole number above 0, or None for no limit")
         self._limiter.resize(max_inflight)
 
     def drain(self) -> None:
@@ -102,7 +129,11 @@ class Run(Generic[T]):
     def cancel(self) -> None:
         """Stop now. Agents under way end as failed results of type Interrupted."""
         self._cancelled = True
-        self.drain()
+        self.stop()
+
+    def stop(self) -> None:
+        """Nobody wants the results any more: not one more request leaves, and everything under way is cancelled."""
+        self._limiter.stop()
         if self._supervisor is not None:
             self._supervisor.cancel()
 
@@ -112,24 +143,37 @@ class Run(Generic[T]):
         failure: BaseException | None = None
         ended: Ended = "failed"
         try:
-            async with self._prepared.backend:
-                await self._work(await choose_model(self._prepared))
-            ended = "drained" if self._limiter.scheduler.closed else "complete"
+            self._session = await open_session(self._prepared.spec)
+            async with asyncio.TaskGroup() as first:
+                self._feeder = first.create_task(self._check_first())
+            if self._rows.seen:
+                async with self._prepared.backend:
+                    await self._work(await choose_model(self._prepared))
+            else:
+                await self._work(self._prepared)
+            ended = self._how_ended()
         except asyncio.CancelledError:
             ended = "cancelled"
             self._deliver_interrupted()
             raise
-        except Exception as error:
+        except BaseException as error:
             failure = _first(error)
+            if isinstance(failure, KeyboardInterrupt | SystemExit):
+                raise
         finally:
             self._limiter.close()
-            self._emit(RunFinished(asyncio.get_running_loop().time(), ended))
+            reason = self._spending.exhausted if ended == "out of budget" else ""
+            self._emit(RunFinished(asyncio.get_running_loop().time(), ended, reason))
+            failure = await self._end_session(ended, reason, failure) or failure
             self._delivery.close(failure)
 
     async def _work(self, prepared: Prepared) -> None:
         spec = prepared.spec
+        if self._session is not None:
+            await begin_session(self._session, prepared, self._command, partial(self._backlog, "journal"))
         now = asyncio.get_running_loop().time()
-        self._emit(RunStarted(now, prepared.plan.total, prepared.backend.name, prepared.model or ""))
+        price = self._spending.per_second
+        self._emit(RunStarted(now, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
         self._emit(LimitChanged(now, self._limiter.scheduler.max_inflight, "start"))
         async with asyncio.TaskGroup() as tool_tasks:
             pool = ToolPool(prepared.tools, timeout=spec.timeout_per_tool, spawn=tool_tasks.create_task)
@@ -137,6 +181,7 @@ class Run(Generic[T]):
             resources = Resources(
                 backend=prepared.backend,
                 limiter=self._limiter,
+                spending=self._spending,
                 tools=pool,
                 schema=prepared.schema,
                 shared=prepared.plan.shared,
@@ -149,61 +194,135 @@ class Run(Generic[T]):
                 early_tools=spec.streaming_tool_dispatch and prepared.backend.capabilities.streaming,
             )
             try:
+                before = await self._session.spent_before() if self._session is not None else (0, 0.0)
+                self._spending.start(Amount(*before))
                 async with asyncio.TaskGroup() as agents:
                     self._feeder = agents.create_task(self._feed(agents, prepared.plan, resources))
             finally:
+                self._spending.close()
                 await pool.close()
 
+    async def _check_first(self) -> None:
+        """Before anything is sent: is there an input, and does it have the task's fields?"""
+        for value in await self._rows.peek():
+            self._prepared.plan.check_first(value)
+
     async def _feed(self, agents: asyncio.TaskGroup, plan: Plan, resources: Resources) -> None:
-        rows = Rows(self._prepared.spec.inputs)
+        count = LOOKED_UP if self._session is not None and self._session.has_past else 1
         index = 0
         while await self._limiter.wait_room():
-            value = await rows.read()
-            if value is END:
+            values = await self._rows.read(count)
+            if not values:
+                self._fed = True
                 return
-            plan.check_first(value)
-            await self._start(index, value, agents, plan, resources)
-            index += 1
-            if index % BREATHER == 0:
-                await asyncio.sleep(0)
+            for value in values:
+                plan.check_first(value)
+            compiled = [_compile(plan, index + place, value) for place, value in enumerate(values)]
+            trails = await self._trails([job for job in compiled if isinstance(job, Job)], plan)
+            for job in compiled:
+                if not await self._limiter.wait_room():
+                    return
+                if isinstance(job, Job):
+                    await self._start(job, trails.get(job.index), agents, resources)
+                else:
+                    self._emit(JobStarted(asyncio.get_running_loop().time(), job.index, job.job_id))
+                    self._publish(job)
+                    await self._finish(job)
+                index += 1
+                if index % BREATHER == 0:
+                    await asyncio.sleep(0)
 
-    async def _start(
-        self, index: int, value: object, agents: asyncio.TaskGroup, plan: Plan, resources: Resources
-    ) -> None:
-        now = asyncio.get_running_loop().time()
-        try:
-            job = plan.job(index, value)
-        except JobError as error:
-            self._emit(JobStarted(now, index, str(index)))
-            await self._finish(AgentResult(index, str(index), value, False, None, AgentError.of(error)))
-            return
-        self._emit(JobStarted(now, index, job.job_id))
-        agent = self._live[index] = Agent(job, resources)
-        ticket = self._limiter.start_agent(agent.turns_left())
-        agents.create_task(self._accompany(agent, ticket, resources))
+    async def _trails(self, jobs: Sequence[Job], plan: Plan) -> dict[int, Trail]:
+        """Where each job, by index, is recorded; nothing without a run directory."""
+        session = self._session
+        if session is None:
+            return {}
+        identities = [session.identity(job, plan.question(job)) for job in jobs]
+        if session.has_past:
+            trails = await session.trails(identities)
+        else:
+            trails = [session.new_trail(identity) for identity in identities]
+        return {job.index: trail for job, trail in zip(jobs, trails, strict=True)}
 
-    async def _accompany(self, agent: Agent, ticket: Ticket, resources: Resources) -> None:
+    async def _start(self, job: Job, trail: Trail | None, agents: asyncio.TaskGroup, resources: Resources) -> None:
+        self._emit(JobStarted(asyncio.get_running_loop().time(), job.index, job.job_id))
+        agent = self._live[job.index] = Agent(job, resources, trail)
+        if trail is not None and trail.has_past:
+            if trail.ended:
+                await self._following.acquire()
+            self._limiter.scheduler.start_agent()
+            task = agents.create_task(self._accompany(agent, None, resources))
+            if trail.ended:
+                task.add_done_callback(lambda _: self._following.release())
+            await asyncio.sleep(0)  # it claims its slot now, where its record is not enough
+        else:
+            ticket = self._limiter.start_agent(agent.turns_left())
+            agents.create_task(self._accompany(agent, ticket, resources))
+
+    async def _accompany(self, agent: Agent, ticket: Ticket | None, resources: Resources) -> None:
         """One agent from its first turn to its delivered result."""
-        result = await agent.run(ticket)
-        error = agent.error
-        if isinstance(error, Rejected) and error.status in REFUSED_FOR_ALL and not resources.answered:
-            raise RunRejected(f"the run stopped at its first refusal, before any answer: {error}")
-        del self._live[agent.job.index]
-        await self._finish(result)
-        self._limiter.end_agent()
+        try:
+            result = await agent.run(ticket)
+            error = agent.error
+            if isinstance(error, Rejected) and error.status in REFUSED_FOR_ALL and not resources.answered:
+                raise RunRejected(f"the run stopped at its first refusal, before any answer: {error}")
+            agent.record_end()
+            self._publish(result)
+            await agent.settle()
+            del self._live[agent.job.index]
+            await self._finish(result)
+        finally:
+            self._limiter.end_agent()
 
     async def _finish(self, result: AgentResult[object]) -> None:
         self._emit(JobFinished(asyncio.get_running_loop().time(), result))
         await self._delivery.deliver(result)
 
+    def _publish(self, result: AgentResult[object]) -> None:
+        """A line in the run's files, after the commit that makes the result durable. A job that was interrupted has no
+        line: it has not failed, it is not done."""
+        if self._session is not None and (result.error is None or result.error.type != Interrupted.type):
+            self._session.publish(result)
+
     def _deliver_interrupted(self) -> None:
         if not self._cancelled:  # the Run was left: nobody takes results any more
             return
         for agent in self._live.values():
-            agent.error = Interrupted("the run was cancelled before this job finished")
+            agent.fail(Interrupted("the run was cancelled before this job finished"))
             result = agent.result(None)
             self._emit(JobFinished(asyncio.get_running_loop().time(), result))
             self._delivery.put(result)
+
+    async def _end_session(self, ended: Ended, reason: str, failure: BaseException | None) -> BaseException | None:
+        """Lets go of the run directory. What went wrong with that, where nothing had gone wrong before."""
+        if self._session is None:
+            return None
+        why = reason if failure is None else str(failure)
+        try:
+            await self._session.end(RECORDED_STATES[ended], why, summary_json(self.statistics()))
+        except StoreError as error:
+            return failure or error
+        return None
+
+    def _backlog(self, where: str, full: bool) -> None:
+        if full:
+            self._backlogs.add(where)
+        else:
+            self._backlogs.discard(where)
+        self._limiter.set_backlogged(bool(self._backlogs))
+
+    def _out_of_budget(self, limit: str) -> None:
+        logger.warning("out of budget: %s; calls in flight finish and no new one is sent", limit)
+        self.drain()
+
+    def _how_ended(self) -> Ended:
+        if not self._limiter.scheduler.closed:
+            return "complete"
+        if not self._spending.exhausted:
+            return "drained"
+        # A limit that was reached when everything had been sent kept nothing from being done.
+        every = self._fed or self._metrics.statistics().done == self._prepared.plan.total
+        return "complete" if every and not self._spending.refused else "out of budget"
 
     def _limit_changed(self, limit: int | None, reason: str) -> None:
         self._emit(LimitChanged(asyncio.get_running_loop().time(), limit, reason))
@@ -217,9 +336,16 @@ class Run(Generic[T]):
                 self._sinks = [other for other in self._sinks if other is not sink]
 
 
-def _first(error: Exception) -> BaseException:
+def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:
+    """A row's job; or, for one that cannot be rendered, the result it ends in."""
+    try:
+        return plan.job(index, value)
+    except JobError as error:
+        return AgentResult(index, str(index), value, False, None, AgentError.of(error))
+
+
+def _first(error: BaseException) -> BaseException:
     """The failure itself, out of the groups that task groups wrap around it."""
-    cause: BaseException = error
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    return cause
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -12,14 +12,17 @@ from dataclasses import dataclass, field
 
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.engine.cancellation import cancelled_by_us
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
+from batch_agent.engine.spending import Spending
 from batch_agent.errors import BackendError, RateLimited, Timeout, Unavailable
 from batch_agent.events import Sink, TurnFailed, TurnFinished, TurnStarted
 from batch_agent.job import Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.retry import retry_delay
+from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
+from batch_agent.store.steps import Spent
 from batch_agent.tools.pool import PendingCall, ToolPool
 
 
@@ -29,6 +32,7 @@ class Resources:
 
     backend: Backend
     limiter: Limiter
+    spending: Spending
     tools: ToolPool
     schema: OutputSchema[object] | None
     shared: Conversation
@@ -49,16 +53,50 @@ class Tally:
 
     sent: int = 0  # requests that left
     retries: int = 0  # requests sent again, and answers asked for again
+    again: bool = False  # the next request to leave is such a one
     turns: int = 0  # complete answers
     usage: Usage = field(default_factory=Usage)
+    cost: float | None = None  # $, of the turns whose price is known
     queued: float = 0.0
     inference: float = 0.0
     tool_wait: float = 0.0
     first_token: float | None = None
+    before: float = 0.0  # seconds that an earlier session worked on it
 
     @property
     def attempts(self) -> int:
         return 1 + self.retries if self.sent else 0
+
+    def leave(self) -> None:
+        self.sent += 1
+        self.retries += self.again
+        self.again = False
+
+    def add(self, reply: Reply, cost: float | None) -> None:
+        self.turns += 1
+        self.pay(reply.usage, cost)
+        if self.first_token is None:
+            self.first_token = reply.first_token
+
+    def pay(self, usage: Usage, cost: float | None) -> None:
+        self.usage += usage
+        if cost is not None:
+            self.cost = cost + (self.cost or 0.0)
+
+    def follow(self, reply: Reply, spent: Spent) -> None:
+        """Count a turn that an earlier session took, with everything it had spent by then."""
+        self.add(reply, None)
+        self.take_over(spent)
+
+    def take_over(self, spent: Spent) -> None:
+        self.sent, self.retries, self.cost, self.before = spent.sent, spent.retries, spent.cost, spent.total
+        self.again = False
+        self.queued, self.inference, self.tool_wait = spent.queued, spent.inference, spent.tool_wait
+
+    def spent(self, seconds: float) -> Spent:
+        """``seconds`` is how long the agent has been alive in this session."""
+        total = self.before + seconds
+        return Spent(self.sent, self.retries, self.queued, self.inference, self.tool_wait, total, self.cost)
 
     def timings(self, total: float) -> Timings:
         return Timings(self.queued, self.inference, self.tool_wait, total, self.first_token)
@@ -89,6 +127,7 @@ async def take_turn(
     failures = 0
     while True:
         error = None
+        paid = tally.cost or 0.0
         try:
             return await _send(r, request, index, tally, ticket, early)
         except BackendError as failure:
@@ -96,56 +135,61 @@ async def take_turn(
         if early is not None:
             early.abandon()
         failures += 1
-        again = error.retryable and failures <= r.max_retries
-        after = error.retry_after if isinstance(error, RateLimited | Unavailable) else None
-        delay = retry_delay(failures, after, r.chance()) if again else None
+        again = error.retryable and failures <= r.max_retries and (error.retry_after or 0.0) <= LONGEST_RETRY_AFTER
+        delay = retry_delay(failures, error.retry_after, r.chance()) if again else None
         now = asyncio.get_running_loop().time()
-        r.emit(TurnFailed(now, index, tally.turns + 1, error.type, str(error), delay))
+        cost = (tally.cost or 0.0) - paid
+        r.emit(TurnFailed(now, index, tally.turns + 1, error.type, str(error), delay, error.usage, cost))
         if delay is None:
             raise error
-        tally.retries += 1
-        tally.queued += delay
-        await asyncio.sleep(delay)
+        tally.again = True
+        try:
+            await asyncio.sleep(delay)
+        finally:
+            tally.queued += asyncio.get_running_loop().time() - now
         ticket = r.limiter.claim(request.turns_left)
 
 
 async def _send(
     r: Resources, request: ModelRequest, index: int, tally: Tally, ticket: Ticket, early: EarlyCalls | None
 ) -> Reply:
-    loop, limiter = asyncio.get_running_loop(), r.limiter
+    loop, limiter, spending = asyncio.get_running_loop(), r.limiter, r.spending
     claimed = loop.time()
     await limiter.hold(ticket)
+    try:
+        call = await spending.reserve(request)
+    except BaseException:
+        limiter.release(ticket)
+        raise
     left = loop.time()
     generation = limiter.capacity.generation
     tally.queued += left - claimed
-    tally.sent += 1
+    tally.leave()
     r.emit(TurnStarted(left, index, tally.turns + 1))
     try:
         reply = await _infer(r, request, early)
+        cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
     except BackendError as error:
-        limiter.release(ticket)
+        tally.pay(error.usage or Usage(), spending.fail(call, error))
         if isinstance(error, RateLimited) or (isinstance(error, Unavailable) and error.status == 503):
             limiter.overloaded(generation, error.retry_after)
         raise
     finally:
+        spending.fail(call)
         limiter.release(ticket)
         tally.inference += loop.time() - left
     now = loop.time()
-    tally.turns += 1
-    tally.usage += reply.usage
-    if tally.first_token is None:
-        tally.first_token = reply.first_token
+    tally.add(reply, cost)
     r.answered = True
     limiter.succeeded()
-    r.emit(TurnFinished(now, index, tally.turns, reply.usage, now - left, reply.first_token))
+    r.emit(TurnFinished(now, index, tally.turns, reply.usage, now - left, reply.first_token, cost, reply.saved))
     return reply
 
 
 async def _infer(r: Resources, request: ModelRequest, early: EarlyCalls | None) -> Reply:
-    if r.timeout_per_turn is None:
-        return await r.backend.infer(request, early)
+    limit = asyncio.timeout(r.timeout_per_turn)
     try:
-        async with asyncio.timeout(r.timeout_per_turn) as limit:
+        async with limit:
             return await r.backend.infer(request, early)
     except TimeoutError:
         if not limit.expired():
@@ -153,3 +197,7 @@ async def _infer(r: Resources, request: ModelRequest, early: EarlyCalls | None) 
         raise Timeout(
             f"{r.backend.name} gave no complete answer in timeout_per_turn, {r.timeout_per_turn:g} s"
         ) from None
+    except asyncio.CancelledError:
+        if cancelled_by_us():
+            raise
+        raise Unavailable(f"{r.backend.name} gave the call up: something it waited for was cancelled") from None

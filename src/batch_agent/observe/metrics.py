@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 from batch_agent.events import (
+    Ended,
     Event,
     JobFinished,
     JobStarted,
@@ -26,8 +26,6 @@ from batch_agent.events import (
     TurnStarted,
 )
 from batch_agent.messages import Usage
-
-Ended: TypeAlias = Literal["complete", "drained", "cancelled", "failed"]
 
 WINDOW = 30  # seconds over which the recent rate is taken
 RECENT_ERRORS = 5
@@ -57,6 +55,7 @@ class Statistics:
     started: int = 0
     done: int = 0
     ok: int = 0
+    resumed: int = 0  # a part of those done: they came from the record of an earlier session
     failures: Mapping[str, int] = field(default_factory=dict)  # by AgentError.type
     running: int = 0
     waiting_on_tools: int = 0
@@ -65,6 +64,9 @@ class Statistics:
     turns: int = 0
     retries: int = 0
     usage: Usage = field(default_factory=Usage)
+    cost: float | None = None  # $; None where no price is known
+    cache_hits: int = 0  # turns that the response cache answered
+    saved: Usage = field(default_factory=Usage)  # what those took when they were first answered
     tool_runs: int = 0
     tool_shared: int = 0
     tool_cached: int = 0
@@ -77,6 +79,7 @@ class Statistics:
     max_inflight: int | None = None
     recent_errors: tuple[RecentError, ...] = ()  # the latest last
     ended: Ended | None = None
+    reason: str = ""  # which limit ended a run that is out of budget
 
     @property
     def failed(self) -> int:
@@ -120,13 +123,16 @@ class Metrics:
         self._run: RunStarted | None = None
         self._finished: RunFinished | None = None
         self._agents: dict[int, _Agent] = {}
-        self._started = self._done = self._ok = 0
+        self._started = self._done = self._ok = self._resumed = 0
         self._failures: dict[str, int] = {}
         self._counts = [0, 0, 0, 0]  # agents in each state
         self._seconds = [0.0, 0.0, 0.0, 0.0]  # spent in each state, by all agents, until they left it
         self._peak_running = 0
         self._turns = self._retries = 0
         self._prompt = self._cached = self._completion = self._reasoning = 0
+        self._cost: float | None = None
+        self._cache_hits = 0
+        self._saved = Usage()
         self._tool_sources = {"run": 0, "shared": 0, "cache": 0}
         self._tool_errors = 0
         self._max_inflight: int | None = None
@@ -169,6 +175,7 @@ class Metrics:
             started=self._started,
             done=self._done,
             ok=self._ok,
+            resumed=self._resumed,
             failures=dict(self._failures),
             running=self._counts[_RUNNING],
             waiting_on_tools=self._counts[_WAITING],
@@ -177,6 +184,9 @@ class Metrics:
             turns=self._turns,
             retries=self._retries,
             usage=Usage(self._prompt, self._cached, self._completion, self._reasoning),
+            cost=(now - started_at) * run.cost_per_second if run and run.cost_per_second else self._cost,
+            cache_hits=self._cache_hits,
+            saved=self._saved,
             tool_runs=self._tool_sources["run"],
             tool_shared=self._tool_sources["shared"],
             tool_cached=self._tool_sources["cache"],
@@ -189,6 +199,7 @@ class Metrics:
             max_inflight=self._max_inflight,
             recent_errors=tuple(self._errors.values()),
             ended=finished.ended if finished else None,
+            reason=finished.reason if finished else "",
         )
 
     def _turn_started(self, event: TurnStarted) -> None:
@@ -198,15 +209,24 @@ class Metrics:
 
     def _turn_finished(self, event: TurnFinished) -> None:
         self._turns += 1
-        usage = event.usage
+        self._pay(event.usage, event.cost)
+        if event.saved is not None:
+            self._cache_hits += 1
+            self._saved += event.saved
+        agent = self._agents.get(event.index)
+        self._move(event.index, _WAITING if agent is not None and agent.tools_open else _QUEUED, event.at)
+
+    def _pay(self, usage: Usage, cost: float | None) -> None:
         self._prompt += usage.prompt_tokens
         self._cached += usage.cached_tokens
         self._completion += usage.completion_tokens
         self._reasoning += usage.reasoning_tokens
-        agent = self._agents.get(event.index)
-        self._move(event.index, _WAITING if agent is not None and agent.tools_open else _QUEUED, event.at)
+        if cost is not None:
+            self._cost = cost + (self._cost or 0.0)
 
     def _turn_failed(self, event: TurnFailed) -> None:
+        if event.usage is not None:
+            self._pay(event.usage, event.cost or None)
         agent = self._agents.get(event.index)
         if agent is not None:
             agent.tools_open = 0  # what the broken answer had already asked for is abandoned
@@ -237,6 +257,7 @@ class Metrics:
     def _job_finished(self, event: JobFinished) -> None:
         result = event.result
         self._done += 1
+        self._resumed += result.resumed
         if result.ok:
             self._ok += 1
         elif result.error is not None:

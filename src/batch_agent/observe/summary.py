@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Statistics
-from batch_agent.observe.text import amount, duration, harmless, rate, rows, share
+from batch_agent.observe.savings import savings
+from batch_agent.observe.text import amount, dollars, duration, harmless, rate, rows, share
 
 ERROR_CHARACTERS = 300
 
@@ -14,10 +15,15 @@ ERROR_CHARACTERS = 300
 def summary_lines(statistics: Statistics, *, output: str = "", advice: Sequence[str] = ()) -> list[str]:
     """``output`` says where the results are; ``advice`` is what the tool pool would have saved, a sentence each."""
     lines = [_headline(statistics)]
+    if statistics.reason:
+        lines += _labelled("budget", [f"{statistics.reason}; resume with a higher limit to do the rest"])
     lines += _labelled("failed", _failure_lines(statistics))
     lines += _labelled("tokens", [_token_line(statistics)])
+    if statistics.cost is not None:
+        lines += _labelled("cost", [_cost_line(statistics)])
     if statistics.tool_calls:
         lines += _labelled("tools", [_tool_line(statistics), *(harmless(line) for line in advice)])
+    lines += _labelled("saved", [f"{saving.text} ({saving.how})" for saving in savings(statistics)])
     if output:
         lines += _labelled("results", [harmless(output)])
     return lines
@@ -27,12 +33,14 @@ def summary_json(statistics: Statistics, *, output: str = "", advice: Sequence[s
     usage = statistics.usage
     return {
         "ended": statistics.ended,
+        "reason": statistics.reason,
         "rows": {
             "total": statistics.total,
             "done": statistics.done,
             "ok": statistics.ok,
             "failed": statistics.failed,
             "failures": dict(statistics.failures),
+            "resumed": statistics.resumed,
         },
         "seconds": round(statistics.elapsed, 3),
         "rows_per_second": round(statistics.overall_rate, 3),
@@ -47,6 +55,8 @@ def summary_json(statistics: Statistics, *, output: str = "", advice: Sequence[s
             "completion": usage.completion_tokens,
             "reasoning": usage.reasoning_tokens,
         },
+        "cost": None if statistics.cost is None else round(statistics.cost, 9),
+        "saved": {saving.name: {"value": saving.value, "how": saving.how} for saving in savings(statistics)},
         "tool_calls": {
             "run": statistics.tool_runs,
             "shared": statistics.tool_shared,
@@ -64,11 +74,14 @@ def _headline(statistics: Statistics) -> str:
     line = f"{rows(statistics.done)} in {duration(statistics.elapsed)}: {statistics.ok:,} ok"
     if statistics.failed:
         line += f", {statistics.failed:,} failed"
+    if statistics.resumed:
+        line += f", {statistics.resumed:,} of them from the record"
     if statistics.done:
         line += f" ({rate(statistics.overall_rate)})"
-    if statistics.ended in ("drained", "cancelled") and statistics.done != statistics.total:
-        missing = f", {rows(statistics.total - statistics.done)} not done" if statistics.total is not None else ""
-        line += f"; stopped early{missing}"
+    stopped = {"drained": "stopped early", "cancelled": "stopped early", "out of budget": "out of budget"}
+    if statistics.ended in stopped and (statistics.done != statistics.total or statistics.reason):
+        left = statistics.total - statistics.done if statistics.total is not None else 0
+        line += f"; {stopped[statistics.ended]}" + (f", {rows(left)} not done" if left else "")
     return line
 
 
@@ -90,10 +103,18 @@ def _token_line(statistics: Statistics) -> str:
     line = f"{amount(usage.prompt_tokens)} in"
     if usage.cached_tokens:
         line += f" ({share(usage.cached_tokens, usage.prompt_tokens)} cached)"
-    line += f", {amount(usage.completion_tokens)} out in {statistics.turns:,} turns"
+    line += f", {amount(usage.completion_tokens)} out"
+    if usage.reasoning_tokens:
+        line += f" ({share(usage.reasoning_tokens, usage.completion_tokens)} reasoning)"
+    line += f" in {statistics.turns:,} turns"
     if statistics.retries:
         line += f", {statistics.retries:,} requests sent again"
     return line
+
+
+def _cost_line(statistics: Statistics) -> str:
+    cost = statistics.cost or 0.0
+    return dollars(cost) + (f", {dollars(cost / statistics.done)} a row" if statistics.done else "")
 
 
 def _tool_line(statistics: Statistics) -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batch_agent.observe.metrics import RecentError, Statistics
-from batch_agent.observe.text import amount, duration, harmless, rate, rows, share
+from batch_agent.observe.text import amount, dollars, duration, harmless, rate, rows, share
 
 ERROR_CHARACTERS = 300
 FIRST_INTERVAL, LAST_INTERVAL = 5.0, 60.0  # seconds between plain lines, early and late in a run
@@ -172,6 +172,8 @@ def _state_line(statistics: Statistics) -> RenderableType:
 
 def _work_line(statistics: Statistics) -> RenderableType:
     items = [_item("tokens", _tokens(statistics))]
+    if statistics.cost is not None:
+        items.append(_item("cost", dollars(statistics.cost)))
     if statistics.tool_calls:
         counts = f"{statistics.tool_shared:,} shared, {statistics.tool_cached:,} cached"
         items.append(_item("tools", f"{statistics.tool_calls:,} calls, {counts}"))

@@ -63,5 +63,10 @@ def share(part: int, whole: int) -> str:
     return f"{100 * part // whole} %" if whole else "0 %"
 
 
+def dollars(cost: float) -> str:
+    """``$0``, ``$0.00012``, ``$1.23``, ``$1,234.50``: cents, or two digits of what is less."""
+    return f"${cost:,.2f}" if cost >= 1 else f"${cost:.2g}"
+
+
 def rows(number: int) -> str:
     return f"{number:,} row" if number == 1 else f"{number:,} rows"

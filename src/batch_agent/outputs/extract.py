@@ -17,7 +17,17 @@ _REASONING_END = re.compile(r"^[ \t]*</(?:think|thinking|reasoning)>[ \t]*$", re
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 # A bracket that JSON, or something meant to be JSON, can begin with; not the ones of prose, "[see below]" or "{name}".
 _OPENING = re.compile(r"""\{\s*+(?:["'}/]|\w++\s*+:)|\[\s*+(?:["'\[\]{/\d-]|(?:true|false|null)\b)""")
-_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[{}\[\]]', re.DOTALL)
+# What nearly-JSON is made of: strings, brackets, commas and colons, words of Python. A single quote begins a string
+# only where a key or a value may stand, and ends it only where the structure goes on: others are apostrophes.
+TOKEN = re.compile(
+    r"""
+      "(?:[^"\\]++|\\.)*+"?
+    | (?P<mark>[{\[,:]) (?:\s*+'(?P<single>(?:[^'\\]++|\\.|'(?!\s*+(?:[,:}\]]|\Z)))*+)(?P<end>'?))?+
+    | [}\]]
+    | \b(?:True|False|None)\b
+    """,
+    re.DOTALL | re.VERBOSE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +81,12 @@ def _regions(text: str) -> Iterator[Region]:
 def _end(text: str, start: int) -> tuple[int, int]:
     """Where the bracket that opens at ``start`` is closed, or the end of the text; and the deepest nesting."""
     depth = deepest = 0
-    for token in _TOKEN.finditer(text, start):
-        if token[0] in "{[":
+    for token in TOKEN.finditer(text, start):
+        first = token[0][0]
+        if first in "{[":
             depth += 1
             deepest = max(deepest, depth)
-        elif token[0] in "}]":
+        elif first in "}]":
             depth -= 1
             if depth == 0:
                 return token.end(), deepest

@@ -1,40 +1,65 @@
-"""Text that is nearly JSON, read by the libraries that are made for it; and what a model is told about its answer.
+"""Text that is nearly JSON, read as what it was meant to be; and what a model is told about its answer.
 
-A truncated structure is completed by jiter, anything else by json-repair. What comes out has been guessed in part: it
-is validated like any answer, and marked as repaired.
+Commas too many, single quotes and Python's True, False and None are tidied without a guess: the strings keep every
+character. Then a truncated structure is completed by jiter, and what else is wrong is json-repair's, which guesses.
+What comes out of any of these is validated like any answer, and marked as repaired.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 import jiter
 import json_repair
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import NotJSON, OutputError
-from batch_agent.outputs.extract import Region
+from batch_agent.outputs.extract import TOKEN, Region
 
 # json-repair searches back and forth: its time grows with the square of hostile text, and faster with nesting. The
 # characters are counted over all it is given of one answer.
 REPAIR_CHARS = 8_192
 REPAIR_DEPTH = 16
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_CLOSING = re.compile(r"\s*+[}\]]")
+_ESCAPED_OR_QUOTE = re.compile(r'\\.|"', re.DOTALL)
 
 
 def mended(found: Iterable[Region]) -> Iterator[tuple[Region, bytes]]:
     """Each region with JSON that it may have been meant to be, the more faithful reading first."""
     left = REPAIR_CHARS
     for region in found:
-        readers = [_completed]
+        readers = [_exact, _completed]
         left -= len(region.text)
         if left >= 0 and region.depth <= REPAIR_DEPTH:
             readers.append(_repaired)
+        tidy = TOKEN.sub(_tidied, region.text)
         for read in readers:
             try:
-                yield region, to_json(read(region.text))
+                yield region, to_json(read(tidy))
             except (ValueError, RecursionError):
                 continue
+
+
+def _tidied(token: re.Match[str]) -> str:
+    """The token as JSON writes it."""
+    if token["single"] is not None:
+        end = '"' if token["end"] else ""
+        return f'{token["mark"]}"{_ESCAPED_OR_QUOTE.sub(_requoted, token["single"])}{end}'
+    if token[0] == "," and _CLOSING.match(token.string, token.end()):
+        return ""
+    return _WORDS.get(token[0], token[0])
+
+
+def _requoted(part: re.Match[str]) -> str:
+    return {"\\'": "'", '"': '\\"'}.get(part[0], part[0])
+
+
+def _exact(text: str) -> object:
+    value: object = from_json(text, allow_inf_nan=False)
+    return value
 
 
 def _completed(text: str) -> object:

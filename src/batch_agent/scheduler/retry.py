@@ -4,6 +4,7 @@ from __future__ import annotations
 
 FIRST = 0.5  # seconds; doubles with each failure
 LONGEST = 60.0
+LONGEST_RETRY_AFTER = 3600.0  # a server that asks for more has said no: the request fails, and a later run may try
 
 
 def retry_delay(failures: int, retry_after: float | None, chance: float) -> float:

@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 from multidict import CIMultiDict
 
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall
+from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.faults import Faults
 from batch_agent.backends.openai import encode_head, encode_message
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
@@ -57,6 +57,9 @@ class ScriptedBackend:
 
     async def models(self) -> list[str]:
         return ["scripted"]
+
+    def check(self, shape: RequestShape) -> None:
+        encode_head(shape, False, "max_tokens")
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         turn = len(request.conversation.messages)

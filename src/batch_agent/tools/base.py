@@ -17,14 +17,14 @@ import re
 import types
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Concatenate, Generic, Literal, Protocol, overload
+from typing import Any, ClassVar, Concatenate, Generic, Literal, Protocol, cast, overload
 
 from typing_extensions import ParamSpec, TypeVar
 
 from batch_agent.errors import SpecError, ToolError, ToolFailed
+from batch_agent.foreign import describe
 from batch_agent.messages import ToolSpec
 from batch_agent.tools.rate import calls_per_second
-from batch_agent.tools.render import describe
 from batch_agent.tools.schema import Arguments, Documentation, Function, Signature, is_async, signature_of
 
 P = ParamSpec("P", default=...)
@@ -63,6 +63,7 @@ class Tool(Generic[P, R_co]):
     ttl: float | None  # seconds
     max_tokens: int | None
     cache_key: CacheKey | None = field(repr=False)
+    version: str | None = None  # a change says that results differ from now on, and recorded answers no longer count
 
     @property
     def description(self) -> str:
@@ -90,9 +91,9 @@ class Tool(Generic[P, R_co]):
             return self.signature.identity(arguments)
         try:
             return repr(self.cache_key(**arguments.values))
-        except ToolError:
+        except (ToolError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             raise ToolFailed(f"{self.name} failed: its cache_key raised {describe(error)}") from error
 
     @overload
@@ -110,6 +111,7 @@ class Tool(Generic[P, R_co]):
         timeout: float | None = None,
         ttl: float | None = None,
         cache_key: CacheKey | None = None,
+        version: str | None = None,
     ) -> Tool[Q, V]: ...
 
     @overload
@@ -127,6 +129,7 @@ class Tool(Generic[P, R_co]):
         timeout: float | None = None,
         ttl: float | None = None,
         cache_key: CacheKey | None = None,
+        version: str | None = None,
     ) -> _Decorator: ...
 
     @staticmethod
@@ -143,6 +146,7 @@ class Tool(Generic[P, R_co]):
         timeout: float | None = None,
         ttl: float | None = None,
         cache_key: CacheKey | None = None,
+        version: str | None = None,
     ) -> object:
         """Makes a tool of a function; a decorator, with and without parentheses.
 
@@ -156,9 +160,13 @@ class Tool(Generic[P, R_co]):
             timeout: seconds a call may run; the run's timeout_per_tool.
             ttl: seconds a cached result stays good.
             cache_key: called with the arguments; calls with equal keys are the same call.
+            version: change it when the tool's results change: answers recorded with the old one are asked for again.
         """
         _check_positive(int, max_tokens=max_tokens)
         _check_positive(int | float, timeout=timeout, ttl=ttl)
+        _check_kind(str, "text", name=name, description=description, version=version)
+        _check_kind(bool, "True or False", cacheable=cacheable)
+        _check_kind(Callable, "a function of the tool's arguments", cache_key=cache_key)
 
         def make(function: Function) -> Tool:
             known = _name_of(function, name)
@@ -179,6 +187,7 @@ class Tool(Generic[P, R_co]):
                 ttl=ttl,
                 max_tokens=max_tokens,
                 cache_key=cache_key,
+                version=version,
             )
 
         return make if fn is None else make(fn)
@@ -251,7 +260,14 @@ def _effect_of(
 
 def _check_positive(kind: type | types.UnionType, **options: int | float | None) -> None:
     for option, value in options.items():
-        if value is None or (isinstance(value, kind) and math.isfinite(value) and value > 0):
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if value is None or (is_number and math.isfinite(value) and value > 0):
             continue
         what = "a whole number" if kind is int else "a number"
         raise SpecError(f"{option} is {value!r}; it is {what} above 0, or None for no limit of the tool's own")
+
+
+def _check_kind(kind: object, what: str, **options: object) -> None:
+    for option, value in options.items():
+        if value is not None and not isinstance(value, cast(type, kind)):
+            raise SpecError(f"{option} is {value!r}; it is {what}, or None")

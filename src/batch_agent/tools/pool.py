@@ -11,17 +11,19 @@ from __future__ import annotations
 import asyncio
 import difflib
 import inspect
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from batch_agent.errors import ToolError, ToolFailed, ToolTimeout, UnknownTool
+from batch_agent.foreign import describe, message_of
 from batch_agent.messages import ToolCall
 from batch_agent.tools.base import Tool
 from batch_agent.tools.cache import Key, ResultCache
 from batch_agent.tools.latency import Tally, ToolStatistics
 from batch_agent.tools.rate import RateGate
-from batch_agent.tools.render import cut_tokens, describe, encodable, render
+from batch_agent.tools.render import cut_tokens, render
 from batch_agent.tools.schema import Arguments
 from batch_agent.tools.threads import Threads
 
@@ -39,7 +41,6 @@ class ToolOutcome:
     ok: bool
     source: Source
     seconds: float
-    error: ToolError | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +205,7 @@ class ToolPool:
 
     async def _execute(self, offer: _Offer, arguments: Arguments) -> str:
         """The boundary: whatever a tool does, what leaves here is its text, a ToolError, or our own cancellation."""
-        tool, clock = offer.tool, asyncio.get_running_loop().time
+        tool, task, clock = offer.tool, asyncio.current_task(), asyncio.get_running_loop().time
         seconds = self._timeout if tool.timeout is None else tool.timeout
         limit = asyncio.timeout(seconds)
         offer.tally.runs += 1
@@ -214,16 +215,12 @@ class ToolPool:
                 return await self._call(tool, arguments)
         except ToolError:
             raise
-        except Exception as error:
+        except BaseException as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 raise ToolTimeout(f"{tool.name} was given up: it ran longer than {seconds:g} s") from None
-            raise ToolFailed(f"{tool.name} failed: {describe(error)}") from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if task is None or _is_for(task, error):
                 raise
-            # Nobody cancelled this run: the tool let a cancellation of its own escape.
-            raise ToolFailed(f"{tool.name} failed: something it waited for was cancelled") from None
+            raise _failed(tool, error) from error
         finally:
             offer.tally.latency.add(clock() - began)
 
@@ -232,9 +229,15 @@ class ToolPool:
             return render(await cast(Awaitable[object], tool.function(**arguments.values)))
 
         def work() -> str | Awaitable[object]:
-            value = tool.function(**arguments.values)
-            # Rendering a large result is work too, and may call the tool's own objects.
-            return value if inspect.isawaitable(value) else render(value)
+            try:
+                value = tool.function(**arguments.values)
+                # Rendering a large result is work too, and may call the tool's own objects.
+                return value if inspect.isawaitable(value) else render(value)
+            except Exception:
+                raise
+            except BaseException as error:
+                # A thread of the pool is nobody's to exit or interrupt; on the loop this would look meant for us.
+                raise _failed(tool, error) from error
 
         result = await self._threads.run(work)
         return result if isinstance(result, str) else render(await result)
@@ -250,6 +253,24 @@ class ToolPool:
         flight.done.set_result(outcome)
 
 
+def _failed(tool: Tool, error: BaseException) -> ToolFailed:
+    if isinstance(error, asyncio.CancelledError):
+        return ToolFailed(f"{tool.name} failed: something it waited for was cancelled")
+    return ToolFailed(f"{tool.name} failed: {describe(error)}")
+
+
+def _is_for(task: asyncio.Task[object], error: BaseException) -> bool:
+    """Whether an exception on the event loop is meant for the task that runs a tool, rather than the tool's own."""
+    match error:
+        case asyncio.CancelledError():
+            return task.cancelling() > 0
+        case GeneratorExit():  # ours when the coroutine is being closed, not run
+            return asyncio.current_task(task.get_loop()) is not task
+        case KeyboardInterrupt():
+            return threading.current_thread() is threading.main_thread()
+    return False
+
+
 def _failure(error: ToolError, seconds: float, max_tokens: int | None) -> ToolOutcome:
-    message = encodable(str(error)) or "the tool failed and gave no reason"
-    return ToolOutcome(f"Error: {cut_tokens(message, max_tokens)}", False, "run", seconds, error)
+    message = message_of(error) or "the tool failed and gave no reason"
+    return ToolOutcome(f"Error: {cut_tokens(message, max_tokens)}", False, "run", seconds)

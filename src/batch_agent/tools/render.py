@@ -6,8 +6,7 @@ import base64
 
 from pydantic_core import to_json
 
-BYTES_PER_TOKEN = 4  # an estimate; no tokenizer is known here
-_MESSAGE_CHARACTERS = 4000
+from batch_agent.compiler.budget import BYTES_PER_TOKEN
 
 
 def render(value: object) -> str:
@@ -43,19 +42,3 @@ def cut_tokens(text: str, max_tokens: int | None) -> str:
     missing = -(-(len(data) - len(shown.encode())) // BYTES_PER_TOKEN)
     total = -(-len(data) // BYTES_PER_TOKEN)
     return f"{shown}\n[cut: this is the beginning; about {missing} of {total} tokens are left out]"
-
-
-def describe(error: BaseException) -> str:
-    """An exception as one line or a few, without its traceback."""
-    message = _message(error)
-    if len(message) > _MESSAGE_CHARACTERS:
-        message = f"{message[:_MESSAGE_CHARACTERS]} [...]"
-    name = type(error).__name__
-    return encodable(f"{name}: {message}" if message else name)
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # a foreign exception's __str__ is foreign code too
-        return ""

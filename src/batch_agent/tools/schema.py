@@ -6,6 +6,7 @@ once, and a default stays the function's own business: it need not be JSON.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -23,8 +24,8 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import from_json, to_jsonable_python
 
 from batch_agent.errors import BadArguments, SpecError
+from batch_agent.foreign import describe
 from batch_agent.messages import JsonObject
-from batch_agent.tools.render import describe
 
 Function = Callable[..., object]
 _SHOWN_CHARACTERS = 80
@@ -82,7 +83,9 @@ class Signature:
                     values[name] = parameter.adapter.validate_python(value)
                 except ValidationError as error:
                     problems += _problems(name, error)
-                except Exception as error:  # a validator of the user's raised something else
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # a validator of the user's raised something else
                     problems.append(f"{name}: {describe(error)}")
             elif self.extra:
                 values[name] = value
@@ -191,13 +194,27 @@ def is_async(function: Function) -> bool:
 
 
 def _hints(function: Function, name: str) -> Mapping[str, object]:
+    plain = _plain_function(function)
     try:
-        return typing.get_type_hints(_plain_function(function), include_extras=True)
+        return typing.get_type_hints(plain, localns=_captured(plain), include_extras=True)
     except (NameError, TypeError, SyntaxError) as error:
         raise SpecError(
-            f"tool {name}: its annotations cannot be read ({describe(error)}); a type used in one must be importable "
-            "from the function's module"
+            f"tool {name}: its annotations cannot be read ({describe(error)}); a type named in one must be a global of "
+            "the function's module, or a local of the enclosing function that the tool's own code uses as well. A "
+            "local one that it does not use is lost under `from __future__ import annotations`: move it to the module"
         ) from None
+
+
+def _captured(function: Function) -> dict[str, object]:
+    """The variables of enclosing functions that a closure holds: an annotation kept as text may name one."""
+    plain = inspect.unwrap(function)
+    plain = plain.__func__ if isinstance(plain, types.MethodType) else plain
+    found: dict[str, object] = {}
+    if isinstance(plain, types.FunctionType):
+        for variable, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                found[variable] = cell.cell_contents
+    return found
 
 
 def _parameter(tool: str, item: inspect.Parameter, hints: Mapping[str, object]) -> Parameter | None:

@@ -1,3 +1,6 @@
+import asyncio
+import gzip
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -7,6 +10,7 @@ from aiohttp.test_utils import TestServer
 
 from batch_agent.errors import SpecError, ToolError
 from batch_agent.tools import Tool, web_search
+from batch_agent.tools.builtin.search import MAX_BYTES
 
 KEY = "sk-very-secret-key"
 VARIABLES = ("BRAVE_SEARCH_API_KEY", "SERPAPI_KEY", "SERPAPI", "TAVILY_API_KEY")
@@ -17,10 +21,10 @@ class Services:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.respond: Callable[[web.Request], Awaitable[web.Response]] | None = None
+        self.respond: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
         self.endpoints: dict[str, str] = {}
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         if self.respond is not None:
             return await self.respond(request)
         match request.path:
@@ -104,6 +108,37 @@ async def test_an_answer_without_results_says_so(
 
     services.respond = respond
     assert await web_search(endpoints=services.endpoints)("bees") == "No results."
+
+
+@pytest.mark.parametrize("packed", [False, True])
+async def test_an_answer_that_arrives_in_pieces_is_read_to_its_end(
+    services: Services, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    monkeypatch.setenv("BRAVE_SEARCH_API_KEY", KEY)
+    body = json.dumps({"web": {"results": [{"title": "B", "url": "u", "description": "x" * 100_000}]}}).encode()
+
+    async def respond(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Encoding": "gzip"} if packed else {})
+        await response.prepare(request)
+        data = gzip.compress(body) if packed else body
+        for start in range(0, len(data), len(data) // 3):
+            await response.write(data[start : start + len(data) // 3])
+            await asyncio.sleep(0.01)
+        return response
+
+    services.respond = respond
+    assert (await web_search(endpoints=services.endpoints)("bees")).endswith("x" * 100_000)
+
+
+async def test_an_answer_without_end_is_given_up(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BRAVE_SEARCH_API_KEY", KEY)
+
+    async def respond(request: web.Request) -> web.Response:
+        return web.Response(text="[" + "1," * MAX_BYTES)
+
+    services.respond = respond
+    with pytest.raises(ToolError, match="brave answered with more than 2,000,000 bytes"):
+        await web_search(endpoints=services.endpoints)("bees")
 
 
 def chain(error: BaseException | None) -> list[BaseException]:

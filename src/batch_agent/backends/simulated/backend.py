@@ -52,6 +52,9 @@ class SimulatedBackend:
     async def models(self) -> list[str]:
         return [self.model.name]
 
+    def check(self, shape: RequestShape) -> None:
+        """Nothing is beyond an engine that only pretends."""
+
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         shape = request.shape
         if shape.model and shape.model != self.model.name:
@@ -69,7 +72,8 @@ class SimulatedBackend:
         priority = shape.extra_body.get("priority", 0)
         reply = await self._generate(prompt, answer, priority if isinstance(priority, int) else 0, on_tool_call)
         if answer.cut:
-            raise Truncated(f"the simulated answer reached max_tokens={shape.max_tokens}", text=answer.text)
+            message = f"the simulated answer reached max_tokens={shape.max_tokens}"
+            raise Truncated(message, text=answer.text, usage=reply.usage)
         return reply
 
     async def _generate(self, prompt: bytes, answer: Answer, priority: int, on_tool_call: OnToolCall | None) -> Reply:

@@ -19,15 +19,15 @@ from yarl import URL
 from batch_agent.errors import ToolError
 from batch_agent.tools.base import Tool
 from batch_agent.tools.builtin.addresses import AddressPolicy, CheckedResolver
+from batch_agent.tools.builtin.body import read_body
 
 MAX_BYTES = 1_000_000
 REDIRECTS = 5
 _CACHED_SECONDS = 300.0
 _ERROR_CHARACTERS = 500
-_CHUNK_BYTES = 64 * 1024
 # No total: the tool's timeout is the pool's business. A peer that says nothing is not waited for.
 _PATIENCE = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
-# Compressed bodies are unpacked here, bounded; asking for none keeps the common case simple.
+# Compressed bodies are unpacked all the same; asking for none keeps the common case simple.
 _HEADERS = {"Accept-Encoding": "identity", "User-Agent": "batch-agent", "Accept": "text/*, application/json, */*;q=0.5"}
 
 
@@ -99,7 +99,7 @@ async def _fetch(session: aiohttp.ClientSession, url: URL, policy: AddressPolicy
             if response.status in (301, 302, 303, 307, 308) and location is not None:
                 url = _parse(str(url.join(URL(location))))
                 continue
-            body = await _read(response, max_bytes + 1)
+            body = await read_body(response, max_bytes + 1)
             return _Page(
                 url,
                 response.status,
@@ -122,23 +122,3 @@ def _parse(text: str) -> URL:
     if url.user is not None or url.password is not None:
         raise ToolError("a URL with a user name or password is not fetched")
     return url
-
-
-async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """At most ``limit`` bytes of the unpacked body."""
-    unpack = _unpacker(response.headers.get("Content-Encoding", ""))
-    body = bytearray()
-    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-        body += unpack.decompress(chunk, limit - len(body)) if unpack is not None else chunk[: limit - len(body)]
-        if len(body) >= limit:
-            break
-    return bytes(body)
-
-
-def _unpacker(encoding: str) -> zlib._Decompress | None:
-    match encoding.strip().lower():
-        case "" | "identity":
-            return None
-        case "gzip" | "x-gzip" | "deflate":
-            return zlib.decompressobj(zlib.MAX_WBITS | 32)  # zlib or gzip, by its header
-    raise ToolError(f"the server sent {encoding!r}, a compression that was not asked for")

@@ -8,6 +8,7 @@ key before it is shown.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -18,10 +19,12 @@ from pydantic_core import from_json
 
 from batch_agent.errors import SpecError, ToolError
 from batch_agent.tools.base import Tool
+from batch_agent.tools.builtin.body import read_body
 
 _ERROR_CHARACTERS = 300
-_MAX_BYTES = 2_000_000
+MAX_BYTES = 2_000_000
 _PATIENCE = aiohttp.ClientTimeout(total=60)
+_HEADERS = {"Accept-Encoding": "gzip"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,9 @@ async def _ask(service: _Service, url: str, key: str, query: str, count: int) ->
     status, body = 0, b""
     try:
         async with (
-            aiohttp.ClientSession(timeout=_PATIENCE, trust_env=True) as session,
+            aiohttp.ClientSession(
+                timeout=_PATIENCE, trust_env=True, headers=_HEADERS, auto_decompress=False
+            ) as session,
             session.request(
                 request.method,
                 url,
@@ -129,8 +134,8 @@ async def _ask(service: _Service, url: str, key: str, query: str, count: int) ->
                 allow_redirects=False,
             ) as response,
         ):
-            status, body = response.status, await response.content.read(_MAX_BYTES)
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+            status, body = response.status, await read_body(response, MAX_BYTES + 1)
+    except (aiohttp.ClientError, OSError, ValueError, zlib.error) as error:
         failure = type(error).__name__
     # Raised outside the handler, so that an exception that may quote the URL is not even the context of this one.
     if failure:
@@ -138,6 +143,8 @@ async def _ask(service: _Service, url: str, key: str, query: str, count: int) ->
     if status != 200:
         said = body.decode(errors="replace").replace(key, "***")[:_ERROR_CHARACTERS]
         raise ToolError(f"the search service {service.name} answered {status}: {said}")
+    if len(body) > MAX_BYTES:
+        raise ToolError(f"the search service {service.name} answered with more than {MAX_BYTES:,} bytes")
     try:
         answer: JsonValue = from_json(body)
     except ValueError:

@@ -1,0 +1,65 @@
+"""``BatchAgent.run`` with a run directory: what ``ours`` does, every turn and tool result on disk before it is used."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from batch_agent import BatchAgent
+from benchmarks.contenders.ours import LOOKUP
+from benchmarks.workload import MODEL, SYSTEM_PROMPT, TASK, Review, Work, contend, rows
+
+TICK = 0.001
+
+
+async def run(work: Work, *, recorded: bool = True) -> list[Review]:
+    with tempfile.TemporaryDirectory() as directory:
+        results = await BatchAgent.run(
+            system_prompt=SYSTEM_PROMPT,
+            task=TASK,
+            inputs=list(rows(work.agents)),
+            tools=[LOOKUP] if work.turns == 2 else [],
+            output_schema=Review,
+            model=MODEL,
+            backend=work.url,
+            max_inflight=work.inflight,
+            streaming_tool_dispatch=work.stream,
+            run_dir=Path(directory) if recorded else None,
+        )
+    return [result.output for result in results if result.output is not None]
+
+
+async def largest_gap(work: Work, *, recorded: bool) -> float:
+    """The longest that a timer of the same event loop was late while the work went on, in seconds."""
+    worst, over = 0.0, False
+
+    async def tick() -> None:
+        nonlocal worst
+        while not over:
+            due = time.perf_counter() + TICK
+            await asyncio.sleep(TICK)
+            worst = max(worst, time.perf_counter() - due)
+
+    await run(work, recorded=recorded)  # imports and compilations happen here
+    gc.collect()
+    gc.freeze()  # or the collector's walks over everything imported, tens of milliseconds, would be all that is seen
+    ticking = asyncio.create_task(tick())
+    await run(work, recorded=recorded)
+    over = True
+    await ticking
+    return worst
+
+
+if __name__ == "__main__":
+    if "--gap" in sys.argv:
+        sys.argv.remove("--gap")
+        given = Work.from_arguments()
+        gaps = {name: asyncio.run(largest_gap(given, recorded=on)) for name, on in (("off", False), ("on", True))}
+        print(json.dumps(gaps))
+    else:
+        contend(run)

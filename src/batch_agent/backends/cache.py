@@ -1,0 +1,164 @@
+"""CachingBackend: any backend, with its answers remembered on disk and identical requests in flight sent once.
+
+Only requests that would be answered the same again, at temperature 0 or with a seed; others pass through. The first who
+asks something drives the request; whoever asks the same meanwhile waits for that answer, or for that error. If the
+first is cancelled, the next one drives. So no request outlives those who want it, and nothing here starts a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import blake2b
+from types import TracebackType
+from typing import Self, TypeVar
+from weakref import WeakKeyDictionary
+
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.cache_store import ResponseStore
+from batch_agent.errors import BackendError
+from batch_agent.messages import JsonObject, Message, Reply, Usage
+
+T = TypeVar("T")
+
+
+def repeatable(temperature: float | None, seed: int | None) -> bool:
+    return temperature == 0 or seed is not None
+
+
+class CachingBackend:
+    def __init__(self, inner: Backend, store: ResponseStore) -> None:
+        self._inner = inner
+        self._store = store
+        self._thread: ThreadPoolExecutor | None = None  # SQLite is used from one thread, beside the event loop
+        self._entered = 0
+        self._heads: WeakKeyDictionary[RequestShape, bytes] = WeakKeyDictionary()
+        # None for a result: whoever drove it was cancelled.
+        self._asked: dict[bytes, asyncio.Future[Reply | None]] = {}
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    async def models(self) -> list[str]:
+        return await self._inner.models()
+
+    async def __aenter__(self) -> Self:
+        if not self._entered:
+            self._thread = ThreadPoolExecutor(1, "batch-agent cache")
+            try:
+                await self._beside(self._store.open)
+                await self._inner.__aenter__()
+            except BaseException:
+                await self._close()
+                raise
+        self._entered += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered -= 1
+        if not self._entered:
+            try:
+                await self._inner.__aexit__(kind, error, trace)
+            finally:
+                await self._close()
+
+    def check(self, shape: RequestShape) -> None:
+        self._inner.check(shape)
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        shape = request.shape
+        if not repeatable(shape.temperature, shape.seed):
+            return await self._inner.infer(request, on_tool_call)
+        key = self._key(request)
+        while (asked := self._asked.get(key)) is not None:
+            # Shielded, because a waiter that is cancelled must not cancel what the others wait for.
+            if (reply := await asyncio.shield(asked)) is not None:
+                return _again(reply, on_tool_call)
+        return await self._drive(key, request, on_tool_call)
+
+    async def _drive(self, key: bytes, request: ModelRequest, on_tool_call: OnToolCall | None) -> Reply:
+        asked = self._asked[key] = asyncio.get_running_loop().create_future()
+        try:
+            reply = await self._answer(key, request, on_tool_call)
+            asked.set_result(reply)
+            return reply
+        except BackendError as error:
+            asked.set_exception(error)
+            asked.exception()  # seen, although perhaps nobody waits
+            raise
+        finally:
+            del self._asked[key]
+            if not asked.done():
+                asked.set_result(None)
+
+    async def _answer(self, key: bytes, request: ModelRequest, on_tool_call: OnToolCall | None) -> Reply:
+        known = await self._beside(lambda: self._store.get(key))
+        if known is not None:
+            return _again(known, on_tool_call)
+        reply = await self._inner.infer(request, on_tool_call)
+        await self._beside(lambda: self._store.put(key, self.name, request.shape.model, reply))
+        return reply
+
+    def _key(self, request: ModelRequest) -> bytes:
+        """Of everything that determines the answer. The backend's name is part of it: two servers may call different
+        models by one name. Tool call ids are too, since templates may show them to the model."""
+        shape = request.shape
+        head = self._heads.get(shape)
+        if head is None:
+            head = self._heads[shape] = _head(shape, self.name)
+        key = blake2b(head, digest_size=32)
+        for message in request.conversation.messages:
+            key.update(_body(message))
+        return key.digest()
+
+    def _beside(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _close(self) -> None:
+        if self._thread is not None:
+            closing = self._beside(self._store.close)
+            self._thread.shutdown(wait=False)  # what it was given before is still done
+            self._thread = None
+            await asyncio.shield(closing)
+
+
+def _again(reply: Reply, on_tool_call: OnToolCall | None) -> Reply:
+    """The same answer for somebody else: it takes nothing, and its tool calls are reported as they would be."""
+    if on_tool_call is not None:
+        for call in reply.tool_calls:
+            on_tool_call(call)
+    return replace(reply, usage=Usage(), first_token=None, saved=reply.saved or reply.usage)
+
+
+def _head(shape: RequestShape, backend: str) -> bytes:
+    parts: JsonObject = {
+        "backend": backend,
+        "model": shape.model,
+        "max_tokens": shape.max_tokens,
+        "temperature": shape.temperature,
+        "top_p": shape.top_p,
+        "seed": shape.seed,
+        "stop": list(shape.stop),
+        "tools": [[tool.name, tool.description, tool.parameters] for tool in shape.tools],
+        "tool_choice": shape.tool_choice,
+        "schema": shape.schema,
+        "schema_name": shape.schema_name,
+        "extra_body": dict(shape.extra_body),
+    }
+    return json.dumps(parts, sort_keys=True).encode()
+
+
+def _body(message: Message) -> bytes:
+    calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    # JSON on a line of its own: two lists of messages never give the same bytes.
+    return b"\n" + json.dumps([message.role, message.content, calls, message.tool_call_id]).encode()

@@ -1,0 +1,226 @@
+"""Answers of models on disk, found by what was asked: one SQLite file, shared by every run and process of a user.
+
+Bounded in bytes; what was used least recently leaves first. Losing the file loses money, never a run: a damaged one is
+set aside and a new one begun, and a disk that fails in the middle of a run only means that answers are asked for again.
+All methods block, and one thread calls them; which one is the owner's affair.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from batch_agent.errors import SpecError
+from batch_agent.messages import Reply, ToolCall, Usage
+
+VARIABLE = "BATCH_AGENT_CACHE"
+FILE = "responses.db"
+VERSION = 1
+MAX_BYTES = 1024**3
+KEPT = 0.9  # of the bound, when it was crossed: room for a while
+BUSY_SECONDS = 2.0  # to wait for another process that writes
+USED_SECONDS = 3600.0  # how exactly it is known when an answer was last used; saves a write on every hit
+
+logger = logging.getLogger("batch_agent")
+
+SCHEMA = """
+CREATE TABLE responses (
+    key BLOB PRIMARY KEY, backend TEXT NOT NULL, model TEXT NOT NULL,
+    used REAL NOT NULL, bytes INTEGER NOT NULL, reply TEXT NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX responses_used ON responses (used, bytes);
+"""
+# Everything that does not fit, counted from the most recently used.
+SHRINK = """
+DELETE FROM responses WHERE key IN (
+    SELECT key FROM (SELECT key, sum(bytes) OVER (ORDER BY used DESC, key) AS filled FROM responses) WHERE filled > ?
+)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedModel:
+    """What is kept of one model at one backend. ``used`` is when one of its answers was last used, in Unix time."""
+
+    backend: str
+    model: str
+    answers: int
+    size_bytes: int
+    used: float
+
+
+def cache_file(where: bool | str | Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """The file in a directory that was named, else in ``BATCH_AGENT_CACHE``, else in the user's cache directory."""
+    if not isinstance(where, bool):
+        return Path(where).expanduser() / FILE
+    if named := environ.get(VARIABLE):
+        return Path(named).expanduser() / FILE
+    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "batch-agent" / FILE
+
+
+class ResponseStore:
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._connection: sqlite3.Connection | None = None
+        self._size_bytes = 0
+        self._warned = False
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """SpecError when the place cannot be used at all."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                self._connect()
+            except sqlite3.DatabaseError as error:
+                if not _damaged(error):
+                    raise
+                self._begin_anew(error)
+        except (OSError, sqlite3.Error) as error:
+            self.close()
+            raise SpecError(f"cache: {self.path} cannot be used ({error}); name another directory") from None
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def get(self, key: bytes) -> Reply | None:
+        row = self._try("SELECT reply, used FROM responses WHERE key = ?", key)
+        if not row:
+            return None
+        now = time.time()
+        if abs(now - row[0][1]) > USED_SECONDS:
+            self._try("UPDATE responses SET used = ? WHERE key = ?", now, key)
+        return decode_reply(row[0][0])
+
+    def put(self, key: bytes, backend: str, model: str, reply: Reply) -> None:
+        text = encode_reply(reply)
+        size = len(text.encode()) + len(key)
+        values = (key, backend, model, time.time(), size, text)
+        self._try("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)", *values)
+        self._size_bytes += size
+        if self._size_bytes > self._max_bytes:
+            self._try(SHRINK, int(self._max_bytes * KEPT))
+            self._size_bytes = self._measure()
+
+    # For people
+
+    def models(self) -> list[CachedModel]:
+        rows = self._try(
+            "SELECT backend, model, count(*), sum(bytes), max(used) FROM responses GROUP BY 1, 2 ORDER BY 4 DESC"
+        )
+        return [CachedModel(*row) for row in rows]
+
+    def prune(self, *, max_bytes: int | None = None, unused_seconds: float | None = None) -> int:
+        """How many answers left: those not used for so long, then the least recently used above ``max_bytes``."""
+        before = self._count()
+        if unused_seconds is not None:
+            self._try("DELETE FROM responses WHERE used < ?", time.time() - unused_seconds)
+        if max_bytes is not None:
+            self._try(SHRINK, max_bytes)
+        self._try("VACUUM")
+        return before - self._count()
+
+    def clear(self) -> int:
+        return self.prune(max_bytes=-1)
+
+    def _count(self) -> int:
+        rows = self._try("SELECT count(*) FROM responses")
+        return int(rows[0][0]) if rows else 0
+
+    def _measure(self) -> int:
+        rows = self._try("SELECT coalesce(sum(bytes), 0) FROM responses")
+        return int(rows[0][0]) if rows else 0
+
+    # SQLite
+
+    def _connect(self) -> None:
+        self._connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
+        with suppress(sqlite3.OperationalError):  # another process is doing the same; the file remembers it
+            self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = NORMAL")
+        self._connection.execute("BEGIN IMMEDIATE")
+        with self._connection:
+            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                for statement in SCHEMA.split(";"):
+                    self._connection.execute(statement)
+                self._connection.execute(f"PRAGMA user_version = {VERSION}")
+            elif version != VERSION:
+                raise sqlite3.DatabaseError(f"its version is {version}, not {VERSION}")
+            total = self._connection.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
+        self._size_bytes = int(total[0])
+
+    def _begin_anew(self, error: sqlite3.Error) -> None:
+        self.close()
+        aside = self.path.with_name(f"{FILE}.damaged-{time.time_ns()}")
+        logger.warning("the response cache %s cannot be read (%s): set aside as %s", self.path, error, aside.name)
+        self.path.rename(aside)
+        for ending in ("-wal", "-shm"):
+            self.path.with_name(FILE + ending).unlink(missing_ok=True)
+        self._connect()
+
+    def _try(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+        """The rows; none when the disk or the file fails, which is said once."""
+        if self._connection is None:
+            return []
+        try:
+            return self._connection.execute(statement, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            try:
+                if _damaged(error):
+                    self._begin_anew(error)
+                    return []
+            except (OSError, sqlite3.Error):
+                self.close()
+            if not self._warned:
+                self._warned = True
+                logger.warning("the response cache %s fails (%s): answers are asked for again", self.path, error)
+            return []
+
+
+def _damaged(error: sqlite3.DatabaseError) -> bool:
+    """Apart from a lock, a full disk, a missing right: those are OperationalErrors, and the file is good."""
+    return type(error) is sqlite3.DatabaseError
+
+
+def encode_reply(reply: Reply) -> str:
+    usage = reply.usage
+    return json.dumps(
+        {
+            "text": reply.text,
+            "tool_calls": [[call.id, call.name, call.arguments] for call in reply.tool_calls],
+            "usage": [usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens],
+            "reasoning": reply.reasoning,
+            "finish_reason": reply.finish_reason,
+        }
+    )
+
+
+def decode_reply(text: str) -> Reply:
+    """As it is given a second time: nothing was computed, and ``saved`` is what it took the first time."""
+    record = json.loads(text)
+    return Reply(
+        text=record["text"],
+        tool_calls=tuple(ToolCall(*call) for call in record["tool_calls"]),
+        reasoning=record["reasoning"],
+        finish_reason=record["finish_reason"],
+        saved=Usage(*record["usage"]),
+    )

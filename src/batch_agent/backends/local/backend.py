@@ -1,0 +1,255 @@
+"""The embedded engine as a Backend: real weights on this machine's CPU, no server, no key, no network once fetched.
+
+Owns what one request becomes for the engine process and what its answer becomes for us, and sends requests again when
+the process dies under them. Batching, prefix sharing and grammars happen in the process; see design/embedded.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+from weakref import WeakKeyDictionary
+
+from pydantic import JsonValue
+
+from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.local import weights
+from batch_agent.backends.local.options import Options, parse_url
+from batch_agent.backends.local.process import ENGINE_PROGRAM, Answer, EngineDied, EngineProcess
+from batch_agent.backends.local.prompt import chat_messages, describe_schema, describe_tools, read_call
+from batch_agent.backends.local.toolgrammar import compile_turn
+from batch_agent.errors import InternalError, SpecError, Truncated, Unavailable
+from batch_agent.messages import Conversation, JsonObject, Reply, ToolCall, Usage
+
+DEFAULT_MAX_TOKENS = 512
+STARTS = 3  # processes one request may outlive, its first included
+SAMPLING = frozenset({"top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"})
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What all requests of one shape have in common, worked out once."""
+
+    grammar: str | None
+    instructions: str
+    max_tokens: int
+    sampling: JsonObject
+    unforced: str  # what no grammar keeps
+    answering: RequestShape | None  # the same without a choice of tools, where there is one
+
+
+class LocalBackend:
+    """``async with`` starts the engine process; entering again shares it; leaving last ends it."""
+
+    def __init__(self, options: Options, program: str = ENGINE_PROGRAM) -> None:
+        self._options = options
+        self._program = program
+        self._entered = 0
+        self._lock = asyncio.Lock()
+        self._process: EngineProcess | None = None
+        self._turns: WeakKeyDictionary[RequestShape, _Turn] = WeakKeyDictionary()
+        self._warned: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return self._options.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(native_schema=True, schema_with_tools=True, default_inflight=self._options.max_seqs)
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process, while there is one."""
+        return self._process.pid if self._process is not None and self._process.alive else None
+
+    async def models(self) -> list[str]:
+        return [self._options.model]
+
+    async def __aenter__(self) -> Self:
+        if self._entered == 0:
+            self._lock = asyncio.Lock()  # of the event loop that runs now
+        self._entered += 1
+        try:
+            await self._engine()
+        except EngineDied as death:
+            await self._leave()
+            raise SpecError(f"{self.name} cannot be loaded: {death}") from None
+        except BaseException:
+            await self._leave()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._leave()
+
+    async def _leave(self) -> None:
+        self._entered -= 1
+        if self._entered == 0 and self._process is not None:
+            process, self._process = self._process, None
+            await process.close()
+
+    async def _engine(self) -> EngineProcess:
+        """The running process, started if there is none, and ready."""
+        async with self._lock:
+            if self._entered == 0:
+                raise Unavailable(f"{self.name} is closed")
+            process = self._process
+            if process is None or not process.alive:
+                process = await EngineProcess.start(self._program, await self._configuration())
+                if self._entered == 0:  # the last user left meanwhile
+                    await process.close()
+                    raise Unavailable(f"{self.name} is closed")
+                self._process = process
+        await process.wait_ready()
+        return process
+
+    async def _configuration(self) -> JsonObject:
+        path = self._options.path
+        if path is None:
+            known = weights.find(self._options.model)
+            if known is None:
+                raise InternalError(f"{self.name} has neither a path nor a name that is known")
+            if not weights.is_present(known):
+                log.warning("fetching the weights of %s, %d MB, once", known.name, known.size_bytes // 10**6)
+            path = await asyncio.to_thread(weights.fetch, known)
+        options = self._options
+        return {
+            "path": str(path),
+            "threads": options.threads,
+            "kv_gb": options.kv_gb,
+            "max_seqs": options.max_seqs,
+        }
+
+    def check(self, shape: RequestShape) -> None:
+        unforced = self._turn(shape).unforced
+        if unforced and unforced not in self._warned:
+            self._warned.add(unforced)
+            log.warning("not forced by grammar, only validated: %s", unforced)
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        turn = self._turn(request.shape)
+        if turn.answering is not None and request.turns_left == 1:
+            turn = self._turn(turn.answering)  # a call in the last turn would be lost
+        reply = await self._infer(turn, request)
+        if turn.answering is not None and _made_before(reply.tool_calls, request.conversation):
+            # A small model shown the result of its call makes the same call again, for as long as it may.
+            try:
+                again = await self._infer(self._turn(turn.answering), request)
+            except Truncated as error:
+                error.usage = reply.usage + (error.usage or Usage())
+                raise
+            reply = replace(again, usage=reply.usage + again.usage, first_token=reply.first_token)
+        if on_tool_call is not None:
+            for call in reply.tool_calls:
+                on_tool_call(call)
+        return reply
+
+    async def _infer(self, turn: _Turn, request: ModelRequest) -> Reply:
+        sampling = turn.sampling
+        if "temperature" in sampling and "rng_seed" not in sampling:
+            sampling = {**sampling, "rng_seed": secrets.randbelow(2**31)}
+        messages = chat_messages(request.conversation.messages, turn.instructions)
+        answer = await self._ask(
+            {
+                "job": request.job_id,
+                "messages": [dict[str, JsonValue](message) for message in messages],
+                "grammar": turn.grammar,
+                "max_tokens": turn.max_tokens,
+                "stop": list(request.shape.stop),
+                "sampling": sampling,
+            }
+        )
+        return _reply(answer)
+
+    async def _ask(self, request: JsonObject) -> Answer:
+        """Sends the request, and again to a new process when the one that had it died."""
+        deaths: list[str] = []
+        while len(deaths) < STARTS:
+            try:
+                process = await self._engine()
+                return await process.ask(request)
+            except EngineDied as death:
+                deaths.append(str(death))
+                log.warning("the engine process of %s died: %s", self.name, death)
+        raise Unavailable(f"the engine process died {len(deaths)} times with this request in flight: {deaths[-1]}")
+
+    def _turn(self, shape: RequestShape) -> _Turn:
+        turn = self._turns.get(shape)
+        if turn is None:
+            if shape.model not in ("", self._options.model):  # none is named before a run that names none starts
+                raise SpecError(f"model: {self.name} has {self._options.model!r}, not {shape.model!r}")
+            max_tokens = shape.max_tokens or DEFAULT_MAX_TOKENS
+            grammar = compile_turn(shape, max_tokens)
+            instructions = [describe_tools(shape.tools)] if shape.tools else []
+            if shape.schema is not None and grammar.schema_unforced:
+                instructions.append(describe_schema(shape.schema))
+            free = shape.tools and shape.tool_choice in (None, "auto")
+            turn = _Turn(
+                grammar=grammar.text,
+                instructions="\n\n".join(instructions),
+                max_tokens=max_tokens,
+                sampling=_sampling(shape),
+                unforced=grammar.unforced,
+                answering=replace(shape, tool_choice="none") if free else None,
+            )
+            self._turns[shape] = turn
+        return turn
+
+
+def _sampling(shape: RequestShape) -> JsonObject:
+    """The engine's generation options. No temperature, or none to speak of, is greedy."""
+    if unknown := sorted(shape.extra_body.keys() - SAMPLING):
+        raise SpecError(f"extra_body: local:// has no {unknown[0]!r}. Known: {', '.join(sorted(SAMPLING))}")
+    for name, value in shape.extra_body.items():
+        if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+            raise SpecError(f"extra_body: {name} must be a {'whole ' if name == 'top_k' else ''}number, not {value!r}")
+    out: JsonObject = dict(shape.extra_body)
+    if shape.temperature:
+        out.update(do_sample=True, temperature=shape.temperature)
+        if shape.top_p is not None:
+            out["top_p"] = shape.top_p
+        if shape.seed is not None:
+            out["rng_seed"] = shape.seed % 2**31
+    return out
+
+
+def _reply(answer: Answer) -> Reply:
+    usage = Usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
+    if answer.finish == "length":
+        message = f"the answer was cut off after {answer.completion_tokens} tokens: raise max_tokens"
+        raise Truncated(message, text=answer.text, usage=usage)
+    call = read_call(answer.text)
+    if call is None:
+        return Reply(answer.text, usage=usage, first_token=answer.first_token)
+    return Reply("", (call,), usage, first_token=answer.first_token, finish_reason="tool_calls")
+
+
+def _made_before(calls: Sequence[ToolCall], conversation: Conversation) -> bool:
+    made = {(call.name, call.arguments) for message in conversation.messages for call in message.tool_calls}
+    return any((call.name, call.arguments) in made for call in calls)
+
+
+def require_engine() -> None:
+    """Raises a SpecError that says how to install the engine, unless it is there."""
+    if importlib.util.find_spec("openvino_genai") is None:
+        raise SpecError(
+            "local://, the backend when none is given, needs the package openvino-genai: pip install openvino-genai; "
+            "or give backend= the URL of a server"
+        )
+
+
+def from_url(url: str) -> LocalBackend:
+    """The backend that ``local://…`` names; nothing is fetched or started yet."""
+    require_engine()
+    return LocalBackend(parse_url(url))

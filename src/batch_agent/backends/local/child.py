@@ -1,0 +1,272 @@
+"""The process that owns the engine: requests come in on stdin, answers go out on stdout, one JSON object a line.
+
+In:   {"id", "job", "messages", "grammar", "max_tokens", "sampling"}   or {"cancel": id}
+Out:  {"ready": …} once, then for each request {"id", "first": true} and {"id", "text", "finish", …} or {"id", "error"}
+      {"fatal": …, "suspects": [id…]} as the last words of an engine that cannot go on
+
+A process of its own because a step holds the interpreter lock, and because native code may die. It ends when stdin ends
+or the parent dies, whichever the system shows first. It never prints: stdout is the wire, and what native code writes
+there is sent to stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, TypeAlias
+
+import orjson
+
+from batch_agent.backends.local import gguf
+from batch_agent.backends.local.prefix import BLOCK_TOKENS, Chain, PrefixCache, chain_of
+from batch_agent.messages import JsonObject
+
+REMEMBERED_JOBS = 4096
+BATCHED_TOKENS = 512
+PR_SET_PDEATHSIG = 1
+
+
+Told: TypeAlias = "tuple[str, array[int]]"  # a text and its tokens
+
+
+@dataclass(slots=True)
+class Request:
+    id: int
+    job: str
+    text: str
+    tokens: array[int]
+    chain: Chain
+    config: Any  # the engine's GenerationConfig
+    grammar: str | None
+    handle: Any = None
+    cached: int = 0
+    generated: array[int] = field(default_factory=lambda: array("q"))
+    finish: str = ""
+    ignored: bool = False  # there was no room for it in the KV cache
+
+
+class Engine:
+    """``schedule → step → report`` around the pipeline. Everything here runs in one thread."""
+
+    def __init__(self, config: JsonObject, wire: BinaryIO) -> None:
+        # The engine's package would report its use over the network; it takes a missing module for a no.
+        sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
+        self._genai = import_module("openvino_genai")
+        self._tensor = import_module("openvino").Tensor
+        self._numpy = import_module("numpy")
+        self._wire = wire
+        path = Path(str(config["path"]))
+        self._context = gguf.context_length(path)
+        self._max_seqs = int(str(config["max_seqs"]))
+        self._pipeline = open_pipeline(self._genai, path, config)
+        self._tokenizer = self._pipeline.get_tokenizer()
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        self._running: dict[int, Request] = {}
+        self._proven: set[str] = set()  # grammars that the engine has taken
+        self._told: OrderedDict[str, list[Told]] = OrderedDict()  # job → its last turn, with and without the answer
+        self._prefixes = PrefixCache(self._measure_blocks())
+
+    def _measure_blocks(self) -> int:
+        """Runs one token through the engine: what is wrong with it on this machine shows now, and the share of the
+        cache that one block takes says how many there are."""
+        config = self._genai.GenerationConfig(max_new_tokens=2, ignore_eos=True)
+        handle = self._pipeline.add_request(0, self._as_tensor(array("q", [0])), config)
+        self._pipeline.step()
+        share = self._pipeline.get_metrics().cache_usage
+        handle.cancel()
+        self._pipeline.step()
+        blocks: int = round(100 / share)
+        return blocks
+
+    def _as_tensor(self, tokens: array[int]) -> Any:
+        return self._tensor(self._numpy.frombuffer(tokens, dtype=self._numpy.int64).reshape(1, -1))
+
+    def send(self, message: JsonObject) -> None:
+        self._wire.write(orjson.dumps(message) + b"\n")
+        self._wire.flush()
+
+    def serve(self, inbox: queue.SimpleQueue[JsonObject]) -> NoReturn:
+        self.send({"ready": True, "context": self._context, "version": self._genai.get_version()})
+        while True:
+            idle = not self._running and not self._waiting
+            while idle or not inbox.empty():
+                self._take(inbox.get())
+                idle = False
+            self._admit()
+            if self._running:
+                self._pipeline.step()
+                for request in list(self._running.values()):
+                    self._report(request)
+
+    def suspects(self) -> list[int]:
+        """The requests whose grammar the engine had not been seen to take."""
+        return [r.id for r in self._running.values() if r.grammar is not None and r.grammar not in self._proven]
+
+    def _take(self, message: JsonObject) -> None:
+        if "cancel" in message:
+            self._cancel(int(str(message["cancel"])))
+            return
+        try:
+            request = self._parse(message)
+        except Exception as error:  # of the engine's template, tokenizer or option checks, for this request alone
+            self.send({"id": message["id"], "error": "invalid", "message": str(error)})
+            return
+        room = self._context - len(request.tokens)
+        if room < 1:
+            what = f"the prompt has {len(request.tokens)} tokens, the model's context is {self._context}"
+            self.send({"id": request.id, "error": "context", "message": what})
+            return
+        request.config.max_new_tokens = min(request.config.max_new_tokens, room)
+        self._waiting[request.id] = request
+
+    def _parse(self, message: Any) -> Request:
+        text = self._tokenizer.apply_chat_template(message["messages"], add_generation_prompt=True)
+        tokens = self._tokenize(message["job"], text)
+        config = self._genai.GenerationConfig(max_new_tokens=message["max_tokens"], **message["sampling"])
+        if message["stop"]:
+            config.stop_strings = set(message["stop"])
+        if message["grammar"] is not None:
+            config.structured_output_config = self._genai.StructuredOutputConfig(grammar=message["grammar"])
+        config.validate()
+        return Request(message["id"], message["job"], text, tokens, chain_of(tokens), config, message["grammar"])
+
+    def _tokenize(self, job: str, text: str) -> array[int]:
+        """Extends the tokens the job has: a model may write a text in other tokens than the tokenizer would, and only
+        the very same tokens are found in the cache."""
+        told = self._told.get(job, [])
+        before, known = next((pair for pair in told if text.startswith(pair[0])), ("", array("q")))
+        if text == before:
+            return known
+        fresh = self._tokenizer.encode(text[len(before) :], add_special_tokens=False).input_ids.data
+        return known + array("q", fresh.flatten().tolist())
+
+    def _cancel(self, id: int) -> None:
+        self._waiting.pop(id, None)
+        if request := self._running.pop(id, None):
+            request.handle.cancel()
+            self._prefixes.drop(id, request.chain)
+
+    def _admit(self) -> None:
+        for request in list(self._waiting.values()):
+            alone = request.ignored or any(other.ignored for other in self._running.values())
+            if len(self._running) >= (1 if alone else self._max_seqs):
+                return
+            held = self._prefixes.begin(request.id, request.chain)
+            if held is None:
+                continue
+            request.cached = min(held * BLOCK_TOKENS, len(request.tokens) - 1)
+            request.handle = self._pipeline.add_request(request.id, self._as_tensor(request.tokens), request.config)
+            self._running[request.id] = self._waiting.pop(request.id)
+
+    def _report(self, request: Request) -> None:
+        if request.handle.can_read():
+            if not request.generated:
+                self._started(request)
+            for output in request.handle.read().values():
+                request.generated.extend(output.generated_ids)
+                request.finish = output.finish_reason.name.lower()
+        status = request.handle.get_status().name
+        if status != "RUNNING":
+            del self._running[request.id]
+            self._prefixes.drop(request.id, request.chain)
+            self._ended(request, status)
+
+    def _started(self, request: Request) -> None:
+        self._prefixes.computed(request.id, request.chain)
+        if request.grammar is not None:
+            self._proven.add(request.grammar)
+        self.send({"id": request.id, "first": True})
+
+    def _ended(self, request: Request, status: str) -> None:
+        if status == "IGNORED":
+            self._try_alone(request)
+            return
+        tokens, end = request.generated, self._tokenizer.get_eos_token_id()
+        said = tokens[:-1] if tokens and tokens[-1] == end else tokens
+        text = self._tokenizer.decode(said.tolist(), skip_special_tokens=True)
+        self._remember(request, text, said)
+        self.send(
+            {
+                "id": request.id,
+                "text": text,
+                "finish": request.finish,
+                "prompt_tokens": len(request.tokens),
+                "cached_tokens": request.cached,
+                "completion_tokens": len(tokens),
+            }
+        )
+
+    def _try_alone(self, request: Request) -> None:
+        """The KV cache had no room for it beside the others, all of whom are told so in the same step. One at a time
+        goes on for sure, or can never."""
+        if request.ignored:
+            what = f"the KV cache is too small for a prompt of {len(request.tokens)} tokens: local://…?kv_gb=2"
+            self.send({"id": request.id, "error": "context", "message": what})
+            return
+        request.ignored, request.generated = True, array("q")
+        self._waiting[request.id] = request
+        self._waiting.move_to_end(request.id, last=False)
+
+    def _remember(self, request: Request, text: str, said: array[int]) -> None:
+        tokens = request.tokens + said
+        self._prefixes.computed(request.id, chain_of(tokens[:-1]))  # the last token was sampled, not computed
+        self._told[request.job] = [(request.text + text, tokens), (request.text, request.tokens)]
+        self._told.move_to_end(request.job)
+        if len(self._told) > REMEMBERED_JOBS:
+            self._told.popitem(last=False)
+
+
+def open_pipeline(genai: Any, path: Path, config: JsonObject) -> Any:
+    scheduler = genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = True
+    scheduler.cache_size = config["kv_gb"]
+    scheduler.max_num_seqs = config["max_seqs"]
+    scheduler.max_num_batched_tokens = BATCHED_TOKENS
+    properties = {
+        "INFERENCE_NUM_THREADS": config["threads"],
+        "ENABLE_CPU_PINNING": False,  # pinned threads wait for a busy core while another is free
+        # The engine's own choice is bf16 where the CPU names it: slower at this size, and an illegal instruction on
+        # virtual machines that name AMX without allowing it.
+        "INFERENCE_PRECISION_HINT": "f32",
+    }
+    return genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", properties)
+
+
+def _read(source: BinaryIO, inbox: queue.SimpleQueue[JsonObject]) -> None:
+    for line in source:
+        inbox.put(orjson.loads(line))
+    os._exit(0)  # the parent is gone or wants us gone; there is nothing to save
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def main() -> NoReturn:
+    config = orjson.loads(sys.argv[2])
+    _die_with_parent(config["parent"])
+    wire = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    inbox: queue.SimpleQueue[JsonObject] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, inbox), daemon=True).start()
+    engine: Engine | None = None
+    try:
+        engine = Engine(config, wire)
+        engine.serve(inbox)
+    except BaseException as error:
+        suspects = engine.suspects() if engine else []
+        wire.write(orjson.dumps({"fatal": f"{type(error).__name__}: {error}", "suspects": suspects}) + b"\n")
+        wire.flush()
+        os._exit(1)

@@ -1,0 +1,299 @@
+"""JSON schema → EBNF grammar, for the schemas that pydantic writes.
+
+Every text the grammar accepts is valid by the schema; it need not accept every valid text. It writes properties in the
+schema's order, one space after colon and comma, and keeps strings and arrays within what the answer's token limit has
+room for: an open-ended string is where a small model never stops. A schema that says something a grammar cannot keep
+(a pattern, unique items, overlapping oneOf) raises Inexpressible with the reason; the caller then asks without one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Final, cast
+
+import jsonschema_rs
+from pydantic import JsonValue
+
+from batch_agent.backends.local import terminals
+from batch_agent.backends.local.schema import (
+    ANNOTATIONS,
+    KEYWORDS,
+    Inexpressible,
+    about,
+    count,
+    disjoint,
+    implied_type,
+    open_strings,
+    resolve,
+    without_decimal_text,
+)
+from batch_agent.backends.local.terminals import either, quote
+from batch_agent.messages import JsonObject
+
+VALUE_RULES: Final = {
+    "value": 'text | number | "true" | "false" | "null" | list | mapping',
+    "number": '"-"? ("0" | [1-9] [0-9]{0,14}) ("." [0-9]{1,6})?',
+    "text": terminals.words(0, 12),
+    "key": terminals.words(1, 2),
+    "list": '"[" (value (", " value){0,7})? "]"',
+    "mapping": '"{" (key ": " value (", " key ": " value){0,7})? "}"',
+}
+TERMINAL: Final = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')
+NAME: Final = re.compile(r"[a-z]\w*")
+TOKENS_PER_ITEM: Final = 32
+TOKENS_PER_WORD: Final = 2
+FEWEST_WORDS, MOST_WORDS = 6, 100
+UNCOUNTED_WORDS: Final = 400  # with room for so many, whoever asked wants long text: it is not counted
+
+
+def compile_schema(schema: JsonObject, max_tokens: int) -> str:
+    """A complete grammar for JSON of ``schema``."""
+    grammar = Grammar(max_tokens)
+    grammar.root(grammar.add(schema))
+    return grammar.text()
+
+
+class Grammar:
+    """Rules under construction. Several schemas may be added; the root says how they go together."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._items = max(max_tokens // TOKENS_PER_ITEM, 2)
+        self._words = max_tokens // TOKENS_PER_WORD
+        self._rules: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+
+    def add(self, schema: JsonObject) -> str:
+        """An expression for JSON of ``schema``."""
+        share = self._words // max(open_strings(schema, schema, ()), 1)
+        words = None if share >= UNCOUNTED_WORDS else min(max(share, FEWEST_WORDS), MOST_WORDS)
+        return _Schema(self, schema, words, self._items).expression(schema, "#")
+
+    def root(self, expression: str) -> None:
+        self._rules = {"root": expression, **self._rules}
+
+    def rule(self, expression: str) -> str:
+        """The name of the rule that stands for ``expression``. One body is one rule: what a rule's positions allow is
+        then worked out once, however often it is used."""
+        if expression not in self._names:
+            self._names[expression] = self.unfilled()
+            self.fill(self._names[expression], expression)
+        return self._names[expression]
+
+    def unfilled(self) -> str:
+        name = f"r{len(self._rules)}"
+        self._rules[name] = ""
+        return name
+
+    def fill(self, name: str, expression: str) -> None:
+        """The body of a rule that was made without one because it may refer to itself."""
+        self._rules[name] = expression
+
+    def text(self) -> str:
+        rules = {**self._rules, **VALUE_RULES}
+        return "".join(f"{name} ::= {rules[name]}\n" for name in _reachable(rules))
+
+
+def _reachable(rules: Mapping[str, str]) -> list[str]:
+    """The rules that the root needs, itself first. A rule that is named and not there is a KeyError, here and not in
+    the engine."""
+    found = ["root"]
+    for name in found:
+        found += [one for one in dict.fromkeys(NAME.findall(TERMINAL.sub("", rules[name]))) if one not in found]
+    return found
+
+
+class _Schema:
+    """One schema document being compiled: its references, and how long its open ends may get."""
+
+    def __init__(self, grammar: Grammar, document: JsonObject, words: int | None, items: int) -> None:
+        self._grammar = grammar
+        self._document = document
+        self._words = words
+        self._items = items
+        self._references: dict[str, str] = {}
+        self._bare: tuple[str, ...] = ()  # the references followed since the last bracket or brace
+
+    def expression(self, schema: JsonValue, at: str) -> str:
+        if schema is True or schema == {}:
+            return "value"
+        if not isinstance(schema, dict):
+            raise Inexpressible(f"{at}: nothing satisfies this schema")
+        said = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+        if "const" in said or "enum" in said:
+            return self._literals(schema, at)
+        if "$ref" in said:
+            return self._reference(said, at)
+        for word in ("anyOf", "oneOf", "allOf"):
+            if word in said:
+                return self._combined(word, said, at)
+        kind = said.pop("type", None) or implied_type(said)
+        if kind is None:
+            if said:
+                raise Inexpressible(f"{at}: {', '.join(sorted(said))} without a type")
+            return "value"
+        if isinstance(kind, list):
+            return either(self._typed(str(one), about(str(one), said), at) for one in kind)
+        return self._typed(str(kind), said, at)
+
+    def _literals(self, schema: JsonObject, at: str) -> str:
+        values = [schema["const"]] if "const" in schema else cast(list[JsonValue], schema["enum"])
+        check = jsonschema_rs.validator_for({**schema, "$defs": self._document.get("$defs", {})})
+        texts = [quote(terminals.json_text(value)) for value in values if check.is_valid(value)]
+        if not texts:
+            raise Inexpressible(f"{at}: no value of the enum satisfies the rest of the schema")
+        return either(texts)
+
+    def _reference(self, said: JsonObject, at: str) -> str:
+        if len(said) > 1:
+            raise Inexpressible(f"{at}: $ref beside {', '.join(sorted(said.keys() - {'$ref'}))}")
+        pointer = str(said["$ref"])
+        if pointer in self._bare:
+            raise Inexpressible(f"{at}: {pointer} is defined by itself")
+        if pointer not in self._references:
+            name = self._references[pointer] = self._grammar.unfilled()
+            self._bare = (*self._bare, pointer)
+            self._grammar.fill(name, self.expression(resolve(self._document, pointer), pointer))
+            self._bare = self._bare[:-1]
+        return self._references[pointer]
+
+    def _combined(self, word: str, said: JsonObject, at: str) -> str:
+        branches = cast(list[JsonValue], said[word])
+        beside = said.keys() - {word}
+        if word == "allOf" and len(branches) == 1 and not beside:
+            return self.expression(branches[0], at)
+        if word == "allOf" or beside - {"type"}:
+            raise Inexpressible(f"{at}: {word} beside or of several schemas")
+        if word == "oneOf" and not disjoint(self._document, branches):
+            raise Inexpressible(f"{at}: branches of oneOf overlap")
+        if "type" in beside:
+            branches = [{"type": said["type"], **branch} if isinstance(branch, dict) else branch for branch in branches]
+        return either(self.expression(b, f"{at}/{word}/{i}") for i, b in enumerate(without_decimal_text(branches)))
+
+    def _typed(self, kind: str, said: JsonObject, at: str) -> str:
+        if kind not in KEYWORDS:
+            raise Inexpressible(f"{at}: type {kind!r}")
+        if unknown := sorted(said.keys() - KEYWORDS[kind]):
+            raise Inexpressible(f"{at}: {', '.join(unknown)} of {kind}")
+        match kind:
+            case "string":
+                return self._string(said, at)
+            case "integer" | "number":
+                return _number(kind, said, at)
+            case "array" | "object":
+                bare, self._bare = self._bare, ()
+                text = self._array(said, at) if kind == "array" else self._object(said, at)
+                self._bare = bare
+                return text
+            case "boolean":
+                return '("true" | "false")'
+            case _:
+                return '"null"'
+
+    def _string(self, said: JsonObject, at: str) -> str:
+        if "format" in said:
+            pattern = terminals.FORMATS.get(str(said["format"]))
+            if pattern is None or len(said) > 1:
+                raise Inexpressible(f"{at}: a string of format {said['format']}")
+            return f'"\\"" ({pattern}) "\\""'
+        least, most = count(said, "minLength") or 0, count(said, "maxLength")
+        if most is not None and most < least:
+            raise Inexpressible(f"{at}: maxLength is below minLength")
+        if least > terminals.REPEATS:
+            raise Inexpressible(f"{at}: a string of at least {least} characters")
+        if most is None:
+            return self._grammar.rule(terminals.words(least, self._words))
+        return self._grammar.rule(terminals.string(least, min(most, terminals.EXACT_CHARS)))
+
+    def _array(self, said: JsonObject, at: str) -> str:
+        prefix = [
+            self.expression(item, f"{at}/{i}")
+            for i, item in enumerate(cast(list[JsonValue], said.get("prefixItems", [])))
+        ]
+        least, limit = count(said, "minItems") or 0, count(said, "maxItems")
+        room = max(self._items, least, len(prefix))
+        most = room if limit is None else min(limit, room)
+        if most < least:
+            raise Inexpressible(f"{at}: maxItems is below minItems")
+        if most == 0:
+            return '"[]"'
+        more = said.get("items", True)
+        if more is False or most <= len(prefix):
+            if most < len(prefix) or least > len(prefix):
+                raise Inexpressible(f"{at}: a tuple of {len(prefix)} items that may have another length")
+            return f'"[" {_joined(prefix)} "]"'
+        item = self._grammar.rule(self.expression(more, f"{at}/items"))
+        if prefix:
+            rest = f'(", " {item}){{{max(least - len(prefix), 0)},{most - len(prefix)}}}'
+            return f'"[" {_joined(prefix)} {rest} "]"'
+        some = f'{item} (", " {item}){{{max(least - 1, 0)},{most - 1}}}' if most > 1 else item
+        return f'"[" {some} "]"' if least else f'"[" ({some})? "]"'
+
+    def _object(self, said: JsonObject, at: str) -> str:
+        properties = cast(dict[str, JsonValue], said.get("properties", {}))
+        required = set(cast(list[str], said.get("required", [])))
+        if unknown := sorted(required - properties.keys()):
+            raise Inexpressible(f"{at}: required but not described: {', '.join(unknown)}")
+        if not properties:
+            return self._mapping(said, at)
+        if bounds := sorted(said.keys() & {"propertyNames", "minProperties", "maxProperties"}):
+            raise Inexpressible(f"{at}: {', '.join(bounds)} beside properties")
+        members = []
+        for name, schema in properties.items():
+            value = self.expression(schema, f"{at}/{name}")
+            members.append((f"{quote(terminals.json_text(name) + ': ')} {value}", name in required))
+        return f'"{{" {self._members(members)} "}}"'
+
+    def _members(self, members: Sequence[tuple[str, bool]]) -> str:
+        """Members in order, the optional ones or not; a comma stands between those that are written."""
+        later = ""  # what may follow a member that was written
+        alone = ""  # what may follow an opening brace
+        for text, needed in reversed(members):
+            with_comma = f'", " {text} {later}'.rstrip()
+            first = f"{text} {later}".rstrip()
+            if needed:
+                later, alone = with_comma, first
+            else:
+                alone = f"({first} | {alone})" if alone else f"({first})?"
+                later = f"({with_comma} | {later})" if later else f"({with_comma})?"
+            later = self._grammar.rule(later)  # named, because an optional member mentions what follows it twice
+        return alone
+
+    def _mapping(self, said: JsonObject, at: str) -> str:
+        least, limit = count(said, "minProperties") or 0, count(said, "maxProperties")
+        if least > 1:  # the same key twice is one property, and a grammar cannot tell
+            raise Inexpressible(f"{at}: minProperties {least}")
+        most = self._items if limit is None else min(limit, self._items)
+        # ``properties`` that are said and empty are those of a tool without arguments.
+        values = said.get("additionalProperties", "properties" not in said)
+        if values is False or most == 0:
+            if least:
+                raise Inexpressible(f"{at}: an object that must have properties and may not")
+            return '"{}"'
+        names = said.get("propertyNames")
+        key = self.expression({"type": "string", **names}, f"{at}/propertyNames") if isinstance(names, dict) else "key"
+        member = self._grammar.rule(f'{key} ": " {self.expression(values, f"{at}/additionalProperties")}')
+        some = f'{member} (", " {member}){{0,{most - 1}}}' if most > 1 else member
+        return f'"{{" {some} "}}"' if least else f'"{{" ({some})? "}}"'
+
+
+def _number(kind: str, said: JsonObject, at: str) -> str:
+    lows = [(Decimal(str(said[key])), key[0] == "e") for key in ("minimum", "exclusiveMinimum") if key in said]
+    highs = [(Decimal(str(said[key])), key[0] == "e") for key in ("maximum", "exclusiveMaximum") if key in said]
+    low, above = max(lows, default=(None, False))
+    high, below = min(highs, key=lambda bound: (bound[0], not bound[1]), default=(None, False))
+    if any(bound is not None and abs(bound) > 10 * terminals.LIMIT for bound in (low, high)):
+        raise Inexpressible(f"{at}: a bound beyond {10 * terminals.LIMIT}")
+    try:
+        if kind == "integer":
+            first = None if low is None else -(-low // 1) + (above and low == low // 1)
+            last = None if high is None else high // 1 - (below and high == high // 1)
+            return terminals.integer(None if first is None else int(first), None if last is None else int(last))
+        return terminals.number(low, high, above=above, below=below)
+    except ValueError as error:
+        raise Inexpressible(f"{at}: {error}") from None
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return ' ", " '.join(parts)

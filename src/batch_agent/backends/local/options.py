@@ -1,0 +1,79 @@
+"""What ``local://…`` says: which model, how many threads, how much memory for the KV cache."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from batch_agent.backends.local import weights
+from batch_agent.errors import SpecError
+
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``path`` is None for a model that is fetched by name."""
+
+    model: str
+    path: Path | None
+    threads: int
+    kv_gb: int = 1
+    max_seqs: int = 64
+
+    @property
+    def url(self) -> str:
+        return f"local://{self.model if self.path is None else self.path}"
+
+
+def parse_url(url: str) -> Options:
+    parts = urlsplit(url)
+    if parts.scheme != "local":
+        raise SpecError(f"{url!r} is not a local:// URL")
+    model = unquote(parts.netloc + parts.path) or weights.SMOLLM2.name
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := sorted(given.keys() - {"threads", "kv_gb", "max_seqs"}):
+        raise SpecError(f"local:// has no option {unknown[0]!r}. Options: threads, kv_gb, max_seqs")
+    return Options(
+        model=model,
+        path=_path(model),
+        threads=_positive(given, "threads", physical_cores()),
+        kv_gb=_positive(given, "kv_gb", 1),
+        max_seqs=_positive(given, "max_seqs", 64),
+    )
+
+
+def _path(model: str) -> Path | None:
+    if weights.find(model) is not None:
+        return None
+    path = Path(model).expanduser()
+    if path.suffix != ".gguf":
+        names = ", ".join(one.name for one in weights.KNOWN)
+        raise SpecError(f"local://{model}: neither a model known by name ({names}) nor a path to a .gguf file")
+    if not path.is_file():
+        raise SpecError(f"local://{model}: there is no file {path.absolute()}")
+    return path.absolute()
+
+
+def _positive(given: dict[str, str], name: str, default: int) -> int:
+    text = given.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise SpecError(f"local://: {name}={text!r} is not a whole number above zero")
+    return int(text)
+
+
+def physical_cores() -> int:
+    """The cores this process may use, two hyperthreads counted once: a second thread on a core slows the first down."""
+    try:
+        usable = os.sched_getaffinity(0)
+    except AttributeError:
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in usable:
+        try:
+            cores.add((TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores) or 1

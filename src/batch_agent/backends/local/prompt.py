@@ -1,0 +1,73 @@
+"""A conversation as the plain chat messages that any chat template takes, and a model's text as the call it may be.
+
+Tools are described in the system message and their results come back as user messages, because a template may know
+neither; what is written for a call is exactly what the model wrote, so turn n+1 extends turn n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from uuid import uuid4
+
+from batch_agent.backends.local.terminals import json_text
+from batch_agent.backends.local.toolgrammar import CLOSE, OPEN
+from batch_agent.messages import JsonObject, Message, ToolCall, ToolSpec
+
+ChatMessage = dict[str, str]
+
+
+def chat_messages(messages: Sequence[Message], instructions: str) -> list[ChatMessage]:
+    """``instructions`` are ours, for all requests of a shape, and go behind the system message."""
+    out: list[ChatMessage] = []
+    results: list[str] = []
+    for message in messages:
+        if message.role == "tool":
+            results.append(f"<tool_response>\n{message.content}\n</tool_response>")
+            continue
+        if results:
+            out.append({"role": "user", "content": "\n".join(results)})
+            results = []
+        out.append({"role": message.role, "content": _content(message)})
+    if results:
+        out.append({"role": "user", "content": "\n".join(results)})
+    return _instructed(out, instructions) if instructions else out
+
+
+def _content(message: Message) -> str:
+    calls = (
+        f'{OPEN}{{"name": {json_text(call.name)}, "arguments": {call.arguments}}}{CLOSE}' for call in message.tool_calls
+    )
+    return "\n".join(part for part in (message.content, *calls) if part)
+
+
+def _instructed(messages: list[ChatMessage], instructions: str) -> list[ChatMessage]:
+    if messages and messages[0]["role"] == "system":
+        first = {"role": "system", "content": f"{messages[0]['content']}\n\n{instructions}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": instructions}, *messages]
+
+
+def describe_tools(tools: Sequence[ToolSpec]) -> str:
+    lines = ["You can call these tools:"]
+    lines += [f"- {tool.name}: {tool.description} Arguments: {json_text(tool.parameters)}" for tool in tools]
+    lines.append(
+        f'To call one, write {OPEN}{{"name": …, "arguments": …}}{CLOSE}. When you know enough, answer instead.'
+    )
+    return "\n".join(lines)
+
+
+def describe_schema(schema: JsonObject) -> str:
+    """For an answer that no grammar keeps to its schema."""
+    return f"Your answer must be JSON alone, valid against this JSON schema: {json_text(schema)}"
+
+
+def read_call(text: str) -> ToolCall | None:
+    """The tool call that ``text`` is, if it is one; the grammar has seen to its form."""
+    body = text.strip()
+    if not (body.startswith(OPEN) and body.endswith(CLOSE)):
+        return None
+    name, separator, rest = body[len(OPEN) : -len(CLOSE)].partition(', "arguments": ')
+    name = name.strip().removeprefix('{"name": ').strip('"')
+    if not separator or not rest.endswith("}"):
+        return None
+    return ToolCall(id=f"call_{uuid4().hex[:16]}", name=name, arguments=rest[:-1])

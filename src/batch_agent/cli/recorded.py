@@ -1,0 +1,98 @@
+"""Where the command line records a run, and what it keeps of itself so that the run can be started again."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from batch_agent.cli.rows import STDIN
+from batch_agent.cli.specfile import SpecFile
+
+RUNS = "runs"
+
+# What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
+KEPT = (
+    "inputs",
+    "output",
+    "ordered",
+    "limit",
+    "model",
+    "backend",
+    "max_inflight",
+    "max_cost",
+    "max_total_tokens",
+    "max_wall_time",
+    "cache",
+    "no_hoist",
+)
+PATHS = ("inputs", "output", "cache")
+
+
+def add_recording_arguments(run: argparse.ArgumentParser) -> None:
+    where = run.add_mutually_exclusive_group()
+    where.add_argument(
+        "--run-dir",
+        "--checkpoint-dir",
+        metavar="DIR",
+        help=f"the directory that records the run, so that it can be resumed (default: {RUNS}/SPEC-TIME)",
+    )
+    where.add_argument("--no-run-dir", action="store_true", help="record nothing; what is interrupted is lost")
+    run.set_defaults(resume=False, force_resume=False, no_retry_failed=False, retry_type=None)
+
+
+def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="DIR", help="the run directory")
+    parser.add_argument(
+        "--force-resume",
+        action="store_true",
+        help="rows keep their answers although the task, model, schema or tools have changed",
+    )
+    if parser.prog.endswith("resume"):
+        parser.add_argument("--no-retry-failed", action="store_true", help="rows that failed stay failed")
+        parser.set_defaults(retry_type=None)
+    else:
+        parser.set_defaults(no_retry_failed=False)
+    parser.set_defaults(no_run_dir=False, dry_run=False)
+
+
+def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, object]:
+    """The options of BatchSpec that concern the record."""
+    name = "checkpoint_dir" if "checkpoint_dir" in file.options else "run_dir"
+    if options.no_run_dir or options.dry_run:
+        return {name: None, "resume": False, "force_resume": False}
+    recording: dict[str, object] = {name: _run_dir(options, file.options.get(name), file.path)}
+    if options.resume:
+        recording["resume"] = True
+        if options.force_resume:
+            recording["force_resume"] = True
+        if options.no_retry_failed:
+            recording["retry_failed"] = False
+        elif options.retry_type is not None:
+            recording["retry_failed"] = options.retry_type
+    return recording
+
+
+def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Path:
+    if options.run_dir is not None:
+        return Path(options.run_dir)
+    if named is not None:
+        return spec_path.parent / str(named)
+    stem = f"{spec_path.stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    taken = (Path(RUNS) / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1_000_000))
+    return next(path for path in taken if not path.exists())
+
+
+def command_of(options: argparse.Namespace) -> dict[str, JsonValue]:
+    """How to start this run again, from any directory."""
+    kept: dict[str, JsonValue] = {"spec": str(Path(options.spec or options.spec_path).absolute())}
+    for name in KEPT:
+        value = getattr(options, name)
+        if name in PATHS and isinstance(value, str) and value != STDIN:
+            value = str(Path(value).absolute())
+        if name == "backend" and value is not None and "@" in value:
+            value = None  # it may carry a password
+        kept[name] = value
+    return kept

@@ -1,0 +1,89 @@
+"""The conversations of a recorded run, one line of JSON each, in the form that fine-tuning takes.
+
+A run directory has what models and tools said. What they were asked follows from the spec, which must still be the one
+that the run was started with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+from batch_agent.api import BatchAgent
+from batch_agent.cli.recorded import KEPT
+from batch_agent.cli.run import load_spec
+from batch_agent.engine.prepare import Prepared, with_model
+from batch_agent.engine.recording import fingerprint_of
+from batch_agent.engine.transcript import transcript
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.files.columns import Record
+from batch_agent.files.read import LazyRows
+from batch_agent.files.results import to_json
+from batch_agent.job import Job
+from batch_agent.messages import JsonObject
+from batch_agent.store.keys import Keys
+from batch_agent.store.rundir import JOURNAL
+from batch_agent.store.sqlite import SqliteJournal, glance
+
+AT_ONCE = 256  # rows looked up in the journal together
+
+
+def prepared_again(directory: Path, facts: JsonObject) -> Prepared:
+    """The run as it was prepared when it was recorded. SpecError when that cannot be told any more."""
+    command = facts.get("command")
+    if not isinstance(command, dict):
+        raise SpecError(
+            f"{directory} was not started by the command line, so its prompts are not known here; in Python, "
+            "result.messages has the conversation of each result, also after resume=True"
+        )
+    options = argparse.Namespace(**{name: command.get(name) for name in KEPT})
+    options.spec, options.spec_path, options.output = command.get("spec"), None, None
+    options.no_run_dir, options.dry_run = True, True
+    prepared = BatchAgent.plan(load_spec(options))
+    if isinstance(prepared.spec.inputs, LazyRows):
+        prepared.spec.inputs.close()  # only a list has a part in the shared prompt
+    if prepared.model is None:
+        prepared = with_model(prepared, str(facts.get("model")))
+    if fingerprint_of(prepared).hex() != facts.get("fingerprint"):
+        raise SpecError(
+            f"the task, model, schema or tools in {options.spec} have changed since {directory} was recorded, so its "
+            "prompts cannot be told any more"
+        )
+    return prepared
+
+
+def transcript_lines(
+    directory: Path, facts: JsonObject, prepared: Prepared, records: Iterable[Record]
+) -> Iterator[bytes]:
+    """One line for each record that is ok."""
+    plan, keys = prepared.plan, Keys(fingerprint_of(prepared))
+    tools = [{"type": "function", "function": dataclasses.asdict(tool.spec)} for tool in prepared.tools]
+    good = (record for record in records if record.get("ok"))
+    with closing(_open_journal(directory / JOURNAL)) as journal:
+        journal.sort_by("row" if facts.get("forced") else "key")
+        while jobs := [_job(prepared, record) for record in islice(good, AT_ONCE)]:
+            found = journal.claim([keys.identity(job, plan.question(job)) for job in jobs])
+            for job, past in zip(jobs, found, strict=True):
+                if past is None:
+                    raise StoreError(f"the journal in {directory} does not have row {job.index}, whose result is there")
+                messages = transcript(job, plan.shared, prepared.schema, past)
+                line: dict[str, object] = {"messages": [message.to_dict() for message in messages]}
+                yield to_json({**line, "tools": tools} if tools else line) + b"\n"
+
+
+def _job(prepared: Prepared, record: Record) -> Job:
+    value = record.get("input")
+    prepared.plan.check_first(value)
+    return prepared.plan.job(cast(int, record["index"]), value)
+
+
+def _open_journal(path: Path) -> SqliteJournal:
+    glance(path)  # is it one that this version reads?
+    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    return SqliteJournal(connection, path)

@@ -1,0 +1,111 @@
+"""What a run's tokens, or its hours, cost.
+
+Prices come from the spec, else from the table of the optional package ``genai-prices``, which knows the public
+providers by their address. Nothing is guessed: a server that the table does not know has no price, whatever its model
+is called. The table is read once, into plain numbers, because its own arithmetic is too slow for every call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from batch_agent.errors import SpecError
+from batch_agent.messages import Usage
+
+MILLION = 1_000_000
+HOUR = 3600.0
+FORMS = "{'input': 0.15, 'cached': 0.075, 'output': 0.6} in $ per million tokens, or {'gpu_hour': 2.5, 'gpus': 4}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """$ per million tokens, for requests of more than ``above`` prompt tokens."""
+
+    input: float
+    cached: float
+    output: float
+    above: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Either ``tiers`` of token prices, the dearest last, or ``per_second`` for servers that cost by the clock."""
+
+    source: str  # for people: whose prices these are
+    tiers: tuple[Rates, ...] = ()
+    per_second: float = 0.0
+
+    def cost(self, usage: Usage) -> float:
+        """$ of one call's tokens; the size of its prompt decides the tier."""
+        rates = None
+        for tier in self.tiers:
+            if rates is None or usage.prompt_tokens > tier.above:
+                rates = tier
+        if rates is None:
+            return 0.0
+        fresh = usage.prompt_tokens - usage.cached_tokens
+        spent = fresh * rates.input + usage.cached_tokens * rates.cached + usage.completion_tokens * rates.output
+        return spent / MILLION
+
+
+def find_prices(given: Mapping[str, float] | None, *, model: str | None, backend: str) -> Prices | None:
+    """The prices of this model at this backend; None when nobody knows them. SpecError when those given are wrong."""
+    if given is not None:
+        return _given(given)
+    return None if model is None else _from_table(model, backend)
+
+
+def _given(given: Mapping[str, float]) -> Prices:
+    for name, value in given.items():
+        if name not in ("input", "cached", "output", "gpu_hour", "gpus"):
+            raise SpecError(f"prices: there is no {name!r}; give {FORMS}")
+        if not math.isfinite(value) or value < 0:
+            raise SpecError(f"prices: {name} is {value:g}, and a price is a number from 0 up")
+    tokens = given.keys() & {"input", "cached", "output"}
+    if "gpu_hour" in given:
+        if tokens:
+            raise SpecError("prices: gpu_hour and prices per token exclude each other; give one of the two")
+        gpus = given.get("gpus", 1)
+        return Prices(f"${given['gpu_hour']:g} per GPU-hour on {gpus:g}", per_second=given["gpu_hour"] * gpus / HOUR)
+    if "gpus" in given or not {"input", "output"} <= tokens:
+        raise SpecError(f"prices: give {FORMS}")
+    rates = Rates(given["input"], given.get("cached", given["input"]), given["output"])
+    return Prices("the prices given", (rates,))
+
+
+def _from_table(model: str, backend: str) -> Prices | None:
+    try:
+        from genai_prices.data_snapshot import get_snapshot  # half a second to import, and optional
+    except ImportError:
+        return None
+    # Providers are told by the host; of an address like openai://api.openai.com the scheme is ours.
+    address = "https://" + backend.partition("://")[2]
+    try:
+        provider, info = get_snapshot().find_provider_model(model, None, None, address)
+    except LookupError:
+        return None
+    table = info.get_prices(datetime.now(tz=UTC))
+    tiers = _tiers(*(getattr(table, f"{name}_mtok", None) for name in ("input", "cache_read", "output")))
+    return Prices(f"genai-prices, {provider.id} {info.id}", tiers) if tiers else None
+
+
+def _tiers(fresh: object, cached: object, output: object) -> tuple[Rates, ...]:
+    if fresh is None or output is None:
+        return ()
+    cached = fresh if cached is None else cached
+    starts = {0} | {tier.start for price in (fresh, cached, output) for tier in getattr(price, "tiers", ())}
+    return tuple(
+        Rates(_rate(fresh, start), _rate(cached, start), _rate(output, start), above=start) for start in sorted(starts)
+    )
+
+
+def _rate(price: object, start: int) -> float:
+    """The table's price for prompts just above ``start``: a number, or a base and what replaces it in higher tiers."""
+    rate = getattr(price, "base", price)
+    for tier in getattr(price, "tiers", ()):
+        if tier.start <= start:
+            rate = tier.price
+    return float(str(rate))

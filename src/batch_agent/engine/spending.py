@@ -1,0 +1,194 @@
+"""What calls cost, and whether the next one may be made: ``scheduler.budget`` made awaitable.
+
+A call is reserved here after it has its slot and before it is sent. Where it does not fit beside those in flight it
+waits for them to settle, in order, and meanwhile nobody else gets a slot. A call that does not fit with nothing in
+flight ends its agent as Interrupted and the run starts no more of them: that is what out of budget means. Calls on
+their way are never cut off, by no limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.compiler.budget import estimate_tokens
+from batch_agent.compiler.plan import tool_tokens
+from batch_agent.compiler.prices import Prices
+from batch_agent.engine.limiter import Limiter
+from batch_agent.errors import BackendError, Interrupted
+from batch_agent.messages import Usage
+from batch_agent.scheduler.budget import Amount, Estimator, Ledger, TimeShare
+from batch_agent.spec import BatchSpec
+
+NOTHING = Amount()
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One request from its reservation to its settlement."""
+
+    amount: Amount
+    prompt_tokens: int  # our estimate
+    share: float = 0.0  # of the run's seconds, when it began
+    settled: bool = False
+
+
+class Spending:
+    """``on_exhausted`` is told, once, which limit ended the run."""
+
+    def __init__(
+        self,
+        spec: BatchSpec,
+        prices: Prices | None,
+        limiter: Limiter,
+        on_exhausted: Callable[[str], None],
+    ) -> None:
+        self.exhausted = ""  # which limit, for people
+        self.refused = 0  # calls that a limit kept from being sent
+        self._prices = prices
+        self._limiter = limiter
+        self._on_exhausted = on_exhausted
+        self._per_second = prices.per_second if prices is not None else 0.0
+        # What costs by the clock is limited by the clock.
+        max_cost = None if self._per_second else spec.max_cost
+        self._ledger = Ledger(max_tokens=spec.max_total_tokens, max_cost=max_cost)
+        self._counting = spec.max_total_tokens is not None or max_cost is not None
+        self._max_wall_time, self._max_cost = spec.max_wall_time, spec.max_cost
+        self._time_limit = ""
+        self._estimator = Estimator()
+        self._shares = TimeShare()
+        self._tool_tokens: WeakKeyDictionary[RequestShape, int] = WeakKeyDictionary()
+        self._waiters: deque[tuple[Amount, asyncio.Future[None]]] = deque()
+        self._time_is_up = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def per_second(self) -> float:
+        """What the run costs by the clock, $ a second."""
+        return self._per_second
+
+    def start(self, spent: Amount = NOTHING) -> None:
+        """The clock starts; ``spent`` is what earlier sessions of the run spent."""
+        self._ledger.spent = spent
+        limits: list[tuple[float, str]] = []
+        if self._max_wall_time is not None:
+            limits.append((self._max_wall_time, f"max_wall_time, {self._max_wall_time:g} s, is over"))
+        if self._max_cost is not None and self._per_second:
+            left = (self._max_cost - spent.cost) / self._per_second
+            limits.append((max(0.0, left), f"max_cost ${self._max_cost:g} is spent on GPU time"))
+        if limits:
+            seconds, self._time_limit = min(limits)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._stop_the_clock)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def reserve(self, request: ModelRequest) -> Call:
+        """Until the call may be sent. Raises Interrupted when it may not."""
+        if self._counting:
+            prompt = self._prompt_tokens(request)
+            expected = self._estimator.expect(prompt, request.shape.max_tokens)
+            cost = self._prices.cost(expected) if self._prices is not None else None
+            call = Call(_amount(expected, cost), prompt)
+            await self._wait(call.amount)
+        else:
+            if self._time_is_up:
+                raise self._refusal(self._time_limit)
+            call = Call(NOTHING, 0)
+        if self._per_second:
+            call.share = self._shares.begin(asyncio.get_running_loop().time())
+        return call
+
+    def settle(self, call: Call, usage: Usage, *, cached: bool = False) -> float | None:
+        """The answer is there. What it cost, in $, where that is known."""
+        cost = self._prices.cost(usage) if self._prices is not None else None
+        spent = _amount(usage, cost) if self._counting else NOTHING
+        if self._counting and not cached:
+            if spent.tokens:
+                self._estimator.learn(call.prompt_tokens, usage)
+            else:  # a server that counts nothing must not make a budget endless
+                spent = call.amount
+        seconds = self._finish(call, spent)
+        return seconds * self._per_second if self._per_second else cost
+
+    def fail(self, call: Call, error: BackendError | None = None) -> float | None:
+        """The call broke off or was cancelled; nothing happens when it is settled already. A refusal costs nothing.
+        What anything else cost is mostly not told, and then its estimate counts as spent."""
+        if call.settled:
+            return None
+        if error is not None and error.usage is not None:
+            return self.settle(call, error.usage)
+        refused = error is not None and error.status is not None
+        self._finish(call, NOTHING if refused else call.amount)
+        return None
+
+    def _finish(self, call: Call, spent: Amount) -> float:
+        call.settled = True
+        if self._counting:
+            self._ledger.settle(call.amount, spent)
+            self._serve()
+        return self._shares.end(call.share, asyncio.get_running_loop().time()) if self._per_second else 0.0
+
+    async def _wait(self, amount: Amount) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((amount, turn))
+        self._serve()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled() and turn.exception() is None:  # granted in the moment it was given up
+                self._ledger.settle(amount, NOTHING)
+            self._serve()
+            raise
+
+    def _serve(self) -> None:
+        """Everybody who waits and can be told now, in order."""
+        waiters = self._waiters
+        while waiters:
+            amount, turn = waiters[0]
+            if not turn.done():
+                short = self._time_limit if self._time_is_up else self._ledger.short(amount)
+                if not short:
+                    self._ledger.reserve(amount)
+                    turn.set_result(None)
+                elif self._time_is_up or not self._ledger.in_flight:
+                    turn.set_exception(self._refusal(short))
+                else:
+                    break
+            waiters.popleft()
+        self._limiter.set_short_of_budget(bool(waiters))
+
+    def _refusal(self, limit: str) -> Interrupted:
+        self.refused += 1
+        self._exhaust(limit)
+        return Interrupted(f"the run is out of budget: {limit}")
+
+    def _exhaust(self, limit: str) -> None:
+        if not self.exhausted:
+            self.exhausted = limit
+            self._on_exhausted(limit)
+
+    def _stop_the_clock(self) -> None:
+        self._time_is_up = True
+        self._exhaust(self._time_limit)
+        self._serve()
+
+    def _prompt_tokens(self, request: ModelRequest) -> int:
+        shape = request.shape
+        tokens = self._tool_tokens.get(shape)
+        if tokens is None:
+            tokens = self._tool_tokens[shape] = sum(map(tool_tokens, shape.tools))
+        for message in request.conversation.messages:
+            tokens += estimate_tokens(message.content)
+            for call in message.tool_calls:
+                tokens += estimate_tokens(call.arguments)
+        return tokens
+
+
+def _amount(usage: Usage, cost: float | None) -> Amount:
+    return Amount(usage.prompt_tokens + usage.completion_tokens, cost or 0.0)

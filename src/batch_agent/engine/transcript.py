@@ -1,0 +1,30 @@
+"""The messages of an agent that ended well, put together again from its record.
+
+The record has what the model answered and what tools returned; prompts are derived here as the agent derived them.
+"""
+
+from __future__ import annotations
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import OutputError
+from batch_agent.job import Job
+from batch_agent.messages import Conversation, Message
+from batch_agent.outputs.repair import repair_prompt
+from batch_agent.outputs.validate import parse_output
+from batch_agent.store.steps import Past
+
+
+def transcript(job: Job, shared: Conversation, schema: OutputSchema[object] | None, past: Past) -> tuple[Message, ...]:
+    """What ``AgentResult.messages`` was."""
+    messages = [*shared.messages, Message("user", job.prompt)]
+    for number, turn in enumerate(past.turns, start=1):
+        reply = turn.reply
+        messages.append(Message("assistant", reply.text, reply.tool_calls, reasoning=reply.reasoning))
+        for position, call in enumerate(reply.tool_calls):
+            messages.append(Message("tool", turn.outcomes[position], tool_call_id=call.id))
+        if schema is not None and not reply.tool_calls and number < len(past.turns):
+            try:
+                parse_output(reply.text, schema)
+            except OutputError as error:
+                messages.append(Message("user", repair_prompt(error, schema)))
+    return tuple(messages)

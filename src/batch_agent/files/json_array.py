@@ -1,0 +1,101 @@
+"""A JSON file that holds one list of rows, read item by item.
+
+Only the item being read is in memory. Behind a syntax error nothing can be told apart any more, so that is an error of
+the file, with its line; an item that is no row fails alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Iterator
+
+from batch_agent.errors import SpecError
+from batch_agent.files.rows import Row, as_row, is_utf8
+from batch_agent.job import UnreadableRow
+
+ITEM_CHARACTERS = 2**26  # where a syntax error is not told from an item that goes on
+_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
+
+
+def parse_json(chunks: Iterable[bytes], name: str) -> Iterator[Row]:
+    text = _Text(chunks, name)
+    if text.peek() != "[":
+        raise SpecError(f"{name} must hold a list of rows")
+    text.skip()
+    number = 0
+    more = text.peek() != "]"
+    while more:
+        number += 1
+        yield text.item(f"{name} item {number}")
+        more = text.peek() == ","
+        if more:
+            text.skip()
+    if text.peek() != "]":
+        raise text.error("expecting ',' or ']'")
+    text.skip()
+    if text.peek():
+        raise text.error("text after the end of the list")
+
+
+class _Text:
+    """The part of the file that is being looked at: what came before is forgotten, what follows is not yet read."""
+
+    def __init__(self, chunks: Iterable[bytes], name: str) -> None:
+        self._chunks = iter(chunks)
+        self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
+        self._name = name
+        self._buffer = ""
+        self._at = 0
+        self._line = 1
+        self._ended = False
+
+    def peek(self) -> str:
+        """The next character that is not space; empty at the end."""
+        while True:
+            match = _SPACE.match(self._buffer, self._at)
+            self._at = match.end() if match else self._at
+            if self._at < len(self._buffer) or self._ended:
+                return self._buffer[self._at : self._at + 1]
+            self._read(1)
+
+    def skip(self) -> None:
+        self._at += 1
+
+    def item(self, where: str) -> Row:
+        self.peek()
+        while True:
+            wanted = 2 * (len(self._buffer) - self._at)
+            try:
+                value, end = _DECODER.raw_decode(self._buffer, self._at)
+                if end < len(self._buffer) or self._ended:  # else a number may go on
+                    break
+            except json.JSONDecodeError as error:
+                if self._ended or wanted > ITEM_CHARACTERS:
+                    self._at = error.pos
+                    raise self.error(error.msg) from None
+            except RecursionError:
+                raise self.error("nested too deeply") from None
+            except ValueError as error:  # a number of thousands of digits
+                raise self.error(str(error)) from None
+            self._read(wanted)
+        text, self._at = self._buffer[self._at : end], end
+        return as_row(value, where) if is_utf8(text) else UnreadableRow(f"{where} is not UTF-8")
+
+    def error(self, reason: str) -> SpecError:
+        line = self._line + self._buffer.count("\n", 0, self._at)
+        return SpecError(f"{self._name} line {line}: not JSON: {reason}")
+
+    def _read(self, characters: int) -> None:
+        """Forget what is behind, and have at least so many characters ahead, unless the file ends."""
+        self._line += self._buffer.count("\n", 0, self._at)
+        parts = [self._buffer[self._at :]]
+        ahead = len(parts[0])
+        while ahead < max(characters, 1) and not self._ended:
+            chunk = next(self._chunks, None)
+            parts.append(self._decode(chunk or b"", final=chunk is None))
+            ahead += len(parts[-1])
+            self._ended = chunk is None
+        self._buffer, self._at = "".join(parts), 0

@@ -1,0 +1,82 @@
+"""A result as a line of JSON: the form in which results leave the package, whatever file they end up in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from enum import Enum
+
+import orjson
+from pydantic import BaseModel
+
+from batch_agent.errors import Invalid
+from batch_agent.foreign import describe
+from batch_agent.job import AgentError, AgentResult, UnreadableRow
+
+
+def result_line(result: AgentResult[object]) -> bytes:
+    """One result as a line of JSON, without the transcript; with the model's raw text when it failed.
+
+    Raises Invalid when the output cannot be written: its class may have serializers of its own.
+    """
+    record: dict[str, object] = {
+        "index": result.index,
+        "job_id": result.job_id,
+        "ok": result.ok,
+        "output": result.output,
+        "error": result.error,
+        "attempts": result.attempts,
+        "turns": result.turns,
+        "usage": result.usage,
+        "timings": result.timings,
+        "input": None if isinstance(result.input, UnreadableRow) else result.input,
+    }
+    if result.cost is not None:
+        record["cost"] = result.cost
+    if result.repaired:
+        record["repaired"] = True
+    if not result.ok:
+        record["raw_text"] = result.raw_text
+    return record_line(record)
+
+
+def record_line(record: Mapping[str, object]) -> bytes:
+    """A record as a line; an ``input`` that cannot be written is left out. Raises Invalid where that does not help."""
+    for attempt in (record, {**record, "input": None}):
+        try:
+            return to_json(attempt) + b"\n"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            failure = error
+    raise Invalid(f"the output cannot be written as JSON: {describe(failure)}") from failure
+
+
+def unwritten(result: AgentResult[object], error: Invalid) -> AgentResult[object]:
+    """The result as a failure, for one whose output cannot be written."""
+    return dataclasses.replace(result, ok=False, output=None, error=AgentError.of(error))
+
+
+def to_json(value: object) -> bytes:
+    try:
+        return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:
+        # Integers beyond 64 bits and lone surrogates, which a model can write and orjson refuses.
+        return json.dumps(value, default=_plain).encode("ascii")
+
+
+def from_json(data: bytes) -> object:
+    """What ``to_json`` wrote. Raises ValueError for what is no JSON."""
+    value: object = json.loads(data)  # orjson would round integers beyond 64 bits and refuses lone surrogates
+    return value
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, set | frozenset):
+        return list(value)
+    return value.value if isinstance(value, Enum) else str(value)

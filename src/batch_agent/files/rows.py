@@ -1,0 +1,55 @@
+"""A row, and JSON values as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from pydantic_core import from_json
+
+from batch_agent.files.openai_batch import from_batch_line, is_batch_line
+from batch_agent.job import UnreadableRow
+
+BOM = b"\xef\xbb\xbf"
+
+Row: TypeAlias = "dict[str, object] | str | UnreadableRow"
+
+
+def as_row(value: object, where: str) -> Row:
+    """``value`` as a row; ``where`` begins the message about one that is none."""
+    if isinstance(value, dict):
+        return from_batch_line(value, where) if is_batch_line(value) else value
+    if isinstance(value, str):
+        return value
+    kinds = {bool: "true or false", type(None): "null", list: "a list", int: "a number", float: "a number"}
+    name = kinds.get(type(value), type(value).__name__)
+    return UnreadableRow(f"{where} is {name}; a row is an object or a string")
+
+
+def parse_jsonl(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        row = parse_line(line, f"{name} line {number}")
+        if row is not None:
+            yield row
+
+
+def parse_line(line: bytes, where: str) -> Row | None:
+    """None for a blank line."""
+    if not line.strip():
+        return None
+    try:
+        value = from_json(line, allow_inf_nan=False)  # exact, also for integers beyond 64 bits
+    except ValueError as error:
+        return UnreadableRow(f"{where} is not JSON: {str(error).replace(' at line 1 column', ' at column')}")
+    return as_row(value, where)
+
+
+def is_utf8(text: str) -> bool:
+    """Whether text decoded with ``surrogateescape`` was UTF-8."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

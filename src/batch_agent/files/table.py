@@ -1,0 +1,67 @@
+"""CSV and TSV as rows, named by the first line."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from batch_agent.errors import SpecError
+from batch_agent.files.rows import Row, is_utf8
+from batch_agent.job import UnreadableRow
+
+# A cell may be a whole document; but a quote that is never closed must not swallow the rest of a large file.
+CELL_CHARACTERS = 2**24
+
+
+def parse_csv(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    return _parse(lines, name, ",")
+
+
+def parse_tsv(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    return _parse(lines, name, "\t")
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    columns: list[str]
+    name: str
+
+    def __post_init__(self) -> None:
+        refuse_twice(self.columns, self.name)
+        if not all(column.strip() for column in self.columns):
+            raise SpecError(f"{self.name}: its first line must name every column; one has no name")
+
+    def row(self, cells: list[str], line: int) -> Row:
+        where = f"{self.name} line {line}"
+        if len(cells) != len(self.columns):
+            return UnreadableRow(f"{where} has {len(cells)} cells, the first line names {len(self.columns)} columns")
+        if not all(map(is_utf8, cells)):
+            return UnreadableRow(f"{where} is not UTF-8")
+        return dict(zip(self.columns, cells, strict=True))
+
+
+def refuse_twice(columns: list[str], name: str) -> None:
+    twice = {column for column in columns if columns.count(column) > 1}
+    if twice:
+        raise SpecError(f"{name} has more than one column {', '.join(sorted(map(repr, twice)))}")
+
+
+def _parse(lines: Iterable[bytes], name: str, delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(CELL_CHARACTERS)
+    # A byte that is not UTF-8 must spoil its own row only.
+    reader = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), delimiter=delimiter)
+    first = next(reader, None)
+    if first is None:
+        return
+    header = _Header(first, name)
+    while True:
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            yield UnreadableRow(f"{name} line {reader.line_num}: {error}")
+            continue
+        if cells is None:
+            return
+        if cells:
+            yield header.row(cells, reader.line_num)

@@ -1,0 +1,137 @@
+"""The ledger of a run: what may still be spent, in tokens and in dollars.
+
+Each call is reserved before it is sent and settled when its answer is there. A call fits while everything settled plus
+everything reserved plus the call itself stays within the limits, so what is spent exceeds a limit by no more than the
+calls in flight exceeded their estimates; and not at all where ``max_tokens`` bounds the answers and the prompts were
+not underestimated.
+
+A call that does not fit beside others may fit when they are settled, because estimates are made to be too high rather
+than too low. So the run is out of budget only when a call does not fit with nothing in flight. Waiting for that moment
+is ``engine.spending``'s part; here is no clock and no await.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batch_agent.messages import Usage
+
+FIRST_ANSWER_TOKENS = 512  # expected of an answer before there was one, where max_tokens is not given
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    tokens: int = 0
+    cost: float = 0.0
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.tokens + other.tokens, self.cost + other.cost)
+
+    def __sub__(self, other: Amount) -> Amount:
+        return Amount(self.tokens - other.tokens, self.cost - other.cost)
+
+
+class Ledger:
+    """``spent`` is settled; with a resumed run it begins with what was spent before."""
+
+    __slots__ = ("_open", "max_cost", "max_tokens", "reserved", "spent")
+
+    def __init__(
+        self, *, max_tokens: int | None = None, max_cost: float | None = None, spent: Amount | None = None
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.max_cost = max_cost
+        self.spent = spent or Amount()
+        self.reserved = Amount()
+        self._open = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self._open
+
+    def short(self, amount: Amount) -> str | None:
+        """Which limit leaves no room for this call, for people; None when it fits."""
+        needed = self.spent + self.reserved + amount
+        if self.max_tokens is not None and needed.tokens > self.max_tokens:
+            return (
+                f"max_total_tokens {self.max_tokens:,}: {self.spent.tokens:,} are spent, "
+                f"and the next call takes about {amount.tokens:,}"
+            )
+        if self.max_cost is not None and needed.cost > self.max_cost:
+            return (
+                f"max_cost ${self.max_cost:g}: ${self.spent.cost:.4g} is spent, "
+                f"and the next call costs about ${amount.cost:.2g}"
+            )
+        return None
+
+    def reserve(self, amount: Amount) -> None:
+        self.reserved += amount
+        self._open += 1
+
+    def settle(self, reserved: Amount, spent: Amount) -> None:
+        self._open -= 1
+        # Sums of floats drift: with nothing in flight, nothing is reserved.
+        self.reserved = self.reserved - reserved if self._open else Amount()
+        self.spent += spent
+
+
+class Estimator:
+    """What a call will take, learnt from those before: the server's count of prompts against ours, and the mean
+    length of answers."""
+
+    __slots__ = ("_answer_tokens", "_answers", "_estimated", "_prompt_tokens")
+
+    def __init__(self) -> None:
+        self._answers = 0
+        self._answer_tokens = 0
+        self._estimated = 0
+        self._prompt_tokens = 0
+
+    def expect(self, prompt_tokens: int, max_tokens: int | None) -> Usage:
+        """``prompt_tokens`` is our count. The prompt is expected to be no smaller than that, and none of it cached."""
+        if self._prompt_tokens > self._estimated:
+            prompt_tokens = -(-prompt_tokens * self._prompt_tokens // self._estimated)
+        return Usage(prompt_tokens=prompt_tokens, completion_tokens=max_tokens or self.answer_tokens)
+
+    @property
+    def answer_tokens(self) -> int:
+        return -(-self._answer_tokens // self._answers) if self._answers else FIRST_ANSWER_TOKENS
+
+    def learn(self, prompt_tokens: int, usage: Usage) -> None:
+        self._answers += 1
+        self._answer_tokens += usage.completion_tokens
+        if prompt_tokens and usage.prompt_tokens:
+            self._estimated += prompt_tokens
+            self._prompt_tokens += usage.prompt_tokens
+
+
+class TimeShare:
+    """The seconds of a run shared among its calls: each second is divided evenly among those in flight.
+
+    ``_each`` is what a call that was there from the start would have been given so far, so a call's share is the
+    difference between its end and its beginning, however the number in flight changed meanwhile. Seconds without any
+    call belong to nobody.
+    """
+
+    __slots__ = ("_at", "_each", "_open")
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._each = 0.0
+        self._open = 0
+
+    def begin(self, now: float) -> float:
+        """Hand what this returns to ``end``."""
+        self._advance(now)
+        self._open += 1
+        return self._each
+
+    def end(self, begun: float, now: float) -> float:
+        self._advance(now)
+        self._open -= 1
+        return self._each - begun
+
+    def _advance(self, now: float) -> None:
+        if self._open:
+            self._each += (now - self._at) / self._open
+        self._at = now

@@ -1,0 +1,67 @@
+"""What tells one question from another, as hashes.
+
+The fingerprint is of everything that all rows' answers depend on; a row's key adds its identity and its rendered
+prompt. Neither knows where the server is, how many requests run at once, how often one is tried again or after how many
+turns an agent is given up: an answer stays the answer to its question whatever these are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+from batch_agent.backends.base import RequestShape
+from batch_agent.files.results import from_json, to_json
+from batch_agent.job import Job
+from batch_agent.store.base import Identity
+
+SCHEME = 1  # of the keys below; another one makes old answers unfindable, never wrong
+KEY_BYTES = 16
+
+
+def fingerprint(
+    *, task: str, system: str, shapes: Sequence[RequestShape], tool_versions: Mapping[str, str | None]
+) -> bytes:
+    """``system`` as it is before hoisting: moving a shared value forward does not change the question."""
+    asked = [SCHEME, task, system, [_shape(shape) for shape in shapes], dict(tool_versions)]
+    text = json.dumps(from_json(to_json(asked)), sort_keys=True)
+    return blake2b(text.encode("ascii"), digest_size=KEY_BYTES).digest()
+
+
+def _shape(shape: RequestShape) -> dict[str, object]:
+    return {name: getattr(shape, name) for name in RequestShape.__dataclass_fields__}
+
+
+class Keys:
+    """The identities of rows under one fingerprint, and a digest over those asked for, their order included."""
+
+    def __init__(self, fingerprint: bytes) -> None:
+        self._start = blake2b(fingerprint, digest_size=KEY_BYTES)
+        self._digest = blake2b(digest_size=KEY_BYTES)
+        self.count = 0
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def key(self, own_id: str | None, question: str) -> bytes:
+        state = self._start.copy()
+        if own_id is None:
+            state.update(b"-" + question.encode())
+        else:
+            own = own_id.encode("utf-8", "surrogatepass")
+            state.update(b"%d:%b%b" % (len(own), own, question.encode()))
+        key = state.digest()
+        self._digest.update(key)
+        self.count += 1
+        return key
+
+    def identity(self, job: Job, question: str) -> Identity:
+        return Identity(self.key(job.job_id if job.identified else None, question), row_of(job))
+
+
+def row_of(job: Job) -> bytes:
+    """The input by its ``id``, or by its content where it has none."""
+    content = job.job_id.encode("utf-8", "surrogatepass") if job.identified else to_json(job.input)
+    return blake2b(b"%d:" % job.identified + content, digest_size=KEY_BYTES).digest()

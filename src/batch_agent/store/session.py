@@ -1,0 +1,229 @@
+"""One sitting of a run at its directory: opened, begun when the fingerprint is known, and ended in one way.
+
+Decides which record belongs to a row and how far it still counts: rows that are done come back, rows under way go on,
+rows that failed are tried again, from where they failed when it was not the model's answer that failed them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import platform
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from batch_agent.job import AgentResult, Job
+from batch_agent.messages import JsonObject
+from batch_agent.store.base import Identity, Progress
+from batch_agent.store.codec import FORMAT
+from batch_agent.store.journal import Journal
+from batch_agent.store.keys import Keys
+from batch_agent.store.rundir import RunDir, State, read_run
+from batch_agent.store.steps import Past, Restart
+from batch_agent.store.trail import Trail
+
+T = TypeVar("T")
+logger = logging.getLogger("batch_agent")
+
+
+@dataclass(frozen=True, slots=True)
+class Resuming:
+    """What to do with what is recorded. ``force``: rows keep their answers although the question changed.
+    ``retry`` names the types of failure that are tried again: all (True), none (False), or these."""
+
+    resume: bool = False
+    force: bool = False
+    retry: bool | Sequence[str] = True
+    max_turns: int | None = None
+
+
+class Session:
+    def __init__(self, directory: RunDir, thread: ThreadPoolExecutor, resuming: Resuming) -> None:
+        self._directory = directory
+        self._thread = thread
+        self._resuming = resuming
+        self._journal: Journal | None = None
+        self._keys = Keys(b"")
+        self._facts: JsonObject = {}
+        self.has_past = False  # rows may have a record: look them up
+
+    @classmethod
+    async def open(cls, path: Path, resuming: Resuming) -> Session:
+        """The directory, locked. Nothing of an earlier session is touched before ``begin``."""
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-agent-journal")
+        loop = asyncio.get_running_loop()
+        opening = loop.run_in_executor(thread, lambda: RunDir.open(path, resume=resuming.resume))
+        try:
+            return cls(await asyncio.shield(opening), thread, resuming)
+        except BaseException:
+            if await _to_its_end(opening) is None:  # cancelled while it was being opened
+                await _to_its_end(loop.run_in_executor(thread, opening.result().close))
+            thread.shutdown(wait=False)
+            raise
+
+    async def begin(self, fingerprint: bytes, facts: JsonObject, on_backlog: Callable[[bool], None]) -> None:
+        """``facts`` are what ``run.json`` says of the run, beside what is said here."""
+        self._keys = Keys(fingerprint)
+        began = _now()
+        next_agent, previous = await self._run(lambda: self._prepare(fingerprint, began))
+        self.has_past = next_agent > 1
+        self._facts = {
+            "state": "running",
+            "why": None,
+            "fingerprint": fingerprint.hex(),
+            "forced": self._resuming.force,
+            "started": previous.get("started", began),
+            "session_started": began,
+            "ended": None,
+            "versions": _versions(),
+            "command": previous.get("command"),
+            **facts,
+        }
+        self._warn(previous)
+        await self._run(lambda: self._directory.write_run(self._facts))
+        self._journal = Journal(
+            self._directory.journal, self._directory, self._thread, next_agent=next_agent, on_backlog=on_backlog
+        )
+
+    def _prepare(self, fingerprint: bytes, began: str) -> tuple[int, JsonObject]:
+        journal = self._directory.journal
+        next_agent = journal.next_agent()
+        previous: JsonObject = {}
+        if next_agent > 1:
+            journal.sort_by("row" if self._resuming.force else "key")
+            with suppress(Exception):  # it only tells of the past
+                previous = read_run(self._directory.path)
+        journal.begin(fingerprint, began)
+        self._directory.begin_files()
+        return next_agent, previous
+
+    def _warn(self, previous: JsonObject) -> None:
+        if previous.get("fingerprint") in (None, self._facts["fingerprint"]):
+            return
+        if self._resuming.force:
+            logger.warning(
+                "force_resume: the task, model, schema or tools of %s have changed, and rows keep the answers they got "
+                "before the change",
+                self._directory.path,
+            )
+        else:
+            logger.warning(
+                "the task, model, schema or tools of %s have changed: rows are asked again. Their old answers stay in "
+                "the journal; force_resume would use them",
+                self._directory.path,
+            )
+
+    # Rows
+
+    def identity(self, job: Job, question: str) -> Identity:
+        """Called once for each row that becomes a job, in input order."""
+        return self._keys.identity(job, question)
+
+    def new_trail(self, identity: Identity) -> Trail:
+        journal = self._open_journal
+        return Trail(journal, identity, journal.new_agent())
+
+    async def trails(self, identities: Sequence[Identity]) -> list[Trail]:
+        found = await self._open_journal.claim(identities)
+        return [self._trail(identity, past) for identity, past in zip(identities, found, strict=True)]
+
+    def _trail(self, identity: Identity, past: Past | None) -> Trail:
+        if past is None:
+            return self.new_trail(identity)
+        failed, journal = past.failed, self._open_journal
+        if failed is None or not self._retried(failed.error.type):
+            return Trail(journal, identity, past.agent, past.turns, failed=failed, done=past.done)
+        if self._can_go_on(past):
+            return Trail(journal, identity, past.agent, past.turns)
+        trail = Trail(journal, identity, past.agent)
+        trail.add(Restart())
+        return trail
+
+    def _retried(self, error_type: str) -> bool:
+        retry = self._resuming.retry
+        return retry if isinstance(retry, bool) else error_type in retry
+
+    def _can_go_on(self, past: Past) -> bool:
+        """Whether the next request, and not what the model had answered, is what failed."""
+        assert past.failed is not None
+        error, limit = past.failed.error, self._resuming.max_turns
+        if error.type == "LimitExceeded":
+            return limit is None or len(past.turns) < limit
+        return error.stage in ("infer", "run")
+
+    def publish(self, result: AgentResult[object]) -> None:
+        self._open_journal.publish(result)
+
+    @property
+    def progress(self) -> Progress:
+        return self._open_journal.progress
+
+    async def spent_before(self) -> tuple[int, float]:
+        """Tokens and $ that earlier sessions recorded."""
+        return await self._run(self._directory.journal.spent)
+
+    # The end
+
+    async def end(self, state: State, why: str, summary: JsonObject) -> None:
+        """Writes what is left and lets go of the directory. A cancellation meanwhile is too late to change that.
+        Raises StoreError when it could not be written."""
+        failure = None
+        if self._journal is not None:
+            failure = await _to_its_end(self._journal.flush())
+            state = "failed" if failure is not None else state
+            why = why or ("" if failure is None else str(failure))
+        failure = await _to_its_end(self._run(lambda: self._finish(state, why, summary))) or failure
+        self._thread.shutdown(wait=False)
+        if failure is not None:
+            raise failure
+
+    def _finish(self, state: State, why: str, summary: JsonObject) -> None:
+        with ExitStack() as last_things:  # each is done, whatever became of the one before
+            last_things.callback(self._directory.close)
+            if self._journal is not None:
+                progress = self._journal.progress
+                rows: JsonObject = {
+                    "read": self._keys.count,
+                    "digest": self._keys.digest,
+                    "ok": progress.ok,
+                    "failed": progress.failed,
+                    "resumed": progress.resumed,
+                }
+                facts = {**self._facts, "state": state, "why": why or None, "ended": _now(), "rows": rows}
+                last_things.callback(self._directory.write_run, facts)
+                last_things.callback(self._directory.write_summary, summary)
+                last_things.callback(self._directory.journal.commit, (), progress)
+
+    def _run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    @property
+    def _open_journal(self) -> Journal:
+        assert self._journal is not None, "a session is begun before rows come"
+        return self._journal
+
+
+async def _to_its_end(future: asyncio.Future[Any]) -> BaseException | None:
+    """What became of it, waited for even when whoever waits is cancelled."""
+    while not future.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
+    return future.exception()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _versions() -> JsonObject:
+    return {
+        "batch-agent": importlib.metadata.version("batch-agent"),
+        "python": platform.python_version(),
+        "journal": FORMAT,
+    }

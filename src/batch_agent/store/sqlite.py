@@ -1,0 +1,239 @@
+"""The journal in one SQLite file. Blocks: it runs in the journal's thread.
+
+Records are only ever appended, so a commit costs the same for the first row and the millionth. Nothing is indexed by
+key while a run goes on; a resumed run sorts the recorded agents by key once, into a temporary table, and takes from it
+what it gives out. Order is the order of appending: no clock is asked.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from batch_agent.errors import StoreError
+from batch_agent.store.base import Entry, Identity, Progress
+from batch_agent.store.codec import DONE, FAILED, FORMAT, decode, encode
+from batch_agent.store.steps import Past, read_past
+
+APPLICATION_ID = 0x62614A6C  # says what the file is: "baJl"
+# Python takes its lock back after each statement, and must wait for it while the event loop computes: few large ones.
+COLUMNS = 5
+INSERTS = tuple(
+    (rows, f"INSERT INTO record (agent, key, row, kind, body) VALUES {', '.join(['(?, ?, ?, ?, ?)'] * rows)}")
+    for rows in (256, 64, 16, 4, 1)
+)
+
+SCHEMA = """
+CREATE TABLE session (
+    id INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, started TEXT NOT NULL,
+    ok INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0, resumed INTEGER NOT NULL DEFAULT 0,
+    tokens INTEGER NOT NULL DEFAULT 0, cost REAL NOT NULL DEFAULT 0
+);
+CREATE TABLE record (
+    id INTEGER PRIMARY KEY, agent INTEGER NOT NULL, key BLOB NOT NULL, row BLOB NOT NULL,
+    kind INTEGER NOT NULL, body BLOB NOT NULL
+);
+CREATE INDEX record_agent ON record (agent);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """A journal seen from outside. ``latest`` is its last session's, tokens and cost are of all sessions together."""
+
+    sessions: int
+    latest: Progress
+
+
+class SqliteJournal:
+    """Opened, used and closed in one thread."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self._db = connection
+        self._path = path
+        self._session = 0
+        self._sought: Literal["key", "row"] = "key"
+        self._claimed = bytearray()  # a bit for each recorded agent
+
+    @classmethod
+    def open(cls, path: Path, *, begun: bool = True) -> Self:
+        """The journal at ``path``, made when there is none. An empty one is damage, unless no run has ``begun`` here.
+        Raises StoreError when it cannot be used."""
+        was_there = begun and path.exists()
+        with _explained(path):
+            journal = cls(sqlite3.connect(path, isolation_level=None, cached_statements=64), path)
+            try:
+                journal._prepare(was_there)
+            except BaseException:
+                journal.close()
+                raise
+            return journal
+
+    def _prepare(self, was_there: bool) -> None:
+        db = self._db
+        version = _version(db, self._path)
+        if version is None and was_there:
+            raise _damaged(self._path, "it is empty")
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("PRAGMA temp_store = FILE")
+        if version is None:
+            db.executescript(
+                f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT}; COMMIT"
+            )
+
+    def begin(self, fingerprint: bytes, started: str) -> None:
+        with _explained(self._path):
+            row = self._db.execute(
+                "INSERT INTO session (fingerprint, started) VALUES (?, ?) RETURNING id", (fingerprint, started)
+            ).fetchone()
+            self._session = row[0]
+
+    def next_agent(self) -> int:
+        with _explained(self._path):
+            return int(self._db.execute("SELECT coalesce(max(agent), 0) + 1 FROM record").fetchone()[0])
+
+    def spent(self) -> tuple[int, float]:
+        """Tokens and $ of all sessions so far."""
+        with _explained(self._path):
+            tokens, cost = self._db.execute("SELECT coalesce(sum(tokens), 0), total(cost) FROM session").fetchone()
+            return int(tokens), float(cost)
+
+    def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
+        values: list[object] = []
+        for entry in entries:
+            kind, body = encode(entry.step)
+            values += (entry.agent, entry.identity.key, entry.identity.row, kind, body)
+        with _explained(self._path):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._insert(values)
+                self._db.execute(
+                    "UPDATE session SET ok = ?, failed = ?, resumed = ?, tokens = ?, cost = ? WHERE id = ?",
+                    (*_counts(progress), self._session),
+                )
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _insert(self, values: list[object]) -> None:
+        start = 0
+        for rows, insert in INSERTS:
+            while len(values) - start >= rows * COLUMNS:
+                end = start + rows * COLUMNS
+                self._db.execute(insert, values[start:end])
+                start = end
+
+    def sort_by(self, column: Literal["key", "row"]) -> None:
+        """Make the agents recorded until now ready to be claimed by that part of an Identity: those that are done
+        first, then those under way, then those that failed."""
+        self._sought = column
+        self._claimed = bytearray(self.next_agent() // 8 + 1)
+        with _explained(self._path):
+            self._db.execute(
+                "CREATE TEMP TABLE past (sought BLOB, rank INTEGER, agent INTEGER, PRIMARY KEY (sought, rank, agent)) "
+                "WITHOUT ROWID"
+            )
+            # Of a grouped row SQLite takes the columns from the record that has the maximum.
+            self._db.execute(
+                f"INSERT INTO past SELECT sought, CASE kind WHEN {DONE} THEN 0 WHEN {FAILED} THEN 2 ELSE 1 END, agent "
+                f"FROM (SELECT {column} AS sought, kind, agent, max(id) FROM record GROUP BY agent) ORDER BY 1, 2, 3"
+            )
+
+    def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
+        with _explained(self._path):
+            return [self._claim(identity) for identity in wanted]
+
+    def _claim(self, identity: Identity) -> Past | None:
+        agent = self._unclaimed(identity.key if self._sought == "key" else identity.row)
+        if agent is None:
+            return None
+        rows = self._db.execute("SELECT kind, body FROM record WHERE agent = ? ORDER BY id", (agent,)).fetchall()
+        try:
+            return read_past(agent, [decode(kind, body) for kind, body in rows])
+        except (ValueError, IndexError) as error:
+            raise _damaged(self._path, str(error)) from error
+
+    def _unclaimed(self, sought: bytes) -> int | None:
+        while True:
+            found: tuple[int, int] | None = self._db.execute(
+                "SELECT rank, agent FROM past WHERE sought = ? ORDER BY rank, agent LIMIT 1", (sought,)
+            ).fetchone()
+            if found is None:
+                return None
+            rank, agent = found
+            byte, bit = agent >> 3, 1 << (agent & 7)
+            if not self._claimed[byte] & bit:
+                self._claimed[byte] |= bit
+                return agent
+            # Given out before. Most never are sought again: only those that are cost a write.
+            self._db.execute("DELETE FROM past WHERE sought = ? AND rank = ? AND agent = ?", (sought, rank, agent))
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def glance(path: Path) -> Glance:
+    """What a journal says, also while another process writes it."""
+    with _explained(path):
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+        try:
+            if _version(db, path) is None:
+                return Glance(0, Progress())
+            sessions, tokens, cost = db.execute(
+                "SELECT count(*), coalesce(sum(tokens), 0), total(cost) FROM session"
+            ).fetchone()
+            row = db.execute("SELECT ok, failed, resumed FROM session ORDER BY id DESC LIMIT 1").fetchone()
+            ok, failed, resumed = row or (0, 0, 0)
+            return Glance(sessions, Progress(ok, failed, resumed, tokens, cost))
+        finally:
+            db.close()
+
+
+def _counts(progress: Progress) -> tuple[int, int, int, int, float]:
+    return progress.ok, progress.failed, progress.resumed, progress.tokens, progress.cost
+
+
+def _version(db: sqlite3.Connection, path: Path) -> int | None:
+    """The format of a journal; None for a file with nothing in it."""
+    tables = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+    if not tables:
+        return None
+    owner = db.execute("PRAGMA application_id").fetchone()[0]
+    version = int(db.execute("PRAGMA user_version").fetchone()[0])
+    if owner != APPLICATION_ID:
+        raise StoreError(f"{path} is a database of something else; give another run directory")
+    if version != FORMAT:
+        age = "a newer" if version > FORMAT else "an older"
+        raise StoreError(
+            f"{path} was written by {age} version of this package (format {version}, this one reads {FORMAT}): "
+            "resume it with that version, or give another run directory"
+        )
+    return version
+
+
+def _damaged(path: Path, reason: str) -> StoreError:
+    return StoreError(
+        f"the journal {path} is damaged: {reason}. Put a copy of it back, or move {path.name} and the files beside it "
+        f"that begin with {path.name}- away to begin anew; keep a copy of results.jsonl then, which is written again"
+    )
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """SQLite's errors as ours."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise StoreError(
+            f"the run cannot be recorded in {path}: {error}. What was recorded before is kept: "
+            "mend the cause, then resume"
+        ) from error
+    except sqlite3.DatabaseError as error:
+        raise _damaged(path, str(error)) from error

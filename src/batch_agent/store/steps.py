@@ -1,0 +1,113 @@
+"""What is recorded of an agent: the steps that cannot be derived again from the spec and the input.
+
+Prompts, repair prompts and typed outputs are not recorded: the agent's own code makes them again from these, so what
+comes back after a resume has gone the same way as what came the first time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from batch_agent.job import AgentError
+from batch_agent.messages import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What an agent had used when a step was recorded. Times in seconds, ``total`` since it first began; cost in $."""
+
+    sent: int = 0
+    retries: int = 0
+    queued: float = 0.0
+    inference: float = 0.0
+    tool_wait: float = 0.0
+    total: float = 0.0
+    cost: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A complete answer of the model that did not end the agent well."""
+
+    reply: Reply
+    spent: Spent
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Calls of the last turn, by position, that may write and are about to start."""
+
+    calls: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the model was told of one call of the last turn, by position."""
+
+    call: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer that ended the agent well."""
+
+    reply: Reply
+    spent: Spent
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The agent ended in an error; ``text`` is what the model said last."""
+
+    error: AgentError
+    text: str
+    spent: Spent
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """What was recorded of this agent until here no longer counts: it begins again."""
+
+
+Step: TypeAlias = Turn | Begun | Outcome | Done | Failed | Restart
+
+
+@dataclass(frozen=True, slots=True)
+class PastTurn:
+    """A recorded answer, and what became of its tool calls."""
+
+    reply: Reply
+    spent: Spent
+    begun: set[int] = field(default_factory=set)
+    outcomes: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A recorded agent. ``done`` when it ended well, ``failed`` when its last step was a failure, else under way."""
+
+    agent: int
+    turns: tuple[PastTurn, ...]
+    failed: Failed | None = None
+    done: bool = False
+
+
+def read_past(agent: int, steps: list[Step]) -> Past:
+    """The steps of one agent, in the order they were recorded, as what a resumed agent needs of them."""
+    turns: list[PastTurn] = []
+    for step in steps:
+        match step:
+            case Turn(reply, spent) | Done(reply, spent):
+                turns.append(PastTurn(reply, spent))
+            case Begun(calls):
+                turns[-1].begun.update(calls)
+            case Outcome(call, text):
+                turns[-1].outcomes[call] = text
+            case Restart():
+                turns.clear()
+            case Failed():
+                pass  # what followed it, if anything, is the retry
+    last = steps[-1] if steps else None
+    return Past(agent, tuple(turns), last if isinstance(last, Failed) else None, isinstance(last, Done))

@@ -1,0 +1,77 @@
+"""``batch-agent doctor`` tells what would work, and its exit status whether the default does."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch_agent.cli.main import main
+from batch_agent.testing import ScriptedServer
+
+HAS_ENGINE = importlib.util.find_spec("openvino_genai") is not None
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCH_AGENT_CACHE", str(tmp_path / "cache"))
+    for name in ("BATCH_AGENT_BACKEND", "BATCH_AGENT_API_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def examine(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """The exit status, the record, and what it says of the default backend."""
+    status = main(["doctor", "--json"])
+    record = json.loads(capsys.readouterr().out)
+    return status, record, record["default"]
+
+
+def test_the_default_is_the_embedded_engine_and_works_where_it_is_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, record, default = examine(capsys)
+    assert default["backend"] == "local://"
+    assert (default["works"], status) == (HAS_ENGINE, 0 if HAS_ENGINE else 1)
+    assert record["cache"] == {"path": str(tmp_path / "cache"), "bytes": 0}
+    assert not (tmp_path / "cache").exists(), "it only looks"
+    assert record["cores"]["usable"] >= record["cores"]["physical"] >= 1
+    assert record["packages"]["aiohttp"]
+
+
+async def test_the_server_that_the_variable_names_is_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with ScriptedServer(models=["tiny"]) as server:
+        monkeypatch.setenv("BATCH_AGENT_BACKEND", server.backend_url)
+        status, _, default = await asyncio.to_thread(examine, capsys)
+    assert (status, default["works"], default["note"]) == (0, True, "serves tiny")
+    assert default["because"] == "BATCH_AGENT_BACKEND says so"
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [("vllm://me:secret@127.0.0.1:9", "refused"), ("vlm://me:secret@host", "vllm"), ("me:secret@host", "not a URL")],
+)
+def test_a_default_that_cannot_work_is_status_1_with_the_reason_and_no_secret(
+    backend: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BATCH_AGENT_BACKEND", backend)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "does not work" in out
+    assert says in out
+    assert "secret" not in out
+
+
+def test_a_key_makes_openai_work_and_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert "openai:// works" in out
+    assert "sk-secret" not in out

@@ -1,0 +1,186 @@
+"""``resume``, ``retry-failed`` and ``status``, as processes, against a server on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from batch_agent import BatchAgent
+from batch_agent.store.rundir import RunView
+from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend, ScriptedServer
+from batch_agent.testing.script import Script
+
+
+@asynccontextmanager
+async def started(directory: Path, *arguments: str) -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "batch_agent", *arguments, cwd=directory, stdin=PIPE, stdout=PIPE, stderr=PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def batch_agent(directory: Path, *arguments: str, stdin: bytes = b"") -> tuple[int | None, str, str]:
+    async with started(directory, *arguments) as process:
+        stdout, stderr = await process.communicate(stdin)
+    return process.returncode, stdout.decode(), stderr.decode()
+
+
+@asynccontextmanager
+async def serving(directory: Path, script: Script, rows: int = 4) -> AsyncIterator[ScriptedServer]:
+    async with ScriptedServer(script, models=["m"]) as server:
+        write_spec(directory, server)
+        write_rows(directory, rows)
+        yield server
+
+
+def write_spec(directory: Path, server: ScriptedServer, task: str = "Say {word}") -> None:
+    text = f"task: '{task}'\nmodel: m\nbackend: {server.backend_url}\nmax_retries: 0\ninputs: rows.jsonl\n"
+    (directory / "spec.yaml").write_text(text)
+
+
+def write_rows(directory: Path, count: int) -> None:
+    lines = [json.dumps({"id": n, "word": f"word {n}"}) + "\n" for n in range(count)]
+    (directory / "rows.jsonl").write_text("".join(lines))
+
+
+def echo(request: Request) -> Say:
+    return Say(request.text)
+
+
+async def test_a_run_is_recorded_without_being_asked_to_and_may_be_told_not_to(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo):
+        await batch_agent(tmp_path, "run", "spec.yaml", "--no-run-dir")
+        assert not (tmp_path / "runs").exists()
+        code, _, _ = await batch_agent(tmp_path, "run", "spec.yaml")
+    assert code == 0
+    [directory] = (tmp_path / "runs").iterdir()
+    assert directory.name.startswith("spec-")
+    assert RunView.of(directory).state == "complete"
+
+
+async def test_a_killed_run_is_resumed_from_another_directory_and_ends_complete(tmp_path: Path) -> None:
+    hanging = True
+
+    def script(request: Request) -> Say | Hang:
+        return Hang() if hanging and "word 3" in request.text else Say(request.text)
+
+    async with serving(tmp_path, script) as server:
+        async with started(tmp_path, "run", "spec.yaml", "--run-dir", "here", "--output", "out.jsonl") as process:
+            await server.wait_until(lambda: server.received == 4 and server.inflight == 1)
+            while RunView.of(tmp_path / "here").glance.latest.tokens == 0:
+                await asyncio.sleep(0.01)
+            code, text, _ = await batch_agent(tmp_path, "status", "here", "--json")
+            status = json.loads(text)
+            assert (code, status["state"], status["rows"]["total"]) == (0, "running", 4)
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+        hanging = False
+        held = RunView.of(tmp_path / "here")
+        assert held.state == "interrupted"
+        (tmp_path / "else").mkdir()
+        code, _, stderr = await batch_agent(tmp_path / "else", "resume", "../here")
+        assert code == 0, stderr
+        assert 5 <= server.received < 8
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert sorted(result["output"] for result in results) == [f"Say word {n}" for n in range(4)]
+    assert RunView.of(tmp_path / "here").state == "complete"
+
+
+async def test_a_complete_run_is_said_to_be_complete_and_left_alone_until_something_changes(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo) as server:
+        await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")
+        written = (tmp_path / "here" / "run.json").read_bytes()
+        code, stdout, stderr = await batch_agent(tmp_path, "resume", "here")
+        assert (code, stdout) == (0, "")
+        assert "here is complete: 4 rows" in stderr
+        assert (tmp_path / "here" / "run.json").read_bytes() == written
+        write_rows(tmp_path, 5)
+        code, stdout, _ = await batch_agent(tmp_path, "resume", "here")
+        assert (code, len(stdout.splitlines()), server.received) == (0, 5, 5)
+        write_spec(tmp_path, server, task="Shout {word}")
+        code, _, stderr = await batch_agent(tmp_path, "resume", "here")
+        assert (code, server.received) == (0, 10)
+        assert "have changed" in stderr
+
+
+async def test_force_resume_keeps_old_answers(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo) as server:
+        await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")
+        write_spec(tmp_path, server, task="Shout {word}")
+        code, stdout, stderr = await batch_agent(tmp_path, "resume", "here", "--force-resume")
+        assert (code, server.received) == (0, 4)
+    assert "Say word 0" in stdout
+    assert "keep the answers" in stderr
+
+
+async def test_failed_rows_are_retried_by_type(tmp_path: Path) -> None:
+    broken = True
+
+    def script(request: Request) -> Say | Fail:
+        if broken and "word 1" in request.text:
+            return Fail(429)
+        return Fail(400) if broken and "word 2" in request.text else Say(request.text)
+
+    async with serving(tmp_path, script) as server:
+        code, _, stderr = await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")
+        assert code == 2
+        assert "batch-agent resume here" in stderr
+        broken = False
+        code, _, _ = await batch_agent(tmp_path, "resume", "here", "--no-retry-failed")
+        assert (code, server.received) == (2, 4)
+        code, _, _ = await batch_agent(tmp_path, "retry-failed", "here", "--type", "RateLimited")
+        assert (code, server.received) == (2, 5)
+        code, _, _ = await batch_agent(tmp_path, "retry-failed", "here")
+        assert (code, server.received) == (0, 6)
+
+
+async def test_a_run_from_python_is_not_resumed_by_the_command_line(tmp_path: Path) -> None:
+    await BatchAgent.run(task="{input}", inputs=["a"], backend=ScriptedBackend(echo), run_dir=tmp_path)
+    code, _, stderr = await batch_agent(tmp_path, "resume", ".")
+    assert code == 1
+    assert "resume=True" in stderr and "Traceback" not in stderr
+    code, stdout, _ = await batch_agent(tmp_path, "status", ".")
+    assert (code, "complete" in stdout) == (0, True)
+
+
+async def test_rows_from_a_pipe_must_be_piped_in_again(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo) as server:
+        run = ("run", "spec.yaml", "--inputs", "-", "--run-dir", "here")
+        await batch_agent(tmp_path, *run, stdin=b'{"word": "a"}\n')
+        code, _, stderr = await batch_agent(tmp_path, "resume", "here")
+        assert code == 1
+        assert "--inputs -" in stderr
+        code, stdout, _ = await batch_agent(
+            tmp_path, "resume", "here", "--inputs", "-", stdin=b'{"word": "a"}\n{"word": "b"}\n'
+        )
+        assert (code, len(stdout.splitlines()), server.received) == (0, 2, 2)
+
+
+async def test_no_run_and_a_taken_directory_are_one_line_each(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo):
+        code, _, stderr = await batch_agent(tmp_path, "status", "nowhere")
+        assert (code, stderr.count("\n")) == (1, 1)
+        assert "holds no run" in stderr
+        await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")
+        code, _, stderr = await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")
+        assert code == 1
+        assert "holds a run already" in stderr
+
+
+async def test_a_password_in_the_backends_url_is_not_kept(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo) as server:
+        url = server.backend_url.replace("//", "//me:secret@")
+        await batch_agent(tmp_path, "run", "spec.yaml", "--backend", url, "--run-dir", "here")
+    for path in (tmp_path / "here").iterdir():
+        assert b"secret" not in path.read_bytes()

@@ -1,0 +1,180 @@
+"""The journal on the event loop: nothing waits for the disk but whoever must, and a failure reaches everyone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import pytest
+
+from batch_agent.errors import StoreError
+from batch_agent.job import AgentResult
+from batch_agent.messages import Reply, Usage
+from batch_agent.store.base import Entry, Identity, Progress
+from batch_agent.store.journal import AT_ONCE, BACKLOG, GATHERING, Journal
+from batch_agent.store.steps import Done, Past, Spent
+from batch_agent.store.trail import Trail
+
+
+class Disk:
+    """A store whose commits finish when they are let, and a log; remembers what came in which order."""
+
+    def __init__(self) -> None:
+        self.commits: list[list[Entry]] = []
+        self.order: list[str] = []
+        self.progress = Progress()
+        self.may_commit = threading.Semaphore(0)
+        self.error: Exception | None = None
+
+    def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
+        assert self.may_commit.acquire(timeout=10)
+        if self.error is not None:
+            raise self.error
+        self.commits.append(list(entries))
+        self.order.append("commit")
+        self.progress = progress
+
+    def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
+        return [None for _ in wanted]
+
+    def close(self) -> None: ...
+
+    def write(self, results: Sequence[AgentResult[object]]) -> None:
+        self.order += [f"line {result.index}" for result in results]
+
+
+@asynccontextmanager
+async def journal(disk: Disk, **options: object) -> AsyncIterator[Journal]:
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        try:
+            yield Journal(disk, disk, thread, **options)  # type: ignore[arg-type]
+        finally:
+            disk.may_commit.release(100)
+
+
+def entry(agent: int = 1) -> Entry:
+    return Entry(agent, Identity(b"k", b"r"), Done(Reply("x", usage=Usage(5, 0, 2)), Spent(cost=0.5)))
+
+
+async def until_committing() -> None:
+    await asyncio.sleep(10 * GATHERING)
+
+
+async def test_what_gathers_during_a_commit_goes_into_the_next_one() -> None:
+    disk = Disk()
+    async with journal(disk) as book:
+        first = book.add(entry(1))
+        await until_committing()
+        later = [book.add(entry(agent)) for agent in range(2, 10)]
+        assert set(later) == {first + 1}
+        disk.may_commit.release(2)
+        await asyncio.gather(*(book.wait(number) for number in (first, *later)))
+    assert [len(commit) for commit in disk.commits] == [1, 8]
+
+
+async def test_adding_never_waits_and_waiting_ends_only_with_the_commit() -> None:
+    disk = Disk()
+    async with journal(disk) as book:
+        waiting = asyncio.ensure_future(book.wait(book.add(entry())))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        disk.may_commit.release()
+        await waiting
+
+
+async def test_a_waiter_that_is_cancelled_disturbs_no_other() -> None:
+    disk = Disk()
+    async with journal(disk) as book:
+        number = book.add(entry())
+        one, other = (asyncio.ensure_future(book.wait(number)) for _ in range(2))
+        await until_committing()
+        one.cancel()
+        disk.may_commit.release()
+        await other
+        assert (await asyncio.gather(one, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+
+
+async def test_a_line_is_written_after_the_commit_that_made_it_durable() -> None:
+    disk = Disk()
+    async with journal(disk) as book:
+        book.add(entry())
+        book.publish(AgentResult(4, "4", "x", True, "y"))
+        disk.may_commit.release()
+        await book.flush()
+    assert disk.order == ["commit", "line 4"]
+
+
+async def test_a_failed_commit_reaches_everyone_who_waits_and_everyone_after() -> None:
+    disk = Disk()
+    disk.error = StoreError("the disk is full")
+    async with journal(disk) as book:
+        first = asyncio.ensure_future(book.wait(book.add(entry())))
+        await until_committing()
+        second = asyncio.ensure_future(book.wait(book.add(entry())))
+        disk.may_commit.release()
+        outcomes = await asyncio.gather(first, second, return_exceptions=True)
+        assert [str(outcome) for outcome in outcomes] == ["the disk is full"] * 2
+        with pytest.raises(StoreError, match="full"):
+            book.add(entry())
+        with pytest.raises(StoreError, match="full"):
+            await book.flush()
+    assert disk.commits == []
+
+
+async def test_an_unforeseen_error_of_the_store_stops_the_run_as_a_store_error() -> None:
+    disk = Disk()
+    disk.error = ZeroDivisionError("oops")
+    async with journal(disk) as book:
+        disk.may_commit.release()
+        with pytest.raises(StoreError, match="oops"):
+            await book.wait(book.add(entry()))
+
+
+async def test_a_disk_that_falls_behind_is_told_and_told_again_when_it_has_caught_up() -> None:
+    disk, told = Disk(), list[bool]()
+    async with journal(disk, on_backlog=told.append) as book:
+        book.add(entry())
+        await until_committing()
+        for _ in range(BACKLOG):
+            book.add(entry())
+        assert told == [True]
+        disk.may_commit.release(2)
+        await book.flush()
+        assert told == [True, False]
+
+
+async def test_many_waiters_go_on_a_few_at_a_time() -> None:
+    disk = Disk()
+    async with journal(disk) as book:
+        number = book.add(entry())
+        awake = 0
+
+        async def wait() -> None:
+            nonlocal awake
+            await book.wait(number)
+            awake += 1
+
+        waiters = [asyncio.ensure_future(wait()) for _ in range(3 * AT_ONCE)]
+        await until_committing()
+        disk.may_commit.release()
+        most, before = 0, 0
+        while awake < len(waiters):
+            await asyncio.sleep(0)
+            most, before = max(most, awake - before), awake
+        assert most == AT_ONCE
+
+
+async def test_what_turns_cost_is_counted_once_per_turn() -> None:
+    disk = Disk()
+    disk.may_commit.release(10)
+    async with journal(disk) as book:
+        trail = Trail(book, Identity(b"k", b"r"), book.new_agent())
+        for cost in (0.25, 0.75, None):
+            trail.add(Done(Reply("x", usage=Usage(10, 0, 5)), Spent(cost=0.75 if cost is None else cost)))
+        await trail.settle()
+        assert (book.progress.tokens, book.progress.cost) == (45, 0.75)
+    assert disk.progress.tokens == 45

@@ -1,0 +1,77 @@
+"""Keys: equal for the same question, different for any other, and blind to everything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batch_agent import BatchAgent
+from batch_agent.engine.recording import fingerprint_of
+from batch_agent.store.keys import Keys, row_of
+from batch_agent.testing import ScriptedBackend
+
+LONG = "a long text that all rows share " * 100
+
+
+def plan(**options: Any) -> Any:
+    known = {"task": "{word}: {text}", "inputs": [], "backend": ScriptedBackend(), "model": "m"}
+    return BatchAgent.plan(**{**known, **options})
+
+
+ids = st.none() | st.text(max_size=3)
+questions = st.text(max_size=5)
+
+
+@given(st.tuples(ids, questions), st.tuples(ids, questions))
+def test_two_keys_are_equal_exactly_when_id_and_question_are(
+    one: tuple[str | None, str], other: tuple[str | None, str]
+) -> None:
+    assert (Keys(b"f").key(*one) == Keys(b"f").key(*other)) == (one == other)
+
+
+def test_another_fingerprint_makes_other_keys() -> None:
+    assert Keys(b"f").key(None, "q") != Keys(b"g").key(None, "q")
+
+
+@given(st.lists(st.tuples(ids, questions), max_size=6), st.randoms())
+def test_the_digest_tells_another_list_or_another_order(rows: list[tuple[str | None, str]], chance: Any) -> None:
+    shuffled = list(rows)
+    chance.shuffle(shuffled)
+    one, other = Keys(b"f"), Keys(b"f")
+    for row in rows:
+        one.key(*row)
+    for row in shuffled:
+        other.key(*row)
+    assert (one.digest == other.digest) == (rows == shuffled)
+    one.key(None, "one more")
+    assert one.digest != other.digest
+
+
+def test_a_question_reads_the_same_whether_or_not_a_value_was_hoisted() -> None:
+    rows = [{"word": "a", "text": LONG}, {"word": "b", "text": LONG}]
+    hoisted, as_written = plan(inputs=rows), plan(inputs=rows, no_hoist=True)
+    assert hoisted.plan.hoisted == ("text",)
+    one, other = hoisted.plan.job(0, rows[0]), as_written.plan.job(0, rows[0])
+    assert one.prompt != other.prompt
+    assert hoisted.plan.question(one) == as_written.plan.question(other) == f"a: {LONG}"
+    assert hoisted.plan.asks(rows[0]) == (None, f"a: {LONG}")
+    assert fingerprint_of(hoisted) == fingerprint_of(as_written)
+
+
+def test_where_the_server_is_and_how_it_is_driven_is_not_in_the_fingerprint() -> None:
+    same = {"inputs": [{"word": "a", "text": "b"}], "system_prompt": "s"}
+    here = fingerprint_of(plan(**same, backend="vllm://one:8000"))
+    there = fingerprint_of(plan(**same, backend="vllm://two:9000", max_inflight=3, max_turns=9, timeout_per_turn=1))
+    assert here == there
+    assert here != fingerprint_of(plan(**same, backend="vllm://one:8000", temperature=1))
+
+
+def test_a_row_is_its_id_or_its_content() -> None:
+    of = plan(task="{word}", inputs=[{"word": "a"}]).plan
+    rows = [{"word": "a"}, {"word": "a", "more": 1}, {"word": "a", "id": 7}, {"word": "b", "id": 7}, {"id": "7"}]
+    one, more, seven, other_seven = (row_of(of.job(index, row)) for index, row in enumerate(rows[:4]))
+    assert one != more
+    assert seven == other_seven
+    assert row_of(of.job(9, rows[0])) == one

@@ -1,0 +1,226 @@
+"""The run directory when things go wrong around it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch_agent import BatchAgent
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.store.lock import Lock, is_locked
+from batch_agent.store.rundir import RunDir, RunView, read_run
+from batch_agent.store.session import Resuming, Session
+from batch_agent.testing import Say, ScriptedBackend
+
+
+async def run(directory: Path, count: int = 5, script: Any = None) -> tuple[int, ScriptedBackend]:
+    backend = ScriptedBackend(script or (lambda request: Say(request.text)))
+    inputs = [f"row {n}" for n in range(count)]
+    done = 0
+    async for result in BatchAgent.stream(
+        task="{input}", inputs=inputs, backend=backend, run_dir=directory, resume=True, max_inflight=4
+    ):
+        assert result.ok
+        done += 1
+    return done, backend
+
+
+def test_a_lock_is_held_by_one_and_free_when_it_is_released(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert not is_locked(path)
+    lock = Lock(path)
+    assert is_locked(path)
+    with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
+        Lock(path)
+    lock.release()
+    assert not is_locked(path)
+    Lock(path).release()
+
+
+def test_a_killed_process_leaves_no_lock_behind(tmp_path: Path) -> None:
+    code = "import sys; from batch_agent.store.lock import *; Lock(Path(sys.argv[1])); print(0, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"0\n"
+        assert is_locked(tmp_path / "lock")
+        with pytest.raises(StoreError, match=f"process {process.pid} on "):
+            RunDir.open(tmp_path, resume=True)
+        process.send_signal(signal.SIGKILL)
+    assert not is_locked(tmp_path / "lock")
+
+
+async def test_a_run_that_was_killed_is_seen_as_interrupted(tmp_path: Path) -> None:
+    await run(tmp_path)
+    facts = read_run(tmp_path)
+    directory = RunDir.open(tmp_path, resume=True)
+    directory.write_run({**facts, "state": "running"})
+    assert RunView.of(tmp_path).state == "running"
+    directory.close()  # as a kill does: nothing is said
+    assert RunView.of(tmp_path).state == "interrupted"
+
+
+async def test_a_run_killed_before_its_journal_was_made_begins(tmp_path: Path) -> None:
+    (tmp_path / "journal.db").touch()
+    assert (await run(tmp_path))[0] == 5
+
+
+async def test_a_journal_that_lost_its_content_is_refused_until_it_is_moved_away(tmp_path: Path) -> None:
+    await run(tmp_path)
+    (tmp_path / "journal.db").write_bytes(b"")
+    with pytest.raises(StoreError, match=r"damaged: it is empty.*move journal\.db"):
+        await run(tmp_path)
+    (tmp_path / "journal.db").unlink()
+    assert (await run(tmp_path))[0] == 5
+
+
+async def test_a_corrupt_journal_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    await run(tmp_path, 200)
+    path = tmp_path / "journal.db"
+    content = bytearray(path.read_bytes())
+    content[4096:] = b"\xaa" * (len(content) - 4096)
+    path.write_bytes(content)
+    results = (tmp_path / "results.jsonl").read_bytes()
+    with pytest.raises(StoreError, match="damaged"):
+        await run(tmp_path, 200)
+    assert path.read_bytes() == content
+    assert (tmp_path / "results.jsonl").read_bytes() == results
+
+
+@contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """As a full disk: writing beyond it fails. Python ignores SIGXFSZ, so the error is one of writing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_a_full_disk_stops_the_run_and_keeps_what_was_recorded(tmp_path: Path) -> None:
+    delivered = 0
+
+    def count(_: object) -> None:
+        nonlocal delivered
+        delivered += 1
+
+    backend = ScriptedBackend(lambda request: Say("x" * 2000))
+    with files_limited_to(200_000), pytest.raises(StoreError, match=r"cannot be recorded|cannot write"):
+        await BatchAgent.run(
+            task="{input}",
+            inputs=map(str, range(10_000)),
+            backend=backend,
+            run_dir=tmp_path,
+            max_inflight=8,
+            on_result=count,
+        )
+    assert 0 < delivered < 200
+    assert RunView.of(tmp_path).state in ("failed", "interrupted")
+    backend = ScriptedBackend(lambda request: Say("x" * 2000))
+    results = await BatchAgent.run(
+        task="{input}", inputs=map(str, range(300)), backend=backend, run_dir=tmp_path, resume=True
+    )
+    assert all(result.ok for result in results)
+    assert len(backend.requests) <= 300 - delivered
+
+
+async def test_a_directory_that_cannot_be_written_is_an_error_before_anything_is_sent(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    backend = ScriptedBackend()
+    with pytest.raises(StoreError, match="cannot be used"):
+        await BatchAgent.run(task="{input}", inputs=["a"], backend=backend, run_dir=tmp_path / "file" / "run")
+    assert backend.requests == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
+async def test_a_read_only_directory_is_an_error_before_anything_is_sent(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    backend = ScriptedBackend()
+    try:
+        with pytest.raises(StoreError, match="cannot be used: Permission denied"):
+            await BatchAgent.run(task="{input}", inputs=["a"], backend=backend, run_dir=tmp_path)
+    finally:
+        tmp_path.chmod(0o700)
+    assert backend.requests == []
+
+
+async def test_the_directory_is_free_as_soon_as_a_run_was_left(tmp_path: Path) -> None:
+    for _ in range(3):
+        async with BatchAgent.open(
+            task="{input}", inputs=["a"], backend=ScriptedBackend(), run_dir=tmp_path, resume=True
+        ) as left:
+            left.cancel()
+        assert not is_locked(tmp_path / "lock")
+
+
+async def test_a_clock_that_goes_backwards_changes_nothing(tmp_path: Path) -> None:
+    await run(tmp_path)
+    facts = read_run(tmp_path)
+    directory = RunDir.open(tmp_path, resume=True)
+    directory.write_run({**facts, "started": "2999-01-01T00:00:00+00:00", "ended": "2999-01-02T00:00:00+00:00"})
+    directory.close()
+    done, backend = await run(tmp_path, 6)
+    assert (done, len(backend.requests)) == (6, 1)
+
+
+def test_no_run_and_a_damaged_run_file_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="holds no run"):
+        read_run(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(StoreError, match="damaged"):
+        read_run(tmp_path)
+
+
+async def test_an_output_that_cannot_be_written_as_json_does_not_stop_the_run(tmp_path: Path) -> None:
+    from pydantic import BaseModel, field_serializer
+
+    class Stubborn(BaseModel):
+        word: str
+
+        @field_serializer("word")
+        def refuse(self, word: str) -> str:
+            raise RuntimeError("not today")
+
+    for _ in range(2):
+        [result] = await BatchAgent.run(
+            task="{input}",
+            inputs=["a"],
+            output_schema=Stubborn,
+            backend=ScriptedBackend(lambda _: Say('{"word": "w"}')),
+            run_dir=tmp_path,
+            resume=True,
+        )
+        assert result.ok and result.output is not None and result.output.word == "w"
+    [failure] = map(json.loads, (tmp_path / "failures.jsonl").read_text().splitlines())
+    assert (failure["type"], failure["raw_text"]) == ("Invalid", '{"word": "w"}')
+    assert "not today" in failure["message"]
+    assert (tmp_path / "results.jsonl").read_text() == ""
+
+
+async def test_two_runs_in_one_process_share_nothing(tmp_path: Path) -> None:
+    (one, _), (two, _) = await asyncio.gather(run(tmp_path / "one"), run(tmp_path / "two", 7))
+    assert (one, two) == (5, 7)
+
+
+async def test_a_run_cancelled_while_its_directory_is_opened_lets_go_of_it(tmp_path: Path) -> None:
+    for turns in range(6):
+        opening = asyncio.ensure_future(Session.open(tmp_path, Resuming(resume=True)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        [outcome] = await asyncio.gather(opening, return_exceptions=True)
+        if isinstance(outcome, Session):
+            await outcome.end("interrupted", "", {})
+        assert not is_locked(tmp_path / "lock")

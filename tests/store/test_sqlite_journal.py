@@ -1,0 +1,203 @@
+"""The journal on disk: what is committed is there, what is damaged is refused, nothing is ever misread."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batch_agent.errors import StoreError
+from batch_agent.job import AgentError
+from batch_agent.messages import Reply
+from batch_agent.store.base import Entry, Identity, Progress
+from batch_agent.store.sqlite import SqliteJournal, glance
+from batch_agent.store.steps import Done, Failed, Past, Restart, Spent, Turn
+
+
+def identity(name: str) -> Identity:
+    return Identity(name.encode(), f"row of {name}".encode())
+
+
+def done(agent: int, name: str, text: str = "answer") -> Entry:
+    return Entry(agent, identity(name), Done(Reply(text), Spent()))
+
+
+def under_way(agent: int, name: str, text: str = "so far") -> Entry:
+    return Entry(agent, identity(name), Turn(Reply(text), Spent()))
+
+
+def failed(agent: int, name: str) -> Entry:
+    return Entry(agent, identity(name), Failed(AgentError("infer", "Unavailable", "gone"), "", Spent()))
+
+
+def write(path: Path, *commits: list[Entry]) -> None:
+    journal = SqliteJournal.open(path)
+    journal.begin(b"f", "now")
+    for entries in commits:
+        journal.commit(entries, Progress(ok=len(entries)))
+    journal.close()
+
+
+def read(path: Path, *names: str, by: str = "key") -> list[Past | None]:
+    journal = SqliteJournal.open(path)
+    try:
+        journal.sort_by(by)  # type: ignore[arg-type]
+        return journal.claim([identity(name) for name in names])
+    finally:
+        journal.close()
+
+
+def text_of(past: Past | None) -> str | None:
+    return None if past is None else past.turns[-1].reply.text
+
+
+def test_what_was_committed_is_claimed_by_key_and_each_agent_once(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    write(path, [done(1, "a", "first"), done(2, "a", "second")], [done(3, "b")])
+    found = read(path, "a", "b", "a", "a", "c")
+    assert list(map(text_of, found)) == ["first", "answer", "second", None, None]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 256, 257, 1000])
+def test_a_commit_of_any_size_is_recorded_whole(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "journal.db"
+    write(path, [done(agent, f"row {agent}") for agent in range(1, count + 1)])
+    assert None not in read(path, *(f"row {agent}" for agent in range(1, count + 1)))
+
+
+def test_an_agent_that_is_done_is_claimed_before_one_under_way_and_that_before_a_failed_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    write(path, [failed(1, "a"), under_way(2, "a"), done(3, "a")])
+    first, second, third = read(path, "a", "a", "a")
+    assert [past.agent for past in (first, second, third) if past] == [3, 2, 1]
+
+
+def test_the_last_step_of_an_agent_says_how_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    write(path, [under_way(1, "a"), failed(1, "a")], [under_way(1, "a"), done(1, "a"), done(2, "b")])
+    write(path, [Entry(2, identity("b"), Restart())])
+    a, b = read(path, "a", "b")
+    assert a is not None and a.failed is None and len(a.turns) == 3
+    assert b is not None and b.turns == ()
+
+
+def test_records_are_claimed_by_row_when_the_question_does_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    write(path, [Entry(1, Identity(b"old question", b"row of a"), Done(Reply("kept"), Spent()))])
+    assert text_of(read(path, "a", by="row")[0]) == "kept"
+    assert read(path, "a")[0] is None
+
+
+def test_agents_are_numbered_on_and_sessions_counted(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    write(path, [done(7, "a")])
+    write(path, [done(8, "b"), done(9, "c")])
+    journal = SqliteJournal.open(path)
+    assert journal.next_agent() == 10
+    journal.close()
+    assert (glance(path).sessions, glance(path).latest.ok) == (2, 2)
+
+
+def test_another_process_may_look_while_the_journal_is_open(tmp_path: Path) -> None:
+    journal = SqliteJournal.open(tmp_path / "journal.db")
+    journal.begin(b"f", "now")
+    journal.commit([done(1, "a")], Progress(ok=1, tokens=12))
+    assert glance(tmp_path / "journal.db").latest == Progress(ok=1, tokens=12)
+    journal.close()
+
+
+@pytest.mark.parametrize("version, age", [(2, "a newer"), (0, "an older")])
+def test_a_journal_of_another_format_is_refused(tmp_path: Path, version: int, age: str) -> None:
+    path = tmp_path / "journal.db"
+    write(path, [done(1, "a")])
+    db = sqlite3.connect(path)
+    db.execute(f"PRAGMA user_version = {version}")
+    db.close()
+    with pytest.raises(StoreError, match=f"{age} version.*format {version}"):
+        SqliteJournal.open(path)
+
+
+def test_a_database_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    db = sqlite3.connect(path)
+    db.execute("CREATE TABLE mine (x)")
+    db.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="something else"):
+        SqliteJournal.open(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"this is no database, and it is long enough to be sure of that" * 50])
+def test_a_journal_that_is_none_is_refused_with_a_way_out(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "journal.db"
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match=r"damaged.*move journal\.db"):
+        SqliteJournal.open(path)
+
+
+def test_a_record_that_cannot_be_decoded_is_damage_and_never_an_answer(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    write(path, [done(1, "a")])
+    db = sqlite3.connect(path)
+    db.execute("UPDATE record SET body = x'ff'")
+    db.commit()
+    db.close()
+    with pytest.raises(StoreError, match="damaged"):
+        read(path, "a")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A journal as a kill leaves it: ten commits of three rows, in the write-ahead log."""
+    here = tmp_path_factory.mktemp("killed")
+    journal = SqliteJournal.open(here / "live.db")
+    journal.begin(b"f", "now")
+    for commit in range(10):
+        journal.commit([done(3 * commit + n, f"{3 * commit + n}") for n in range(1, 4)], Progress())
+    for suffix in ("", "-wal"):
+        shutil.copy(here / f"live.db{suffix}", here / f"journal.db{suffix}")
+    journal.close()
+    return here / "journal.db"
+
+
+@given(st.floats(0, 1))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_prefix_of_the_log_holds_a_prefix_of_the_commits(killed: Path, share: float) -> None:
+    log = killed.with_name("journal.db-wal").read_bytes()
+    copy = killed.parent / "prefix.db"
+    for leftover in killed.parent.glob("prefix.db*"):
+        leftover.unlink()
+    shutil.copy(killed, copy)
+    copy.with_name("prefix.db-wal").write_bytes(log[: int(share * len(log))])
+    try:
+        found = [past is not None for past in read(copy, *(str(n) for n in range(1, 31)))]
+    except StoreError:  # the schema itself was cut off
+        assert share < 0.5
+        return
+    assert found == sorted(found, reverse=True)
+    assert sum(found) % 3 == 0
+    assert share < 1 or sum(found) == 30
+
+
+@given(st.floats(0, 0.999))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_that_was_cut_off_is_refused_or_holds_true_answers(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "whole.db"
+    if not path.exists():
+        write(path, [done(n, str(n), f"answer {n}" + "." * 300) for n in range(1, 101)])
+    cut = tmp_path / "cut.db"
+    for leftover in tmp_path.glob("cut.db*"):
+        leftover.unlink()
+    content = path.read_bytes()
+    cut.write_bytes(content[: int(share * len(content))])
+    try:
+        found = read(cut, *(str(n) for n in range(1, 101)))
+    except StoreError:
+        return
+    for n, past in enumerate(found, start=1):
+        assert past is None or text_of(past) == f"answer {n}" + "." * 300
