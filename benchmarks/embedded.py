@@ -18,7 +18,8 @@ import json
 import subprocess
 import sys
 import time
-from typing import Any, Literal
+from importlib import metadata
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, Field
 
@@ -28,6 +29,7 @@ from batch_agent.backends.local import from_url, physical_cores, weights
 from batch_agent.backends.local.child import open_pipeline
 from batch_agent.backends.local.toolgrammar import compile_turn
 from batch_agent.messages import Conversation, Message, Usage
+from benchmarks.report import Bar, environment, finish, table
 
 MAX_TOKENS = 96
 TASK = "Ticket {number}: order {order} was charged twice."
@@ -144,31 +146,34 @@ def measure(contender: str, agents: int) -> dict[str, float]:
     return by_hand(agents, contender)
 
 
-def compare(agents: int) -> None:
-    found = {}
+def compare(agents: int) -> tuple[dict[str, object], list[Bar]]:
+    found: dict[str, dict[str, float]] = {}
     for contender in CONTENDERS:
         command = [sys.executable, "-m", "benchmarks.embedded", "--only", contender, str(agents)]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         found[contender] = json.loads(output.splitlines()[-1])
-    print(f"{agents} agents")
-    for contender, got in found.items():
-        print(f"  {contender:<14} {got['seconds']:7.1f} s  {got['tokens'] / got['seconds']:7.1f} tokens/s")
     speed = {contender: got["tokens"] / got["seconds"] for contender, got in found.items()}
+    rows = ((name, f"{got['seconds']:.1f}", f"{speed[name]:.1f}") for name, got in found.items())
+    print(table((f"{agents} agents", "seconds", "tokens/s"), rows), end="\n\n", flush=True)
     ours = found["batch agent"]
-    print(f"  against one at a time {speed['batch agent'] / speed['one at a time']:.2f}x (bar 4)")
-    print(f"  against all at once   {speed['batch agent'] / speed['all at once']:.2f}x (bar 0.9)")
-    print(f"  against leader first  {speed['batch agent'] / speed['leader first']:.2f}x")
-    print(f"  prompt tokens cached  {ours['cached']:.1%} (bar 90 %)")
-    print(f"  longest loop gap      {ours['gap_ms']:.0f} ms (bar 50)")
+    bars = [
+        Bar(f"tokens/s over one at a time, {agents} agents", speed["batch agent"] / speed["one at a time"], ">=", 4),
+        Bar(f"tokens/s over all at once, {agents} agents", speed["batch agent"] / speed["all at once"], ">=", 0.9),
+        Bar(f"share of prompt tokens cached, {agents} agents", ours["cached"], ">=", 0.9),
+        Bar(f"longest gap of the event loop in ms, {agents} agents", ours["gap_ms"], "<=", 50),
+    ]
+    return {"agents": agents, "tokens_per_second": speed, "runs": found}, bars
 
 
-def main() -> None:
+def main() -> int:
     if sys.argv[1:2] == ["--only"]:
         print(json.dumps(measure(sys.argv[2], int(sys.argv[3]))))
-        return
-    for agents in map(int, sys.argv[1:] or ("32", "200")):
-        compare(agents)
+        return 0
+    env = environment()
+    env["packages"] = {**cast("dict[str, str]", env["packages"]), "openvino-genai": metadata.version("openvino-genai")}
+    compared = [compare(agents) for agents in map(int, sys.argv[1:] or ("32", "200"))]
+    return finish("embedded", env, [bar for _, bars in compared for bar in bars], [what for what, _ in compared])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

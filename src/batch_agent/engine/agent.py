@@ -57,14 +57,12 @@ class Agent:
         """To the end, starting with a claim to a slot, where one was made already. A JobError is part of the result."""
         parsed: Parsed[object] | None = None
         deadline = self._r.timeout_per_agent
+        limit = asyncio.timeout(deadline)
         try:
-            if deadline is None:
+            async with limit:
                 parsed = await self._converse(ticket)
-            else:
-                async with asyncio.timeout(deadline) as limit:
-                    parsed = await self._converse(ticket)
         except TimeoutError:
-            if deadline is None or not limit.expired():
+            if not limit.expired():
                 raise
             turns = self._tally.turns
             self.fail(AgentTimeout(f"timeout_per_agent, {deadline:g} s, is over after {turns} answers of the model"))

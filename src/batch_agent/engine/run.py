@@ -245,19 +245,20 @@ class Run(Generic[T]):
         return {job.index: trail for job, trail in zip(jobs, trails, strict=True)}
 
     async def _start(self, job: Job, trail: Trail | None, agents: asyncio.TaskGroup, resources: Resources) -> None:
+        ended = trail is not None and trail.ended
+        if ended:
+            await self._following.acquire()
         self._emit(JobStarted(asyncio.get_running_loop().time(), job.index, job.job_id))
         agent = self._live[job.index] = Agent(job, resources, trail)
-        if trail is not None and trail.has_past:
-            if trail.ended:
-                await self._following.acquire()
-            self._limiter.scheduler.start_agent()
-            task = agents.create_task(self._accompany(agent, None, resources))
-            if trail.ended:
-                task.add_done_callback(lambda _: self._following.release())
-            await asyncio.sleep(0)  # it claims its slot now, where its record is not enough
-        else:
+        if trail is None or not trail.has_past:
             ticket = self._limiter.start_agent(agent.turns_left())
             agents.create_task(self._accompany(agent, ticket, resources))
+            return
+        self._limiter.scheduler.start_agent()
+        task = agents.create_task(self._accompany(agent, None, resources))
+        if ended:
+            task.add_done_callback(lambda _: self._following.release())
+        await asyncio.sleep(0)  # it claims its slot now, where its record is not enough
 
     async def _accompany(self, agent: Agent, ticket: Ticket | None, resources: Resources) -> None:
         """One agent from its first turn to its delivered result."""
