@@ -32,6 +32,7 @@ from batch_agent.messages import Conversation, Message, Usage
 from benchmarks.report import Bar, environment, finish, table
 
 MAX_TOKENS = 96
+ONE_AT_A_TIME = 32  # of however many: its speed does not depend on who follows
 TASK = "Ticket {number}: order {order} was charged twice."
 RULES = "Rule {n}: a ticket about money goes to billing, one about a fault to bugs, any other to the account team. "
 SYSTEM = "You sort support tickets. " + "".join(RULES.format(n=n) for n in range(1, 19))  # about 500 tokens
@@ -88,7 +89,7 @@ def by_hand(agents: int, contender: str) -> dict[str, float]:
     tasks = [TASK.format(**row) for row in rows(agents)]
     began = time.perf_counter()
     if contender == "one at a time":
-        answers = [hand.finish([hand.add(SYSTEM, task)])[0] for task in tasks]
+        answers = [hand.finish([hand.add(SYSTEM, task)])[0] for task in tasks[:ONE_AT_A_TIME]]
     else:
         handles = [hand.add(SYSTEM, tasks[0])]
         while contender == "leader first" and not handles[0].can_read():

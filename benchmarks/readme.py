@@ -11,7 +11,7 @@ from benchmarks.report import RESULTS
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"
-NAMES = ("throughput", "scheduler", "memory")
+NAMES = ("throughput", "scheduler", "memory", "embedded")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -69,6 +69,10 @@ def section(name: str) -> Iterator[str]:
     yield from bars(result)
     if name == "throughput":
         yield from contenders(result)
+    if name == "embedded":
+        yield from ("", "Tokens per second.", "")
+        speeds = [(f"{item['agents']} agents", item["tokens_per_second"]) for item in result["measurements"]]
+        yield from markdown(("", *speeds[0][1]), ((what, *(f"{n:.0f}" for n in of.values())) for what, of in speeds))
 
 
 def main() -> None:

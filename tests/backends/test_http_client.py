@@ -42,12 +42,12 @@ async def test_the_first_user_opens_and_the_last_closes() -> None:
 def test_it_can_be_used_in_one_loop_after_another() -> None:
     client = HttpClient("http://127.0.0.1:1/v1")
 
-    async def enter() -> None:
+    async def enter() -> bool:
         async with client:
-            pass
+            return True
 
-    asyncio.run(enter())
-    asyncio.run(enter())
+    assert asyncio.run(enter())
+    assert asyncio.run(enter())
 
 
 async def test_it_cannot_be_used_in_two_loops_at_once() -> None:
