@@ -12,14 +12,16 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 $(VENV)/.local: pyproject.toml
+	@echo "setting up .venv with the embedded engine: about 400 MB, a minute or so"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --editable ".[local]"
+	$(BIN)/python -m pip install --quiet --editable ".[local]"
 	touch $@
 
 demo: $(VENV)/.local  ## set up and run 30 agents on real weights: no server, no key, no GPU
 	@mkdir -p results
 	$(BIN)/batch-agent run examples/triage/triage.yaml --backend local:// --no-run-dir --output results/triage.jsonl
+	@$(BIN)/python examples/triage/show.py results/triage.jsonl
 
 test: $(VENV)/.ready  ## set up and pass the tests
 	$(BIN)/python -m pytest

@@ -17,11 +17,21 @@ Ended = Literal["complete", "drained", "cancelled", "failed", "out of budget"]
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
+    """``model`` is empty where the backend is yet to be asked for it."""
+
     at: float
     total: int | None  # None: the inputs are an iterator of unknown length
     backend: str
     model: str
     cost_per_second: float = 0.0  # $, where the run costs by the clock
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChosen:
+    """The user named no model, and the backend has this one."""
+
+    at: float
+    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +130,7 @@ Event = (
     | ToolFinished
     | JobFinished
     | LimitChanged
+    | ModelChosen
     | RunFinished
 )
 Sink = Callable[[Event], None]

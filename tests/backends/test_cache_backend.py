@@ -18,7 +18,7 @@ from backends.contract import Say as ContractSay
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache import CachingBackend
 from batch_agent.backends.cache_store import FILE, ResponseStore
-from batch_agent.errors import BackendError, SpecError
+from batch_agent.errors import BackendError, SpecError, Truncated
 from batch_agent.messages import Message, Reply, ToolCall, ToolSpec, Usage
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
@@ -216,6 +216,27 @@ async def test_an_error_is_told_to_everybody_who_waits_and_the_next_request_is_s
         assert all(isinstance(end, BackendError) for end in ends)
         assert len(inner.requests) == 1
         assert (await backend.infer(ask(shape=EXACT))).text == "hello"
+
+
+class CutOff(ScriptedBackend):
+    """Takes its time, then breaks off with what it has computed."""
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        await super().infer(request, on_tool_call)
+        raise Truncated("cut", text="half", usage=Usage(100, completion_tokens=50))
+
+
+@virtual_clock
+async def test_what_an_error_took_is_on_the_account_of_the_first_asker_alone(tmp_path: Path) -> None:
+    inner = CutOff(lambda request: Say("hello", latency=1))
+    async with caching(inner, tmp_path) as backend:
+        askers = [backend.infer(ask(shape=EXACT)) for _ in range(3)]
+        first, *others = await asyncio.gather(*askers, return_exceptions=True)
+    assert len(inner.requests) == 1
+    assert isinstance(first, Truncated) and first.usage == Usage(100, completion_tokens=50)
+    for other in others:
+        assert isinstance(other, Truncated) and other is not first
+        assert (str(other), other.text, other.usage) == ("cut", "half", None)
 
 
 async def test_two_processes_share_one_file(tmp_path: Path) -> None:

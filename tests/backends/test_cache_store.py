@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from batch_agent.backends import cache_store
 from batch_agent.backends.cache_store import FILE, ResponseStore, cache_file, decode_reply, encode_reply
+from batch_agent.errors import SpecError
 from batch_agent.messages import Reply, ToolCall, Usage
 
 COUNTS = st.integers(0, 2**40)
@@ -89,7 +91,7 @@ def test_models_are_listed_and_pruned_and_cleared(tmp_path: Path, monkeypatch: p
         assert store.models() == []
 
 
-@pytest.mark.parametrize("damage", ["not a database", "an older version", "cut"])
+@pytest.mark.parametrize("damage", ["not a database", "cut"])
 def test_a_file_that_cannot_be_read_is_set_aside_with_a_warning(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,18 +100,46 @@ def test_a_file_that_cannot_be_read_is_set_aside_with_a_warning(
         put(store, 1)
     if damage == "not a database":
         path.write_bytes(b"garbage " * 1000)
-    elif damage == "cut":
-        path.write_bytes(path.read_bytes()[:5000])
     else:
-        connection = sqlite3.connect(path)
-        connection.execute("PRAGMA user_version = 77")
-        connection.close()
+        path.write_bytes(path.read_bytes()[:5000])
     with caplog.at_level(logging.WARNING, "batch_agent"), ResponseStore(path) as store:
         assert held(store, 3) == []
         put(store, 2)
         assert held(store, 3) == [2]
     assert "set aside" in caplog.text
     assert len(list(tmp_path.glob(f"{FILE}.damaged-*"))) == 1
+
+
+def test_the_file_of_another_release_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    with ResponseStore(path) as store:
+        put(store, 1)
+    _execute(path, "PRAGMA user_version = 77")
+    with pytest.raises(SpecError, match=r"its version is 77, and this release reads 1\); name another directory"):
+        ResponseStore(path).open()
+    assert [found.name for found in tmp_path.glob("*damaged*")] == []
+    _execute(path, "PRAGMA user_version = 1")
+    with ResponseStore(path) as store:
+        assert held(store, 3) == [1]
+
+
+@pytest.mark.parametrize("reply", ['{"text": ', "[]", "{}", '{"text": "", "tool_calls": [1]}', "caf\\xe9"])
+def test_an_answer_that_cannot_be_read_is_a_miss_and_dropped(reply: str, tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    with ResponseStore(path) as store:
+        put(store, 1)
+        put(store, 2)
+    _execute(path, "UPDATE responses SET reply = ? WHERE key = ?", reply, (1).to_bytes(32))
+    with ResponseStore(path) as store:
+        assert held(store, 3) == [2]
+        assert [model.answers for model in store.models()] == [1]
+        put(store, 1)
+        assert held(store, 3) == [1, 2]
+
+
+def _execute(path: Path, statement: str, *values: object) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement, values)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

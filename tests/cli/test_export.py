@@ -7,7 +7,7 @@ import pytest
 
 from batch_agent.cli.main import main
 from batch_agent.files.results import result_line
-from batch_agent.job import AgentError, AgentResult
+from batch_agent.job import AgentError, AgentResult, Timings
 from batch_agent.store.rundir import failure_line
 
 
@@ -18,7 +18,9 @@ def run_dir(tmp_path: Path) -> Path:
     directory.mkdir()
     error = AgentError("infer", "RateLimited", "too many", True)
     good = [AgentResult(index, str(index), {"text": f"t{index}"}, True, {"score": index}) for index in (3, 0, 2)]
-    bad: AgentResult[object] = AgentResult(1, "1", {"text": "t1"}, False, None, error, attempts=4)
+    bad: AgentResult[object] = AgentResult(
+        1, "1", {"text": "t1"}, False, None, error, attempts=4, cost=0.5, timings=Timings(total=2.5)
+    )
     (directory / "run.json").write_text('{"state": "running"}')
     (directory / "results.jsonl").write_bytes(b"".join(map(result_line, good)) + b'{"index": 4, "job')
     (directory / "failures.jsonl").write_bytes(failure_line(bad))
@@ -38,6 +40,7 @@ def test_a_table_has_every_row_in_input_order_and_says_what_it_left_out(
         ("3", "true", "3", "t3"),
     ]
     assert (rows[1]["error_type"], rows[1]["error_message"], rows[1]["attempts"]) == ("RateLimited", "too many", "4")
+    assert (rows[1]["cost"], rows[1]["seconds"]) == ("0.5", "2.5")
     assert "left out 1 lines that are not complete" in err
 
 
@@ -76,6 +79,39 @@ def test_what_cannot_be_exported_is_said_in_one_line(
     assert main(["export", *arguments]) == 1
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("run/journal.db", "is in the run directory"),
+        ("run/table.csv", "is in the run directory"),
+        ("rows.jsonl", "is the file of the inputs"),
+        ("spec.yaml", "is the file of the spec"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "messages"])
+def test_an_export_does_not_replace_what_the_run_consists_of(
+    run_dir: Path, output: str, message: str, kind: str, recorded: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``recorded``: whether the command named the inputs, or its spec did."""
+    inputs = run_dir.parent / "rows.jsonl"
+    (run_dir.parent / "spec.yaml").write_text("task: t\ninputs: rows.jsonl\n")
+    command = {"spec": str(run_dir.parent / "spec.yaml"), "inputs": str(inputs) if recorded else None}
+    (run_dir / "run.json").write_text(json.dumps({"state": "complete", "command": command}))
+    inputs.write_text("old")
+    (run_dir / "journal.db").write_text("old")
+    before = {path: path.read_bytes() for path in run_dir.parent.rglob("*") if path.is_file()}
+    assert main(["export", str(run_dir), "--format", kind, "--output", str(run_dir.parent / output)]) == 1
+    assert message in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run_dir.parent.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_whose_spec_is_gone_is_exported_all_the_same(run_dir: Path) -> None:
+    command = {"spec": str(run_dir.parent / "gone.yaml"), "inputs": None}
+    (run_dir / "run.json").write_text(json.dumps({"state": "complete", "command": command}))
+    assert main(["export", str(run_dir), "--format", "csv", "--output", str(run_dir.parent / "out.csv")]) == 0
 
 
 def test_a_run_without_results_is_an_empty_table(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

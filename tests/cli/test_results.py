@@ -157,6 +157,44 @@ async def test_results_stay_when_their_table_cannot_be_made(tmp_path: Path) -> N
     assert (tmp_path / "out.csv.partial.jsonl").read_bytes() == result_line(RESULT)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_what_another_process_has_beside_its_output_is_not_touched_by_a_start_that_fails(
+    tmp_path: Path, ordered: bool
+) -> None:
+    path = tmp_path / "out.csv"
+    beside = {tmp_path / f"{path.name}.{kind}.jsonl": kind for kind in ("partial", "waiting")}
+    for file, content in beside.items():
+        file.write_text(content)
+    with pytest.raises(ZeroDivisionError), open_results(path, ordered=ordered):
+        1 / 0  # noqa: B018
+    assert {file: file.read_text() for file in tmp_path.iterdir()} == beside
+
+
+async def test_a_live_run_keeps_its_results_when_a_second_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.csv"
+    with open_results(path, ordered=True) as live:
+        for index in (0, 2, 3):
+            await live.write(result(index))
+        with pytest.raises(ZeroDivisionError), open_results(path, ordered=True):
+            1 / 0  # noqa: B018
+        await live.write(result(1))
+    assert [line.split(",")[0] for line in path.read_text().splitlines()] == ["index", "0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_a_place_that_goes_away_before_the_first_result_is_an_error_in_words(
+    tmp_path: Path, ordered: bool
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    with (
+        pytest.raises(BatchAgentError, match=r"cannot .*: No such file"),
+        open_results(place / "out.csv", ordered=ordered) as writer,
+    ):
+        place.rmdir()
+        await writer.write(RESULT)
+
+
 @pytest.mark.parametrize("name", ["gone/out.jsonl", "gone/out.csv", "gone/out.jsonl.gz"])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_place_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Path, name: str, ordered: bool) -> None:

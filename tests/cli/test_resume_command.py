@@ -178,9 +178,51 @@ async def test_no_run_and_a_taken_directory_are_one_line_each(tmp_path: Path) ->
         assert "holds a run already" in stderr
 
 
-async def test_a_password_in_the_backends_url_is_not_kept(tmp_path: Path) -> None:
-    async with serving(tmp_path, echo) as server:
+async def test_a_password_in_the_backends_url_is_not_kept_and_must_be_given_again(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo) as elsewhere, ScriptedServer(echo, models=["m"]) as server:
         url = server.backend_url.replace("//", "//me:secret@")
         await batch_agent(tmp_path, "run", "spec.yaml", "--backend", url, "--run-dir", "here")
-    for path in (tmp_path / "here").iterdir():
-        assert b"secret" not in path.read_bytes()
+        for path in (tmp_path / "here").iterdir():
+            assert b"secret" not in path.read_bytes()
+        write_rows(tmp_path, 5)
+        code, _, stderr = await batch_agent(tmp_path, "resume", "here")
+        assert code == 1
+        assert "give --backend again" in stderr and "secret" not in stderr
+        code, _, stderr = await batch_agent(tmp_path, "resume", "here", "--backend", url)
+        assert code == 0, stderr
+        assert (server.received, elsewhere.received) == (5, 0)  # nothing went where the spec alone would send it
+        code, stdout, _ = await batch_agent(tmp_path, "export", "here", "--format", "messages")
+        assert (code, len(stdout.splitlines())) == (0, 5)
+
+
+async def test_a_second_process_is_refused_and_leaves_the_results_of_the_first_alone(tmp_path: Path) -> None:
+    hanging = asyncio.Event()
+
+    async def script(request: Request) -> Say:
+        if "word 0" in request.text:
+            await hanging.wait()
+        return Say(request.text)
+
+    run = ("run", "spec.yaml", "--run-dir", "here", "--output", "out.csv", "--ordered")
+    async with serving(tmp_path, script) as server, started(tmp_path, *run) as process:
+        await server.wait_until(lambda: server.received == 4 and server.inflight == 1)
+        waiting = tmp_path / "out.csv.waiting.jsonl"
+        while not waiting.exists() or waiting.read_bytes().count(b"\n") < 3:
+            await asyncio.sleep(0.01)
+        for again in (run, ("resume", "here")):
+            code, _, stderr = await batch_agent(tmp_path, *again)
+            assert code == 1 and "is in use by" in stderr
+        hanging.set()
+        assert await process.wait() == 0
+    lines = (tmp_path / "out.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["index", "0", "1", "2", "3"]
+    assert not list(tmp_path.glob("out.csv.*"))
+
+
+async def test_an_output_among_the_files_of_the_run_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo) as server:
+        for output in ("here/results.jsonl", "here/journal.db", "here/new.csv"):
+            code, _, stderr = await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here", "--output", output)
+            assert code == 1 and "is in the run directory here" in stderr
+        assert server.received == 0
+        assert not (tmp_path / "here").exists()

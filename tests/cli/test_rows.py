@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from batch_agent.cli import rows
 from batch_agent.cli.rows import read_pipe, read_rows
 from batch_agent.errors import SpecError
 from batch_agent.job import UnreadableRow
@@ -45,3 +46,15 @@ async def test_the_last_line_of_a_pipe_needs_no_newline_and_a_limit_ends_it_earl
     os.write(writer, b'\n"a"\n\n"b"\n"c"\n')
     assert [row async for row in read_pipe(reader, "pipe", 2)] == ["a", "b"]
     os.close(writer)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 3, 7, 1000])
+async def test_a_row_is_whole_wherever_a_pipe_divides_it(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "CHUNK_BYTES", chunk_bytes)
+    reader, writer = os.pipe()
+    os.write(writer, b'"a long row"\n\n"b"\n{"c": "\xc3\xa9"}\n17\n"last"')
+    os.close(writer)
+    *good, number, last = [row async for row in read_pipe(reader, "pipe", None)]
+    assert good == ["a long row", "b", {"c": "\u00e9"}]
+    assert isinstance(number, UnreadableRow) and "pipe line 5" in number.message
+    assert last == "last"

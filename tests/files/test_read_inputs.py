@@ -68,6 +68,12 @@ def test_a_csv_row_that_does_not_fit_the_header_or_is_not_utf8_fails_alone(tmp_p
     assert good == {"a": "1", "b": "2"}
 
 
+def test_a_carriage_return_outside_of_quotes_spoils_its_own_line(tmp_path: Path) -> None:
+    bad, good = read(tmp_path / "rows.csv", b"a,b\n1,2\r3,4\n5,6\n")
+    assert isinstance(bad, UnreadableRow) and "line 2: a carriage return outside of quotes" in bad.message
+    assert good == {"a": "5", "b": "6"}
+
+
 def test_a_cell_may_be_a_whole_document(tmp_path: Path) -> None:
     (row,) = read(tmp_path / "rows.csv", b"text\n" + b"x" * 300_000 + b"\n")
     assert isinstance(row, dict) and len(row["text"]) == 300_000
@@ -88,6 +94,10 @@ def test_a_quote_that_is_never_closed_does_not_take_the_rest_of_a_large_file(tmp
         ("rows.csv", b"a,a\n1,2\n", "more than one column 'a'"),
         ("rows.csv", b"a,,c\n1,2,3\n", "one has no name"),
         ("rows.csv", "a,b\n".encode("utf-16"), "UTF-16"),
+        ("rows.csv", b"caf\xe9,b\n1,2\n", "its first line is not UTF-8; save it as UTF-8"),
+        ("rows.csv", b"a,b\r1,2\r3,4\r", r"a carriage return outside of quotes; save the file with lines that end"),
+        ("rows.tsv", b"a\tb\r1\t2\r", "a carriage return outside of quotes"),
+        ("rows.csv", b'"a' + b"x" * (CELL_CHARACTERS + 1) + b"\n", "its first line .*field larger"),
         ("rows.xlsx", b"PK", "cannot tell what kind of rows .* rename it to one of .jsonl"),
         ("rows", b"", "cannot tell what kind of rows"),
         ("rows.gz", gzip.compress(b""), "cannot tell what kind of rows"),

@@ -111,5 +111,15 @@ def test_what_was_written_is_read_again(value: object) -> None:
     assert from_json(to_json(value)) == value
 
 
+@pytest.mark.parametrize("slow", [2**80, "half \ud83d"])
+def test_what_is_no_number_is_null_also_beside_what_orjson_refuses(slow: object) -> None:
+    def refuse(constant: str) -> object:
+        raise AssertionError(f"{constant} is no JSON")
+
+    value = {"slow": slow, "f": [float("nan"), float("inf")], "p": Point(1, -float("inf")), "text": "NaN"}
+    parsed = json.loads(to_json(value), parse_constant=refuse)
+    assert parsed == {"slow": slow, "f": [None, None], "p": {"x": 1, "label": None}, "text": "NaN"}
+
+
 def test_half_a_character_is_read_again() -> None:
     assert from_json(to_json(["\ud83d"])) == ["\ud83d"]

@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import replace
 from hashlib import blake2b
 from types import TracebackType
@@ -36,8 +37,8 @@ class CachingBackend:
         self._thread: ThreadPoolExecutor | None = None  # SQLite is used from one thread, beside the event loop
         self._entered = 0
         self._heads: WeakKeyDictionary[RequestShape, bytes] = WeakKeyDictionary()
-        # None for a result: whoever drove it was cancelled.
-        self._asked: dict[bytes, asyncio.Future[Reply | None]] = {}
+        # An error is a result like any other here; None: whoever drove it was cancelled.
+        self._asked: dict[bytes, asyncio.Future[Reply | BackendError | None]] = {}
 
     @property
     def name(self) -> str:
@@ -82,8 +83,11 @@ class CachingBackend:
         key = self._key(request)
         while (asked := self._asked.get(key)) is not None:
             # Shielded, because a waiter that is cancelled must not cancel what the others wait for.
-            if (reply := await asyncio.shield(asked)) is not None:
-                return _again(reply, on_tool_call)
+            end = await asyncio.shield(asked)
+            if isinstance(end, BackendError):
+                raise _for_another(end)
+            if end is not None:
+                return _again(end, on_tool_call)
         return await self._drive(key, request, on_tool_call)
 
     async def _drive(self, key: bytes, request: ModelRequest, on_tool_call: OnToolCall | None) -> Reply:
@@ -93,8 +97,7 @@ class CachingBackend:
             asked.set_result(reply)
             return reply
         except BackendError as error:
-            asked.set_exception(error)
-            asked.exception()  # seen, although perhaps nobody waits
+            asked.set_result(error)
             raise
         finally:
             del self._asked[key]
@@ -138,6 +141,13 @@ def _again(reply: Reply, on_tool_call: OnToolCall | None) -> Reply:
         for call in reply.tool_calls:
             on_tool_call(call)
     return replace(reply, usage=Usage(), first_token=None, saved=reply.saved or reply.usage)
+
+
+def _for_another(error: BackendError) -> BackendError:
+    """The same error for somebody else: what was computed all the same is on the account of who drove the request."""
+    same = copy(error)
+    same.usage = None
+    return same
 
 
 def _head(shape: RequestShape, backend: str) -> bytes:

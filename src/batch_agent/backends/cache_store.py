@@ -1,7 +1,8 @@
 """Answers of models on disk, found by what was asked: one SQLite file, shared by every run and process of a user.
 
 Bounded in bytes; what was used least recently leaves first. Losing the file loses money, never a run: a damaged one is
-set aside and a new one begun, and a disk that fails in the middle of a run only means that answers are asked for again.
+set aside and a new one begun, an answer that cannot be read is dropped, and a disk that fails in the middle of a run
+only means that answers are asked for again. A file of another release is left alone, and refused.
 All methods block, and one thread calls them; which one is the owner's affair.
 """
 
@@ -105,10 +106,15 @@ class ResponseStore:
         row = self._try("SELECT reply, used FROM responses WHERE key = ?", key)
         if not row:
             return None
+        try:
+            reply = decode_reply(row[0][0])
+        except ValueError:
+            self._try("DELETE FROM responses WHERE key = ?", key)
+            return None
         now = time.time()
         if abs(now - row[0][1]) > USED_SECONDS:
             self._try("UPDATE responses SET used = ? WHERE key = ?", now, key)
-        return decode_reply(row[0][0])
+        return reply
 
     def put(self, key: bytes, backend: str, model: str, reply: Reply) -> None:
         text = encode_reply(reply)
@@ -163,8 +169,8 @@ class ResponseStore:
                 for statement in SCHEMA.split(";"):
                     self._connection.execute(statement)
                 self._connection.execute(f"PRAGMA user_version = {VERSION}")
-            elif version != VERSION:
-                raise sqlite3.DatabaseError(f"its version is {version}, not {VERSION}")
+            elif version != VERSION:  # another release's, and good for that one
+                raise sqlite3.NotSupportedError(f"its version is {version}, and this release reads {VERSION}")
             total = self._connection.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
         self._size_bytes = int(total[0])
 
@@ -215,12 +221,18 @@ def encode_reply(reply: Reply) -> str:
 
 
 def decode_reply(text: str) -> Reply:
-    """As it is given a second time: nothing was computed, and ``saved`` is what it took the first time."""
-    record = json.loads(text)
-    return Reply(
-        text=record["text"],
-        tool_calls=tuple(ToolCall(*call) for call in record["tool_calls"]),
-        reasoning=record["reasoning"],
-        finish_reason=record["finish_reason"],
-        saved=Usage(*record["usage"]),
-    )
+    """As it is given a second time: nothing was computed, and ``saved`` is what it took the first time.
+
+    Raises ValueError for what ``encode_reply`` never wrote.
+    """
+    try:
+        record = json.loads(text)
+        return Reply(
+            text=record["text"],
+            tool_calls=tuple(ToolCall(*call) for call in record["tool_calls"]),
+            reasoning=record["reasoning"],
+            finish_reason=record["finish_reason"],
+            saved=Usage(*record["usage"]),
+        )
+    except (TypeError, KeyError) as error:
+        raise ValueError("a cached answer has another form") from error

@@ -10,6 +10,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import cast
 
+from batch_agent.cli.overwriting import refuse_in_run_directory, refuse_overwriting
+from batch_agent.cli.recorded import read_by
 from batch_agent.cli.streams import say, writing
 from batch_agent.cli.transcripts import prepared_again, transcript_lines
 from batch_agent.errors import BatchAgentError, SpecError
@@ -44,6 +46,10 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
 def export_command(options: argparse.Namespace) -> int:
     directory, output = Path(options.directory), options.output and Path(options.output)
     facts = read_run(directory)
+    if output is not None:
+        refuse_in_run_directory(output, directory)
+        for what, path in read_by(facts):
+            refuse_overwriting(output, path, what)
     records = RunRecords(directory)
     if options.format == MESSAGES:
         _export_messages(directory, facts, records, output)

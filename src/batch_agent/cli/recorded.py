@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from pydantic import JsonValue
 
 from batch_agent.cli.rows import STDIN
-from batch_agent.cli.specfile import SpecFile
+from batch_agent.cli.specfile import SpecFile, read_specfile
+from batch_agent.errors import SpecError
+from batch_agent.messages import JsonObject
 
 RUNS = "runs"
 
@@ -29,6 +33,7 @@ KEPT = (
     "no_hoist",
 )
 PATHS = ("inputs", "output", "cache")
+LEFT_OUT = "left_out"  # the names of those that were given and are not kept
 
 
 def add_recording_arguments(run: argparse.ArgumentParser) -> None:
@@ -94,5 +99,34 @@ def command_of(options: argparse.Namespace) -> dict[str, JsonValue]:
             value = str(Path(value).absolute())
         if name == "backend" and value is not None and "@" in value:
             value = None  # it may carry a password
+            kept[LEFT_OUT] = [name]
         kept[name] = value
     return kept
+
+
+def refuse_left_out(command: Mapping[str, JsonValue], options: argparse.Namespace) -> None:
+    """SpecError when the run had an option that was not kept, and that ``options`` does not give again: without it the
+    run would go on elsewhere."""
+    left_out = command.get(LEFT_OUT)
+    for name in left_out if isinstance(left_out, list) else ():
+        if getattr(options, str(name)) is None:
+            raise SpecError(
+                f"{options.run_dir} was started with a --{name} that was not kept, since it may carry a "
+                f"password: give --{name} again"
+            )
+
+
+def read_by(facts: JsonObject) -> list[tuple[str, Path]]:
+    """What the command of a recorded run read, as far as that can still be told: its spec and its inputs."""
+    command = facts.get("command")
+    spec = command.get("spec") if isinstance(command, dict) else None
+    if not isinstance(command, dict) or not isinstance(spec, str):
+        return []
+    inputs = command.get("inputs")
+    if inputs is None:
+        with suppress(SpecError):  # it is gone, or no spec any more
+            inputs = read_specfile(Path(spec)).inputs_path()
+    read = [("spec", Path(spec))]
+    if isinstance(inputs, str) and inputs != STDIN:
+        read.append(("inputs", Path(inputs)))
+    return read

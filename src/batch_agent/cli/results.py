@@ -2,6 +2,9 @@
 
 A line of an uncompressed file leaves in one piece before the next result is taken, so what a killed run has paid for is
 on disk. That goes for a table as well: its results are collected as lines beside it until the run ends.
+
+Nothing that was there before is touched until the first result comes: until then another process may be the one whose
+run this is, and what is beside the output may be all that a killed run left.
 """
 
 from __future__ import annotations
@@ -75,11 +78,6 @@ class FileWriter:
     def destination(self) -> str:
         return str(self._path)
 
-    @property
-    def started(self) -> bool:
-        """Whether there was a result."""
-        return self._stream is not None
-
     def __enter__(self) -> Self:
         return self
 
@@ -115,7 +113,7 @@ class FileWriter:
             raise BatchAgentError(f"cannot write the results to {self._path}: {error.strerror}") from None
 
 
-class TableWriter(FileWriter):
+class TableWriter:
     """Results in a table, which is made when the run is over. Until then they are lines in a file beside it, and stay
     there if the table cannot be made."""
 
@@ -123,23 +121,48 @@ class TableWriter(FileWriter):
         check_table(path)
         if path.is_dir():
             raise SpecError(f"cannot write the results to {path}: it is a directory")
-        super().__init__(path.with_name(f"{path.name}.partial.jsonl"))
         self._table = path
+        self._partial = path.with_name(f"{path.name}.partial.jsonl")
+        self._lines: FileWriter | None = None
+        _check_place(self._partial)
 
     @property
     def destination(self) -> str:
         return str(self._table)
 
+    def __enter__(self) -> Self:
+        return self
+
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        if self.started:
+        if exception[0] is None:  # a run without a single row leaves an empty table, not an old one
+            self._start()
+        if self._lines is None:
+            return
+        self._lines.__exit__(*exception)
+        try:
+            write_table(ResultFile(self._partial), self._table)
+        except OSError as error:
+            raise BatchAgentError(
+                f"cannot write the table {self._table}: {error.strerror}; the results are in {self._partial}"
+            ) from None
+        self._partial.unlink(missing_ok=True)
+
+    async def write(self, result: AgentResult[object]) -> bool:
+        return await self._start().write(result)
+
+    async def write_line(self, line: bytes) -> None:
+        self.write_now(line)
+
+    def write_now(self, line: bytes) -> None:
+        self._start().write_now(line)
+
+    def _start(self) -> FileWriter:
+        if self._lines is None:
             try:
-                write_table(ResultFile(self._path), self._table)
-            except OSError as error:
-                raise BatchAgentError(
-                    f"cannot write the table {self._table}: {error.strerror}; the results are in {self._path}"
-                ) from None
-        self._path.unlink(missing_ok=True)
+                self._lines = FileWriter(self._partial)
+            except SpecError as error:  # too late for one: the run has begun
+                raise BatchAgentError(str(error)) from None
+        return self._lines
 
 
 class StdoutWriter:
@@ -188,13 +211,9 @@ class OrderedWriter:
         self._writer = writer
         self._waiting_path = path and path.with_name(f"{path.name}.waiting.jsonl")
         self._files = ExitStack()
-        try:
-            waiting = self._files.enter_context(_open_temporary(self._waiting_path))
-            places = self._files.enter_context(_open_temporary(None))
-        except OSError as error:
-            self._files.close()
-            raise SpecError(f"cannot keep results until their turn: {error.strerror}: {error.filename}") from None
-        self._order = InputOrder(waiting, places)
+        self._order: InputOrder | None = None
+        if self._waiting_path is not None:
+            _check_place(self._waiting_path)
 
     @property
     def destination(self) -> str:
@@ -207,7 +226,7 @@ class OrderedWriter:
     async def write(self, result: AgentResult[object]) -> bool:
         own, faithful = _line(result)
         try:
-            for line in self._order.put(result.index, own):
+            for line in self._start().put(result.index, own):
                 await self._writer.write_line(line)
         except BrokenPipeError:
             raise
@@ -218,12 +237,19 @@ class OrderedWriter:
     def __exit__(self, *exception: object) -> None:
         with self._files:
             try:
-                for line in self._order.rest():
+                for line in self._order.rest() if self._order is not None else ():
                     self._writer.write_now(line)
             finally:
                 self._writer.__exit__(*exception)
-        if self._waiting_path is not None:
+        if self._order is not None and self._waiting_path is not None:
             self._waiting_path.unlink(missing_ok=True)
+
+    def _start(self) -> InputOrder:
+        if self._order is None:
+            waiting = self._files.enter_context(_open_temporary(self._waiting_path))
+            places = self._files.enter_context(_open_temporary(None))
+            self._order = InputOrder(waiting, places)
+        return self._order
 
 
 def _line(result: AgentResult[object]) -> tuple[bytes, bool]:
@@ -231,6 +257,17 @@ def _line(result: AgentResult[object]) -> tuple[bytes, bool]:
         return result_line(result), True
     except Invalid as error:
         return result_line(unwritten(result, error)), False
+
+
+def _check_place(path: Path) -> None:
+    """SpecError when a file beside the output could not be written. Neither makes nor changes it."""
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise SpecError(f"cannot write the results to {path}: {error.strerror}") from None
 
 
 def _open_temporary(path: Path | None) -> IO[bytes]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from batch_agent.api import BatchAgent
-from batch_agent.cli.recorded import KEPT
+from batch_agent.cli.recorded import KEPT, refuse_left_out
 from batch_agent.cli.rows import STDIN
 from batch_agent.cli.run import ALL_OK, load_spec, run_command
 from batch_agent.cli.streams import put, say
@@ -45,6 +45,7 @@ def resume_command(options: argparse.Namespace) -> int:
 
 
 def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> argparse.Namespace:
+    refuse_left_out(command, options)
     merged = argparse.Namespace(**vars(options))
     merged.spec, merged.spec_path = command.get("spec"), None
     for name in KEPT:

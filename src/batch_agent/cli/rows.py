@@ -37,11 +37,15 @@ def read_rows(source: str, limit: int | None = None) -> list[Row] | LazyRows | A
 async def read_pipe(descriptor: int, name: str, limit: int | None) -> AsyncIterator[Row]:
     """JSONL from something that has no end in sight."""
     taken = number = 0
-    rest = b""
+    parts: list[bytes] = []  # of the line that has not ended
     try:
         while taken != limit:
             chunk = await _read_chunk(descriptor, name)
-            *lines, rest = (rest + chunk).split(b"\n") if chunk else (rest, b"")
+            parts.append(chunk)
+            if chunk and b"\n" not in chunk:
+                continue
+            *lines, rest = b"".join(parts).split(b"\n") if chunk else (b"".join(parts), b"")
+            parts = [rest]
             for line in lines:
                 number += 1
                 row = parse_line(line.removeprefix(BOM) if number == 1 else line, f"{name} line {number}")

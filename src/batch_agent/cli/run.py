@@ -19,6 +19,7 @@ from batch_agent.cli.display import Display, with_expected
 from batch_agent.cli.dryrun import DryRun
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.models import fetch_missing
+from batch_agent.cli.overwriting import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.recorded import command_of, recording_of
 from batch_agent.cli.results import ResultWriter, open_results
 from batch_agent.cli.rows import STDIN, read_rows
@@ -52,7 +53,7 @@ def run_command(options: argparse.Namespace) -> int:
         prepared = BatchAgent.plan(spec)
         fetch_missing(prepared.backend.name, sys.stderr)
         run: Run[object] = Run(prepared, command=command_of(options))
-        with _open_output(options) as writer:
+        with _open_output(options, spec) as writer:
             return asyncio.run(_run(run, spec, writer, view, _Reporter(options, stdout)))
 
 
@@ -75,7 +76,7 @@ def _inputs(file: SpecFile, options: argparse.Namespace) -> object:
     path = options.inputs or file.inputs_path()
     if path is not None:
         if options.output and path != STDIN:
-            _refuse_overwriting(options.output, path, "inputs")
+            refuse_overwriting(Path(options.output), Path(path), "inputs")
         return read_rows(path, options.limit)
     inline = file.options.get("inputs")
     if inline is None:
@@ -85,24 +86,14 @@ def _inputs(file: SpecFile, options: argparse.Namespace) -> object:
     return [as_row(item, f"{file.path} input {number}") for number, item in enumerate(inline[: options.limit], 1)]
 
 
-def _refuse_overwriting(output: str, other: str, what: str) -> None:
-    if Path(other).is_dir():
-        if Path(output).resolve().is_relative_to(Path(other).resolve()):
-            raise SpecError(f"--output {output} is in the directory of the {what} and would be one of them")
-        return
-    try:
-        same = Path(output).samefile(other)
-    except OSError:  # one of them is not there yet
-        return
-    if same:
-        raise SpecError(f"--output {output} is the file of the {what}; give another one")
-
-
-def _open_output(options: argparse.Namespace) -> ResultWriter:
+def _open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:
     if options.output is None:
         return open_results(None, ordered=options.ordered)
-    _refuse_overwriting(options.output, options.spec or options.spec_path, "spec")
-    return open_results(Path(options.output), ordered=options.ordered)
+    output = Path(options.output)
+    refuse_overwriting(output, Path(options.spec or options.spec_path), "spec")
+    if spec.run_dir is not None:
+        refuse_in_run_directory(output, Path(spec.run_dir))
+    return open_results(output, ordered=options.ordered)
 
 
 def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> View:

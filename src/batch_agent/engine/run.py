@@ -26,7 +26,17 @@ from batch_agent.engine.rows import Rows
 from batch_agent.engine.spending import Spending
 from batch_agent.engine.turn import Resources
 from batch_agent.errors import Interrupted, JobError, Rejected, RunRejected, SpecError, StoreError
-from batch_agent.events import Ended, Event, JobFinished, JobStarted, LimitChanged, RunFinished, RunStarted, Sink
+from batch_agent.events import (
+    Ended,
+    Event,
+    JobFinished,
+    JobStarted,
+    LimitChanged,
+    ModelChosen,
+    RunFinished,
+    RunStarted,
+    Sink,
+)
 from batch_agent.job import AgentError, AgentResult, Job
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
@@ -146,11 +156,12 @@ class Run(Generic[T]):
             self._session = await open_session(self._prepared.spec)
             async with asyncio.TaskGroup() as first:
                 self._feeder = first.create_task(self._check_first())
-            if self._rows.seen:
+            self._emit_start()
+            if self._rows.seen:  # without inputs nothing is asked, and nothing recorded
                 async with self._prepared.backend:
                     await self._work(await choose_model(self._prepared))
             else:
-                await self._work(self._prepared)
+                self._fed = True
             ended = self._how_ended()
         except asyncio.CancelledError:
             ended = "cancelled"
@@ -167,14 +178,19 @@ class Run(Generic[T]):
             failure = await self._end_session(ended, reason, failure) or failure
             self._delivery.close(failure)
 
-    async def _work(self, prepared: Prepared) -> None:
-        spec = prepared.spec
-        if self._session is not None:
-            await begin_session(self._session, prepared, self._command, partial(self._backlog, "journal"))
-        now = asyncio.get_running_loop().time()
+    def _emit_start(self) -> None:
+        """Before the backend is entered: an engine that loads its weights is part of the run's time."""
+        prepared, now = self._prepared, asyncio.get_running_loop().time()
         price = self._spending.per_second
         self._emit(RunStarted(now, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
         self._emit(LimitChanged(now, self._limiter.scheduler.max_inflight, "start"))
+
+    async def _work(self, prepared: Prepared) -> None:
+        spec = prepared.spec
+        if self._prepared.model is None and prepared.model is not None:
+            self._emit(ModelChosen(asyncio.get_running_loop().time(), prepared.model))
+        if self._session is not None:
+            await begin_session(self._session, prepared, self._command, partial(self._backlog, "journal"))
         async with asyncio.TaskGroup() as tool_tasks:
             pool = ToolPool(prepared.tools, timeout=spec.timeout_per_tool, spawn=tool_tasks.create_task)
             self._pool = pool

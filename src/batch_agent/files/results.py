@@ -63,13 +63,21 @@ def to_json(value: object) -> bytes:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
     except TypeError:
         # Integers beyond 64 bits and lone surrogates, which a model can write and orjson refuses.
-        return json.dumps(value, default=_plain).encode("ascii")
+        return _to_json_slowly(value).encode("ascii")
 
 
 def from_json(data: bytes) -> object:
     """What ``to_json`` wrote. Raises ValueError for what is no JSON."""
     value: object = json.loads(data)  # orjson would round integers beyond 64 bits and refuses lone surrogates
     return value
+
+
+def _to_json_slowly(value: object) -> str:
+    try:
+        return json.dumps(value, default=_plain, allow_nan=False)
+    except ValueError:  # NaN and infinity, which become null as with orjson
+        text = json.dumps(value, default=_plain)
+        return json.dumps(json.loads(text, parse_constant=lambda _: None))
 
 
 def _plain(value: object) -> object:

@@ -28,6 +28,8 @@ class _Header:
     name: str
 
     def __post_init__(self) -> None:
+        if not all(map(is_utf8, self.columns)):
+            raise SpecError(f"{self.name}: its first line is not UTF-8; save it as UTF-8")
         refuse_twice(self.columns, self.name)
         if not all(column.strip() for column in self.columns):
             raise SpecError(f"{self.name}: its first line must name every column; one has no name")
@@ -51,7 +53,10 @@ def _parse(lines: Iterable[bytes], name: str, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(CELL_CHARACTERS)
     # A byte that is not UTF-8 must spoil its own row only.
     reader = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), delimiter=delimiter)
-    first = next(reader, None)
+    try:
+        first = next(reader, None)
+    except csv.Error as error:
+        raise SpecError(f"{name}: its first line is not one of names: {_in_words(error)}") from None
     if first is None:
         return
     header = _Header(first, name)
@@ -59,9 +64,15 @@ def _parse(lines: Iterable[bytes], name: str, delimiter: str) -> Iterator[Row]:
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            yield UnreadableRow(f"{name} line {reader.line_num}: {error}")
+            yield UnreadableRow(f"{name} line {reader.line_num}: {_in_words(error)}")
             continue
         if cells is None:
             return
         if cells:
             yield header.row(cells, reader.line_num)
+
+
+def _in_words(error: csv.Error) -> str:
+    if "new-line character" in str(error):
+        return "a carriage return outside of quotes; save the file with lines that end in \\n or \\r\\n"
+    return str(error)

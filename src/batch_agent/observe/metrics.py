@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from batch_agent.events import (
     Ended,
@@ -17,6 +17,7 @@ from batch_agent.events import (
     JobFinished,
     JobStarted,
     LimitChanged,
+    ModelChosen,
     RunFinished,
     RunStarted,
     ToolFinished,
@@ -161,6 +162,8 @@ class Metrics:
                 self._max_inflight = event.max_inflight
             case RunStarted():
                 self._run = event
+            case ModelChosen():
+                self._run = self._run and replace(self._run, model=event.model)
             case RunFinished():
                 self._finished = event
 

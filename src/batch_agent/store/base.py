@@ -26,14 +26,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a session is. ``resumed`` rows, a part of the others, came from the record; tokens and cost ($) are of
-    the turns recorded in this session."""
+    """How far a session is. ``resumed`` rows, a part of the others, came from the record; tokens and cost ($, None
+    where no price is known) are what it has spent."""
 
     ok: int = 0
     failed: int = 0
     resumed: int = 0
     tokens: int = 0
-    cost: float = 0.0
+    cost: float | None = None
 
 
 class Store(Protocol):

@@ -12,11 +12,11 @@ import orjson
 
 from batch_agent.job import AgentError
 from batch_agent.messages import Reply, ToolCall, Usage
-from batch_agent.store.steps import Begun, Done, Failed, Outcome, Restart, Spent, Step, Turn
+from batch_agent.store.steps import Begun, Done, Failed, Outcome, Spent, Step, Turn
 
 FORMAT = 1
 SLOWLY = b" "  # before what orjson can neither write nor read
-TURN, BEGUN, OUTCOME, DONE, FAILED, RESTART = range(1, 7)
+TURN, BEGUN, OUTCOME, DONE, FAILED = range(1, 6)
 
 
 def encode(step: Step) -> tuple[int, bytes]:
@@ -32,8 +32,6 @@ def encode(step: Step) -> tuple[int, bytes]:
         case Failed(error, text, spent):
             fields = (error.stage, error.type, error.message, error.retryable)
             return FAILED, _dump([fields, text, _from_spent(spent)])
-        case Restart():
-            return RESTART, b"[]"
 
 
 def decode(kind: int, body: bytes) -> Step:
@@ -55,8 +53,6 @@ def _decode(kind: int, body: Any) -> Step:
         return Begun(tuple(body))
     if kind == FAILED:
         return Failed(AgentError(*body[0]), body[1], Spent(*body[2]))
-    if kind == RESTART:
-        return Restart()
     raise ValueError(f"there is no record of kind {kind}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from batch_agent.errors import StoreError
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 GATHERING = 0.002  # seconds that a commit waits for company: nothing beside a model call, and half the commits
 BACKLOG = 1024  # records and lines that may wait for the disk before no new agent starts
+STORED_EVERY = 1.0  # seconds between two commits that hold nothing but how far the session is
 AT_ONCE = 64  # agents that go on in the same turn of the event loop after a commit
 
 
@@ -31,7 +33,8 @@ class Log(Protocol):
 
 
 class Journal:
-    """``on_backlog`` is told when the disk falls behind, and when it has caught up."""
+    """``spent`` says what the session has spent so far, in tokens and $; ``on_backlog`` is told when the disk falls
+    behind, and when it has caught up."""
 
     def __init__(
         self,
@@ -40,11 +43,13 @@ class Journal:
         thread: ThreadPoolExecutor,
         *,
         next_agent: int = 1,
+        spent: Callable[[], tuple[int, float | None]] = lambda: (0, None),
         on_backlog: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._store, self._log, self._thread = store, log, thread
         self._loop = asyncio.get_running_loop()
         self._next_agent = next_agent
+        self._spent = spent
         self._on_backlog = on_backlog
         self._backlogged = False
         self._entries: list[Entry] = []
@@ -54,30 +59,33 @@ class Journal:
         self._durable = 0  # the number of the last that is on disk
         self._busy = False  # a commit is on its way, or about to be
         self._failure: StoreError | None = None
-        self._ok = self._failed = self._resumed = self._tokens = 0
-        self._cost = 0.0
+        self._ok = self._failed = self._resumed = 0
+        self._stored = -STORED_EVERY  # when a commit last held how far the session is
+        self._on_its_way = self._recorded = Progress()
 
     @property
     def progress(self) -> Progress:
-        return Progress(self._ok, self._failed, self._resumed, self._tokens, self._cost)
+        """The rows that are on disk, and what the session has spent."""
+        tokens, cost = self._spent()
+        return replace(self._recorded, tokens=tokens, cost=cost)
 
     def new_agent(self) -> int:
         agent = self._next_agent
         self._next_agent += 1
         return agent
 
-    def add(self, entry: Entry, *, tokens: int = 0, cost: float = 0.0) -> int:
-        """Take a step, and what it cost, into the next commit, whose number this is: ``wait`` for that."""
+    def add(self, entry: Entry) -> int:
+        """Take a step into the next commit, whose number this is: ``wait`` for that."""
         if self._failure is not None:
             raise self._failure
         self._entries.append(entry)
-        self._tokens += tokens
-        self._cost += cost
         self._wake()
         return self._gathering
 
     def publish(self, result: AgentResult[object]) -> int:
         """Write a result to the run's files, after everything that was added before it is on disk."""
+        if self._failure is not None:
+            raise self._failure
         self._results.append(result)
         if result.ok:
             self._ok += 1
@@ -89,10 +97,10 @@ class Journal:
 
     async def wait(self, commit: int) -> None:
         """Until that commit is on disk. Raises StoreError when it never will be."""
-        if commit <= self._durable:
-            return
         if self._failure is not None:
             raise self._failure
+        if commit <= self._durable:
+            return
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._waiters.setdefault(commit, []).append(waiter)
         await waiter
@@ -127,11 +135,17 @@ class Journal:
         entries, self._entries = self._entries, []
         results, self._results = self._results, []
         self._gathering += 1
-        progress = self.progress
-        self.in_thread(lambda: self._write(entries, results, progress)).add_done_callback(self._committed)
+        progress = self._on_its_way = Progress(self._ok, self._failed, self._resumed, *self._spent())
+        now = self._loop.time()
+        # Rows that come from the record have no entries: a commit for each few of them would be felt.
+        if stored := bool(entries) or now - self._stored >= STORED_EVERY:
+            self._stored = now
+        self.in_thread(lambda: self._write(entries, results, progress if stored else None)).add_done_callback(
+            self._committed
+        )
 
-    def _write(self, entries: list[Entry], results: list[AgentResult[object]], progress: Progress) -> None:
-        if entries:
+    def _write(self, entries: list[Entry], results: list[AgentResult[object]], progress: Progress | None) -> None:
+        if progress is not None:
             self._store.commit(entries, progress)
         if results:
             self._log.write(results)
@@ -141,6 +155,7 @@ class Journal:
         error = asyncio.CancelledError() if commit.cancelled() else commit.exception()
         if error is None:
             self._durable = number
+            self._recorded = self._on_its_way
             self._release(self._waiters.pop(number, []))
         else:
             self._fail(error if isinstance(error, StoreError) else StoreError(f"the run cannot be recorded: {error!r}"))

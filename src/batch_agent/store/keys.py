@@ -52,16 +52,22 @@ class Keys:
         else:
             own = own_id.encode("utf-8", "surrogatepass")
             state.update(b"%d:%b%b" % (len(own), own, question.encode()))
-        key = state.digest()
-        self._digest.update(key)
-        self.count += 1
-        return key
+        return state.digest()
 
     def identity(self, job: Job, question: str) -> Identity:
-        return Identity(self.key(job.job_id if job.identified else None, question), row_of(job))
+        return self.identify(job.input, job.job_id if job.identified else None, question)
+
+    def identify(self, value: object, own_id: str | None, question: str) -> Identity:
+        identity = Identity(self.key(own_id, question), row_of(value, question))
+        self._digest.update(identity.key + identity.row)
+        self.count += 1
+        return identity
 
 
-def row_of(job: Job) -> bytes:
-    """The input by its ``id``, or by its content where it has none."""
-    content = job.job_id.encode("utf-8", "surrogatepass") if job.identified else to_json(job.input)
-    return blake2b(b"%d:" % job.identified + content, digest_size=KEY_BYTES).digest()
+def row_of(value: object, question: str) -> bytes:
+    """The input by all it holds, ``id`` and unused columns included: one that was edited is another row."""
+    try:
+        content = b"=" + to_json(value)
+    except Exception:  # whatever the user's own classes raise: no reason to stop a run
+        content = b"?" + question.encode()
+    return blake2b(content, digest_size=KEY_BYTES).digest()

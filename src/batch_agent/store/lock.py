@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
+import time
 from pathlib import Path
 
 from batch_agent.errors import StoreError
@@ -16,11 +18,20 @@ if sys.platform == "win32":
         # Beyond the text, which others read to say who holds the lock.
         os.lseek(descriptor, 1 << 20, os.SEEK_SET)
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+
+    _look = _take
 else:
     import fcntl
 
     def _take(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _look(descriptor: int) -> None:
+        """As many as like may look at the same time; not while somebody holds the lock."""
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+LOOKS = 50  # how often whoever is only looking is waited for, some milliseconds each time
 
 
 class Lock:
@@ -28,7 +39,7 @@ class Lock:
         """Raises StoreError when another process, or another run of this one, holds it."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            _take(self._descriptor)
+            _take_patiently(self._descriptor)
         except OSError:
             holder = os.read(self._descriptor, 200).decode(errors="replace").strip()
             os.close(self._descriptor)
@@ -44,15 +55,31 @@ class Lock:
         os.close(self._descriptor)
 
 
-def is_locked(path: Path) -> bool:
+def _take_patiently(descriptor: int) -> None:
+    """A process that looks whether somebody is here is in the way for a moment, and is no reason to give up."""
+    for _ in range(LOOKS):
+        try:
+            return _take(descriptor)
+        except OSError:
+            _look(descriptor)  # raises when it is held in earnest
+        time.sleep(random.uniform(0.001, 0.01))
+    _take(descriptor)
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process is working here; None when that cannot be told."""
     try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
         return False
-    try:
-        _take(descriptor)
     except OSError:
+        return None
+    try:
+        _look(descriptor)
+    except BlockingIOError:
         return True
+    except OSError:
+        return True if sys.platform == "win32" else None
     finally:
         os.close(descriptor)
     return False

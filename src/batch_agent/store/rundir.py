@@ -7,24 +7,27 @@
     summary.json    the numbers, when a session ended
     lock            held while a process works here
 
-The two files of results belong to the latest session: it begins them anew and writes what it takes from the journal
-like everything else, so a line of theirs is never of a row that is no longer there, and a line that a kill tore is gone
-after the next session. All of this blocks, and runs in the journal's thread.
+A session writes every row it delivers to the two files of results, also what it takes from the journal, so after a
+session that reached its end they hold one line per row; ``resultfiles`` says what of them stays when one does not. All
+of this blocks, and runs in the journal's thread.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import Literal, cast
 
 from batch_agent.errors import Invalid, SpecError, StoreError
 from batch_agent.files.results import from_json, record_line, result_line, to_json, unwritten
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
+from batch_agent.store.base import Progress
 from batch_agent.store.lock import Lock, is_locked
+from batch_agent.store.resultfiles import ResultFiles
 from batch_agent.store.sqlite import Glance, SqliteJournal, glance
 
 State = Literal["running", "complete", "failed", "interrupted", "out of budget"]
@@ -46,8 +49,7 @@ class RunDir:
         self.path = path
         self.journal = journal
         self._lock = lock
-        self._results: BinaryIO | None = None
-        self._failures: BinaryIO | None = None
+        self._files = ResultFiles(path / RESULTS, path / FAILURES)
 
     @classmethod
     def open(cls, path: Path, *, resume: bool) -> RunDir:
@@ -57,31 +59,35 @@ class RunDir:
             lock = Lock(path / LOCK)
         except OSError as error:
             raise StoreError(f"the run directory {path} cannot be used: {error.strerror}") from None
-        try:
-            if not resume and ((path / JOURNAL).exists() or (path / RUN).exists()):
-                raise SpecError(
-                    f"{path} holds a run already: go on with it (resume=True, or batch-agent resume {path}), or give "
-                    "another run directory"
-                )
-            return cls(path, lock, SqliteJournal.open(path / JOURNAL, begun=(path / RUN).exists()))
-        except BaseException:
-            lock.release()
-            raise
+        with ExitStack() as undone:
+            undone.callback(lock.release)
+            begun = (path / RUN).exists()
+            if begun and not resume:
+                raise _taken(path)
+            journal = SqliteJournal.open(path / JOURNAL, begun=begun)
+            undone.callback(journal.close)
+            if not resume and journal.next_agent() > 1:
+                raise _taken(path)
+            undone.pop_all()
+        return cls(path, lock, journal)
 
     def begin_files(self) -> None:
         try:
-            self._results = (self.path / RESULTS).open("wb", buffering=0)
-            self._failures = (self.path / FAILURES).open("wb", buffering=0)
+            self._files.begin()
             (self.path / SUMMARY).unlink(missing_ok=True)
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
-    def write(self, results: Sequence[AgentResult[object]]) -> None:
-        good, bad = _lines(results)
+    def end_files(self, *, every: bool) -> None:
+        """``every``: each row of the run was delivered in this session."""
         try:
-            for file, data in ((self._results, good), (self._failures, bad)):
-                if file is not None and data:
-                    _write_all(file, data)
+            self._files.end(every=every)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+
+    def write(self, results: Sequence[AgentResult[object]]) -> None:
+        try:
+            self._files.write(*_lines(results))
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
@@ -93,14 +99,8 @@ class RunDir:
 
     def close(self) -> None:
         try:
-            for file in (self._results, self._failures):
-                if file is not None:
-                    with file:
-                        os.fsync(file.fileno())
-        except OSError as error:
-            raise _unwritable(self.path, error) from None
-        finally:
             self.journal.close()
+        finally:
             self._lock.release()
 
     def _replace(self, name: str, content: JsonObject) -> None:
@@ -113,6 +113,7 @@ class RunDir:
                 os.fsync(file.fileno())
             draft.replace(path)
         except OSError as error:
+            draft.unlink(missing_ok=True)
             raise _unwritable(self.path, error) from None
 
 
@@ -129,9 +130,10 @@ class RunView:
     def of(cls, path: Path) -> RunView:
         facts = read_run(path)
         state = cast(State, facts.get("state"))
-        if state == "running" and not is_locked(path / LOCK):
+        if state == "running" and is_locked(path / LOCK) is False:
             state = "interrupted"  # killed, or the machine went down: nobody was left to say so
-        return cls(path, facts, state, glance(path / JOURNAL))
+        journal = path / JOURNAL
+        return cls(path, facts, state, glance(journal) if journal.exists() else Glance(0, Progress()))
 
 
 def read_run(path: Path) -> JsonObject:
@@ -139,20 +141,32 @@ def read_run(path: Path) -> JsonObject:
     try:
         facts = from_json((path / RUN).read_bytes())
     except FileNotFoundError:
-        raise SpecError(f"{path} holds no run: there is no {RUN} in it") from None
+        go_on = f"; its {JOURNAL} is there: {_go_on_without_it(path)}" if (path / JOURNAL).exists() else ""
+        raise SpecError(f"{path} holds no run: there is no {RUN} in it{go_on}") from None
     except OSError as error:
         raise SpecError(f"cannot read {path / RUN}: {error.strerror}") from None
     except ValueError:
         facts = None
     if not isinstance(facts, dict):
-        raise StoreError(f"{path / RUN} is damaged; move it away and resume the run with its own spec")
+        raise StoreError(f"{path / RUN} is damaged: {_go_on_without_it(path)}")
     return cast(JsonObject, facts)
+
+
+def _go_on_without_it(path: Path) -> str:
+    return f"batch-agent run SPEC --run-dir {path} --resume goes on with what is recorded (in Python resume=True)"
+
+
+def _taken(path: Path) -> SpecError:
+    return SpecError(
+        f"{path} holds a run already: go on with it (resume=True, or batch-agent resume {path}), or give another run "
+        "directory"
+    )
 
 
 def failure_line(result: AgentResult[object]) -> bytes:
     """Why a row failed, flat."""
     error = result.error
-    record = {
+    record: dict[str, object] = {
         "index": result.index,
         "job_id": result.job_id,
         "stage": error and error.stage,
@@ -162,9 +176,12 @@ def failure_line(result: AgentResult[object]) -> bytes:
         "attempts": result.attempts,
         "turns": result.turns,
         "usage": result.usage,
+        "timings": result.timings,
         "input": None if isinstance(result.input, UnreadableRow) else result.input,
         "raw_text": result.raw_text,
     }
+    if result.cost is not None:
+        record["cost"] = result.cost
     return record_line(record)
 
 
@@ -180,12 +197,6 @@ def _lines(results: Sequence[AgentResult[object]]) -> tuple[bytes, bytes]:
         except Invalid as error:  # the answer itself is in the journal
             bad.append(failure_line(unwritten(result, error)))
     return b"".join(good), b"".join(bad)
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 def _unwritable(path: Path, error: OSError) -> StoreError:

@@ -1,7 +1,7 @@
 """One sitting of a run at its directory: opened, begun when the fingerprint is known, and ended in one way.
 
 Decides which record belongs to a row and how far it still counts: rows that are done come back, rows under way go on,
-rows that failed are tried again, from where they failed when it was not the model's answer that failed them.
+rows that failed are tried again, from where they failed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 
 from batch_agent.job import AgentResult, Job
 from batch_agent.messages import JsonObject
-from batch_agent.store.base import Identity, Progress
+from batch_agent.store.base import Identity
 from batch_agent.store.codec import FORMAT
 from batch_agent.store.journal import Journal
 from batch_agent.store.keys import Keys
 from batch_agent.store.rundir import RunDir, State, read_run
-from batch_agent.store.steps import Past, Restart
+from batch_agent.store.steps import Past
 from batch_agent.store.trail import Trail
 
 T = TypeVar("T")
@@ -34,13 +34,12 @@ logger = logging.getLogger("batch_agent")
 
 @dataclass(frozen=True, slots=True)
 class Resuming:
-    """What to do with what is recorded. ``force``: rows keep their answers although the question changed.
+    """What to do with what is recorded. ``force``: rows keep their answers although the spec changed.
     ``retry`` names the types of failure that are tried again: all (True), none (False), or these."""
 
     resume: bool = False
     force: bool = False
     retry: bool | Sequence[str] = True
-    max_turns: int | None = None
 
 
 class Session:
@@ -67,17 +66,25 @@ class Session:
             thread.shutdown(wait=False)
             raise
 
-    async def begin(self, fingerprint: bytes, facts: JsonObject, on_backlog: Callable[[bool], None]) -> None:
-        """``facts`` are what ``run.json`` says of the run, beside what is said here."""
+    async def begin(
+        self,
+        fingerprint: bytes,
+        facts: JsonObject,
+        *,
+        spent: Callable[[], tuple[int, float | None]],
+        on_backlog: Callable[[bool], None],
+    ) -> None:
+        """``facts`` are what ``run.json`` says of the run, beside what is said here; ``spent`` says what this session
+        has spent so far, in tokens and $."""
         self._keys = Keys(fingerprint)
         began = _now()
-        next_agent, previous = await self._run(lambda: self._prepare(fingerprint, began))
+        next_agent, previous, forced = await self._run(lambda: self._prepare(fingerprint, began))
         self.has_past = next_agent > 1
         self._facts = {
             "state": "running",
             "why": None,
             "fingerprint": fingerprint.hex(),
-            "forced": self._resuming.force,
+            "forced": forced,
             "started": previous.get("started", began),
             "session_started": began,
             "ended": None,
@@ -88,31 +95,40 @@ class Session:
         self._warn(previous)
         await self._run(lambda: self._directory.write_run(self._facts))
         self._journal = Journal(
-            self._directory.journal, self._directory, self._thread, next_agent=next_agent, on_backlog=on_backlog
+            self._directory.journal,
+            self._directory,
+            self._thread,
+            next_agent=next_agent,
+            spent=spent,
+            on_backlog=on_backlog,
         )
 
-    def _prepare(self, fingerprint: bytes, began: str) -> tuple[int, JsonObject]:
+    def _prepare(self, fingerprint: bytes, began: str) -> tuple[int, JsonObject, bool]:
         journal = self._directory.journal
         next_agent = journal.next_agent()
         previous: JsonObject = {}
+        with suppress(Exception):  # it only tells of the past
+            previous = read_run(self._directory.path)
+        # Answers that were kept stay kept until the spec changes again.
+        kept = bool(previous.get("forced")) and previous.get("fingerprint") == fingerprint.hex()
+        forced = self._resuming.force or kept
         if next_agent > 1:
-            journal.sort_by("row" if self._resuming.force else "key")
-            with suppress(Exception):  # it only tells of the past
-                previous = read_run(self._directory.path)
+            journal.sort_by("row" if forced else "key")
         journal.begin(fingerprint, began)
         self._directory.begin_files()
-        return next_agent, previous
+        return next_agent, previous, forced
 
     def _warn(self, previous: JsonObject) -> None:
-        if previous.get("fingerprint") in (None, self._facts["fingerprint"]):
-            return
-        if self._resuming.force:
+        if not self.has_past:
+            if previous.get("rows"):
+                logger.warning("%s has lost its journal: every row is asked again", self._directory.path)
+        elif self._facts["forced"]:
             logger.warning(
-                "force_resume: the task, model, schema or tools of %s have changed, and rows keep the answers they got "
-                "before the change",
+                "force_resume: rows of %s keep the answers they have, whatever task, model, schema or tools they were "
+                "asked with",
                 self._directory.path,
             )
-        else:
+        elif previous.get("fingerprint") not in (None, self._facts["fingerprint"]):
             logger.warning(
                 "the task, model, schema or tools of %s have changed: rows are asked again. Their old answers stay in "
                 "the journal; force_resume would use them",
@@ -137,35 +153,19 @@ class Session:
         if past is None:
             return self.new_trail(identity)
         failed, journal = past.failed, self._open_journal
-        if failed is None or not self._retried(failed.error.type):
-            return Trail(journal, identity, past.agent, past.turns, failed=failed, done=past.done)
-        if self._can_go_on(past):
-            return Trail(journal, identity, past.agent, past.turns)
-        trail = Trail(journal, identity, past.agent)
-        trail.add(Restart())
-        return trail
+        if failed is not None and self._retried(failed.error.type):
+            return Trail(journal, identity, past.agent, past.turns, retried=True)
+        return Trail(journal, identity, past.agent, past.turns, failed=failed, done=past.done)
 
     def _retried(self, error_type: str) -> bool:
         retry = self._resuming.retry
         return retry if isinstance(retry, bool) else error_type in retry
 
-    def _can_go_on(self, past: Past) -> bool:
-        """Whether the next request, and not what the model had answered, is what failed."""
-        assert past.failed is not None
-        error, limit = past.failed.error, self._resuming.max_turns
-        if error.type == "LimitExceeded":
-            return limit is None or len(past.turns) < limit
-        return error.stage in ("infer", "run")
-
     def publish(self, result: AgentResult[object]) -> None:
         self._open_journal.publish(result)
 
-    @property
-    def progress(self) -> Progress:
-        return self._open_journal.progress
-
     async def spent_before(self) -> tuple[int, float]:
-        """Tokens and $ that earlier sessions recorded."""
+        """Tokens and $ of earlier sessions."""
         return await self._run(self._directory.journal.spent)
 
     # The end
@@ -184,7 +184,7 @@ class Session:
             raise failure
 
     def _finish(self, state: State, why: str, summary: JsonObject) -> None:
-        with ExitStack() as last_things:  # each is done, whatever became of the one before
+        with ExitStack() as last_things:  # from the last to the first; each, whatever became of the one before
             last_things.callback(self._directory.close)
             if self._journal is not None:
                 progress = self._journal.progress
@@ -196,9 +196,10 @@ class Session:
                     "resumed": progress.resumed,
                 }
                 facts = {**self._facts, "state": state, "why": why or None, "ended": _now(), "rows": rows}
-                last_things.callback(self._directory.write_run, facts)
                 last_things.callback(self._directory.write_summary, summary)
+                last_things.callback(self._directory.write_run, facts)
                 last_things.callback(self._directory.journal.commit, (), progress)
+                last_things.callback(self._directory.end_files, every=state == "complete")
 
     def _run(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, function)

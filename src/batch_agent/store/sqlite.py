@@ -7,6 +7,7 @@ what it gives out. Order is the order of appending: no clock is asked.
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from batch_agent.store.base import Entry, Identity, Progress
 from batch_agent.store.codec import DONE, FAILED, FORMAT, decode, encode
 from batch_agent.store.steps import Past, read_past
 
+logger = logging.getLogger("batch_agent")
+
+LARGEST = 2**63 - 1  # integer of SQLite
 APPLICATION_ID = 0x62614A6C  # says what the file is: "baJl"
 # Python takes its lock back after each statement, and must wait for it while the event loop computes: few large ones.
 COLUMNS = 5
@@ -31,7 +35,7 @@ SCHEMA = """
 CREATE TABLE session (
     id INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, started TEXT NOT NULL,
     ok INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0, resumed INTEGER NOT NULL DEFAULT 0,
-    tokens INTEGER NOT NULL DEFAULT 0, cost REAL NOT NULL DEFAULT 0
+    tokens INTEGER NOT NULL DEFAULT 0, cost REAL
 );
 CREATE TABLE record (
     id INTEGER PRIMARY KEY, agent INTEGER NOT NULL, key BLOB NOT NULL, row BLOB NOT NULL,
@@ -56,7 +60,7 @@ class SqliteJournal:
         self._db = connection
         self._path = path
         self._session = 0
-        self._sought: Literal["key", "row"] = "key"
+        self._by_row = False
         self._claimed = bytearray()  # a bit for each recorded agent
 
     @classmethod
@@ -131,49 +135,63 @@ class SqliteJournal:
                 start = end
 
     def sort_by(self, column: Literal["key", "row"]) -> None:
-        """Make the agents recorded until now ready to be claimed by that part of an Identity: those that are done
-        first, then those under way, then those that failed."""
-        self._sought = column
+        """Make the agents recorded until now ready to be claimed by their key; or by that first, and by their row where
+        no agent has the key. Those that are done come first, then those under way, then those that failed; by row,
+        where they may have been asked different questions, the newest of them."""
+        self._by_row = column == "row"
         self._claimed = bytearray(self.next_agent() // 8 + 1)
         with _explained(self._path):
             self._db.execute(
-                "CREATE TEMP TABLE past (sought BLOB, rank INTEGER, agent INTEGER, PRIMARY KEY (sought, rank, agent)) "
+                "CREATE TEMP TABLE past (sought BLOB, rank INTEGER, place INTEGER, PRIMARY KEY (sought, rank, place)) "
                 "WITHOUT ROWID"
             )
-            # Of a grouped row SQLite takes the columns from the record that has the maximum.
-            self._db.execute(
-                f"INSERT INTO past SELECT sought, CASE kind WHEN {DONE} THEN 0 WHEN {FAILED} THEN 2 ELSE 1 END, agent "
-                f"FROM (SELECT {column} AS sought, kind, agent, max(id) FROM record GROUP BY agent) ORDER BY 1, 2, 3"
-            )
+            self._sort("key", "agent")
+            if self._by_row:
+                self._sort("row", "-agent")
+
+    def _sort(self, column: str, place: str) -> None:
+        # Of a grouped row SQLite takes the columns from the record that has the maximum. Keys and rows are hashes of
+        # different things, so they can be in one table.
+        self._db.execute(
+            f"INSERT OR IGNORE INTO past SELECT sought, CASE kind WHEN {DONE} THEN 0 WHEN {FAILED} THEN 2 ELSE 1 END, "
+            f"{place} FROM (SELECT {column} AS sought, kind, agent, max(id) FROM record GROUP BY agent) ORDER BY 1, 2, 3"
+        )
 
     def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
         with _explained(self._path):
             return [self._claim(identity) for identity in wanted]
 
     def _claim(self, identity: Identity) -> Past | None:
-        agent = self._unclaimed(identity.key if self._sought == "key" else identity.row)
-        if agent is None:
-            return None
+        for sought in (identity.key, identity.row) if self._by_row else (identity.key,):
+            while (agent := self._unclaimed(sought)) is not None:
+                if (past := self._read(agent)) is not None:
+                    return past
+        return None
+
+    def _read(self, agent: int) -> Past | None:
         rows = self._db.execute("SELECT kind, body FROM record WHERE agent = ? ORDER BY id", (agent,)).fetchall()
         try:
             return read_past(agent, [decode(kind, body) for kind, body in rows])
         except (ValueError, IndexError) as error:
-            raise _damaged(self._path, str(error)) from error
+            # One bad record must not keep the others from being reached.
+            logger.warning("%s: the record of one row cannot be read and counts as none: %s", self._path, error)
+            return None
 
     def _unclaimed(self, sought: bytes) -> int | None:
         while True:
             found: tuple[int, int] | None = self._db.execute(
-                "SELECT rank, agent FROM past WHERE sought = ? ORDER BY rank, agent LIMIT 1", (sought,)
+                "SELECT rank, place FROM past WHERE sought = ? ORDER BY rank, place LIMIT 1", (sought,)
             ).fetchone()
             if found is None:
                 return None
-            rank, agent = found
+            rank, place = found
+            agent = abs(place)
             byte, bit = agent >> 3, 1 << (agent & 7)
             if not self._claimed[byte] & bit:
                 self._claimed[byte] |= bit
                 return agent
             # Given out before. Most never are sought again: only those that are cost a write.
-            self._db.execute("DELETE FROM past WHERE sought = ? AND rank = ? AND agent = ?", (sought, rank, agent))
+            self._db.execute("DELETE FROM past WHERE sought = ? AND rank = ? AND place = ?", (sought, rank, place))
 
     def close(self) -> None:
         self._db.close()
@@ -182,12 +200,12 @@ class SqliteJournal:
 def glance(path: Path) -> Glance:
     """What a journal says, also while another process writes it."""
     with _explained(path):
-        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+        db = connect_to_read(path)
         try:
             if _version(db, path) is None:
                 return Glance(0, Progress())
             sessions, tokens, cost = db.execute(
-                "SELECT count(*), coalesce(sum(tokens), 0), total(cost) FROM session"
+                "SELECT count(*), coalesce(sum(tokens), 0), sum(cost) FROM session"
             ).fetchone()
             row = db.execute("SELECT ok, failed, resumed FROM session ORDER BY id DESC LIMIT 1").fetchone()
             ok, failed, resumed = row or (0, 0, 0)
@@ -196,8 +214,29 @@ def glance(path: Path) -> Glance:
             db.close()
 
 
-def _counts(progress: Progress) -> tuple[int, int, int, int, float]:
-    return progress.ok, progress.failed, progress.resumed, progress.tokens, progress.cost
+def connect_to_read(path: Path) -> sqlite3.Connection:
+    """Also where nothing may be written: a journal that was closed needs no files beside it then."""
+    address = path.resolve().as_uri()
+    db = sqlite3.connect(f"{address}?mode=ro", uri=True, isolation_level=None)
+    try:
+        db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    except sqlite3.OperationalError as error:
+        db.close()
+        log = path.with_name(f"{path.name}-wal")
+        if log.exists() and log.stat().st_size:
+            raise StoreError(
+                f"{path} cannot be read: {error}. It was not closed, and reading it then needs leave to write in "
+                f"{path.parent}"
+            ) from None
+        db = sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True, isolation_level=None)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _counts(progress: Progress) -> tuple[int, int, int, int, float | None]:
+    return progress.ok, progress.failed, progress.resumed, min(progress.tokens, LARGEST), progress.cost
 
 
 def _version(db: sqlite3.Connection, path: Path) -> int | None:
@@ -220,8 +259,8 @@ def _version(db: sqlite3.Connection, path: Path) -> int | None:
 
 def _damaged(path: Path, reason: str) -> StoreError:
     return StoreError(
-        f"the journal {path} is damaged: {reason}. Put a copy of it back, or move {path.name} and the files beside it "
-        f"that begin with {path.name}- away to begin anew; keep a copy of results.jsonl then, which is written again"
+        f"the journal {path} is damaged: {reason}. Put a copy of it back; or move {path.name} and the files beside it "
+        f"that begin with {path.name}- away and resume, and every row is asked again"
     )
 
 
@@ -235,5 +274,7 @@ def _explained(path: Path) -> Iterator[None]:
             f"the run cannot be recorded in {path}: {error}. What was recorded before is kept: "
             "mend the cause, then resume"
         ) from error
+    except OverflowError as error:
+        raise StoreError(f"the run cannot be recorded in {path}: {error}") from error
     except sqlite3.DatabaseError as error:
         raise _damaged(path, str(error)) from error

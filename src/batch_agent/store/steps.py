@@ -66,12 +66,7 @@ class Failed:
     spent: Spent
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """What was recorded of this agent until here no longer counts: it begins again."""
-
-
-Step: TypeAlias = Turn | Begun | Outcome | Done | Failed | Restart
+Step: TypeAlias = Turn | Begun | Outcome | Done | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +100,6 @@ def read_past(agent: int, steps: list[Step]) -> Past:
                 turns[-1].begun.update(calls)
             case Outcome(call, text):
                 turns[-1].outcomes[call] = text
-            case Restart():
-                turns.clear()
             case Failed():
                 pass  # what followed it, if anything, is the retry
     last = steps[-1] if steps else None
