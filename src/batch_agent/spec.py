@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError, model_validator
 
-from batch_agent.errors import SpecError
+from batch_agent.errors import JobError, SpecError
 
 Count = Annotated[int, Field(gt=0, strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # True and "1" are none
@@ -58,6 +58,11 @@ ALLOWED = {
         ("resume", "force_resume", "no_hoist", "strip_preamble", "streaming_tool_dispatch"), "True or False"
     ),
 }
+
+
+def _error_types(error: type[JobError]) -> set[str]:
+    """Those of a backend of the user's own included."""
+    return {error.type}.union(*map(_error_types, error.__subclasses__()))
 
 
 class BatchSpec(BaseModel):
@@ -189,6 +194,11 @@ class BatchSpec(BaseModel):
         for name in ("resume", "force_resume"):
             if getattr(self, name) and self.run_dir is None:
                 raise ValueError(f"{name} needs run_dir, the directory to resume from")
+        retry = (self.retry_failed,) if isinstance(self.retry_failed, str) else self.retry_failed
+        known = _error_types(JobError)
+        for name in () if isinstance(retry, bool) else retry:
+            if name not in known:
+                raise ValueError(f"retry_failed: there is no error type {name!r}; there are {', '.join(sorted(known))}")
         if not self.task.strip():
             raise ValueError("task is empty: it is the message each agent gets")
         if self.model is not None and not self.model.strip():

@@ -167,6 +167,52 @@ async def test_rows_from_a_pipe_must_be_piped_in_again(tmp_path: Path) -> None:
         assert (code, len(stdout.splitlines()), server.received) == (0, 2, 2)
 
 
+async def test_a_run_whose_run_file_or_journal_is_lost_goes_on_by_the_commands_that_the_messages_name(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path, echo) as server:
+        await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")
+        (tmp_path / "here" / "run.json").write_text("{")
+        for command in ("status", "resume"):
+            code, _, stderr = await batch_agent(tmp_path, command, "here")
+            assert code == 1
+            assert "batch-agent run SPEC --run-dir here --resume" in stderr
+        code, stdout, _ = await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here", "--resume")
+        assert (code, len(stdout.splitlines()), server.received) == (0, 4, 4)
+        for path in (tmp_path / "here").glob("journal.db*"):
+            path.unlink()
+        code, _, stderr = await batch_agent(tmp_path, "resume", "here")
+        assert (code, server.received) == (0, 8)
+        assert "every row is asked again" in stderr
+    code, _, stderr = await batch_agent(tmp_path, "run", "spec.yaml", "--resume")
+    assert (code, "--resume needs --run-dir" in stderr) == (1, True)
+
+
+async def test_a_complete_run_sees_a_changed_column_that_the_task_does_not_use(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo) as server:
+        await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")
+        rows = (tmp_path / "rows.jsonl").read_text()
+        (tmp_path / "rows.jsonl").write_text(rows.replace('"id": 1,', '"id": 1, "note": "new",'))
+        code, stdout, _ = await batch_agent(tmp_path, "resume", "here")
+        assert (code, server.received) == (0, 4)
+    assert [json.loads(line)["input"].get("note") for line in stdout.splitlines()].count("new") == 1
+
+
+async def test_status_has_no_cost_where_no_price_is_known(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo):
+        await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")
+        code, text, _ = await batch_agent(tmp_path, "status", "here", "--json")
+    assert (code, json.loads(text)["cost"]) == (0, None)
+
+
+async def test_an_error_type_that_does_not_exist_is_one_line_with_those_that_do(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo):
+        await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")
+        code, _, stderr = await batch_agent(tmp_path, "retry-failed", "here", "--type", "ratelimited")
+    assert (code, stderr.count("\n")) == (1, 1)
+    assert "RateLimited" in stderr
+
+
 async def test_no_run_and_a_taken_directory_are_one_line_each(tmp_path: Path) -> None:
     async with serving(tmp_path, echo):
         code, _, stderr = await batch_agent(tmp_path, "status", "nowhere")

@@ -328,9 +328,7 @@ async def test_only_failures_of_the_named_types_are_tried_again(tmp_path: Path) 
     assert [result.error and result.error.type for result in results] == ["Unavailable", None, None]
 
 
-async def test_an_agent_that_failed_for_its_server_goes_on_and_one_that_failed_itself_begins_again(
-    tmp_path: Path,
-) -> None:
+async def test_an_agent_that_failed_goes_on_from_its_last_turn_whoever_failed(tmp_path: Path) -> None:
     def broken(request: Request) -> Any:
         if request.turn == 0:
             return tool_then_answer(request)
@@ -342,7 +340,7 @@ async def test_an_agent_that_failed_for_its_server_goes_on_and_one_that_failed_i
     again, backend = await run(tmp_path, tool_then_answer, **options)
     assert all(result.ok for result in again)
     asked_of = [(word_of(request), request.turn) for request in backend.requests]
-    assert sorted(asked_of) == [("self", 0), ("self", 1), ("server", 1)]
+    assert sorted(asked_of) == [("self", 2), ("server", 1)]
     assert (await run(tmp_path, tool_then_answer, **options))[1].requests == []
 
 
@@ -368,12 +366,16 @@ async def test_a_row_that_cannot_be_rendered_is_a_failure_each_time_and_harms_no
 
 
 async def test_a_drained_run_says_that_it_was_interrupted_and_the_rest_is_done_later(tmp_path: Path) -> None:
-    backend = ScriptedBackend(echo)
-    options = {"task": "{input}", "run_dir": tmp_path, "max_inflight": 1}
+    def drain_at_the_third(request: Request) -> Say:
+        if request.number == 2:
+            first.drain()
+        return echo(request)
+
+    backend = ScriptedBackend(drain_at_the_third)
+    options = {"task": "{input}", "run_dir": tmp_path, "max_inflight": 1, "max_agents": 1}
     inputs = [str(n) for n in range(20)]
     async with BatchAgent.open(inputs=inputs, backend=backend, **options) as first:
-        async for _ in first.results():
-            first.drain()
+        assert len([result async for result in first.results()]) == 3
     assert RunView.of(tmp_path).state == "interrupted"
     results, rest = await run(tmp_path, inputs=inputs)
     assert len(backend.requests) + len(rest.requests) == 20

@@ -51,7 +51,8 @@ def test_with_nothing_in_flight_nothing_is_reserved_however_floats_add_up(costs:
 
 
 def test_a_limit_that_is_short_says_which_it_is_and_what_is_needed() -> None:
-    ledger = Ledger(max_tokens=1000, max_cost=0.5, spent=Amount(900, 0.45))
+    ledger = Ledger(max_tokens=1000, max_cost=0.5)
+    ledger.spent = Amount(900, 0.45)
     assert ledger.short(Amount(100, 0.05)) is None
     assert ledger.short(Amount(101, 0.0)) == (
         "max_total_tokens 1,000: 900 are spent, and the next call takes about 101"

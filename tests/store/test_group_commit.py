@@ -168,13 +168,38 @@ async def test_many_waiters_go_on_a_few_at_a_time() -> None:
         assert most == AT_ONCE
 
 
-async def test_what_turns_cost_is_counted_once_per_turn() -> None:
+async def test_what_the_session_has_spent_is_recorded_with_what_it_did() -> None:
+    disk = Disk()
+    disk.may_commit.release(10)
+    async with journal(disk, spent=lambda: (45, 0.75)) as book:
+        trail = Trail(book, Identity(b"k", b"r"), book.new_agent())
+        trail.add(entry().step)
+        await trail.settle()
+    assert disk.progress == Progress(tokens=45, cost=0.75)
+
+
+async def test_rows_that_come_from_the_record_show_in_the_progress() -> None:
     disk = Disk()
     disk.may_commit.release(10)
     async with journal(disk) as book:
-        trail = Trail(book, Identity(b"k", b"r"), book.new_agent())
-        for cost in (0.25, 0.75, None):
-            trail.add(Done(Reply("x", usage=Usage(10, 0, 5)), Spent(cost=0.75 if cost is None else cost)))
-        await trail.settle()
-        assert (book.progress.tokens, book.progress.cost) == (45, 0.75)
-    assert disk.progress.tokens == 45
+        book.publish(AgentResult(0, "0", "x", True, "y", resumed=True))
+        await book.flush()
+    assert disk.progress == Progress(ok=1, resumed=1)
+
+
+async def test_after_a_failed_commit_nothing_counts_as_durable_any_more() -> None:
+    disk = Disk()
+    disk.error = StoreError("the disk is full")
+    async with journal(disk) as book:
+        number = book.add(entry())
+        book.publish(AgentResult(0, "0", "x", True, "y"))
+        disk.may_commit.release(10)
+        with pytest.raises(StoreError, match="full"):
+            await book.flush()
+        disk.error = None
+        with pytest.raises(StoreError, match="full"):
+            book.publish(AgentResult(1, "1", "x", True, "y"))
+        with pytest.raises(StoreError, match="full"):
+            await book.wait(number)
+        assert book.progress == Progress()
+    assert disk.order == []

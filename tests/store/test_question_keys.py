@@ -41,11 +41,11 @@ def test_the_digest_tells_another_list_or_another_order(rows: list[tuple[str | N
     chance.shuffle(shuffled)
     one, other = Keys(b"f"), Keys(b"f")
     for row in rows:
-        one.key(*row)
+        one.identify({}, *row)
     for row in shuffled:
-        other.key(*row)
+        other.identify({}, *row)
     assert (one.digest == other.digest) == (rows == shuffled)
-    one.key(None, "one more")
+    one.identify({}, None, "one more")
     assert one.digest != other.digest
 
 
@@ -68,10 +68,18 @@ def test_where_the_server_is_and_how_it_is_driven_is_not_in_the_fingerprint() ->
     assert here != fingerprint_of(plan(**same, backend="vllm://one:8000", temperature=1))
 
 
-def test_a_row_is_its_id_or_its_content() -> None:
-    of = plan(task="{word}", inputs=[{"word": "a"}]).plan
-    rows = [{"word": "a"}, {"word": "a", "more": 1}, {"word": "a", "id": 7}, {"word": "b", "id": 7}, {"id": "7"}]
-    one, more, seven, other_seven = (row_of(of.job(index, row)) for index, row in enumerate(rows[:4]))
-    assert one != more
-    assert seven == other_seven
-    assert row_of(of.job(9, rows[0])) == one
+def test_a_row_is_all_it_holds_and_one_that_cannot_be_written_is_what_it_asks() -> None:
+    rows = [{"word": "a"}, {"word": "a", "more": 1}, {"word": "a", "id": 7}, {"word": "b", "id": 7}]
+    assert len({row_of(row, "q") for row in rows}) == 4
+    assert row_of({"word": "a"}, "q") == row_of(dict(rows[0]), "other")
+    endless: dict[str, object] = {"word": "a"}
+    endless["self"] = endless
+    assert row_of(endless, "q") == row_of(endless, "q") != row_of(endless, "other")
+
+
+def test_the_digest_sees_columns_that_the_task_does_not_use() -> None:
+    one, other = Keys(b"f"), Keys(b"f")
+    first = one.identify({"word": "a", "note": "x"}, None, "a")
+    second = other.identify({"word": "a", "note": "y"}, None, "a")
+    assert first.key == second.key
+    assert one.digest != other.digest

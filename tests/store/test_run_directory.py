@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +21,10 @@ import pytest
 from batch_agent import BatchAgent
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.store.lock import Lock, is_locked
-from batch_agent.store.rundir import RunDir, RunView, read_run
+from batch_agent.store.rundir import RunDir, RunView, _overwrite, read_run
 from batch_agent.store.session import Resuming, Session
-from batch_agent.testing import Say, ScriptedBackend
+from batch_agent.store.sqlite import SqliteJournal
+from batch_agent.testing import Fail, Say, ScriptedBackend
 
 
 async def run(directory: Path, count: int = 5, script: Any = None) -> tuple[int, ScriptedBackend]:
@@ -71,9 +74,87 @@ async def test_a_run_that_was_killed_is_seen_as_interrupted(tmp_path: Path) -> N
     assert RunView.of(tmp_path).state == "interrupted"
 
 
+def test_looking_for_a_lock_hinders_nobody_who_takes_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    Lock(path).release()
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            is_locked(path)
+
+    looking = [threading.Thread(target=look) for _ in range(2)]
+    for thread in looking:
+        thread.start()
+    try:
+        for _ in range(200):
+            Lock(path).release()
+    finally:
+        over.set()
+        for thread in looking:
+            thread.join()
+
+
+def test_two_who_look_see_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    Lock(path).release()
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert is_locked(path) is False
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is closed to root")
+def test_a_lock_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch(0o000)
+    assert is_locked(path) is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only for root")
+async def test_a_finished_run_is_read_where_nothing_can_be_written(tmp_path: Path) -> None:
+    await run(tmp_path)
+    tmp_path.chmod(0o500)
+    try:
+        assert RunView.of(tmp_path).glance.latest.ok == 5
+    finally:
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+async def test_a_run_killed_before_anything_was_recorded_begins(tmp_path: Path, resume: bool) -> None:
+    SqliteJournal.open(tmp_path / "journal.db").close()
+    Lock(tmp_path / "lock").release()
+    [result] = await BatchAgent.run(
+        task="{input}", inputs=["a"], backend=ScriptedBackend(), run_dir=tmp_path, resume=resume
+    )
+    assert result.ok
+
+
 async def test_a_run_killed_before_its_journal_was_made_begins(tmp_path: Path) -> None:
     (tmp_path / "journal.db").touch()
     assert (await run(tmp_path))[0] == 5
+
+
+async def test_a_run_without_its_run_file_is_found_by_its_journal(tmp_path: Path) -> None:
+    await run(tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(SpecError, match=r"journal\.db is there: batch-agent run SPEC --run-dir .* --resume"):
+        RunView.of(tmp_path)
+    with pytest.raises(SpecError, match="holds a run already"):
+        await BatchAgent.run(task="{input}", inputs=["a"], backend=ScriptedBackend(), run_dir=tmp_path)
+    assert len((await run(tmp_path))[1].requests) == 0
+
+
+async def test_a_run_without_its_journal_is_begun_again_with_a_warning_and_its_lines_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await run(tmp_path)
+    (tmp_path / "journal.db").unlink()
+    assert RunView.of(tmp_path).glance.sessions == 0
+    with pytest.raises(SpecError):
+        await run(tmp_path, 5, lambda _: Fail(401))
+    assert "journal of" in caplog.text and "is gone" in caplog.text
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 5
 
 
 async def test_a_journal_that_lost_its_content_is_refused_until_it_is_moved_away(tmp_path: Path) -> None:
@@ -127,13 +208,26 @@ async def test_a_full_disk_stops_the_run_and_keeps_what_was_recorded(tmp_path: P
             on_result=count,
         )
     assert 0 < delivered < 200
-    assert RunView.of(tmp_path).state in ("failed", "interrupted")
+    view = RunView.of(tmp_path)
+    assert view.state == "failed"
+    assert "cannot" in str(view.facts["why"])
+    assert delivered <= view.facts["rows"]["ok"] <= len((tmp_path / "results.jsonl").read_text().splitlines())
+    assert not list(tmp_path.glob("*.new"))
     backend = ScriptedBackend(lambda request: Say("x" * 2000))
     results = await BatchAgent.run(
         task="{input}", inputs=map(str, range(300)), backend=backend, run_dir=tmp_path, resume=True
     )
     assert all(result.ok for result in results)
     assert len(backend.requests) <= 300 - delivered
+
+
+def test_a_full_disk_still_has_room_for_what_the_run_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(b"{}" + b" " * 100)
+    assert _overwrite(path, b'{"state": "failed"}\n')
+    assert path.read_bytes() == b'{"state": "failed"}\n'
+    assert not _overwrite(path, b"x" * 1_000_000)
+    assert path.read_bytes() == b'{"state": "failed"}\n'
 
 
 async def test_a_directory_that_cannot_be_written_is_an_error_before_anything_is_sent(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from batch_agent.job import AgentError
 from batch_agent.messages import Reply
 from batch_agent.store.base import Entry, Identity, Progress
 from batch_agent.store.sqlite import SqliteJournal, glance
-from batch_agent.store.steps import Done, Failed, Past, Restart, Spent, Turn
+from batch_agent.store.steps import Done, Failed, Past, Spent, Turn
 
 
 def identity(name: str) -> Identity:
@@ -78,11 +78,10 @@ def test_an_agent_that_is_done_is_claimed_before_one_under_way_and_that_before_a
 
 def test_the_last_step_of_an_agent_says_how_it_stands(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
-    write(path, [under_way(1, "a"), failed(1, "a")], [under_way(1, "a"), done(1, "a"), done(2, "b")])
-    write(path, [Entry(2, identity("b"), Restart())])
+    write(path, [under_way(1, "a"), failed(1, "a")], [under_way(1, "a"), done(1, "a"), done(2, "b"), failed(2, "b")])
     a, b = read(path, "a", "b")
     assert a is not None and a.failed is None and len(a.turns) == 3
-    assert b is not None and b.turns == ()
+    assert b is not None and b.failed is not None and not b.done
 
 
 def test_records_are_claimed_by_row_when_the_question_does_not_matter(tmp_path: Path) -> None:
@@ -90,6 +89,13 @@ def test_records_are_claimed_by_row_when_the_question_does_not_matter(tmp_path: 
     write(path, [Entry(1, Identity(b"old question", b"row of a"), Done(Reply("kept"), Spent()))])
     assert text_of(read(path, "a", by="row")[0]) == "kept"
     assert read(path, "a")[0] is None
+
+
+def test_by_row_an_agent_with_the_same_question_is_claimed_first_and_then_the_newest(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    asked = [Identity(question, b"row of a") for question in (b"a", b"old", b"newer")]
+    write(path, [Entry(n, who, Done(Reply(who.key.decode()), Spent())) for n, who in enumerate(asked, start=1)])
+    assert list(map(text_of, read(path, "a", "a", "a", "a", by="row"))) == ["a", "newer", "old", None]
 
 
 def test_agents_are_numbered_on_and_sessions_counted(tmp_path: Path) -> None:
@@ -140,15 +146,28 @@ def test_a_journal_that_is_none_is_refused_with_a_way_out(tmp_path: Path, conten
         SqliteJournal.open(path)
 
 
-def test_a_record_that_cannot_be_decoded_is_damage_and_never_an_answer(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_decoded_is_none_and_keeps_no_other_from_being_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "journal.db"
-    write(path, [done(1, "a")])
+    write(path, [done(1, "a"), done(2, "b"), done(3, "b", "another")])
     db = sqlite3.connect(path)
-    db.execute("UPDATE record SET body = x'ff'")
+    db.execute("UPDATE record SET body = x'ff' WHERE agent < 3")
     db.commit()
     db.close()
-    with pytest.raises(StoreError, match="damaged"):
-        read(path, "a")
+    assert list(map(text_of, read(path, "a", "b", "b"))) == [None, "another", None]
+    assert caplog.text.count("counts as none") == 2
+
+
+def test_a_number_that_sqlite_cannot_hold_is_a_store_error_or_cut(tmp_path: Path) -> None:
+    journal = SqliteJournal.open(tmp_path / "journal.db")
+    journal.begin(b"f", "now")
+    journal.commit([done(1, "a")], Progress(ok=1, tokens=10**30))
+    assert glance(tmp_path / "journal.db").latest.tokens == 2**63 - 1
+    with pytest.raises(StoreError, match="cannot be recorded"):
+        journal.commit([done(10**30, "b")], Progress(ok=2))
+    journal.close()
+    assert text_of(read(tmp_path / "journal.db", "a")[0]) == "answer"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from batch_agent.job import AgentError
 from batch_agent.messages import Reply, ToolCall, Usage
 from batch_agent.store.codec import DONE, TURN, decode, encode
-from batch_agent.store.steps import Begun, Done, Failed, Outcome, Restart, Spent, Step, Turn, read_past
+from batch_agent.store.steps import Begun, Done, Failed, Outcome, Spent, Step, Turn, read_past
 
 # Lone surrogates and integers beyond 64 bits included: models and servers do write them.
 texts = st.text(st.characters(exclude_categories=()))
@@ -27,7 +27,6 @@ steps = st.one_of(
     st.builds(Begun, st.lists(positions).map(tuple)),
     st.builds(Outcome, positions, texts),
     st.builds(Failed, errors, texts, spents),
-    st.just(Restart()),
 )
 
 
@@ -66,10 +65,9 @@ def test_steps_are_read_as_turns_with_what_became_of_their_calls() -> None:
     assert past.failed is None
 
 
-def test_a_failure_counts_only_as_the_last_step_and_a_restart_forgets_what_was_before() -> None:
+def test_a_failure_counts_only_as_the_last_step() -> None:
     failed = Failed(AgentError("infer", "Unavailable", "gone", True), "", Spent())
     assert read_past(1, [Turn(reply("one"), Spent()), failed]).failed == failed
     went_on = read_past(1, [Turn(reply("one"), Spent()), failed, Turn(reply("two"), Spent())])
     assert went_on.failed is None
     assert len(went_on.turns) == 2
-    assert read_past(1, [Turn(reply("one"), Spent()), failed, Restart()]).turns == ()

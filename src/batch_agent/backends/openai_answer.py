@@ -19,6 +19,7 @@ from batch_agent.backends.sse import Event, EventTooLarge, SSEParser
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import JsonObject, Reply, ToolCall, Usage
 
+LARGEST_COUNT = 2**53  # tokens: what is more is no count, and no reason to fail
 _CUT = {"length", "max_tokens", "max_output_tokens", "model_length"}
 _ABORTED = {"abort", "aborted", "cancelled", "error", "insufficient_system_resource"}
 _FILTERED = {"content_filter"}
@@ -338,4 +339,4 @@ def _usage(value: JsonValue) -> Usage:
 
 def _count(value: JsonValue, name: str) -> int:
     number = value.get(name) if isinstance(value, dict) else None
-    return number if type(number) is int and number > 0 else 0
+    return min(number, LARGEST_COUNT) if type(number) is int and number > 0 else 0

@@ -45,7 +45,12 @@ def add_recording_arguments(run: argparse.ArgumentParser) -> None:
         help=f"the directory that records the run, so that it can be resumed (default: {RUNS}/SPEC-TIME)",
     )
     where.add_argument("--no-run-dir", action="store_true", help="record nothing; what is interrupted is lost")
-    run.set_defaults(resume=False, force_resume=False, no_retry_failed=False, retry_type=None)
+    run.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with what --run-dir holds, also where its run.json is lost; where it holds nothing, begin",
+    )
+    run.set_defaults(force_resume=False, no_retry_failed=False, retry_type=None)
 
 
 def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +90,8 @@ def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Pat
         return Path(options.run_dir)
     if named is not None:
         return spec_path.parent / str(named)
+    if options.resume:
+        raise SpecError("--resume needs --run-dir, the directory to go on with")
     stem = f"{spec_path.stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     taken = (Path(RUNS) / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1_000_000))
     return next(path for path in taken if not path.exists())

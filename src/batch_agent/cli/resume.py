@@ -38,7 +38,8 @@ def resume_command(options: argparse.Namespace) -> int:
         )
     asked_for = options.output is not None or options.command == "retry-failed" or options.force_resume
     merged = _merged(options, command)
-    if not asked_for and view.state == "complete" and _is_as_it_was(view, merged):
+    recorded = view.glance.sessions > 0  # or the journal is gone
+    if not asked_for and recorded and view.state == "complete" and _is_as_it_was(view, merged):
         _say_complete(view, as_json=options.json)
         return ALL_OK
     return run_command(merged)
@@ -76,7 +77,7 @@ def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
             for index, value in enumerate(inputs):
                 if not index:
                     plan.check_first(value)
-                keys.key(*plan.asks(value))
+                keys.identify(value, *plan.asks(value))
         except JobError:
             return False
     return keys.digest == rows.get("digest")

@@ -68,7 +68,7 @@ def _text(view: RunView) -> str:
     if facts.get("ended"):
         lines.append(("ended", str(facts["ended"])))
     lines.append(("model", f"{facts.get('model')} at {facts.get('backend')}"))
-    cost = f", ${now.cost:.4f}" if now.cost else ""
+    cost = f", ${now.cost:.4f}" if now.cost is not None else ""
     lines.append(("tokens", f"{amount(now.tokens)} in all sessions{cost}"))
     if view.state in ("interrupted", "failed", "out of budget") or now.failed:
         lines.append(("go on", f"batch-agent resume {view.path}"))

@@ -52,6 +52,7 @@ class Agent:
         self._conversation = Conversation((Message("user", job.prompt),), parent=resources.shared)
         self._tally = Tally()
         self._text = ""  # the model's latest
+        self._repairs = 0
 
     async def run(self, ticket: Ticket | None) -> AgentResult[object]:
         """To the end, starting with a claim to a slot, where one was made already. A JobError is part of the result."""
@@ -115,7 +116,6 @@ class Agent:
     async def _converse(self, ticket: Ticket | None) -> Parsed[object]:
         r, shapes = self._r, self._r.shapes
         shape = shapes.first
-        repairs = 0
         while True:
             reply, early = await self._ask(shape, ticket)
             if reply.tool_calls:
@@ -129,10 +129,12 @@ class Agent:
                     return parsed
                 except OutputError as error:
                     self._record_turn(reply)
-                    if r.schema is None or (repairs >= r.max_retries and not self._follows()):
+                    if self._stays_failed():
+                        self._leave_record()
+                    if r.schema is None or (self._repairs >= r.max_retries and not self._may_repair()):
                         raise
                     self._conversation.append(Message("user", repair_prompt(error, r.schema)))
-                repairs += 1
+                self._repairs += 1
                 self._tally.again = True
                 shape = shapes.repair
             ticket = None
@@ -172,6 +174,8 @@ class Agent:
 
     async def _use_tools(self, calls: Sequence[ToolCall], early: EarlyCalls | None) -> None:
         r = self._r
+        if self._stays_failed():
+            self._follow_to_failure(calls)
         if r.max_turns is not None and self._tally.turns >= r.max_turns and not self._follows():
             names = ", ".join(dict.fromkeys(call.name for call in calls))
             raise LimitExceeded(f"after max_turns, {r.max_turns}, the model still wants to call {names}")
@@ -224,6 +228,23 @@ class Agent:
     def _follows(self) -> bool:
         return self._trail is not None and self._trail.goes_on
 
+    def _stays_failed(self) -> bool:
+        """The last recorded turn was taken, and what followed it then was a failure that is not tried again."""
+        return self._trail is not None and self._trail.failed is not None and not self._trail.goes_on
+
+    def _follow_to_failure(self, calls: Sequence[ToolCall]) -> None:
+        """The outcomes that the agent had learnt when it failed. No call is run for it any more."""
+        outcomes = {} if self._past is None else self._past.outcomes
+        for position, call in enumerate(calls):
+            if position not in outcomes:
+                break
+            self._conversation.append(Message("tool", outcomes[position], tool_call_id=call.id))
+        self._leave_record()
+
+    def _may_repair(self) -> bool:
+        """What was recorded is past the limit; and an answer that failed its agent then gets another chance now."""
+        return self._follows() or (self._past is not None and self._trail is not None and self._trail.retried)
+
     def _record_turn(self, reply: Reply) -> None:
         if self._trail is not None and self._past is None:
             self._trail.add(Turn(reply, self._tally.spent(self._loop.time() - self._began)))
@@ -247,6 +268,8 @@ class Agent:
             self._text = failed.text
             self._tally.take_over(failed.spent)
             raise _FailedBefore
+        if self._trail is not None and self._trail.retried and not self._fresh:
+            self._repairs = 0
         self._fresh = True
 
     def _parse(self, text: str) -> Parsed[object]:

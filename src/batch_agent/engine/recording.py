@@ -32,13 +32,17 @@ async def open_session(spec: BatchSpec) -> Session | None:
         resume=spec.resume or spec.force_resume,
         force=spec.force_resume,
         retry=retry,
-        max_turns=spec.turn_limit,
     )
     return await Session.open(Path(spec.run_dir), resuming)
 
 
 async def begin_session(
-    session: Session, prepared: Prepared, command: Mapping[str, JsonValue] | None, on_backlog: Callable[[bool], None]
+    session: Session,
+    prepared: Prepared,
+    command: Mapping[str, JsonValue] | None,
+    *,
+    spent: Callable[[], tuple[int, float | None]],
+    on_backlog: Callable[[bool], None],
 ) -> None:
     facts: dict[str, JsonValue] = {
         "model": prepared.model,
@@ -47,7 +51,7 @@ async def begin_session(
     }
     if command is not None:
         facts["command"] = dict(command)
-    await session.begin(fingerprint_of(prepared), facts, on_backlog)
+    await session.begin(fingerprint_of(prepared), facts, spent=spent, on_backlog=on_backlog)
 
 
 def fingerprint_of(prepared: Prepared) -> bytes:

@@ -25,7 +25,7 @@ from batch_agent.engine.recording import RECORDED_STATES, begin_session, open_se
 from batch_agent.engine.rows import Rows
 from batch_agent.engine.spending import Spending
 from batch_agent.engine.turn import Resources
-from batch_agent.errors import Interrupted, JobError, Rejected, RunRejected, SpecError, StoreError
+from batch_agent.errors import Interrupted, JobError, Rejected, RunRejected, SpecError
 from batch_agent.events import (
     Ended,
     Event,
@@ -190,7 +190,13 @@ class Run(Generic[T]):
         if self._prepared.model is None and prepared.model is not None:
             self._emit(ModelChosen(asyncio.get_running_loop().time(), prepared.model))
         if self._session is not None:
-            await begin_session(self._session, prepared, self._command, partial(self._backlog, "journal"))
+            await begin_session(
+                self._session,
+                prepared,
+                self._command,
+                spent=self._spending.so_far,
+                on_backlog=partial(self._backlog, "journal"),
+            )
         async with asyncio.TaskGroup() as tool_tasks:
             pool = ToolPool(prepared.tools, timeout=spec.timeout_per_tool, spawn=tool_tasks.create_task)
             self._pool = pool
@@ -317,7 +323,7 @@ class Run(Generic[T]):
         why = reason if failure is None else str(failure)
         try:
             await self._session.end(RECORDED_STATES[ended], why, summary_json(self.statistics()))
-        except StoreError as error:
+        except Exception as error:  # whatever it is, the caller must not take the run for one that went well
             return failure or error
         return None
 
@@ -335,11 +341,11 @@ class Run(Generic[T]):
     def _how_ended(self) -> Ended:
         if not self._limiter.scheduler.closed:
             return "complete"
-        if not self._spending.exhausted:
-            return "drained"
-        # A limit that was reached when everything had been sent kept nothing from being done.
+        # A drain or a limit that came when everything had been sent kept nothing from being done.
         every = self._fed or self._metrics.statistics().done == self._prepared.plan.total
-        return "complete" if every and not self._spending.refused else "out of budget"
+        if every and not self._spending.refused:
+            return "complete"
+        return "out of budget" if self._spending.exhausted else "drained"
 
     def _limit_changed(self, limit: int | None, reason: str) -> None:
         self._emit(LimitChanged(asyncio.get_running_loop().time(), limit, reason))

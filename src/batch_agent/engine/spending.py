@@ -65,15 +65,31 @@ class Spending:
         self._waiters: deque[tuple[Amount, asyncio.Future[None]]] = deque()
         self._time_is_up = False
         self._timer: asyncio.TimerHandle | None = None
+        self._before = NOTHING
+        self._started: float | None = None
+        self._closed: float | None = None
 
     @property
     def per_second(self) -> float:
         """What the run costs by the clock, $ a second."""
         return self._per_second
 
+    def so_far(self) -> tuple[int, float | None]:
+        """Tokens and $ spent since the start; None where no price is known."""
+        spent = self._ledger.spent - self._before
+        if self._per_second:
+            return spent.tokens, self._seconds() * self._per_second
+        return spent.tokens, None if self._prices is None else spent.cost
+
+    def _seconds(self) -> float:
+        if self._started is None:
+            return 0.0
+        return (self._closed or asyncio.get_running_loop().time()) - self._started
+
     def start(self, spent: Amount = NOTHING) -> None:
         """The clock starts; ``spent`` is what earlier sessions of the run spent."""
-        self._ledger.spent = spent
+        self._started = asyncio.get_running_loop().time()
+        self._ledger.spent = self._before = spent
         limits: list[tuple[float, str]] = []
         if self._max_wall_time is not None:
             limits.append((self._max_wall_time, f"max_wall_time, {self._max_wall_time:g} s, is over"))
@@ -85,6 +101,8 @@ class Spending:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._stop_the_clock)
 
     def close(self) -> None:
+        """The clock stops."""
+        self._closed = asyncio.get_running_loop().time()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -107,7 +125,7 @@ class Spending:
     def settle(self, call: Call, usage: Usage, *, cached: bool = False) -> float | None:
         """The answer is there. What it cost, in $, where that is known."""
         cost = self._prices.cost(usage) if self._prices is not None else None
-        spent = _amount(usage, cost) if self._counting else NOTHING
+        spent = _amount(usage, cost)
         if self._counting and not cached:
             if spent.tokens:
                 self._estimator.learn(call.prompt_tokens, usage)
@@ -132,6 +150,8 @@ class Spending:
         if self._counting:
             self._ledger.settle(call.amount, spent)
             self._serve()
+        else:
+            self._ledger.spent += spent
         return self._shares.end(call.share, asyncio.get_running_loop().time()) if self._per_second else 0.0
 
     async def _wait(self, amount: Amount) -> None:

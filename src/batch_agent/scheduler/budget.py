@@ -36,12 +36,10 @@ class Ledger:
 
     __slots__ = ("_open", "max_cost", "max_tokens", "reserved", "spent")
 
-    def __init__(
-        self, *, max_tokens: int | None = None, max_cost: float | None = None, spent: Amount | None = None
-    ) -> None:
+    def __init__(self, *, max_tokens: int | None = None, max_cost: float | None = None) -> None:
         self.max_tokens = max_tokens
         self.max_cost = max_cost
-        self.spent = spent or Amount()
+        self.spent = Amount()
         self.reserved = Amount()
         self._open = 0
 

@@ -40,7 +40,8 @@ class Store(Protocol):
     """Raises StoreError, and nothing else, when something cannot be recorded or read."""
 
     def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
-        """All of it is on disk when this returns, or none of it is."""
+        """All of the entries are on disk when this returns, or none is; how far the session is, with them at the
+        latest."""
         ...
 
     def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:

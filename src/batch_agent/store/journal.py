@@ -22,7 +22,6 @@ T = TypeVar("T")
 
 GATHERING = 0.002  # seconds that a commit waits for company: nothing beside a model call, and half the commits
 BACKLOG = 1024  # records and lines that may wait for the disk before no new agent starts
-STORED_EVERY = 1.0  # seconds between two commits that hold nothing but how far the session is
 AT_ONCE = 64  # agents that go on in the same turn of the event loop after a commit
 
 
@@ -60,7 +59,6 @@ class Journal:
         self._busy = False  # a commit is on its way, or about to be
         self._failure: StoreError | None = None
         self._ok = self._failed = self._resumed = 0
-        self._stored = -STORED_EVERY  # when a commit last held how far the session is
         self._on_its_way = self._recorded = Progress()
 
     @property
@@ -136,17 +134,10 @@ class Journal:
         results, self._results = self._results, []
         self._gathering += 1
         progress = self._on_its_way = Progress(self._ok, self._failed, self._resumed, *self._spent())
-        now = self._loop.time()
-        # Rows that come from the record have no entries: a commit for each few of them would be felt.
-        if stored := bool(entries) or now - self._stored >= STORED_EVERY:
-            self._stored = now
-        self.in_thread(lambda: self._write(entries, results, progress if stored else None)).add_done_callback(
-            self._committed
-        )
+        self.in_thread(lambda: self._write(entries, results, progress)).add_done_callback(self._committed)
 
-    def _write(self, entries: list[Entry], results: list[AgentResult[object]], progress: Progress | None) -> None:
-        if progress is not None:
-            self._store.commit(entries, progress)
+    def _write(self, entries: list[Entry], results: list[AgentResult[object]], progress: Progress) -> None:
+        self._store.commit(entries, progress)
         if results:
             self._log.write(results)
 

@@ -14,7 +14,9 @@ of this blocks, and runs in the journal's thread.
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,9 +47,10 @@ RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK = (
 class RunDir:
     """A locked run directory."""
 
-    def __init__(self, path: Path, lock: Lock, journal: SqliteJournal) -> None:
+    def __init__(self, path: Path, lock: Lock, journal: SqliteJournal, *, lost_journal: bool = False) -> None:
         self.path = path
         self.journal = journal
+        self.lost_journal = lost_journal  # a run began here, and its record is gone
         self._lock = lock
         self._files = ResultFiles(path / RESULTS, path / FAILURES)
 
@@ -64,12 +67,13 @@ class RunDir:
             begun = (path / RUN).exists()
             if begun and not resume:
                 raise _taken(path)
+            lost = begun and not (path / JOURNAL).exists()
             journal = SqliteJournal.open(path / JOURNAL, begun=begun)
             undone.callback(journal.close)
             if not resume and journal.next_agent() > 1:
                 raise _taken(path)
             undone.pop_all()
-        return cls(path, lock, journal)
+        return cls(path, lock, journal, lost_journal=lost)
 
     def begin_files(self) -> None:
         try:
@@ -105,16 +109,33 @@ class RunDir:
 
     def _replace(self, name: str, content: JsonObject) -> None:
         """In one piece, whatever happens meanwhile."""
-        path, draft = self.path / name, self.path / f"{name}.new"
+        path, draft, data = self.path / name, self.path / f"{name}.new", to_json(content) + b"\n"
         try:
             with draft.open("wb") as file:
-                file.write(to_json(content) + b"\n")
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(path)
         except OSError as error:
             draft.unlink(missing_ok=True)
+            if error.errno == errno.ENOSPC and _overwrite(path, data):
+                return
             raise _unwritable(self.path, error) from None
+
+
+def _overwrite(path: Path, data: bytes) -> bool:
+    """Write to the room that a file has already, which a full disk still gives. False where it has too little."""
+    if sys.platform == "win32":  # which does not tell
+        return False
+    try:
+        with path.open("r+b", buffering=0) as file:
+            if len(data) > os.fstat(file.fileno()).st_blocks * 512:
+                return False
+            file.write(data)
+            file.truncate()
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

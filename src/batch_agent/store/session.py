@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from batch_agent.job import AgentResult, Job
 from batch_agent.messages import JsonObject
-from batch_agent.store.base import Identity
+from batch_agent.store.base import Identity, Progress
 from batch_agent.store.codec import FORMAT
 from batch_agent.store.journal import Journal
 from batch_agent.store.keys import Keys
@@ -119,9 +119,10 @@ class Session:
         return next_agent, previous, forced
 
     def _warn(self, previous: JsonObject) -> None:
-        if not self.has_past:
-            if previous.get("rows"):
-                logger.warning("%s has lost its journal: every row is asked again", self._directory.path)
+        if self._directory.lost_journal:
+            logger.warning("the journal of %s is gone: every row is asked again", self._directory.path)
+        elif not self.has_past:
+            return
         elif self._facts["forced"]:
             logger.warning(
                 "force_resume: rows of %s keep the answers they have, whatever task, model, schema or tools they were "
@@ -178,16 +179,16 @@ class Session:
             failure = await _to_its_end(self._journal.flush())
             state = "failed" if failure is not None else state
             why = why or ("" if failure is None else str(failure))
-        failure = await _to_its_end(self._run(lambda: self._finish(state, why, summary))) or failure
+        progress = None if self._journal is None else self._journal.progress
+        failure = await _to_its_end(self._run(lambda: self._finish(state, why, summary, progress))) or failure
         self._thread.shutdown(wait=False)
         if failure is not None:
             raise failure
 
-    def _finish(self, state: State, why: str, summary: JsonObject) -> None:
+    def _finish(self, state: State, why: str, summary: JsonObject, progress: Progress | None) -> None:
         with ExitStack() as last_things:  # from the last to the first; each, whatever became of the one before
             last_things.callback(self._directory.close)
-            if self._journal is not None:
-                progress = self._journal.progress
+            if progress is not None:
                 rows: JsonObject = {
                     "read": self._keys.count,
                     "digest": self._keys.digest,
@@ -199,7 +200,7 @@ class Session:
                 last_things.callback(self._directory.write_summary, summary)
                 last_things.callback(self._directory.write_run, facts)
                 last_things.callback(self._directory.journal.commit, (), progress)
-                last_things.callback(self._directory.end_files, every=state == "complete")
+            last_things.callback(self._directory.end_files, every=state == "complete")
 
     def _run(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, function)

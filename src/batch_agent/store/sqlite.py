@@ -83,7 +83,6 @@ class SqliteJournal:
         if version is None and was_there:
             raise _damaged(self._path, "it is empty")
         db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA temp_store = FILE")
         if version is None:
             db.executescript(
@@ -113,6 +112,8 @@ class SqliteJournal:
             kind, body = encode(entry.step)
             values += (entry.agent, entry.identity.key, entry.identity.row, kind, body)
         with _explained(self._path):
+            # How far the session is need not survive a power cut: rows from the record alone are not worth an fsync.
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if entries else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 self._insert(values)
@@ -153,8 +154,8 @@ class SqliteJournal:
         # Of a grouped row SQLite takes the columns from the record that has the maximum. Keys and rows are hashes of
         # different things, so they can be in one table.
         self._db.execute(
-            f"INSERT OR IGNORE INTO past SELECT sought, CASE kind WHEN {DONE} THEN 0 WHEN {FAILED} THEN 2 ELSE 1 END, "
-            f"{place} FROM (SELECT {column} AS sought, kind, agent, max(id) FROM record GROUP BY agent) ORDER BY 1, 2, 3"
+            f"INSERT INTO past SELECT sought, CASE kind WHEN {DONE} THEN 0 WHEN {FAILED} THEN 2 ELSE 1 END, {place} "
+            f"FROM (SELECT {column} AS sought, kind, agent, max(id) FROM record GROUP BY agent) ORDER BY 1, 2, 3"
         )
 
     def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
@@ -199,7 +200,7 @@ class SqliteJournal:
 
 def glance(path: Path) -> Glance:
     """What a journal says, also while another process writes it."""
-    with _explained(path):
+    with _explained(path, reading=True):
         db = connect_to_read(path)
         try:
             if _version(db, path) is None:
@@ -265,11 +266,13 @@ def _damaged(path: Path, reason: str) -> StoreError:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explained(path: Path, *, reading: bool = False) -> Iterator[None]:
     """SQLite's errors as ours."""
     try:
         yield
     except sqlite3.OperationalError as error:
+        if reading:
+            raise StoreError(f"{path} cannot be read: {error}") from error
         raise StoreError(
             f"the run cannot be recorded in {path}: {error}. What was recorded before is kept: "
             "mend the cause, then resume"
