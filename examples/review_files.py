@@ -38,7 +38,8 @@ async def main(paths: list[str]) -> None:
     )
     tokens = sum(result.usage.prompt_tokens for result in results)
     cached = sum(result.usage.cached_tokens for result in results)
-    print(f"{sum(result.ok for result in results)} of {len(results)} reviewed; {cached} of {tokens} prompt tokens cached")
+    good = sum(result.ok for result in results)
+    print(f"{good} of {len(results)} reviewed; {cached} of {tokens} prompt tokens cached")
 
 
 if __name__ == "__main__":
