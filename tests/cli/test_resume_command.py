@@ -11,7 +11,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from batch_agent import BatchAgent
+from batch_agent.cli.main import main
 from batch_agent.store.rundir import RunView
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend, ScriptedServer
 from batch_agent.testing.script import Script
@@ -272,3 +275,12 @@ async def test_an_output_among_the_files_of_the_run_is_refused_before_anything_i
             assert code == 1 and "is in the run directory here" in stderr
         assert server.received == 0
         assert not (tmp_path / "here").exists()
+
+
+def test_status_of_a_run_from_python_says_how_to_go_on_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "run"
+    BatchAgent.run_sync(task="{input}", inputs=["a"], backend=ScriptedBackend([Fail(400)]), run_dir=str(directory))
+    assert main(["status", str(directory)]) == 0
+    assert "run it again with resume=True" in capsys.readouterr().out

@@ -71,5 +71,6 @@ def _text(view: RunView) -> str:
     cost = f", ${now.cost:.4f}" if now.cost is not None else ""
     lines.append(("tokens", f"{amount(now.tokens)} in all sessions{cost}"))
     if view.state in ("interrupted", "failed", "out of budget") or now.failed:
-        lines.append(("go on", f"batch-agent resume {view.path}"))
+        by_command = facts.get("command") is not None
+        lines.append(("go on", f"batch-agent resume {view.path}" if by_command else "run it again with resume=True"))
     return "\n".join([str(view.path), *(f"  {label:<8} {harmless(text)}" for label, text in lines)])

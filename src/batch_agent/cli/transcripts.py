@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import islice
@@ -29,7 +28,7 @@ from batch_agent.job import Job
 from batch_agent.messages import JsonObject
 from batch_agent.store.keys import Keys
 from batch_agent.store.rundir import JOURNAL
-from batch_agent.store.sqlite import SqliteJournal, glance
+from batch_agent.store.sqlite import SqliteJournal, connect_to_read, glance
 
 AT_ONCE = 256  # rows looked up in the journal together
 
@@ -85,5 +84,4 @@ def _job(prepared: Prepared, record: Record) -> Job:
 
 def _open_journal(path: Path) -> SqliteJournal:
     glance(path)  # is it one that this version reads?
-    connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
-    return SqliteJournal(connection, path)
+    return SqliteJournal(connect_to_read(path), path)
