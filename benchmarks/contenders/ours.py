@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from batch_agent import BatchAgent, Tool
 from benchmarks.workload import MODEL, SYSTEM_PROMPT, TASK, Review, Work, contend, lookup, rows
 
 LOOKUP = Tool.define(cacheable=True)(lookup)
 
 
-async def run(work: Work) -> list[Review]:
+async def run(work: Work, run_dir: Path | None = None) -> list[Review]:
     results = await BatchAgent.run(
         system_prompt=SYSTEM_PROMPT,
         task=TASK,
@@ -19,6 +21,7 @@ async def run(work: Work) -> list[Review]:
         backend=work.url,
         max_inflight=work.inflight,
         streaming_tool_dispatch=work.stream,
+        run_dir=run_dir,
     )
     return [result.output for result in results if result.output is not None]
 

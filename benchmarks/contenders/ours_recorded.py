@@ -10,28 +10,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from batch_agent import BatchAgent
-from benchmarks.contenders.ours import LOOKUP
-from benchmarks.workload import MODEL, SYSTEM_PROMPT, TASK, Review, Work, contend, rows
+from benchmarks.contenders import ours
+from benchmarks.workload import Review, Work, contend
 
 TICK = 0.001
 
 
 async def run(work: Work, *, recorded: bool = True) -> list[Review]:
     with tempfile.TemporaryDirectory() as directory:
-        results = await BatchAgent.run(
-            system_prompt=SYSTEM_PROMPT,
-            task=TASK,
-            inputs=list(rows(work.agents)),
-            tools=[LOOKUP] if work.turns == 2 else [],
-            output_schema=Review,
-            model=MODEL,
-            backend=work.url,
-            max_inflight=work.inflight,
-            streaming_tool_dispatch=work.stream,
-            run_dir=Path(directory) if recorded else None,
-        )
-    return [result.output for result in results if result.output is not None]
+        return await ours.run(work, Path(directory) if recorded else None)
 
 
 async def largest_gap(work: Work, *, recorded: bool) -> float:

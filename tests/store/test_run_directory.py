@@ -93,6 +93,7 @@ def test_looking_for_a_lock_hinders_nobody_who_takes_it(tmp_path: Path) -> None:
         over.set()
         for thread in looking:
             thread.join()
+    assert is_locked(path) is False
 
 
 def test_two_who_look_see_nobody(tmp_path: Path) -> None:
