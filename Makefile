@@ -24,7 +24,7 @@ demo: $(VENV)/.local  ## set up and run 30 agents on real weights: no server, no
 	@$(BIN)/python examples/triage/show.py results/triage.jsonl
 
 test: $(VENV)/.ready  ## set up and pass the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(VENV)/.ready  ## style and types
 	$(BIN)/ruff check .

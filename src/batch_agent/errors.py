@@ -68,6 +68,7 @@ class Oversized(InputError):
 class BackendError(JobError):
     stage = "infer"
     type = "BackendError"
+    overload: bool = False  # the server is there and has too much to do: ask less, not only later
 
     def __init__(
         self,
@@ -77,9 +78,14 @@ class BackendError(JobError):
         retry_after: float | None = None,
         text: str = "",
         usage: Usage | None = None,
+        overload: bool | None = None,
+        unreached: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
+        if overload is not None:
+            self.overload = overload
+        self.unreached = unreached  # nothing of the request was read: no fault of what it asked
         self.retry_after = retry_after  # seconds the server asks to be left alone
         self.text = text  # what the model had said when it broke off
         self.usage = usage  # what was computed all the same, where the server says so
@@ -95,6 +101,7 @@ class Timeout(BackendError):
 class RateLimited(BackendError):
     type = "RateLimited"
     retryable = True
+    overload = True
 
 
 class Unavailable(BackendError):

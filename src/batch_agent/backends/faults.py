@@ -29,6 +29,7 @@ from batch_agent.errors import (
 )
 
 SHOWN_CHARS = 500
+OVERLOAD_STATUSES = frozenset({503, 529})  # beside 429
 SHORTEST_SECRET = 4  # replacing something shorter would only garble the message
 
 _CONTROL = re.compile(r"[\x00-\x20\x7f-\x9f\u2028\u2029\u200b-\u200f\u202a-\u202e\u2066-\u2069]+")
@@ -140,19 +141,19 @@ class Faults:
         said = self.clean(str(error))
         match error:
             case aiohttp.ConnectionTimeoutError() | aiohttp.ClientConnectorError(os_error=TimeoutError()):
-                return Timeout(f"{self.where}: no connection in time; is the host reachable?")
+                return Timeout(f"{self.where}: no connection in time; is the host reachable?", unreached=True)
             case TimeoutError():
                 return Timeout(f"{self.where}: the connection timed out")
             case aiohttp.ClientHttpProxyError(status=status):
-                return Unavailable(
-                    f"{self.where}: the proxy refused the connection with status {status}", status=status
-                )
+                message = f"{self.where}: the proxy refused the connection with status {status}"
+                return Unavailable(message, status=status, unreached=True)
             case aiohttp.ClientResponseError():
                 return self.bad(f"what came back is not HTTP that can be read: {said}")
             case aiohttp.InvalidURL():
                 return Rejected(f"{self.where} is not an address that can be asked")
             case _:
-                return Unavailable(f"{self.where}: {_broken(error, said)}")
+                unreached = isinstance(error, aiohttp.ClientConnectorError)
+                return Unavailable(f"{self.where}: {_broken(error, said)}", unreached=unreached)
 
 
 def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
@@ -188,7 +189,7 @@ def _build(status: int, said: ServerError, message: str, wait: float | None) -> 
             return Rejected(message, status=status)
         return RateLimited(message, status=status, retry_after=wait)
     if status in (408, 425) or (status >= 500 and status != 501):
-        return Unavailable(message, status=status, retry_after=wait)
+        return Unavailable(message, status=status, retry_after=wait, overload=status in OVERLOAD_STATUSES)
     return Rejected(message, status=status)
 
 

@@ -16,7 +16,7 @@ from batch_agent.engine.cancellation import cancelled_by_us
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
-from batch_agent.errors import BackendError, RateLimited, Timeout, Unavailable
+from batch_agent.errors import BackendError, Timeout, Unavailable
 from batch_agent.events import Sink, TurnFailed, TurnFinished, TurnStarted
 from batch_agent.job import Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
@@ -171,7 +171,7 @@ async def _send(
         cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
     except BackendError as error:
         tally.pay(error.usage or Usage(), spending.fail(call, error))
-        if isinstance(error, RateLimited) or (isinstance(error, Unavailable) and error.status == 503):
+        if error.overload:
             limiter.overloaded(generation, error.retry_after)
         raise
     finally:
