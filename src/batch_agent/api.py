@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     max_dispatched: int | None
     max_turns: int | None
     max_retries: int
+    max_outage: float | None
     timeout_per_agent: float | None
     timeout_per_turn: float | None
     timeout_per_tool: float | None

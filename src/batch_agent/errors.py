@@ -3,6 +3,7 @@
     BatchAgentError
     ├── SpecError            the request is wrong; raised before any job starts (also a ValueError)
     │   └── RunRejected      the server refuses every request of this run: wrong key, unknown model, wrong path
+    ├── RunUnreachable       the server could not be reached for so long that the run was given up before any result
     ├── JobError             one job cannot go on; lands on its result, siblings untouched
     │   ├── InputError       this row cannot be rendered            type InputError
     │   │   └── Oversized    it can never fit the model's context   type OVERSIZED
@@ -37,7 +38,11 @@ class SpecError(BatchAgentError, ValueError):
 
 
 class RunRejected(SpecError):
-    """The server refuses what every job of this run would send, so the run stopped at the first refusal."""
+    """The server refuses what every job of this run would send, so the run stopped before it had one result."""
+
+
+class RunUnreachable(BatchAgentError):
+    """The server did not answer for so long that the run ended before it had one result."""
 
 
 class StoreError(BatchAgentError):

@@ -12,7 +12,7 @@ from typing import Literal
 from batch_agent.job import AgentResult
 from batch_agent.messages import Usage
 
-Ended = Literal["complete", "drained", "cancelled", "failed", "out of budget"]
+Ended = Literal["complete", "drained", "cancelled", "failed", "out of budget", "unreachable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +109,26 @@ class LimitChanged:
     at: float
     max_inflight: int | None
     reason: str
+    endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthChanged:
+    """An endpoint went down, was tried, came back or was given up. ``reason`` is its latest failure; ``since`` and
+    ``next_trial`` are on the clock of ``at``, and 0 while it works."""
+
+    at: float
+    endpoint: str
+    state: Literal["works", "in doubt", "down", "on trial"]
+    reason: str
+    since: float = 0.0
+    next_trial: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunFinished:
-    """``reason`` says which limit it was, for a run that is out of budget."""
+    """``reason`` says which limit it was, for a run that is out of budget; why, for one that is unreachable or that the
+    server refuses."""
 
     at: float
     ended: Ended
@@ -130,6 +145,7 @@ Event = (
     | ToolFinished
     | JobFinished
     | LimitChanged
+    | HealthChanged
     | ModelChosen
     | RunFinished
 )

@@ -108,6 +108,11 @@ class BatchSpec(BaseModel):
         description="How often a failed request is sent again, and how often an answer that does not validate is "
         "shown to the model with its errors.",
     )
+    max_outage: Seconds | None = Field(
+        900.0,
+        description="Seconds that a server may be unreachable before the run ends as unreachable, to be resumed; "
+        "None: for ever. A server that never answered is given up after 15 s.",
+    )
     timeout_per_agent: Seconds | None = Field(None, description="Seconds an agent has in all, waiting included.")
     timeout_per_turn: Seconds | None = Field(600.0, description="Seconds one model call may take.")
     timeout_per_tool: Seconds | None = Field(120.0, description="Seconds one tool call may run.")

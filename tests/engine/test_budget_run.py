@@ -194,9 +194,9 @@ async def test_a_run_within_its_limits_is_complete() -> None:
 
 async def test_a_refused_request_costs_nothing_of_the_budget() -> None:
     def script(request: Request) -> Say | Fail:
-        return Fail(400) if int(request.text) < 50 else Say("ok", usage=USAGE)
+        return Fail(400) if int(request.text) < 15 else Say("ok", usage=USAGE)
 
-    _, statistics, _ = await finish(script, inputs=map(str, range(52)), max_total_tokens=400, max_tokens=50)
+    _, statistics, _ = await finish(script, inputs=map(str, range(17)), max_total_tokens=400, max_tokens=50)
     assert (statistics.ok, statistics.ended) == (2, "complete")
 
 

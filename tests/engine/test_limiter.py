@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batch_agent.engine.limiter import Limiter
+from batch_agent.errors import RateLimited
 from batch_agent.scheduler.core import Ticket
 
 
@@ -78,8 +79,8 @@ async def test_a_paused_limiter_grants_nothing_until_resumed() -> None:
 async def test_retry_after_holds_everyone_back_and_then_lets_them_go() -> None:
     limiter = Limiter(8)
     ticket = await hold(limiter)
+    limiter.endpoints.failed(ticket, RateLimited("later", retry_after=0.01))
     limiter.release(ticket)
-    limiter.overloaded(limiter.capacity.generation, retry_after=0.01)
     waiter = asyncio.create_task(hold(limiter))
     await settle()
     assert not waiter.done()
@@ -89,10 +90,11 @@ async def test_retry_after_holds_everyone_back_and_then_lets_them_go() -> None:
 
 async def test_a_changed_limit_is_reported_with_its_reason() -> None:
     changes: list[tuple[int | None, str]] = []
-    limiter = Limiter(8, on_limit=lambda limit, reason: changes.append((limit, reason)))
+    limiter = Limiter(8, on_limit=lambda endpoint, reason: changes.append((endpoint.capacity.limit, reason)))
     limiter.resize(4)
-    limiter.overloaded(limiter.capacity.generation, None)
+    limiter.endpoints.failed(await hold(limiter), RateLimited("later"))
     assert [limit for limit, _ in changes] == [4, 1]
+    limiter.close()
 
 
 operations = st.lists(

@@ -25,6 +25,7 @@ class Capabilities:
     schema_with_tools: bool = False  # ... also when the same request offers tools
     streaming: bool = True  # can report tool calls while the model is still talking
     default_inflight: int = 64  # calls in flight when the user names no number
+    endpoints: tuple[str, ...] = ("",)  # what its servers are called; most backends are one server
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

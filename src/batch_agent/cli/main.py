@@ -16,11 +16,11 @@ from batch_agent.cli.export import add_export_arguments, export_command
 from batch_agent.cli.models import add_models_arguments, models_command
 from batch_agent.cli.recorded import add_recording_arguments, add_resume_arguments
 from batch_agent.cli.resume import resume_command
-from batch_agent.cli.run import RUN_FAILED, SIGNALLED, run_command
+from batch_agent.cli.run import RUN_FAILED, SIGNALLED, UNREACHABLE, run_command
 from batch_agent.cli.simulate import add_simulate_arguments, simulate_command
 from batch_agent.cli.status import add_status_arguments, status_command
 from batch_agent.cli.streams import discard, ensure_streams, flush_words, say
-from batch_agent.errors import BatchAgentError, InternalError
+from batch_agent.errors import BatchAgentError, InternalError, RunUnreachable
 from batch_agent.observe.text import harmless
 
 RUN_EPILOG = """\
@@ -46,6 +46,7 @@ exit status:
   1    the run failed, or could not start: the message says why
   2    some rows failed, or were left undone after Ctrl-C
   3    out of budget: --max-cost, --max-total-tokens or --max-wall-time ended the run; a higher one resumes it
+  4    unreachable: the server was down for longer than --max-outage, or never answered; resume goes on when it is back
   128+n  stopped by signal n: 130 second Ctrl-C, 143 SIGTERM, 141 the reader of standard output is gone
 """
 
@@ -86,7 +87,7 @@ def _main(options: argparse.Namespace) -> int:
         raise
     except BatchAgentError as error:
         say(f"batch-agent: {harmless(str(error))}")
-        return RUN_FAILED
+        return UNREACHABLE if isinstance(error, RunUnreachable) else RUN_FAILED
     except BrokenPipeError:  # `| head` has seen enough of a plan
         discard(sys.stdout)
         return SIGNALLED + signal.SIGPIPE

@@ -27,6 +27,7 @@ from batch_agent.cli.specfile import SpecFile, read_specfile
 from batch_agent.cli.streams import put, say
 from batch_agent.engine.run import Run
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
+from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import to_json
 from batch_agent.files.rows import as_row
@@ -36,7 +37,8 @@ from batch_agent.observe.terminal import LiveView, NoView, PlainView, View
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.latency import ToolStatistics
 
-ALL_OK, RUN_FAILED, ROWS_FAILED, OUT_OF_BUDGET = 0, 1, 2, 3
+ALL_OK, RUN_FAILED, ROWS_FAILED, OUT_OF_BUDGET, UNREACHABLE = range(5)
+ENDS: Mapping[Ended | None, int] = {"out of budget": OUT_OF_BUDGET, "unreachable": UNREACHABLE, "failed": RUN_FAILED}
 SIGNALLED = 128  # plus the signal's number, as shells say it
 
 
@@ -148,8 +150,8 @@ def _statistics(run: Run[object], rows: object, unwritten: int) -> Statistics:
 
 
 def exit_code(statistics: Statistics) -> int:
-    if statistics.ended == "out of budget":
-        return OUT_OF_BUDGET
+    if statistics.ended in ENDS:
+        return ENDS[statistics.ended]
     undone = statistics.ended == "drained" and statistics.done != statistics.total
     return ROWS_FAILED if statistics.failed or undone else ALL_OK
 

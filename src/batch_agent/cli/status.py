@@ -70,7 +70,7 @@ def _text(view: RunView) -> str:
     lines.append(("model", f"{facts.get('model')} at {facts.get('backend')}"))
     cost = f", ${now.cost:.4f}" if now.cost is not None else ""
     lines.append(("tokens", f"{amount(now.tokens)} in all sessions{cost}"))
-    if view.state in ("interrupted", "failed", "out of budget") or now.failed:
+    if view.state in ("interrupted", "failed", "out of budget", "unreachable") or now.failed:
         by_command = facts.get("command") is not None
         lines.append(("go on", f"batch-agent resume {view.path}" if by_command else "run it again with resume=True"))
     return "\n".join([str(view.path), *(f"  {label:<8} {harmless(text)}" for label, text in lines)])

@@ -153,7 +153,7 @@ class Agent:
             self._leave_record()
             if ticket is None:
                 await self.settle()  # before more is built on it
-                ticket = self._r.limiter.claim(self.turns_left())
+                ticket = self._r.limiter.claim(self.turns_left(), self.job.index)
             reply, early = await self._ask_model(shape, ticket)
         self._text = reply.text
         self._conversation.append(Message("assistant", reply.text, reply.tool_calls, reasoning=reply.reasoning))

@@ -1,47 +1,61 @@
 """The scheduler's decisions made awaitable: coroutines wait here for a slot, the feed waits here for room.
 
-All state that decides is in ``scheduler``; this file only maps tickets to futures and time to ``loop.call_at``.
+All state that decides is in ``scheduler``; this file maps tickets to futures and time to ``loop.call_at``. What answers
+and failures say about an endpoint is handed on in ``endpoints``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from batch_agent.scheduler.capacity import Capacity
+from batch_agent.engine.endpoints import Endpoints, OnHealth, OnLimit, OnOver
+from batch_agent.errors import Interrupted
 from batch_agent.scheduler.core import Scheduler, Ticket
-from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
-
-OnLimit = Callable[[int | None, str], None]
+from batch_agent.scheduler.endpoint import Endpoint
 
 
 class Limiter:
+    """``on_over`` is told, once, when no endpoint is left to ask: how the run ends, and why."""
+
     def __init__(
-        self, max_inflight: int | None, max_agents: int | None = None, on_limit: OnLimit | None = None
+        self,
+        max_inflight: int | None,
+        max_agents: int | None = None,
+        on_limit: OnLimit = lambda endpoint, reason: None,
+        *,
+        endpoints: Sequence[str] = ("",),
+        max_outage: float | None = None,
+        on_health: OnHealth = lambda endpoint, now: None,
+        on_over: OnOver = lambda ended, reason: None,
     ) -> None:
-        self.scheduler = Scheduler(max_inflight, max_agents)
-        self.capacity = Capacity(max_inflight)
-        self._on_limit = on_limit
+        known = [Endpoint(name, max_inflight) for name in endpoints]
+        self.scheduler = Scheduler(max_inflight, max_agents, known)
+        self.endpoints = Endpoints(known, max_outage, on_health, on_limit, on_over, self._pump)
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
+        self._sleepers: set[asyncio.Future[None]] = set()
         self._room: asyncio.Future[None] | None = None
         self._stopped = False
+        self._refusal = ""  # why nobody gets a slot any more
+        self._fed = False
         self._user_paused = False
         self._short_of_budget = False
-        self._held_until = 0.0
-        self._timer: asyncio.TimerHandle | None = None
 
     # Slots
 
-    def claim(self, turns_left: int) -> Ticket:
+    def claim(self, turns_left: int, agent: int = 0) -> Ticket:
         """Join the queue for a slot; it may be granted at once. Follow it with ``hold``, or ``release`` it."""
-        ticket = self.scheduler.request(turns_left)
+        ticket = self.scheduler.request(turns_left, agent)
         self._pump()
         return ticket
 
     async def hold(self, ticket: Ticket) -> None:
-        """Until the ticket's slot is granted. Cancelled while waiting, the claim is withdrawn and nothing is lost."""
+        """Until the ticket's slot is granted. Cancelled while waiting, the claim is withdrawn and nothing is lost.
+        Raises Interrupted when no slot will be granted any more."""
         try:
             if ticket.state != "held":
+                if self._refusal:
+                    raise Interrupted(self._refusal)
                 waiter = asyncio.get_running_loop().create_future()
                 self._waiters[ticket] = waiter
                 await waiter
@@ -54,7 +68,34 @@ class Limiter:
 
     def release(self, ticket: Ticket) -> None:
         self.scheduler.give_back(ticket)
+        if ticket.trial:
+            self.endpoints.arm()  # for the next one, where this one was withdrawn
         self._pump()
+
+    async def again(self, ticket: Ticket, delay: float) -> None:
+        """Join the queue again after ``delay`` seconds, to repeat a failed request."""
+        if delay:
+            self.scheduler.backing_off += 1
+            try:
+                await self._sleep(delay)
+            finally:
+                self.scheduler.backing_off -= 1
+                self._pump()
+        self.scheduler.again(ticket)
+        self._pump()
+
+    async def _sleep(self, delay: float) -> None:
+        if self._refusal:
+            raise Interrupted(self._refusal)
+        loop = asyncio.get_running_loop()
+        sleeper: asyncio.Future[None] = loop.create_future()
+        self._sleepers.add(sleeper)
+        timer = loop.call_later(delay, _wake, sleeper)
+        try:
+            await sleeper
+        finally:
+            timer.cancel()
+            self._sleepers.discard(sleeper)
 
     # Agents
 
@@ -67,13 +108,18 @@ class Limiter:
             await self._room
         return True
 
-    def start_agent(self, turns_left: int) -> Ticket:
+    def start_agent(self, turns_left: int, agent: int = 0) -> Ticket:
         """A new agent, with its claim for its first turn made now, so that the room it takes is seen to be taken."""
         self.scheduler.start_agent()
-        return self.claim(turns_left)
+        return self.claim(turns_left, agent)
 
     def end_agent(self) -> None:
         self.scheduler.end_agent()
+        self._pump()
+
+    def fed(self) -> None:
+        """Every input was read: no more agents will come."""
+        self._fed = True
         self._pump()
 
     # Control
@@ -82,6 +128,18 @@ class Limiter:
         """Nothing new starts; agents under way go on."""
         self.scheduler.closed = True
         self._wake_feed()
+        self._pump()
+
+    def refuse(self, why: str) -> None:
+        """Nobody gets a slot any more: requests on their way finish, whoever waits for one or will want one is
+        Interrupted."""
+        self._refusal = self._refusal or why
+        for waiter in (*self._waiters.values(), *self._sleepers):
+            if not waiter.done():
+                waiter.set_exception(Interrupted(self._refusal))
+        self._waiters.clear()
+        self.endpoints.clear_doubts(Interrupted(self._refusal))
+        self.drain()
 
     def stop(self) -> None:
         """The run is being left: from now on no request leaves, whoever holds a slot."""
@@ -108,59 +166,44 @@ class Limiter:
             self._short_of_budget = short
             self._update_pause()
 
-    def resize(self, max_inflight: int | None) -> None:
-        self.capacity.resize(max_inflight)
-        self._apply_limit("asked for")
-
-    # What the server says about its load
-
-    def succeeded(self) -> None:
-        if self.capacity.succeeded():
-            self._apply_limit("answers are good")
-
-    def overloaded(self, generation: int, retry_after: float | None) -> None:
-        """The server refused for load: halve, and let nobody ask again before it said so."""
-        if self.capacity.overloaded(generation, self.scheduler.inflight):
-            self._apply_limit("the server is overloaded")
-        if retry_after and retry_after <= LONGEST_RETRY_AFTER:
-            loop = asyncio.get_running_loop()
-            until = loop.time() + retry_after
-            if until > self._held_until:
-                self._held_until = until
-                if self._timer is not None:
-                    self._timer.cancel()
-                self._timer = loop.call_at(until, self._hold_is_over)
-                self._update_pause()
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _hold_is_over(self) -> None:
-        self._held_until = 0.0
-        self._timer = None
-        self._update_pause()
-
-    def _update_pause(self) -> None:
-        self.scheduler.paused = self._user_paused or self._short_of_budget or self._held_until > 0
+    def set_at_tools(self, agents: int) -> None:
+        """So many agents wait for a tool that is busy enough without them."""
+        self.scheduler.at_tools = agents
         self._pump()
 
-    def _apply_limit(self, reason: str) -> None:
-        self.scheduler.max_inflight = self.capacity.limit
-        if self._on_limit is not None:
-            self._on_limit(self.capacity.limit, reason)
+    def resize(self, max_inflight: int | None) -> None:
+        self.scheduler.max_inflight = max_inflight
+        self.endpoints.resize(max_inflight)
+        self._pump()
+
+    def close(self) -> None:
+        self.endpoints.close()
+
+    def _update_pause(self) -> None:
+        self.scheduler.paused = self._user_paused or self._short_of_budget
         self._pump()
 
     def _pump(self) -> None:
         """Hand out every slot that can be handed out, then see whether a new agent may start."""
-        while (ticket := self.scheduler.grant()) is not None:
-            waiter = self._waiters.pop(ticket, None)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
-        if self._room is not None and self.scheduler.has_room():
+        scheduler = self.scheduler
+        if (scheduler.waiting or scheduler.suspects) and not self._refusal:
+            now = asyncio.get_running_loop().time()
+            while (ticket := scheduler.grant(now)) is not None:
+                waiter = self._waiters.pop(ticket, None)
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(None)
+                self.endpoints.sent(ticket)
+        if self._room is not None and scheduler.has_room():
             self._wake_feed()
+        elif self.endpoints.doubts and scheduler.idle and (self._fed or not scheduler.has_room()):
+            self.endpoints.clear_doubts()
 
     def _wake_feed(self) -> None:
         room, self._room = self._room, None
         if room is not None and not room.done():
             room.set_result(None)
+
+
+def _wake(sleeper: asyncio.Future[None]) -> None:
+    if not sleeper.done():
+        sleeper.set_result(None)

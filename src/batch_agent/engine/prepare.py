@@ -14,11 +14,15 @@ from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.prices import FORMS as PRICE_FORMS
 from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.engine.endpoints import NEVER_ANSWERED
 from batch_agent.engine.shapes import Shapes, build_shapes
-from batch_agent.errors import BackendError, RunRejected, SpecError, Timeout
+from batch_agent.errors import BackendError, RunRejected, RunUnreachable, SpecError, Timeout
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import Tool, resolve_tools
+
+PAUSE = 2.0  # seconds between two questions for the model's name, at the most
+AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # alive at once, where the user names no number
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Prepared:
     shapes: Shapes
     plan: Plan
     max_inflight: int | None
+    max_agents: int | None
     prices: Prices | None  # None: what a token costs is not known
 
 
@@ -46,9 +51,15 @@ def prepare(spec: BatchSpec) -> Prepared:
         backend.check(shape)
     plan = compile_plan(spec, schema=schema, inject_schema=shapes.schema_in_prompt, tools=specs)
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
+    agents = spec.max_agents if spec.given("max_agents") else _enough_agents(inflight)
     prices = find_prices(spec.prices, model=model, backend=backend.name)
     _check_budget(spec, prices, model, backend.name)
-    return Prepared(spec, _cached(spec, backend), model, tools, schema, shapes, plan, inflight, prices)
+    return Prepared(spec, _cached(spec, backend), model, tools, schema, shapes, plan, inflight, agents, prices)
+
+
+def _enough_agents(max_inflight: int | None) -> int | None:
+    """As many as keep the slots busy while agents wait for tools that take long, with room to spare."""
+    return None if max_inflight is None else max(MIN_AGENTS, AGENTS_PER_SLOT * max_inflight)
 
 
 def _cached(spec: BatchSpec, backend: Backend) -> Backend:
@@ -75,6 +86,8 @@ async def choose_model(prepared: Prepared) -> Prepared:
     try:
         names = await _ask_for_models(prepared.backend, prepared.spec)
     except BackendError as error:
+        if error.unreached:
+            raise RunUnreachable(f"the server never answered: {error}") from None
         raise RunRejected(f"no model is named, and asking {prepared.backend.name} for one failed: {error}") from None
     if len(names) != 1:
         raise SpecError(f"model: {prepared.backend.name} serves {', '.join(names) or 'none'}; name one with model=")
@@ -92,8 +105,10 @@ def with_model(prepared: Prepared, name: str) -> Prepared:
 
 
 async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
-    """As patient as a turn is: a server that is just starting is asked again."""
+    """As patient as a run is with a server that never answered: one that is just starting is asked again."""
     failures = 0
+    began = asyncio.get_running_loop().time()
+    patience = NEVER_ANSWERED if spec.max_outage is None else min(NEVER_ANSWERED, spec.max_outage)
     while True:
         limit = asyncio.timeout(spec.timeout_per_turn)
         try:
@@ -106,6 +121,7 @@ async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
         except BackendError as failure:
             error = failure
         failures += 1
-        if not error.retryable or failures > spec.max_retries:
+        over = asyncio.get_running_loop().time() - began >= patience
+        if not error.retryable or (over if error.unreached else failures > spec.max_retries):
             raise error
-        await asyncio.sleep(retry_delay(failures, error.retry_after, random.random()))
+        await asyncio.sleep(min(PAUSE, retry_delay(failures, error.retry_after, random.random())))

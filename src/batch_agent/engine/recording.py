@@ -20,6 +20,7 @@ RECORDED_STATES: Mapping[str, State] = {
     "cancelled": "interrupted",
     "failed": "failed",
     "out of budget": "out of budget",
+    "unreachable": "unreachable",
 }
 
 

@@ -25,10 +25,11 @@ from batch_agent.engine.recording import RECORDED_STATES, begin_session, open_se
 from batch_agent.engine.rows import Rows
 from batch_agent.engine.spending import Spending
 from batch_agent.engine.turn import Resources
-from batch_agent.errors import Interrupted, JobError, Rejected, RunRejected, SpecError
+from batch_agent.errors import BatchAgentError, Interrupted, JobError, RunRejected, RunUnreachable, SpecError
 from batch_agent.events import (
     Ended,
     Event,
+    HealthChanged,
     JobFinished,
     JobStarted,
     LimitChanged,
@@ -42,6 +43,7 @@ from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.store.session import Session
 from batch_agent.store.trail import Trail
 from batch_agent.tools.pool import ToolPool, ToolStatistics
@@ -49,8 +51,6 @@ from batch_agent.tools.pool import ToolPool, ToolStatistics
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
-# Wrong key, no money, no access, no such model or path, moved away, no quota left (a Rejected 429): no row's own fault.
-REFUSED_FOR_ALL = frozenset({301, 302, 303, 307, 308, 401, 402, 403, 404, 405, 429})
 BREATHER = 128  # inputs taken in a row before the event loop gets a turn
 LOOKED_UP = 256  # inputs whose records are looked up at once
 FOLLOWING = 64  # agents that ended in an earlier session and are being delivered at once
@@ -71,7 +71,15 @@ class Run(Generic[T]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._metrics = Metrics(lambda: self._loop.time() if self._loop is not None else 0.0)
         self._sinks: list[Sink] = [self._metrics, *sinks]
-        self._limiter = Limiter(prepared.max_inflight, prepared.spec.max_agents, self._limit_changed)
+        self._limiter = Limiter(
+            prepared.max_inflight,
+            prepared.max_agents,
+            self._limit_changed,
+            endpoints=prepared.backend.capabilities.endpoints,
+            max_outage=prepared.spec.max_outage,
+            on_health=self._health_changed,
+            on_over=self._over,
+        )
         self._spending = Spending(prepared.spec, prepared.prices, self._limiter, self._out_of_budget)
         self._delivery: Delivery[object] = Delivery(prepared.spec.on_result, partial(self._backlog, "delivery"))
         self._rows = Rows(prepared.spec.inputs)
@@ -81,6 +89,7 @@ class Run(Generic[T]):
         self._feeder: asyncio.Task[None] | None = None
         self._cancelled = False
         self._fed = False  # every input was read
+        self._ended_by: tuple[Ended, str] | None = None  # what kept the run from going on, and why
 
     # What a user does with a run
 
@@ -133,8 +142,7 @@ class Run(Generic[T]):
     def drain(self) -> None:
         """Start nothing new; agents under way finish, and ``results`` ends after them."""
         self._limiter.drain()
-        if self._feeder is not None:
-            self._feeder.cancel()  # it may be waiting for an input that never comes
+        self._stop_feeding()
 
     def cancel(self) -> None:
         """Stop now. Agents under way end as failed results of type Interrupted."""
@@ -146,6 +154,10 @@ class Run(Generic[T]):
         self._limiter.stop()
         if self._supervisor is not None:
             self._supervisor.cancel()
+
+    def _stop_feeding(self) -> None:
+        if self._feeder is not None:
+            self._feeder.cancel()  # it may be waiting for an input that never comes
 
     # The supervisor
 
@@ -163,17 +175,20 @@ class Run(Generic[T]):
             else:
                 self._fed = True
             ended = self._how_ended()
+            failure = self._without_any_result(ended)
         except asyncio.CancelledError:
             ended = "cancelled"
             self._deliver_interrupted()
             raise
         except BaseException as error:
             failure = _first(error)
+            if isinstance(failure, RunUnreachable):
+                ended, self._ended_by = "unreachable", ("unreachable", str(failure))
             if isinstance(failure, KeyboardInterrupt | SystemExit):
                 raise
         finally:
             self._limiter.close()
-            reason = self._spending.exhausted if ended == "out of budget" else ""
+            reason = self._why(ended)
             self._emit(RunFinished(asyncio.get_running_loop().time(), ended, reason))
             failure = await self._end_session(ended, reason, failure) or failure
             self._delivery.close(failure)
@@ -236,6 +251,7 @@ class Run(Generic[T]):
             values = await self._rows.read(count)
             if not values:
                 self._fed = True
+                self._limiter.fed()
                 return
             for value in values:
                 plan.check_first(value)
@@ -273,7 +289,7 @@ class Run(Generic[T]):
         self._emit(JobStarted(asyncio.get_running_loop().time(), job.index, job.job_id))
         agent = self._live[job.index] = Agent(job, resources, trail)
         if trail is None or not trail.has_past:
-            ticket = self._limiter.start_agent(agent.turns_left())
+            ticket = self._limiter.start_agent(agent.turns_left(), job.index)
             agents.create_task(self._accompany(agent, ticket, resources))
             return
         self._limiter.scheduler.start_agent()
@@ -286,9 +302,6 @@ class Run(Generic[T]):
         """One agent from its first turn to its delivered result."""
         try:
             result = await agent.run(ticket)
-            error = agent.error
-            if isinstance(error, Rejected) and error.status in REFUSED_FOR_ALL and not resources.answered:
-                raise RunRejected(f"the run stopped at its first refusal, before any answer: {error}")
             agent.record_end()
             self._publish(result)
             await agent.settle()
@@ -299,12 +312,13 @@ class Run(Generic[T]):
 
     async def _finish(self, result: AgentResult[object]) -> None:
         self._emit(JobFinished(asyncio.get_running_loop().time(), result))
-        await self._delivery.deliver(result)
+        if self._ended_by is None or not _is_interrupted(result):
+            await self._delivery.deliver(result)
 
     def _publish(self, result: AgentResult[object]) -> None:
         """A line in the run's files, after the commit that makes the result durable. A job that was interrupted has no
         line: it has not failed, it is not done."""
-        if self._session is not None and (result.error is None or result.error.type != Interrupted.type):
+        if self._session is not None and not _is_interrupted(result):
             self._session.publish(result)
 
     def _deliver_interrupted(self) -> None:
@@ -338,17 +352,45 @@ class Run(Generic[T]):
         logger.warning("out of budget: %s; calls in flight finish and no new one is sent", limit)
         self.drain()
 
+    def _over(self, ended: Ended, why: str) -> None:
+        """Nobody is left to ask: requests on their way finish, and what is not done stays not done."""
+        logger.warning("%s: %s", ended, why)
+        self._ended_by = (ended, why)
+        self._stop_feeding()
+        self._limiter.refuse(f"the run ended before this job was done: {why}")
+
     def _how_ended(self) -> Ended:
         if not self._limiter.scheduler.closed:
             return "complete"
         # A drain or a limit that came when everything had been sent kept nothing from being done.
-        every = self._fed or self._metrics.statistics().done == self._prepared.plan.total
-        if every and not self._spending.refused:
+        statistics = self._metrics.statistics()
+        every = self._fed or statistics.done == self._prepared.plan.total
+        if every and not statistics.interrupted:
             return "complete"
+        if self._ended_by is not None:
+            return self._ended_by[0]
         return "out of budget" if self._spending.exhausted else "drained"
 
-    def _limit_changed(self, limit: int | None, reason: str) -> None:
-        self._emit(LimitChanged(asyncio.get_running_loop().time(), limit, reason))
+    def _why(self, ended: Ended) -> str:
+        if ended == "out of budget":
+            return self._spending.exhausted
+        return self._ended_by[1] if self._ended_by is not None and ended == self._ended_by[0] else ""
+
+    def _without_any_result(self, ended: Ended) -> BatchAgentError | None:
+        """What whoever waits for results is told when there is not one."""
+        if self._metrics.statistics().done:
+            return None
+        if ended == "failed":
+            return RunRejected(self._why(ended))
+        return RunUnreachable(self._why(ended)) if ended == "unreachable" else None
+
+    def _limit_changed(self, endpoint: Endpoint, reason: str) -> None:
+        self._emit(LimitChanged(asyncio.get_running_loop().time(), endpoint.capacity.limit, reason, endpoint.name))
+
+    def _health_changed(self, endpoint: Endpoint, now: float) -> None:
+        health = endpoint.health
+        times = (health.down_since, max(health.next_trial, endpoint.held_until)) if health.is_down else (0.0, 0.0)
+        self._emit(HealthChanged(now, endpoint.name, health.state, health.reason, *times))
 
     def _emit(self, event: Event) -> None:
         for sink in self._sinks:
@@ -365,6 +407,10 @@ def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]
         return plan.job(index, value)
     except JobError as error:
         return AgentResult(index, str(index), value, False, None, AgentError.of(error))
+
+
+def _is_interrupted(result: AgentResult[object]) -> bool:
+    return result.error is not None and result.error.type == Interrupted.type
 
 
 def _first(error: BaseException) -> BaseException:

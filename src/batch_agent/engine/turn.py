@@ -20,7 +20,7 @@ from batch_agent.errors import BackendError, Timeout, Unavailable
 from batch_agent.events import Sink, TurnFailed, TurnFinished, TurnStarted
 from batch_agent.job import Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
-from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.core import SUSPECT, Ticket
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
 from batch_agent.store.steps import Spent
 from batch_agent.tools.pool import PendingCall, ToolPool
@@ -44,7 +44,6 @@ class Resources:
     timeout_per_turn: float | None
     early_tools: bool  # start a tool while the model is still talking
     chance: Callable[[], float] = random.random
-    answered: bool = False  # the backend has given at least one good answer
 
 
 @dataclass(slots=True)
@@ -124,9 +123,7 @@ async def take_turn(
     r: Resources, request: ModelRequest, index: int, tally: Tally, ticket: Ticket, early: EarlyCalls | None
 ) -> Reply:
     """The model's complete answer, or the BackendError that could not be helped."""
-    failures = 0
     while True:
-        error = None
         paid = tally.cost or 0.0
         try:
             return await _send(r, request, index, tally, ticket, early)
@@ -134,20 +131,38 @@ async def take_turn(
             error = failure
         if early is not None:
             early.abandon()
-        failures += 1
-        again = error.retryable and failures <= r.max_retries and (error.retry_after or 0.0) <= LONGEST_RETRY_AFTER
-        delay = retry_delay(failures, error.retry_after, r.chance()) if again else None
         now = asyncio.get_running_loop().time()
+        final = not error.retryable or ticket.failures > r.max_retries
+        if final and r.limiter.endpoints.is_unclear(ticket, error):
+            await r.limiter.endpoints.learn(ticket)
+        delay = _delay(r, ticket, error)
         cost = (tally.cost or 0.0) - paid
         r.emit(TurnFailed(now, index, tally.turns + 1, error.type, str(error), delay, error.usage, cost))
         if delay is None:
             raise error
         tally.again = True
         try:
-            await asyncio.sleep(delay)
+            await r.limiter.again(ticket, delay)
         finally:
             tally.queued += asyncio.get_running_loop().time() - now
-        ticket = r.limiter.claim(request.turns_left)
+
+
+def _delay(r: Resources, ticket: Ticket, error: BackendError) -> float | None:
+    """Seconds until the request is sent again; None when it is not. What was the server's fault costs a row nothing,
+    unless its request is there each time the server goes down."""
+    endpoint = ticket.endpoint
+    assert endpoint is not None
+    if endpoint.given_up:
+        return 0.0  # at another endpoint; where there is none, the run is over
+    if ticket.hits > max(SUSPECT, r.max_retries):
+        return None
+    if not error.retryable or ticket.failures > r.max_retries:
+        return None
+    if endpoint.health.is_down or ticket.lost:
+        return 0.0
+    if (error.retry_after or 0.0) > LONGEST_RETRY_AFTER:
+        return None
+    return retry_delay(max(1, ticket.failures), error.retry_after, r.chance())
 
 
 async def _send(
@@ -162,17 +177,17 @@ async def _send(
         limiter.release(ticket)
         raise
     left = loop.time()
-    generation = limiter.capacity.generation
     tally.queued += left - claimed
     tally.leave()
     r.emit(TurnStarted(left, index, tally.turns + 1))
     try:
-        reply = await _infer(r, request, early)
+        reply = await _infer(r, request, ticket, early)
         cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
+        if reply.saved is None:  # else nothing was asked
+            limiter.endpoints.answered(ticket, loop.time() - left)
     except BackendError as error:
         tally.pay(error.usage or Usage(), spending.fail(call, error))
-        if error.overload:
-            limiter.overloaded(generation, error.retry_after)
+        limiter.endpoints.failed(ticket, error)
         raise
     finally:
         spending.fail(call)
@@ -180,24 +195,31 @@ async def _send(
         tally.inference += loop.time() - left
     now = loop.time()
     tally.add(reply, cost)
-    r.answered = True
-    limiter.succeeded()
     r.emit(TurnFinished(now, index, tally.turns, reply.usage, now - left, reply.first_token, cost, reply.saved))
     return reply
 
 
-async def _infer(r: Resources, request: ModelRequest, early: EarlyCalls | None) -> Reply:
-    limit = asyncio.timeout(r.timeout_per_turn)
+async def _infer(r: Resources, request: ModelRequest, ticket: Ticket, early: EarlyCalls | None) -> Reply:
+    limit = r.limiter.endpoints.limit(ticket, r.timeout_per_turn)
     try:
         async with limit:
             return await r.backend.infer(request, early)
     except TimeoutError:
         if not limit.expired():
             raise
-        raise Timeout(
-            f"{r.backend.name} gave no complete answer in timeout_per_turn, {r.timeout_per_turn:g} s"
-        ) from None
+        raise Timeout(f"{r.backend.name} gave no complete answer in {_time_allowed(r, ticket)}") from None
     except asyncio.CancelledError:
         if cancelled_by_us():
             raise
         raise Unavailable(f"{r.backend.name} gave the call up: something it waited for was cancelled") from None
+    finally:
+        r.limiter.endpoints.finished(ticket)
+
+
+def _time_allowed(r: Resources, ticket: Ticket) -> str:
+    seconds = asyncio.get_running_loop().time() - ticket.sent_at
+    if ticket.lost:
+        return f"{seconds:.3g} s, and the server has been down meanwhile"
+    return (
+        f"{seconds:.3g} s, on trial after an outage" if ticket.trial else f"timeout_per_turn, {r.timeout_per_turn:g} s"
+    )

@@ -11,9 +11,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from batch_agent.errors import Interrupted
 from batch_agent.events import (
     Ended,
     Event,
+    HealthChanged,
     JobFinished,
     JobStarted,
     LimitChanged,
@@ -26,6 +28,7 @@ from batch_agent.events import (
     TurnFinished,
     TurnStarted,
 )
+from batch_agent.job import AgentResult
 from batch_agent.messages import Usage
 
 WINDOW = 30  # seconds over which the recent rate is taken
@@ -46,6 +49,16 @@ class RecentError:
 
 
 @dataclass(frozen=True, slots=True)
+class Outage:
+    """A server that does not answer. Seconds."""
+
+    endpoint: str
+    lasted: float
+    next_trial: float  # from now; 0 while one is on its way
+    reason: str  # its latest failure
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """A run at one moment. Every agent alive is in exactly one of ``running`` (holds an inference slot),
     ``waiting_on_tools``, ``backing_off`` (will repeat a failed request) and ``queued``."""
@@ -56,6 +69,7 @@ class Statistics:
     started: int = 0
     done: int = 0
     ok: int = 0
+    interrupted: int = 0  # begun, and not done when the run ended: they have not failed
     resumed: int = 0  # a part of those done: they came from the record of an earlier session
     failures: Mapping[str, int] = field(default_factory=dict)  # by AgentError.type
     running: int = 0
@@ -79,8 +93,10 @@ class Statistics:
     peak_running: int = 0
     max_inflight: int | None = None
     recent_errors: tuple[RecentError, ...] = ()  # the latest last
+    outages: tuple[Outage, ...] = ()  # of now
+    outage_seconds: float = 0.0  # that a server was down, all outages together
     ended: Ended | None = None
-    reason: str = ""  # which limit ended a run that is out of budget
+    reason: str = ""  # which limit ended a run that is out of budget, or why it could not go on
 
     @property
     def failed(self) -> int:
@@ -124,7 +140,7 @@ class Metrics:
         self._run: RunStarted | None = None
         self._finished: RunFinished | None = None
         self._agents: dict[int, _Agent] = {}
-        self._started = self._done = self._ok = self._resumed = 0
+        self._started = self._done = self._ok = self._resumed = self._interrupted = 0
         self._failures: dict[str, int] = {}
         self._counts = [0, 0, 0, 0]  # agents in each state
         self._seconds = [0.0, 0.0, 0.0, 0.0]  # spent in each state, by all agents, until they left it
@@ -137,6 +153,8 @@ class Metrics:
         self._tool_sources = {"run": 0, "shared": 0, "cache": 0}
         self._tool_errors = 0
         self._max_inflight: int | None = None
+        self._down: dict[str, HealthChanged] = {}
+        self._outage_seconds = 0.0
         self._errors: dict[tuple[str, str], RecentError] = {}
         self._rows_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW)
 
@@ -160,6 +178,8 @@ class Metrics:
                 self._turn_failed(event)
             case LimitChanged():
                 self._max_inflight = event.max_inflight
+            case HealthChanged():
+                self._health_changed(event)
             case RunStarted():
                 self._run = event
             case ModelChosen():
@@ -178,6 +198,7 @@ class Metrics:
             started=self._started,
             done=self._done,
             ok=self._ok,
+            interrupted=self._interrupted,
             resumed=self._resumed,
             failures=dict(self._failures),
             running=self._counts[_RUNNING],
@@ -201,6 +222,8 @@ class Metrics:
             peak_running=self._peak_running,
             max_inflight=self._max_inflight,
             recent_errors=tuple(self._errors.values()),
+            outages=tuple(_outage(event, now) for event in self._down.values()),
+            outage_seconds=self._outage_seconds + sum(now - event.since for event in self._down.values()),
             ended=finished.ended if finished else None,
             reason=finished.reason if finished else "",
         )
@@ -240,6 +263,13 @@ class Metrics:
             self._remember(event.index, event.error_type, event.message, retried=True)
             self._move(event.index, _BACKING_OFF, event.at)
 
+    def _health_changed(self, event: HealthChanged) -> None:
+        before = self._down.pop(event.endpoint, None)
+        if event.since:
+            self._down[event.endpoint] = event
+        elif before is not None:
+            self._outage_seconds += event.at - before.since
+
     def _tool_started(self, event: ToolStarted) -> None:
         agent = self._agents.get(event.index)
         if agent is not None:
@@ -259,6 +289,16 @@ class Metrics:
 
     def _job_finished(self, event: JobFinished) -> None:
         result = event.result
+        if result.error is not None and result.error.type == Interrupted.type:
+            self._interrupted += 1  # it has not failed: it is not done
+        else:
+            self._row_done(result, int(event.at))
+        self._move(result.index, _QUEUED, event.at)
+        # A row that never became an agent (it did not fit, say) has a result all the same.
+        if self._agents.pop(result.index, None) is not None:
+            self._counts[_QUEUED] -= 1
+
+    def _row_done(self, result: AgentResult[object], second: int) -> None:
         self._done += 1
         self._resumed += result.resumed
         if result.ok:
@@ -267,15 +307,11 @@ class Metrics:
             kind = result.error.type
             self._failures[kind] = self._failures.get(kind, 0) + 1
             self._remember(result.index, kind, result.error.message, retried=False)
-        rows, second = self._rows_by_second, int(event.at)
+        rows = self._rows_by_second
         if rows and rows[-1][0] == second:
             rows[-1] = (second, rows[-1][1] + 1)
         else:
             rows.append((second, 1))
-        self._move(result.index, _QUEUED, event.at)
-        # A row that never became an agent (it did not fit, say) has a result all the same.
-        if self._agents.pop(result.index, None) is not None:
-            self._counts[_QUEUED] -= 1
 
     def _move(self, index: int, state: int, at: float) -> None:
         agent = self._agents.get(index)
@@ -296,3 +332,8 @@ class Metrics:
         since = max(int(now) - WINDOW + 1, started_at)
         rows = sum(count for second, count in self._rows_by_second if second >= int(since))
         return rows / (now - since) if now > since else 0.0
+
+
+def _outage(event: HealthChanged, now: float) -> Outage:
+    wait = 0.0 if event.state == "on trial" else max(0.0, event.next_trial - now)
+    return Outage(event.endpoint, now - event.since, wait, event.reason)

@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.savings import savings
-from batch_agent.observe.text import amount, dollars, duration, harmless, rate, rows, share
+from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, rows, share
 
 ERROR_CHARACTERS = 300
+REASON_CHARACTERS = 600
 
 
 def summary_lines(statistics: Statistics, *, output: str = "", advice: Sequence[str] = ()) -> list[str]:
     """``output`` says where the results are; ``advice`` is what the tool pool would have saved, a sentence each."""
     lines = [_headline(statistics)]
-    if statistics.reason:
+    if statistics.ended == "out of budget":
         lines += _labelled("budget", [f"{statistics.reason}; resume with a higher limit to do the rest"])
+    elif statistics.reason:
+        lines += _labelled("why", [harmless(statistics.reason, REASON_CHARACTERS)])
+    if statistics.outage_seconds:
+        lines += _labelled("outage", [f"the server was down for {clock(statistics.outage_seconds)} in all"])
     lines += _labelled("failed", _failure_lines(statistics))
     lines += _labelled("tokens", [_token_line(statistics)])
     if statistics.cost is not None:
@@ -43,6 +48,7 @@ def summary_json(statistics: Statistics, *, output: str = "", advice: Sequence[s
             "resumed": statistics.resumed,
         },
         "seconds": round(statistics.elapsed, 3),
+        "outage_seconds": round(statistics.outage_seconds, 3),
         "rows_per_second": round(statistics.overall_rate, 3),
         "turns": statistics.turns,
         "retries": statistics.retries,
@@ -78,7 +84,8 @@ def _headline(statistics: Statistics) -> str:
         line += f", {statistics.resumed:,} of them from the record"
     if statistics.done:
         line += f" ({rate(statistics.overall_rate)})"
-    stopped = {"drained": "stopped early", "cancelled": "stopped early", "out of budget": "out of budget"}
+    stopped = {ended: ended for ended in ("out of budget", "unreachable", "failed")}
+    stopped |= dict.fromkeys(("drained", "cancelled"), "stopped early")
     if statistics.ended in stopped and (statistics.done != statistics.total or statistics.reason):
         left = statistics.total - statistics.done if statistics.total is not None else 0
         line += f"; {stopped[statistics.ended]}" + (f", {rows(left)} not done" if left else "")

@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from batch_agent.observe.metrics import RecentError, Statistics
-from batch_agent.observe.text import amount, dollars, duration, harmless, rate, rows, share
+from batch_agent.observe.metrics import Outage, RecentError, Statistics
+from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, rows, share
 
 ERROR_CHARACTERS = 300
 FIRST_INTERVAL, LAST_INTERVAL = 5.0, 60.0  # seconds between plain lines, early and late in a run
@@ -110,7 +110,14 @@ def progress_line(statistics: Statistics) -> str:
     if statistics.eta is not None:
         parts.append(f"{duration(statistics.eta)} left")
     parts.append(f"tokens {_tokens(statistics)}")
+    parts += map(outage_line, statistics.outages)
     return f"[{duration(statistics.elapsed)}] " + ", ".join(parts)
+
+
+def outage_line(outage: Outage) -> str:
+    name = f" {harmless(outage.endpoint)}" if outage.endpoint else ""
+    again = f"trying again in {duration(outage.next_trial)}" if outage.next_trial else "trying"
+    return f"server{name} down for {clock(outage.lasted)}, {again}"
 
 
 def error_line(error: RecentError) -> str:
@@ -127,6 +134,9 @@ def render(statistics: Statistics) -> RenderableType:
         _state_line(statistics),
         _work_line(statistics),
     ]
+    for outage in statistics.outages:
+        line = f"  {outage_line(outage)}: {harmless(outage.reason, ERROR_CHARACTERS)}"
+        parts.append(Text(line, style="bold yellow", no_wrap=True, overflow="ellipsis"))
     for error in reversed(statistics.recent_errors):
         style = "yellow" if error.retried else "red"
         parts.append(Text("  " + error_line(error), style=style, no_wrap=True, overflow="ellipsis"))

@@ -33,8 +33,11 @@ def _visible(character: str) -> str:
 
 def duration(seconds: float) -> str:
     """``0.8 s``, ``1:05``, ``2:01:05``."""
-    if seconds < _BARE_SECONDS:
-        return f"{seconds:.1f} s"
+    return f"{seconds:.1f} s" if seconds < _BARE_SECONDS else clock(seconds)
+
+
+def clock(seconds: float) -> str:
+    """``0:08``, ``1:05``, ``2:01:05``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,62 +1,100 @@
-"""The scheduler: which ready agent gets the next inference slot, and whether a new agent may start.
+"""The scheduler: which ready agent gets the next inference slot, at which endpoint, and whether a new agent may start.
 
-Two gates. ``max_inflight`` bounds the slots, held from the moment a request leaves until its answer is complete and
-never during a tool. ``max_agents`` bounds the agents alive. A new agent starts only when a slot would otherwise stay
-idle, so agents under way are always served before newcomers, and inputs are read exactly as fast as they are needed.
+Two gates. An endpoint's capacity bounds its slots, held from the moment a request leaves until its answer is complete
+and never during a tool. ``max_agents`` bounds the agents alive. A new agent starts only when a slot would otherwise
+stay idle, so agents under way are always served before newcomers, and inputs are read exactly as fast as they are
+needed. An agent that waits to repeat a failed request will want a slot again, so it counts as if it wanted one; and
+while as many agents as there are slots wait for a tool that cannot keep up, more of them would only wait there too.
 
 Among ready agents the one with the fewest turns left goes first; waiting lifts an agent by one turn every ``AGEING``
 grants. Because everyone ages at the same rate, an agent's place never changes while it waits: its rank is a constant
 and a heap is enough.
 
-Everything here is synchronous. ``engine.limiter`` wakes the coroutines that ``grant`` names.
+A turn that was in flight when its endpoint went down, twice, is a suspect: it may be what brings the server down. It
+goes when nobody else waits, and never beside another suspect.
+
+Everything here is synchronous and is told the time. ``engine.limiter`` wakes the coroutines that ``grant`` names.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from batch_agent.errors import InternalError
+from batch_agent.scheduler.endpoint import Endpoint
 
 AGEING = 256  # grants a waiting agent sees pass before it counts as one turn nearer to its end
+MOST_AT_TOOLS = 1024  # agents that may wait for busy tools where the number of slots has no limit
+SUSPECT = 2  # outages at whose beginning a turn was in flight
 
-State = Literal["waiting", "held", "gone"]
+State = Literal["waiting", "set aside", "held", "gone"]
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
-    """One agent's claim to one slot for one turn."""
+    """One agent's claim to one slot for one turn; it is claimed with again when the request is repeated."""
 
-    __slots__ = ("rank", "state")
+    agent: int
+    rank: int
+    state: State = "waiting"
+    endpoint: Endpoint | None = None  # where it was last granted a slot
+    sent_at: float = 0.0  # when
+    generation: int = 0  # of the endpoint's capacity then
+    trial: bool = False  # the endpoint was down, and this is the request that finds out
+    failures: int = 0  # its own, as far as is known
+    doubtful: int = 0  # of these, since its endpoint's last good answer
+    broke: bool = False  # one of the doubtful ones may have been what brought the server down
+    hits: int = 0  # outages that began while it was in flight
+    lost: bool = False  # its request was given up, once, because its answer was lost in an outage
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.state: State = "waiting"
+    @property
+    def suspect(self) -> bool:
+        return self.hits >= SUSPECT
 
 
 class Scheduler:
-    def __init__(self, max_inflight: int | None = None, max_agents: int | None = None) -> None:
-        self.max_inflight = max_inflight
+    def __init__(
+        self, max_inflight: int | None = None, max_agents: int | None = None, endpoints: Sequence[Endpoint] = ()
+    ) -> None:
+        self.endpoints = list(endpoints) or [Endpoint()]
+        self.max_inflight = max_inflight  # at all endpoints together
         self.max_agents = max_agents
         self.paused = False  # no grants
         self.closed = False  # no new agents, ever
         self.backlogged = False  # no new agents until results were taken
         self.inflight = 0
         self.agents = 0
-        self.waiting = 0
+        self.waiting = 0  # suspects aside
+        self.backing_off = 0  # agents that will repeat a request and hold no slot meanwhile
+        self.at_tools = 0  # agents whose call waits for a tool that is busy enough without it
         self._granted = 0
         self._heap: list[tuple[int, int, Ticket]] = []
+        self.suspects: deque[Ticket] = deque()
+        self._suspect_in_flight: Ticket | None = None
         self._order = 0
 
     def has_room(self) -> bool:
-        """Whether an agent may start now: a slot is free and nobody who is ready wants it."""
-        return not (
-            self.paused
-            or self.closed
-            or self.backlogged
-            or self.waiting
-            or (self.max_inflight is not None and self.inflight >= self.max_inflight)
-            or (self.max_agents is not None and self.agents >= self.max_agents)
-        )
+        """Whether an agent may start now: a slot is free and nobody who is ready, or will be soon, wants it."""
+        if self.paused or self.closed or self.backlogged or self.waiting:
+            return False
+        if self.max_agents is not None and self.agents >= self.max_agents:
+            return False
+        spare = self._spare()
+        return spare > self.backing_off and self.at_tools < min(self.inflight + spare, MOST_AT_TOOLS)
+
+    def _spare(self) -> float:
+        """Slots that stay idle if nobody takes them."""
+        spare = sum(endpoint.spare for endpoint in self.endpoints)
+        return spare if self.max_inflight is None else min(spare, self.max_inflight - self.inflight)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is in flight, and nobody wants a slot."""
+        return not (self.inflight or self.waiting or self.backing_off or self.suspects)
 
     def start_agent(self) -> None:
         self.agents += 1
@@ -66,35 +104,82 @@ class Scheduler:
             raise InternalError("an agent ended that never started")
         self.agents -= 1
 
-    def request(self, turns_left: int) -> Ticket:
+    def request(self, turns_left: int, agent: int = 0) -> Ticket:
         """A ready turn joins the queue; ``grant`` says when it may go."""
-        ticket = Ticket(turns_left * AGEING + self._granted)
+        ticket = Ticket(agent, turns_left * AGEING + self._granted)
+        self._join(ticket)
+        return ticket
+
+    def again(self, ticket: Ticket) -> None:
+        """A turn whose request failed joins the queue again, in its old place; behind its equals after a trial, so
+        that not one turn alone is sent to a server that is down."""
+        if ticket.trial:
+            ticket.rank = max(ticket.rank, self._granted) + AGEING
+        ticket.state = "waiting"
+        self._join(ticket)
+
+    def _join(self, ticket: Ticket) -> None:
+        if ticket.suspect:
+            ticket.state = "set aside"
+            self.suspects.append(ticket)
+            return
         self._order += 1
         heapq.heappush(self._heap, (ticket.rank, self._order, ticket))
         self.waiting += 1
-        return ticket
 
-    def grant(self) -> Ticket | None:
-        """The next ticket that may go, now held; None when no slot is free or nobody waits."""
-        if self.paused or not self.waiting:
+    def grant(self, now: float = 0.0) -> Ticket | None:
+        """The next ticket that may go, now held, with the endpoint it goes to; None when no slot is free or nobody
+        waits."""
+        if self.paused or not (self.waiting or self.suspects):
             return None
         if self.max_inflight is not None and self.inflight >= self.max_inflight:
             return None
-        heap = self._heap
-        while True:
-            ticket = heapq.heappop(heap)[2]
-            if ticket.state == "waiting":
-                break
+        endpoint = self._free_endpoint(now)
+        if endpoint is None:
+            return None
+        ticket = self._next()
+        if ticket is None:
+            return None
         ticket.state = "held"
-        self.waiting -= 1
+        ticket.endpoint = endpoint
+        ticket.sent_at = now
+        ticket.generation = endpoint.capacity.generation
+        ticket.trial = endpoint.take(now)
         self.inflight += 1
         self._granted += 1
         return ticket
 
+    def _free_endpoint(self, now: float) -> Endpoint | None:
+        """The one with the most room; a trial only where nobody has room."""
+        if len(self.endpoints) == 1:
+            return self.endpoints[0] if self.endpoints[0].has_slot(now) else None
+        free = [endpoint for endpoint in self.endpoints if endpoint.has_slot(now)]
+        return min(free, key=lambda e: (e.health.is_down, e.inflight / (e.capacity.limit or 1e9)), default=None)
+
+    def _next(self) -> Ticket | None:
+        if self.waiting:
+            while True:
+                ticket = heapq.heappop(self._heap)[2]
+                if ticket.state == "waiting":
+                    self.waiting -= 1
+                    return ticket
+        if self._suspect_in_flight is not None:
+            return None
+        self._suspect_in_flight = self.suspects.popleft()
+        return self._suspect_in_flight
+
     def give_back(self, ticket: Ticket) -> None:
         """The ticket's turn is over, or its agent no longer wants it. Giving back twice is harmless."""
         if ticket.state == "held":
+            assert ticket.endpoint is not None
             self.inflight -= 1
+            ticket.endpoint.inflight -= 1
+            if ticket is self._suspect_in_flight:
+                self._suspect_in_flight = None
+            if ticket.trial:
+                ticket.endpoint.health.trial_over()
+        elif ticket.state == "set aside":
+            self.suspects.remove(ticket)
         elif ticket.state == "waiting":
             self.waiting -= 1
             self._forget_withdrawn()

@@ -32,7 +32,7 @@ from batch_agent.store.lock import Lock, is_locked
 from batch_agent.store.resultfiles import ResultFiles
 from batch_agent.store.sqlite import Glance, SqliteJournal, glance
 
-State = Literal["running", "complete", "failed", "interrupted", "out of budget"]
+State = Literal["running", "complete", "failed", "interrupted", "out of budget", "unreachable"]
 
 RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK = (
     "run.json",

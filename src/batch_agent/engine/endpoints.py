@@ -1,0 +1,277 @@
+"""What answers and failures say about the endpoints, made awaitable: ``scheduler.health`` and ``scheduler.refusals``
+with timers for trials, for silence and for the end of patience, and futures for those who wait to learn whose fault it
+was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import TYPE_CHECKING
+
+from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected, Timeout, Unavailable
+from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.health import Kind
+from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
+
+if TYPE_CHECKING:
+    from batch_agent.events import Ended
+
+NEVER_ANSWERED = 15.0  # seconds after which a server is given up that has not answered once
+
+OnHealth = Callable[[Endpoint, float], None]
+OnLimit = Callable[[Endpoint, str], None]
+OnOver = Callable[["Ended", str], None]
+
+
+class Endpoints:
+    """``wake`` is called when somebody who waits for a slot may get one."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        max_outage: float | None,
+        on_health: OnHealth,
+        on_limit: OnLimit,
+        on_over: OnOver,
+        wake: Callable[[], None],
+    ) -> None:
+        self._all = endpoints
+        self._max_outage = inf if max_outage is None else max_outage
+        self._on_health, self._on_limit, self._on_over, self._wake = on_health, on_limit, on_over, wake
+        self._doubted: dict[Endpoint, set[Ticket]] = {}  # failed since the endpoint's last good answer
+        self.doubts: list[tuple[Endpoint, asyncio.Future[None]]] = []  # those who wait to learn whose fault it was
+        self._limits: dict[Ticket, asyncio.Timeout] = {}  # of requests on their way
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = inf
+
+    # Requests
+
+    def sent(self, ticket: Ticket) -> None:
+        assert ticket.endpoint is not None
+        if ticket.trial:
+            self._on_health(ticket.endpoint, ticket.sent_at)
+        if self._due == inf:
+            self.arm()
+
+    def limit(self, ticket: Ticket, seconds: float | None) -> asyncio.Timeout:
+        """The time limit of one request; ``finished`` must follow. An endpoint on trial has to answer in the time that
+        it usually takes, and an answer that was lost in an outage is not waited for."""
+        assert ticket.endpoint is not None
+        if ticket.trial:
+            trial = ticket.endpoint.health.trial_seconds(ticket.sent_at)
+            seconds = min(trial or inf, seconds or inf)
+        limit = asyncio.timeout(None if seconds == inf else seconds)
+        self._limits[ticket] = limit
+        return limit
+
+    def finished(self, ticket: Ticket) -> None:
+        self._limits.pop(ticket, None)
+
+    def answered(self, ticket: Ticket, seconds: float) -> None:
+        """A good answer."""
+        endpoint = ticket.endpoint
+        assert endpoint is not None
+        self._is_alive(endpoint, seconds)
+        endpoint.refusals.answered()
+        if self._doubted or self.doubts:
+            for other in self._doubted.pop(endpoint, ()):
+                other.doubtful, other.broke = 0, False
+            self.clear_doubts(endpoint=endpoint)
+        if endpoint.capacity.succeeded():
+            self._on_limit(endpoint, "answers are good")
+
+    def failed(self, ticket: Ticket, error: BackendError) -> None:
+        """Called while the ticket is still held. Counts the failure as the row's own, as long as it may be."""
+        endpoint, now = ticket.endpoint, _now()
+        assert endpoint is not None
+        kind, health = trouble_of(error), endpoint.health
+        if ticket.lost and ticket.sent_at < health.down_since:
+            return  # it was we who ended it
+        if kind is None:
+            ticket.failures += 1
+            self._is_alive(endpoint, now - ticket.sent_at)
+            if isinstance(error, Rejected) and not isinstance(error, ContextOverflow):
+                self._refused(endpoint, ticket, error)
+            return
+        if kind == "overload" and not health.is_down:
+            self._overloaded(endpoint, ticket, error, now)
+        if kind != "unreached":
+            ticket.failures += 1
+            ticket.doubtful += 1
+            ticket.broke = ticket.broke or kind == "broken"
+            self._doubted.setdefault(endpoint, set()).add(ticket)
+        if health.failed(kind, ticket.agent, endpoint.inflight - 1, str(error), now):
+            self._goes_down(endpoint, now)
+        elif health.is_down:
+            self._forgive(endpoint)
+            if ticket.trial:
+                health.trial_over()
+                self._trial_failed(endpoint, now)
+
+    def is_unclear(self, ticket: Ticket, error: BackendError) -> bool:
+        """Whether it is not known yet whose fault this failure was."""
+        endpoint = ticket.endpoint
+        assert endpoint is not None
+        if isinstance(error, Rejected):
+            return not endpoint.given_up and endpoint.refusals.is_unclear(ticket.agent)
+        return ticket in self._doubted.get(endpoint, ())
+
+    async def learn(self, ticket: Ticket) -> None:
+        """Until it is known. Raises Interrupted when the run is over."""
+        assert ticket.endpoint is not None
+        known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.doubts.append((ticket.endpoint, known))
+        self._wake()
+        await known
+
+    def clear_doubts(self, error: Interrupted | None = None, *, endpoint: Endpoint | None = None) -> None:
+        """Whatever is known by now is all that will be; of one endpoint, or of all."""
+        doubts = self.doubts
+        self.doubts = [] if endpoint is None else [doubt for doubt in doubts if doubt[0] is not endpoint]
+        for about, known in doubts:
+            if (endpoint is None or about is endpoint) and not known.done():
+                known.set_result(None) if error is None else known.set_exception(error)
+
+    def resize(self, ceiling: int | None) -> None:
+        for endpoint in self._all:
+            endpoint.capacity.resize(ceiling)
+            self._on_limit(endpoint, "asked for")
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # An endpoint's ups and downs
+
+    def _is_alive(self, endpoint: Endpoint, seconds: float) -> None:
+        now = _now()
+        began = endpoint.health.down_since
+        if endpoint.health.answered_after(seconds, now):
+            endpoint.held_until = 0.0
+            for ticket in self._limits:
+                if ticket.endpoint is endpoint and ticket.sent_at < began and not ticket.lost:
+                    self._lose(ticket, now + endpoint.health.grace)
+            self._on_health(endpoint, now)
+            self.arm()
+            self._wake()
+
+    def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
+        """It refused for load: halve, and let nobody ask again before it said so."""
+        if endpoint.capacity.overloaded(ticket.generation, endpoint.inflight):
+            self._on_limit(endpoint, "the server is overloaded")
+        wait = min(error.retry_after or 0.0, LONGEST_RETRY_AFTER)
+        if wait and now + wait > endpoint.held_until:
+            endpoint.held_until = now + wait
+            self.arm()
+
+    def _goes_down(self, endpoint: Endpoint, now: float) -> None:
+        endpoint.go_down()
+        self._forgive(endpoint)
+        self._on_limit(endpoint, "the server is down")
+        self._on_health(endpoint, now)
+        self.clear_doubts(endpoint=endpoint)
+        self.arm()
+
+    def _trial_failed(self, endpoint: Endpoint, now: float) -> None:
+        self._on_health(endpoint, now)
+        if now >= self._patience_ends(endpoint):
+            self._give_up(endpoint, "unreachable", self._what_was_tried(endpoint, now))
+        self.arm()
+
+    def _forgive(self, endpoint: Endpoint) -> None:
+        """What failed was the server, not the rows; though a row that is there each time may be what fells it."""
+        for ticket in self._doubted.pop(endpoint, ()):
+            ticket.failures -= ticket.doubtful
+            ticket.hits += ticket.broke and (not ticket.trial or ticket.suspect)
+            ticket.doubtful, ticket.broke = 0, False
+
+    def _refused(self, endpoint: Endpoint, ticket: Ticket, error: Rejected) -> None:
+        if endpoint.refusals.refused(ticket.agent, error.status, str(error)) == "all":
+            self._give_up(endpoint, "failed", f"the run stopped at a refusal that concerns every row: {error}")
+
+    def _give_up(self, endpoint: Endpoint, ended: Ended, why: str) -> None:
+        if endpoint.given_up:
+            return
+        endpoint.given_up = why
+        if all(other.given_up for other in self._all):
+            self._on_over(ended, why)
+        self.clear_doubts(endpoint=endpoint)
+
+    # Time
+
+    def arm(self) -> None:
+        """One timer, for what is due first."""
+        now = _now()
+        due = min((due for endpoint in self._all for due in self._dues(endpoint) if due > now), default=inf)
+        if due != self._due:
+            self._due = due
+            self.close()
+            self._timer = None if due == inf else asyncio.get_running_loop().call_at(due, self._look)
+
+    def _dues(self, endpoint: Endpoint) -> tuple[float, ...]:
+        """When something is to be done about an endpoint, if nothing happens before."""
+        health = endpoint.health
+        if endpoint.given_up or health.state == "on trial":
+            return ()
+        if health.state == "down":
+            return health.next_trial, endpoint.held_until, self._patience_ends(endpoint)
+        return endpoint.held_until, health.silent_at if endpoint.inflight else inf
+
+    def _patience_ends(self, endpoint: Endpoint) -> float:
+        health = endpoint.health
+        return health.down_since + (self._max_outage if health.answered else min(self._max_outage, NEVER_ANSWERED))
+
+    def _look(self) -> None:
+        now = _now()
+        self._due = inf
+        for endpoint in self._all:
+            health = endpoint.health
+            if endpoint.held_until <= now:
+                endpoint.held_until = 0.0
+            if health.is_silent(endpoint.inflight, now):
+                health.go_down(now)
+                health.reason = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
+                self._goes_down(endpoint, now)
+                self._give_up_oldest(endpoint, now)
+            # Without a trial nobody has asked yet, and nobody knows.
+            elif health.state == "down" and health.trials and now >= self._patience_ends(endpoint):
+                self._give_up(endpoint, "unreachable", self._what_was_tried(endpoint, now))
+        self._wake()
+        self.arm()
+
+    def _give_up_oldest(self, endpoint: Endpoint, now: float) -> None:
+        """Of the requests that wait in silence one is taken back, to be the trial: all slots may be theirs."""
+        waiting = [ticket for ticket in self._limits if ticket.endpoint is endpoint and not ticket.lost]
+        if waiting:
+            self._lose(min(waiting, key=lambda ticket: ticket.sent_at), now)
+
+    def _lose(self, ticket: Ticket, at: float) -> None:
+        limit = self._limits[ticket]
+        if not limit.expired():
+            ticket.lost = True
+            limit.reschedule(min(limit.when() or inf, at))
+
+    def _what_was_tried(self, endpoint: Endpoint, now: float) -> str:
+        health = endpoint.health
+        outage = f"{now - health.down_since:.0f} s and {health.trials} trials"
+        if health.answered:
+            return f"the server was down for longer than max_outage, {self._max_outage:g} s: {outage}; {health.reason}"
+        return f"the server never answered, in {outage}: {health.reason}"
+
+
+def trouble_of(error: BackendError) -> Kind | None:
+    """What a failure says about the server; None when it says nothing against it."""
+    if error.overload:
+        return "overload"
+    if error.unreached:
+        return "unreached"
+    if isinstance(error, Unavailable) or (isinstance(error, Timeout) and not error.text):
+        return "broken"
+    return None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
