@@ -1,7 +1,8 @@
 """The public API: ``BatchAgent.run``, ``stream``, ``open``, ``run_sync``, ``plan``.
 
 Each takes the options of BatchSpec as keywords, or a BatchSpec. ``Options`` repeats their names for type checkers and
-editors, so that the type of ``output_schema`` reaches ``result.output``; a test keeps the two in step.
+editors, so that the type of ``output_schema`` reaches ``result.output``; a test keeps the two in step. The engine is
+imported by the first run, not by whoever imports this module.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
-from pydantic import JsonValue
-
-from batch_agent.backends.base import Backend
-from batch_agent.engine.prepare import Prepared, prepare
-from batch_agent.engine.run import Run
 from batch_agent.errors import SpecError
-from batch_agent.events import Sink
 from batch_agent.job import AgentResult
-from batch_agent.spec import BatchSpec
-from batch_agent.tools.base import Tool
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pydantic import JsonValue
+
+    from batch_agent.backends.base import Backend
+    from batch_agent.engine.prepare import Prepared
+    from batch_agent.engine.run import Run
+    from batch_agent.events import Sink
+    from batch_agent.spec import BatchSpec
+    from batch_agent.tools.base import Tool
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,6 +63,7 @@ class Options(TypedDict, total=False):
     max_cost: float | None
     max_total_tokens: int | None
     max_wall_time: float | None
+    max_outage: float | None
     cache: bool | str | Path
     run_dir: str | Path | None
     checkpoint_dir: str | Path | None
@@ -153,15 +158,22 @@ class BatchAgent:
 
     @classmethod
     def plan(cls, spec: BatchSpec | None = None, **options: Any) -> Prepared:
-        """What a run would do, fully resolved and checked; nothing is sent."""
-        return prepare(_spec(spec, options))
+        """What a run would do, fully resolved and checked; nothing is sent, so no key is needed."""
+        from batch_agent.engine.prepare import prepare
+
+        return prepare(_spec(spec, options), sends=False)
 
     @staticmethod
     def _open(spec: BatchSpec | None, options: dict[str, Any], sinks: Sequence[Sink] = ()) -> Run[Any]:
+        from batch_agent.engine.prepare import prepare
+        from batch_agent.engine.run import Run
+
         return Run(prepare(_spec(spec, options)), sinks)
 
 
 def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:
+    from batch_agent.spec import BatchSpec
+
     if spec is None:
         return BatchSpec(**options)
     if not isinstance(spec, BatchSpec):
