@@ -8,9 +8,11 @@ imported by the first run, not by whoever imports this module.
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
 from batch_agent.errors import SpecError
@@ -216,29 +218,45 @@ def _run_anywhere(work: Coroutine[Any, Any, R]) -> R:
     except RuntimeError:
         return asyncio.run(work)
     # A notebook: its loop cannot be entered again, so the run gets a thread and a loop of its own.
-    outcome: list[R] = []
-    failure: list[BaseException] = []
+    outcome: Future[R] = Future()  # waited for instead of the thread: an interrupted join takes a thread for ended
     loop = asyncio.new_event_loop()
     task = loop.create_task(work)
 
     def drive() -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                outcome.append(runner.run(_await(task)))
+                value = runner.run(_await(task))
         except BaseException as error:  # handed to the calling thread, which raises it
-            failure.append(error)
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(value)
 
     thread = threading.Thread(target=drive, name="batch-agent run_sync", daemon=True)
-    thread.start()
+    with _interruptible():
+        try:
+            thread.start()
+            return outcome.result()
+        except BaseException:
+            with suppress(RuntimeError):  # its loop is closed: it has ended by itself
+                loop.call_soon_threadsafe(task.cancel)
+            if thread.ident is not None:  # there may be no thread to be had
+                wait([outcome])
+            raise
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt here. The handler of ``asyncio.run`` would cancel a task of the loop instead, and
+    that loop is the one that waits for us."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):  # ignored, or not Python's
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        thread.join()
-    except BaseException:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        raise
-    if failure:
-        raise failure[0]
-    return outcome[0]
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 async def _await(task: asyncio.Task[R]) -> R:
