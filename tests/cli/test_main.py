@@ -140,6 +140,27 @@ def test_a_wrong_use_exits_with_1_because_2_means_failed_rows(
     assert "usage: batch-agent" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["rn", "spec.yaml"], "there is no command 'rn'; did you mean run?"),
+        (
+            ["run", "spec.yaml", "--max-inflght", "3"],
+            "there is no argument --max-inflght; did you mean --max-inflight?",
+        ),
+        (["resume", "runs/x", "--max-wall=3", "--retry"], "there is no argument --retry"),
+        (["run", "spec.yaml", "another.yaml"], "there is no argument another.yaml"),
+        ([], "run a spec file over its inputs"),
+    ],
+)
+def test_a_slip_is_answered_with_what_was_probably_meant(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert hint in capsys.readouterr().err
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, text in ((["--version"], "batch-agent 1."), (["run", "--help"], "exit status:")):
         with pytest.raises(SystemExit) as exit_:

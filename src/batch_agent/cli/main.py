@@ -6,9 +6,10 @@ Only what the command needs is imported, its arguments included: nobody waits fo
 from __future__ import annotations
 
 import argparse
+import difflib
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import NoReturn
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ensure_streams()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return _do(_parser(arguments).parse_args(arguments))
+        return _do(_parse(arguments))
     finally:
         flush_words()
 
@@ -122,14 +123,30 @@ def _do(options: argparse.Namespace) -> int:
         return SIGNALLED + signal.SIGINT
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="batch-agent", description="Run one task over many inputs with tool-using LLM agents.")
     parser.add_argument("--version", action="version", version=f"batch-agent {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    asked_for = next((argument for argument in arguments if not argument.startswith("-")), None)
-    for name, command in COMMANDS.items():
-        of_command = commands.add_parser(name, help=command.help, description=command.description)
-        if name == asked_for:
-            add_arguments: Callable[[argparse.ArgumentParser], None] = resolve_name(f"batch_agent.cli.{command.adds}")
-            add_arguments(of_command)
-    return parser
+    parsers = {
+        name: commands.add_parser(name, help=command.help, description=command.description)
+        for name, command in COMMANDS.items()
+    }
+    if not arguments:
+        parser.print_help(sys.stderr)
+        parser.exit(RUN_FAILED)
+    name = next((argument for argument in arguments if not argument.startswith("-")), "")
+    if name in COMMANDS:
+        add: Callable[[argparse.ArgumentParser], None] = resolve_name(f"batch_agent.cli.{COMMANDS[name].adds}")
+        add(parsers[name])
+    elif name:
+        parser.error(f"there is no command {name!r}{_meant(name, COMMANDS)}")
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        flags = [flag for action in parsers[name]._actions for flag in action.option_strings]
+        parsers[name].error(f"there is no argument {unknown[0]}{_meant(unknown[0], flags)}")
+    return options
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(given.partition("=")[0], known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
