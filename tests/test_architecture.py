@@ -13,6 +13,7 @@ import batch_agent
 ROOT = Path(batch_agent.__file__).parent
 # A part imports only from those before it.
 ORDER = [
+    "version",
     "foreign",
     "messages",
     "errors",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import tomllib
+import sysconfig
+from importlib import metadata
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_the_error_types_are_these_and_all_documented() -> None:
 
 
 def test_the_typed_options_are_those_of_the_spec() -> None:
-    typed = set(get_type_hints(Options)) | {"output_schema"}
+    typed = set(Options.__annotations__) | {"output_schema"}
     assert typed == set(BatchSpec.model_fields) | set(OLD_NAMES)
 
 
@@ -110,7 +111,6 @@ def test_results_have_the_fields_that_are_promised(name: str) -> None:
         ({"stop": ["a", 5]}, "stop: must be a text or a list of texts"),
         ({"model": " "}, "model is empty"),
         ({"max_inflght": 4}, "did you mean 'max_inflight'"),
-        ({"max_concurrent": 4, "max_inflight": 5}, "old name"),
         ({"nonsense": 1}, "Options: "),
         ({"model_max_context": 100, "min_response_tokens": 200}, "larger than min_response_tokens"),
         ({"task": "  "}, "task is empty"),
@@ -143,6 +143,13 @@ def test_none_means_no_limit_and_old_names_still_work() -> None:
     assert (spec.max_inflight, spec.max_agents, spec.timeout_per_turn) == (7, None, None)
 
 
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
+def test_where_an_option_and_its_old_name_are_both_given_the_option_counts(old: str, new: str) -> None:
+    for given in ({old: 4, new: 5}, {new: 5, old: 4}):
+        values = {name: value if name.startswith("max") else str(value) for name, value in given.items()}
+        assert getattr(BatchSpec(task="x", inputs=[], **values), new) == values[new]
+
+
 def test_a_key_is_not_in_the_representation_of_a_spec() -> None:
     assert "sk-secret" not in repr(BatchSpec(task="x", inputs=[], api_key="sk-secret"))
     for name in ("backend", "runtime"):
@@ -151,8 +158,72 @@ def test_a_key_is_not_in_the_representation_of_a_spec() -> None:
 
 
 def test_the_version_is_that_of_the_project() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert batch_agent.__version__ == project["version"]
+    assert batch_agent.__version__ == metadata.version("batch-agent")
     for command in ([sys.executable, "-m", "batch_agent"], [str(Path(sys.executable).parent / "batch-agent")]):
         said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
-        assert project["version"] in said
+        assert batch_agent.__version__ in said
+
+
+SLOW = ["aiohttp", "docstring_parser", "json_repair", "jsonschema_rs", "openvino_genai", "pyarrow", "rich", "yaml"]
+OURS = ["batch_agent.backends.local", "batch_agent.backends.openai", "batch_agent.backends.simulated"]
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that a fresh Python has after this."""
+    command = [sys.executable, "-c", f"{code}\nimport sys; print('\\n', *sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(done.stdout.rpartition("\n ")[2].split())
+
+
+@pytest.mark.parametrize(
+    ("code", "unneeded"),
+    [
+        ("import batch_agent", ["asyncio", "pydantic"]),
+        ("from batch_agent import BatchAgent", ["pydantic", "batch_agent.engine"]),
+        ("from batch_agent import BatchAgent, BatchSpec, Tool", ["batch_agent.engine"]),
+        (
+            "from batch_agent import BatchAgent; BatchAgent.plan(task='x', inputs=[], backend='simulated://')",
+            ["aiohttp", "rich", "yaml", "batch_agent.backends.local"],
+        ),
+        ("from batch_agent.cli.main import main\ntry: main(['--version'])\nexcept SystemExit: pass", ["pydantic"]),
+        ("from batch_agent.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass", ["pydantic"]),
+        ("from batch_agent.cli.main import main\ntry: main(['run', '--help'])\nexcept SystemExit: pass", ["pydantic"]),
+    ],
+)
+def test_nothing_is_imported_before_it_is_needed(code: str, unneeded: list[str]) -> None:
+    if "plan" not in code:
+        unneeded = [*unneeded, *SLOW, *OURS]
+    assert loaded_by(code).isdisjoint(unneeded)
+
+
+def test_every_public_name_is_where_the_package_says() -> None:
+    assert set(batch_agent.__all__) <= set(dir(batch_agent))
+    with pytest.raises(AttributeError, match="no attribute 'BatchAgnet'"):
+        batch_agent.BatchAgnet  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_source_tree_that_was_never_installed_can_be_used(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for path in Path(place).iterdir():
+            if not path.name.startswith("batch_agent"):
+                (packages / path.name).symlink_to(path)
+    code = (
+        "import importlib.metadata\n"
+        "assert not [d for d in importlib.metadata.distributions() if d.name == 'batch-agent']\n"
+        "from batch_agent import BatchAgent, __version__\n"
+        "from batch_agent.cli.main import main\n"
+        "BatchAgent.run_sync(task='x', inputs=['a'], backend='simulated://instant', run_dir='run')\n"
+        "main(['doctor'])\n"
+        "print(__version__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],  # without the environment's own packages
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{packages}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1:] == [batch_agent.__version__], done.stderr

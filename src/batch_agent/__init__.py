@@ -1,13 +1,23 @@
-"""Batch Agent: input list in, structured result list out."""
+"""Batch Agent: input list in, structured result list out.
 
-from importlib.metadata import version
+The names are imported when they are first used: a program that only asks for the version, or for help, does not wait
+for an engine.
+"""
 
-from batch_agent.api import BatchAgent
-from batch_agent.errors import BatchAgentError, JobError, RunRejected, SpecError, StoreError, ToolError
-from batch_agent.job import AgentError, AgentResult, Timings
-from batch_agent.messages import Message, ToolCall, Usage
-from batch_agent.spec import BatchSpec
-from batch_agent.tools.base import Tool
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from batch_agent.version import __version__
+
+if TYPE_CHECKING:
+    from batch_agent.api import BatchAgent
+    from batch_agent.errors import BatchAgentError, JobError, RunRejected, SpecError, StoreError, ToolError
+    from batch_agent.job import AgentError, AgentResult, Timings
+    from batch_agent.messages import Message, ToolCall, Usage
+    from batch_agent.spec import BatchSpec
+    from batch_agent.tools.base import Tool
 
 __all__ = [
     "AgentError",
@@ -28,4 +38,22 @@ __all__ = [
     "__version__",
 ]
 
-__version__ = version("batch-agent")
+_HOMES = {
+    "api": ("BatchAgent",),
+    "errors": ("BatchAgentError", "JobError", "RunRejected", "SpecError", "StoreError", "ToolError"),
+    "job": ("AgentError", "AgentResult", "Timings"),
+    "messages": ("Message", "ToolCall", "Usage"),
+    "spec": ("BatchSpec",),
+    "tools.base": ("Tool",),
+}
+
+if not TYPE_CHECKING:  # a checker that saw it would take any name for one of ours
+
+    def __getattr__(name: str) -> object:
+        for home, names in _HOMES.items():
+            if name in names:
+                return getattr(import_module(f"batch_agent.{home}"), name)
+        raise AttributeError(f"module 'batch_agent' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

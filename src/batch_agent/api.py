@@ -1,28 +1,34 @@
 """The public API: ``BatchAgent.run``, ``stream``, ``open``, ``run_sync``, ``plan``.
 
 Each takes the options of BatchSpec as keywords, or a BatchSpec. ``Options`` repeats their names for type checkers and
-editors, so that the type of ``output_schema`` reaches ``result.output``; a test keeps the two in step.
+editors, so that the type of ``output_schema`` reaches ``result.output``; a test keeps the two in step. The engine is
+imported by the first run, not by whoever imports this module.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import aclosing
-from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import aclosing, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
-from pydantic import JsonValue
-
-from batch_agent.backends.base import Backend
-from batch_agent.engine.prepare import Prepared, prepare
-from batch_agent.engine.run import Run
 from batch_agent.errors import SpecError
-from batch_agent.events import Sink
 from batch_agent.job import AgentResult
-from batch_agent.spec import BatchSpec
-from batch_agent.tools.base import Tool
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pydantic import JsonValue
+
+    from batch_agent.backends.base import Backend
+    from batch_agent.engine.prepare import Prepared
+    from batch_agent.engine.run import Run
+    from batch_agent.events import Sink
+    from batch_agent.spec import BatchSpec
+    from batch_agent.tools.base import Tool
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -45,7 +51,6 @@ class Options(TypedDict, total=False):
     max_dispatched: int | None
     max_turns: int | None
     max_retries: int
-    max_outage: float | None
     timeout_per_agent: float | None
     timeout_per_turn: float | None
     timeout_per_tool: float | None
@@ -60,6 +65,7 @@ class Options(TypedDict, total=False):
     max_cost: float | None
     max_total_tokens: int | None
     max_wall_time: float | None
+    max_outage: float | None
     cache: bool | str | Path
     run_dir: str | Path | None
     checkpoint_dir: str | Path | None
@@ -154,15 +160,22 @@ class BatchAgent:
 
     @classmethod
     def plan(cls, spec: BatchSpec | None = None, **options: Any) -> Prepared:
-        """What a run would do, fully resolved and checked; nothing is sent."""
-        return prepare(_spec(spec, options))
+        """What a run would do, fully resolved and checked; nothing is sent, so no key is needed."""
+        from batch_agent.engine.prepare import prepare
+
+        return prepare(_spec(spec, options), sends=False)
 
     @staticmethod
     def _open(spec: BatchSpec | None, options: dict[str, Any], sinks: Sequence[Sink] = ()) -> Run[Any]:
+        from batch_agent.engine.prepare import prepare
+        from batch_agent.engine.run import Run
+
         return Run(prepare(_spec(spec, options)), sinks)
 
 
 def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:
+    from batch_agent.spec import BatchSpec
+
     if spec is None:
         return BatchSpec(**options)
     if not isinstance(spec, BatchSpec):
@@ -205,29 +218,45 @@ def _run_anywhere(work: Coroutine[Any, Any, R]) -> R:
     except RuntimeError:
         return asyncio.run(work)
     # A notebook: its loop cannot be entered again, so the run gets a thread and a loop of its own.
-    outcome: list[R] = []
-    failure: list[BaseException] = []
+    outcome: Future[R] = Future()  # waited for instead of the thread: an interrupted join takes a thread for ended
     loop = asyncio.new_event_loop()
     task = loop.create_task(work)
 
     def drive() -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                outcome.append(runner.run(_await(task)))
+                value = runner.run(_await(task))
         except BaseException as error:  # handed to the calling thread, which raises it
-            failure.append(error)
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(value)
 
     thread = threading.Thread(target=drive, name="batch-agent run_sync", daemon=True)
-    thread.start()
+    with _interruptible():
+        try:
+            thread.start()
+            return outcome.result()
+        except BaseException:
+            with suppress(RuntimeError):  # its loop is closed: it has ended by itself
+                loop.call_soon_threadsafe(task.cancel)
+            if thread.ident is not None:  # there may be no thread to be had
+                wait([outcome])
+            raise
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt here. The handler of ``asyncio.run`` would cancel a task of the loop instead, and
+    that loop is the one that waits for us."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):  # ignored, or not Python's
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        thread.join()
-    except BaseException:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        raise
-    if failure:
-        raise failure[0]
-    return outcome[0]
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 async def _await(task: asyncio.Task[R]) -> R:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import JsonValue
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 Role = Literal["system", "user", "assistant", "tool"]
-JsonObject = dict[str, JsonValue]
+JsonObject = dict[str, "JsonValue"]
 
 
 @dataclass(frozen=True, slots=True)

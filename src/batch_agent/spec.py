@@ -38,7 +38,7 @@ ALLOWED = {
     ),
     "max_retries": "a whole number, 0 or more: without a limit, what fails every time would cost without end",
     **dict.fromkeys(
-        ("timeout_per_agent", "timeout_per_turn", "timeout_per_tool", "max_wall_time"),
+        ("timeout_per_agent", "timeout_per_turn", "timeout_per_tool", "max_wall_time", "max_outage"),
         f"a number of seconds above 0{_NO_LIMIT}",
     ),
     "max_cost": f"a number of dollars above 0{_NO_LIMIT}",
@@ -97,7 +97,11 @@ class BatchSpec(BaseModel):
         None,
         description="Model calls in flight at once, never more. Not given: what suits the backend. None: no limit.",
     )
-    max_agents: Count | None = Field(None, description="Agents alive at once, those waiting for a tool included.")
+    max_agents: Count | None = Field(
+        None,
+        description="Agents alive at once, those waiting for a tool included. Not given: what keeps the slots busy, at "
+        "most 32 times max_inflight (and at least 256). None: no limit.",
+    )
     max_turns: Count | None = Field(
         None,
         description="Answers a model may give before it must be done; those asked for again because they do not "
@@ -107,11 +111,6 @@ class BatchSpec(BaseModel):
         3,
         description="How often a failed request is sent again, and how often an answer that does not validate is "
         "shown to the model with its errors.",
-    )
-    max_outage: Seconds | None = Field(
-        900.0,
-        description="Seconds that a server may be unreachable before the run ends as unreachable, to be resumed; "
-        "None: for ever. A server that never answered is given up after 15 s.",
     )
     timeout_per_agent: Seconds | None = Field(None, description="Seconds an agent has in all, waiting included.")
     timeout_per_turn: Seconds | None = Field(600.0, description="Seconds one model call may take.")
@@ -138,6 +137,11 @@ class BatchSpec(BaseModel):
     )
     max_wall_time: Seconds | None = Field(
         None, description="Seconds after which a run sends nothing more and ends out of budget."
+    )
+    max_outage: Seconds | None = Field(
+        900.0,
+        description="Seconds that a server may be unreachable before the run ends as unreachable, to be resumed; None: "
+        "for ever. A server that never answered is given up after 15 s.",
     )
     cache: bool | Text | Path = Field(
         False,
@@ -173,9 +177,7 @@ class BatchSpec(BaseModel):
     def __init__(self, **options: Any) -> None:
         for old, new in OLD_NAMES.items():
             if old in options:
-                value = options.pop(old)
-                if options.setdefault(new, value) != value:
-                    raise SpecError(f"{old} is the old name of {new}: give only {new}")
+                options.setdefault(new, options.pop(old))  # where both are given, the name of today counts
         self._check_names(options)
         try:
             super().__init__(**options)

@@ -233,10 +233,10 @@ async def test_what_an_error_took_is_on_the_account_of_the_first_asker_alone(tmp
         askers = [backend.infer(ask(shape=EXACT)) for _ in range(3)]
         first, *others = await asyncio.gather(*askers, return_exceptions=True)
     assert len(inner.requests) == 1
-    assert isinstance(first, Truncated) and first.usage == Usage(100, completion_tokens=50)
+    assert isinstance(first, Truncated) and first.usage == Usage(100, completion_tokens=50) and not first.paid_elsewhere
     for other in others:
         assert isinstance(other, Truncated) and other is not first
-        assert (str(other), other.text, other.usage) == ("cut", "half", None)
+        assert (str(other), other.text, other.usage, other.paid_elsewhere) == ("cut", "half", None, True)
 
 
 async def test_two_processes_share_one_file(tmp_path: Path) -> None:

@@ -75,6 +75,14 @@ async def test_results_go_to_standard_output_and_nothing_else_does(tmp_path: Pat
     assert "2 rows in" in outcome.stderr and "2 ok" in outcome.stderr
 
 
+async def test_a_dashboard_without_a_terminal_is_plain_lines(tmp_path: Path) -> None:
+    rows(tmp_path, "a")
+    async with serving(tmp_path):
+        outcome = await batch_agent(tmp_path, "run", "spec.yaml", "--inputs", "rows.jsonl", "--dashboard")
+    assert outcome.code == 0 and len(outcome.results) == 1
+    assert "1 row in" in outcome.stderr and "\x1b" not in outcome.stderr
+
+
 async def test_failed_rows_are_lines_and_the_exit_status_is_2(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('"a"\n{"wrong": 1}\n{broken\n"b"\n')
 

@@ -1,10 +1,11 @@
 import json
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
-from batch_agent.cli.main import main
+from batch_agent.cli.main import COMMANDS, main
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,26 @@ def test_a_dry_run_names_rows_that_cannot_work(capsys: pytest.CaptureFixture[str
     assert "InputError" in capsys.readouterr().out
 
 
+def test_a_dry_run_needs_no_key_and_a_run_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    arguments = ["run", "spec.yaml", "--inputs", "rows.jsonl", "--backend", "openai://"]
+    assert main([*arguments, "--dry-run"]) == 0
+    assert "backend         openai://api.openai.com" in capsys.readouterr().out
+    assert "there is no key for openai://" in fail(arguments, capsys)
+
+
+def test_what_the_command_line_says_counts_also_where_the_spec_has_the_options_old_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Path("spec.yaml").open("a") as spec:
+        spec.write("max_concurrent: 3\n")
+    for arguments, inflight in (([], 3), (["--max-inflight", "5"], 5)):
+        assert main(["run", "spec.yaml", "--inputs", "rows.jsonl", "--dry-run", "--json", *arguments]) == 0
+        assert json.loads(capsys.readouterr().out)["max_inflight"] == inflight
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -68,7 +89,6 @@ def test_a_dry_run_names_rows_that_cannot_work(capsys: pytest.CaptureFixture[str
         (["spec.yaml", "--inputs", "rows.jsonl", "--output", "./rows.jsonl"], "is the file of the inputs"),
         (["spec.yaml", "--inputs", "rows.jsonl", "--output", "spec.yaml"], "is the file of the spec"),
         (["spec.yaml", "--inputs", "rows.jsonl", "--output", "gone/out.jsonl"], "cannot write the results to gone"),
-        (["spec.yaml", "--inputs", "rows.jsonl", "--dashboard"], "--dashboard needs a terminal"),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(
@@ -105,6 +125,7 @@ def test_what_a_users_module_prints_does_not_reach_standard_output(capsys: pytes
         ["run", "a.yaml", "--limit", "0"],
         ["run", "a.yaml", "--limit", "-1"],
         ["run", "a.yaml", "--max-inflight", "many"],
+        ["run", "a.yaml", "--max-outage", "0"],
         ["run", "a.yaml", "--nonsense"],
         ["simulate", "--port", "70000"],
         ["simulate", "--policy", "best"],
@@ -119,12 +140,42 @@ def test_a_wrong_use_exits_with_1_because_2_means_failed_rows(
     assert "usage: batch-agent" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["rn", "spec.yaml"], "there is no command 'rn'; did you mean run?"),
+        (
+            ["run", "spec.yaml", "--max-inflght", "3"],
+            "there is no argument --max-inflght; did you mean --max-inflight?",
+        ),
+        (["resume", "runs/x", "--max-wall=3", "--retry"], "there is no argument --retry"),
+        (["run", "spec.yaml", "another.yaml"], "there is no argument another.yaml"),
+        ([], "run a spec file over its inputs"),
+    ],
+)
+def test_a_slip_is_answered_with_what_was_probably_meant(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert hint in capsys.readouterr().err
+
+
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, text in ((["--version"], "batch-agent 1."), (["run", "--help"], "exit status:")):
         with pytest.raises(SystemExit) as exit_:
             main(arguments)
         assert exit_.value.code == 0
         assert text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([name, "--help"])
+    assert exit_.value.code == 0
+    assert f"usage: batch-agent {name}" in capsys.readouterr().out
+    assert callable(resolve_name(f"batch_agent.cli.{COMMANDS[name].does}"))
 
 
 def test_the_flags_of_simulate_are_the_fields_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:

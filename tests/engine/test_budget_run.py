@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -102,12 +105,83 @@ async def test_the_limit_on_cost_ends_the_run_out_of_budget_and_is_not_exceeded(
     assert statistics.cost is not None and 19 * COST < statistics.cost <= 20.5 * COST
 
 
+def counting(density: Callable[[int], float], template: int) -> Script:
+    """A server with so many tokens a byte, by the number of the row, that adds a template to each prompt."""
+
+    def script(request: Request) -> Say:
+        size = sum(len(str(message["content"]).encode()) for message in request.messages)
+        size += len(json.dumps(request.body.get("tools", "")))
+        tokens = math.ceil(size * density(int(request.text.split()[0]))) + template
+        return Say("ok", latency=1, usage=Usage(tokens, completion_tokens=50))
+
+    return script
+
+
+def long_rows(count: int) -> Iterator[str]:
+    return (f"{number} {'x' * 800}" for number in range(count))
+
+
+@Tool.define(effect="read")
+def described() -> str:
+    """A tool that is described at length. """ + "At length. " * 50
+    return ""
+
+
+@virtual_clock
+async def test_a_limit_is_not_exceeded_however_dense_the_prompts_are() -> None:
+    for density in (1.0, 0.6, 0.25, 0.1):
+        for template in (0, 50, 400):
+            for tools in ((), (described,)):
+                for limit in (2_000, 9_000, 30_000, 100_000):
+                    _, statistics, backend = await finish(
+                        counting(lambda _, density=density: density, template),
+                        inputs=long_rows(1000),
+                        tools=tools,
+                        max_total_tokens=limit,
+                        max_tokens=50,
+                        max_inflight=64,
+                    )
+                    spent = statistics.usage.prompt_tokens + statistics.usage.completion_tokens
+                    assert spent <= limit, (density, template, tools, limit)
+                    assert statistics.ended == "out of budget" or len(backend.requests) == 1000
+                    assert spent > limit - 2_500 or statistics.ended == "complete", (density, template, tools, limit)
+
+
+@virtual_clock
+async def test_a_limit_is_not_exceeded_where_the_first_prompt_is_the_least_dense() -> None:
+    for limit in (3_000, 20_000, 60_000):
+        _, statistics, _ = await finish(
+            counting(lambda number: 1.0 if number else 0.1, 20),
+            inputs=long_rows(1000),
+            max_total_tokens=limit,
+            max_tokens=50,
+            max_inflight=64,
+        )
+        assert limit - 1_000 < statistics.usage.prompt_tokens + statistics.usage.completion_tokens <= limit
+
+
+@virtual_clock
+async def test_a_limit_that_is_far_away_slows_nothing_down() -> None:
+    _, statistics, backend = await finish(
+        counting(lambda _: 1.0, 20), inputs=long_rows(640), max_cost=1, max_tokens=50, prices=PRICES, max_inflight=64
+    )
+    assert (statistics.ended, statistics.elapsed, backend.peak_inflight) == ("complete", 10, 64)
+
+
+@virtual_clock
+async def test_a_limit_that_the_first_wave_may_meet_slows_down_that_wave_alone() -> None:
+    _, statistics, backend = await finish(
+        counting(lambda _: 0.25, 20), inputs=long_rows(128), max_total_tokens=60_000, max_tokens=50, max_inflight=64
+    )
+    assert (statistics.ended, statistics.elapsed, backend.peak_inflight) == ("complete", 3, 64)
+
+
 @virtual_clock
 async def test_a_call_that_does_not_fit_beside_others_waits_for_them() -> None:
     _, statistics, backend = await finish(
         lambda _: Say("ok", latency=1, usage=Usage(10, completion_tokens=10)),
         inputs=map(str, range(20)),
-        max_total_tokens=1_100,
+        max_total_tokens=1_300,
         max_tokens=500,
         max_inflight=10,
     )
@@ -148,7 +222,7 @@ async def test_agents_under_way_go_on_while_their_turns_fit_and_end_as_interrupt
         return CallTools(ToolUse("wait", {"seconds": 10}), usage=usage)
 
     results, statistics, _ = await finish(
-        script, inputs=map(str, range(4)), tools=[wait], max_total_tokens=640, max_tokens=90, max_inflight=4
+        script, inputs=map(str, range(4)), tools=[wait], max_total_tokens=720, max_tokens=90, max_inflight=4
     )
     assert sorted(ends(results)) == ["Interrupted", "Interrupted", "ok", "ok"]
     interrupted = next(result for result in results if not result.ok)
@@ -200,17 +274,17 @@ async def test_a_refused_request_costs_nothing_of_the_budget() -> None:
     assert (statistics.ok, statistics.ended) == (2, "complete")
 
 
-async def test_an_answer_that_broke_off_is_counted_as_it_was_estimated() -> None:
+async def test_an_answer_that_broke_off_is_counted_as_it_was_reserved() -> None:
     _, statistics, backend = await finish(
-        lambda _: Cut(), max_total_tokens=1_600, max_tokens=500, max_retries=0, max_inflight=2
+        lambda _: Cut(), max_total_tokens=1_800, max_tokens=500, max_retries=0, max_inflight=2
     )
     assert len(backend.requests) == 3
     assert (statistics.ended, statistics.usage) == ("out of budget", Usage())
 
 
-async def test_a_server_that_counts_nothing_is_taken_by_the_estimates() -> None:
+async def test_a_server_that_counts_nothing_is_taken_by_what_was_reserved() -> None:
     _, statistics, backend = await finish(
-        lambda _: Say("ok", usage=Usage()), max_total_tokens=1_600, max_tokens=500, max_inflight=2
+        lambda _: Say("ok", usage=Usage()), max_total_tokens=1_800, max_tokens=500, max_inflight=2
     )
     assert len(backend.requests) == 3
     assert (statistics.ended, statistics.ok) == ("out of budget", 3)
@@ -259,7 +333,7 @@ async def test_a_run_that_is_out_of_budget_goes_on_with_a_higher_limit_and_what_
     tmp_path: Path,
 ) -> None:
     sent = 0
-    for limit, sends, ended in ((600, 11, "out of budget"), (600, 0, "out of budget"), (9_000, 19, "complete")):
+    for limit, sends, ended in ((600, 10, "out of budget"), (600, 0, "out of budget"), (9_000, 20, "complete")):
         _, statistics, backend = await finish(
             lambda _: Say("ok", usage=Usage(2, completion_tokens=50)),
             inputs=map(str, range(30)),

@@ -60,6 +60,21 @@ async def test_inputs_that_let_a_cancellation_escape_end_the_run_with_an_error()
         await BatchAgent.run(task="{input}", inputs=rows(), backend=ScriptedBackend())
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), SystemExit("no more"), GeneratorExit()], ids=repr)
+async def test_inputs_that_exit_end_the_run_and_not_the_process(error: BaseException) -> None:
+    async def later() -> AsyncIterator[str]:
+        yield "a"
+        raise error
+
+    def at_once() -> Iterator[str]:
+        raise error
+        yield "a"
+
+    for rows in (later, at_once):
+        with pytest.raises(RuntimeError, match=f"the inputs ended in {type(error).__name__}"):
+            await BatchAgent.run(task="{input}", inputs=rows(), backend=ScriptedBackend())
+
+
 class Cancelling:
     name = "cancelling://"
     capabilities = Capabilities()

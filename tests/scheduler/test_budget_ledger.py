@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.messages import Usage
-from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS, Amount, Estimator, Ledger, TimeShare
+from batch_agent.scheduler.budget import (
+    FIRST_ANSWER_TOKENS,
+    TEMPLATE_TOKENS,
+    UNKNOWN_TEMPLATE_TOKENS,
+    Amount,
+    Estimator,
+    Ledger,
+    TimeShare,
+)
 
 CALLS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 700)), max_size=40)
 
@@ -66,24 +74,46 @@ def test_without_limits_everything_fits() -> None:
 
 def test_an_answer_is_expected_to_be_max_tokens_long_else_as_long_as_those_before() -> None:
     estimator = Estimator()
-    assert estimator.expect(10, 64) == Usage(10, completion_tokens=64)
-    assert estimator.expect(10, None) == Usage(10, completion_tokens=FIRST_ANSWER_TOKENS)
-    estimator.learn(10, Usage(10, completion_tokens=100))
-    estimator.learn(10, Usage(10, completion_tokens=201))
-    assert estimator.expect(10, None).completion_tokens == 151
+    assert estimator.expect(10, 64, alone=True).completion_tokens == 64
+    assert estimator.expect(10, None, alone=True).completion_tokens == FIRST_ANSWER_TOKENS
+    estimator.learn(10, Usage(10, completion_tokens=20))
+    estimator.learn(10, Usage(10, completion_tokens=41))
+    assert estimator.expect(10, None, alone=True).completion_tokens == 31
+    assert estimator.expect(10, 64, alone=True).completion_tokens == 64
 
 
-def test_prompts_that_were_larger_than_we_counted_are_expected_to_be_so_again() -> None:
+def test_before_anything_is_known_a_prompt_has_as_many_tokens_as_bytes_and_a_templates() -> None:
     estimator = Estimator()
-    estimator.learn(100, Usage(150, completion_tokens=1))
-    assert estimator.expect(1000, 1).prompt_tokens == 1500
+    assert estimator.expect(1000, 1, alone=True).prompt_tokens == 1000 + TEMPLATE_TOKENS
+    assert estimator.expect(1000, 1, alone=False).prompt_tokens == 1000 + UNKNOWN_TEMPLATE_TOKENS
 
 
-def test_prompts_that_were_smaller_than_we_counted_are_not_trusted_to_stay_so() -> None:
+def test_prompts_are_expected_to_be_as_dense_as_the_densest_with_a_margin_that_narrows() -> None:
     estimator = Estimator()
-    estimator.learn(100, Usage(50, completion_tokens=1))
-    estimator.learn(0, Usage(completion_tokens=1))  # a server that reports nothing
-    assert estimator.expect(1000, 1).prompt_tokens == 1000
+    expected = []
+    for tokens in (250, 100, 150, *[100] * 97):
+        estimator.learn(1000, Usage(tokens, completion_tokens=1))
+        expected.append(estimator.expect(1000, 1, alone=True).prompt_tokens - TEMPLATE_TOKENS)
+    assert (expected[0], expected[2], expected[-1]) == (1000, 500, 258)
+    assert expected == sorted(expected, reverse=True)
+
+
+@given(st.lists(st.integers(0, 2000), min_size=1), st.integers(0, 5000))
+def test_no_prompt_is_expected_to_have_more_tokens_than_bytes_and_what_was_added_to_one(
+    counts: list[int], size: int
+) -> None:
+    estimator = Estimator()
+    for count in counts:
+        estimator.learn(500, Usage(count, completion_tokens=1))
+    added = max(TEMPLATE_TOKENS, *(count - 500 for count in counts))
+    assert estimator.expect(size, 1, alone=True).prompt_tokens <= size + added
+    assert estimator.expect(500, 1, alone=True).prompt_tokens >= max(counts)
+
+
+def test_a_server_that_counts_nothing_tells_nothing_about_prompts_and_answers() -> None:
+    estimator = Estimator()
+    estimator.learn(100, Usage())
+    assert estimator.expect(1000, None, alone=False) == Usage(1000 + TEMPLATE_TOKENS, 0, FIRST_ANSWER_TOKENS)
 
 
 def test_a_second_is_divided_evenly_among_the_calls_in_flight() -> None:

@@ -146,7 +146,7 @@ def _again(reply: Reply, on_tool_call: OnToolCall | None) -> Reply:
 def _for_another(error: BackendError) -> BackendError:
     """The same error for somebody else: what was computed all the same is on the account of who drove the request."""
     same = copy(error)
-    same.usage = None
+    same.usage, same.paid_elsewhere = None, True
     return same
 
 

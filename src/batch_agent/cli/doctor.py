@@ -19,11 +19,12 @@ from pathlib import Path
 from batch_agent.backends.base import Backend
 from batch_agent.backends.local import physical_cores, require_engine, weights
 from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
-from batch_agent.cli.run import ALL_OK, RUN_FAILED
+from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, harmless
+from batch_agent.version import __version__
 
 PACKAGE = "batch-agent"
 PATIENCE = 3.0  # seconds for a server to say what it serves
@@ -76,7 +77,7 @@ class Diagnosis:
 
     def to_json(self) -> JsonObject:
         return {
-            "version": metadata.version(PACKAGE),
+            "version": __version__,
             "python": platform.python_version(),
             "executable": sys.executable,
             "system": _system(),
@@ -90,8 +91,8 @@ class Diagnosis:
         }
 
     def lines(self) -> Iterator[str]:
-        yield f"{PACKAGE} {metadata.version(PACKAGE)}, Python {platform.python_version()}, {_system()}"
-        yield f"  {'needs':<9} {_versions(self.packages)}"
+        yield f"{PACKAGE} {__version__}, Python {platform.python_version()}, {_system()}"
+        yield f"  {'needs':<9} {_versions(self.packages) or 'not known: the package is not installed'}"
         for extra, packages in self.extras.items():
             yield f"  {extra:<9} {_versions(packages)}"
         yield "backends"
@@ -167,8 +168,12 @@ def _openai() -> Finding:
 
 
 def _requirements() -> Iterator[tuple[str, str | None]]:
-    """Each package that is needed, and the extra that needs it."""
-    for requirement in metadata.requires(PACKAGE) or []:
+    """Each package that is needed, and the extra that needs it; nothing in a source tree that was not installed."""
+    try:
+        requirements = metadata.requires(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        requirements = []
+    for requirement in requirements:
         if match := REQUIREMENT.match(requirement):
             yield match["name"], match["extra"]
 

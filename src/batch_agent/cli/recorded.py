@@ -10,12 +10,11 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from batch_agent.cli.arguments import RUNS
 from batch_agent.cli.rows import STDIN
 from batch_agent.cli.specfile import SpecFile, read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-
-RUNS = "runs"
 
 # What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
 KEPT = (
@@ -29,43 +28,12 @@ KEPT = (
     "max_cost",
     "max_total_tokens",
     "max_wall_time",
+    "max_outage",
     "cache",
     "no_hoist",
 )
 PATHS = ("inputs", "output", "cache")
 LEFT_OUT = "left_out"  # the names of those that were given and are not kept
-
-
-def add_recording_arguments(run: argparse.ArgumentParser) -> None:
-    where = run.add_mutually_exclusive_group()
-    where.add_argument(
-        "--run-dir",
-        "--checkpoint-dir",
-        metavar="DIR",
-        help=f"the directory that records the run, so that it can be resumed (default: {RUNS}/SPEC-TIME)",
-    )
-    where.add_argument("--no-run-dir", action="store_true", help="record nothing; what is interrupted is lost")
-    run.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with what --run-dir holds, also where its run.json is lost; where it holds nothing, begin",
-    )
-    run.set_defaults(force_resume=False, no_retry_failed=False, retry_type=None)
-
-
-def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="DIR", help="the run directory")
-    parser.add_argument(
-        "--force-resume",
-        action="store_true",
-        help="rows keep their answers although the task, model, schema or tools have changed",
-    )
-    if parser.prog.endswith("resume"):
-        parser.add_argument("--no-retry-failed", action="store_true", help="rows that failed stay failed")
-        parser.set_defaults(retry_type=None)
-    else:
-        parser.set_defaults(no_retry_failed=False)
-    parser.set_defaults(no_run_dir=False, dry_run=False)
 
 
 def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, object]:

@@ -15,9 +15,10 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from batch_agent.api import BatchAgent
+from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.recorded import KEPT, refuse_left_out
 from batch_agent.cli.rows import STDIN
-from batch_agent.cli.run import ALL_OK, load_spec, run_command
+from batch_agent.cli.run import load_spec, run_command
 from batch_agent.cli.streams import put, say
 from batch_agent.engine.prepare import with_model
 from batch_agent.engine.recording import fingerprint_of

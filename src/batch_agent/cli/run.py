@@ -17,6 +17,7 @@ from typing import TextIO
 from batch_agent.api import BatchAgent
 from batch_agent.cli.display import Display, with_expected
 from batch_agent.cli.dryrun import DryRun
+from batch_agent.cli.exit_status import ALL_OK, OUT_OF_BUDGET, ROWS_FAILED, RUN_FAILED, SIGNALLED, UNREACHABLE
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.models import fetch_missing
 from batch_agent.cli.overwriting import refuse_in_run_directory, refuse_overwriting
@@ -25,6 +26,7 @@ from batch_agent.cli.results import ResultWriter, open_results
 from batch_agent.cli.rows import STDIN, read_rows
 from batch_agent.cli.specfile import SpecFile, read_specfile
 from batch_agent.cli.streams import put, say
+from batch_agent.engine.prepare import prepare
 from batch_agent.engine.run import Run
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.events import Ended
@@ -37,9 +39,8 @@ from batch_agent.observe.terminal import LiveView, NoView, PlainView, View
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.latency import ToolStatistics
 
-ALL_OK, RUN_FAILED, ROWS_FAILED, OUT_OF_BUDGET, UNREACHABLE = range(5)
+# How a run ends that stopped before it was done, other than at a person's word.
 ENDS: Mapping[Ended | None, int] = {"out of budget": OUT_OF_BUDGET, "unreachable": UNREACHABLE, "failed": RUN_FAILED}
-SIGNALLED = 128  # plus the signal's number, as shells say it
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -52,7 +53,7 @@ def run_command(options: argparse.Namespace) -> int:
             put(to_json(dry.to_json()).decode() if options.json else dry.to_text(), stdout)
             return ALL_OK
         view = choose_view(options, sys.stderr, stdout)
-        prepared = BatchAgent.plan(spec)
+        prepared = prepare(spec)
         fetch_missing(prepared.backend.name, sys.stderr)
         run: Run[object] = Run(prepared, command=command_of(options))
         with _open_output(options, spec) as writer:
@@ -63,7 +64,7 @@ def load_spec(options: argparse.Namespace) -> BatchSpec:
     """The file's spec, with what the command line says in its place."""
     file = read_specfile(Path(options.spec or options.spec_path))
     overrides: dict[str, object] = {"inputs": _inputs(file, options)}
-    for name in ("model", "backend", "max_inflight", "max_cost", "max_total_tokens", "max_wall_time"):
+    for name in ("model", "backend", "max_inflight", "max_cost", "max_total_tokens", "max_wall_time", "max_outage"):
         if getattr(options, name) is not None:
             overrides[name] = getattr(options, name)
     if options.cache is not None:
@@ -102,13 +103,11 @@ def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> 
     # Result lines scrolling through a live view would destroy both.
     shared = options.output is None and stdout.isatty()
     able = stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-    if options.dashboard:
-        if not able:
-            raise SpecError("--dashboard needs a terminal on standard error; leave it out to get plain lines")
+    if options.dashboard and able:
         if shared:
             raise SpecError("--dashboard needs the terminal for itself; give --output FILE or redirect the results")
         return LiveView(stderr)
-    if options.json:
+    if options.json and not options.dashboard:
         return NoView()
     return LiveView(stderr) if able and not shared else PlainView(stderr)
 

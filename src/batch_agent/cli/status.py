@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from batch_agent.cli.run import ALL_OK
+from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.streams import put
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject

@@ -1,7 +1,8 @@
 """How many tokens a text is, roughly, and whether a job can fit the model's context at all.
 
 The estimate is made without a tokenizer: UTF-8 bytes over four, rounded up. That is good enough to plan with and to
-stop what is hopeless; the server has the last word on the rest.
+stop what is hopeless; the server has the last word on the rest. What may cost money is not estimated but bounded: no
+token is shorter than a byte.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from batch_agent.errors import Oversized
 BYTES_PER_TOKEN = 4
 
 
-def estimate_tokens(text: str) -> int:
+def size_bytes(text: str) -> int:
     """UnicodeEncodeError for text that cannot be sent: half of a surrogate pair."""
-    size = len(text) if text.isascii() else len(text.encode())
-    return -(-size // BYTES_PER_TOKEN)
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def estimate_tokens(text: str) -> int:
+    return -(-size_bytes(text) // BYTES_PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)

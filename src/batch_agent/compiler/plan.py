@@ -219,4 +219,9 @@ def _check_unicode(**texts: str) -> None:
 
 
 def tool_tokens(tool: ToolSpec) -> int:
-    return estimate_tokens(tool.name + tool.description + to_json(tool.parameters).decode())
+    return estimate_tokens(tool_text(tool))
+
+
+def tool_text(tool: ToolSpec) -> str:
+    """What a model is told of it, about as long as it is told it."""
+    return tool.name + tool.description + to_json(tool.parameters).decode()

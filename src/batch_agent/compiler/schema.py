@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, NoReturn, Protocol, TypeVar, cast
 
-import jsonschema_rs
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic_core import from_json, to_json
@@ -100,6 +99,8 @@ class _TypeReader(Generic[T]):
 
 class _JsonSchemaReader:
     def __init__(self, schema: JsonObject) -> None:
+        import jsonschema_rs  # here, because few runs have such a schema and every start would wait for it
+
         # The mask keeps whole answers out of the messages.
         self._validator = jsonschema_rs.validator_for(schema, validate_formats=True, retriever=_no_retrieval, mask=MASK)
 

@@ -7,8 +7,6 @@ import random
 from dataclasses import dataclass, replace
 
 from batch_agent.backends.base import Backend
-from batch_agent.backends.cache import CachingBackend, repeatable
-from batch_agent.backends.cache_store import ResponseStore, cache_file
 from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.prices import FORMS as PRICE_FORMS
@@ -39,10 +37,11 @@ class Prepared:
     prices: Prices | None  # None: what a token costs is not known
 
 
-def prepare(spec: BatchSpec) -> Prepared:
-    """Resolve and check everything. Raises SpecError; sends nothing."""
+def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
+    """Resolve and check everything. Raises SpecError; sends nothing. A plan that is not to be run (``sends`` is False)
+    needs no key."""
     where = spec.runtime if spec.backend is None else spec.backend
-    backend, model = open_backend(where, model=spec.model, api_key=spec.api_key)
+    backend, model = open_backend(where, model=spec.model, api_key=spec.api_key, sends=sends)
     tools = resolve_tools(spec.tools)
     specs = tuple(tool.spec for tool in tools)
     schema = OutputSchema.of(spec.output_schema)
@@ -65,6 +64,9 @@ def _enough_agents(max_inflight: int | None) -> int | None:
 def _cached(spec: BatchSpec, backend: Backend) -> Backend:
     if spec.cache is False:
         return backend
+    from batch_agent.backends.cache import CachingBackend, repeatable
+    from batch_agent.backends.cache_store import ResponseStore, cache_file
+
     if not repeatable(spec.temperature, spec.seed):
         raise SpecError("cache: only answers that would come the same again are kept; give temperature=0 or a seed")
     return CachingBackend(backend, ResponseStore(cache_file(spec.cache)))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterable, Iterable
 from itertools import islice
 
 from batch_agent.engine.cancellation import cancelled_by_us
+from batch_agent.foreign import describe
 
 _END = object()
 
@@ -36,6 +37,8 @@ class Rows:
             if cancelled_by_us():
                 raise
             raise RuntimeError("the inputs ended in a cancellation of their own") from None
+        except (SystemExit, GeneratorExit) as error:  # not meant for our process, and no task may let it escape
+            raise RuntimeError(f"the inputs ended in {describe(error)}") from error
         self.seen = self.seen or bool(values)
         return values
 

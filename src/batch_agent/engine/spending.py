@@ -14,9 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+from pydantic_core import to_json
+
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.compiler.budget import estimate_tokens
-from batch_agent.compiler.plan import tool_tokens
+from batch_agent.compiler.budget import size_bytes
+from batch_agent.compiler.plan import tool_text
 from batch_agent.compiler.prices import Prices
 from batch_agent.engine.limiter import Limiter
 from batch_agent.errors import BackendError, Interrupted
@@ -25,20 +27,24 @@ from batch_agent.scheduler.budget import Amount, Estimator, Ledger, TimeShare
 from batch_agent.spec import BatchSpec
 
 NOTHING = Amount()
+MESSAGE_BYTES = 16  # a role, an id and the marks that a template writes around a message or a call
 
 
 @dataclass(slots=True, eq=False)
 class Call:
     """One request from its reservation to its settlement."""
 
-    amount: Amount
-    prompt_tokens: int  # our estimate
+    prompt_bytes: int = 0
+    max_tokens: int | None = None
+    amount: Amount = NOTHING  # reserved for it
     share: float = 0.0  # of the run's seconds, when it began
     settled: bool = False
 
 
 class Spending:
-    """``on_exhausted`` is told, once, which limit ended the run."""
+    """``on_exhausted`` is told, once, which limit ended the run. ``on_time_up`` is called when that is a limit on time:
+    from then on every call is refused, and those who wait for something else before they make one should end with
+    ``refusal()``."""
 
     def __init__(
         self,
@@ -46,12 +52,14 @@ class Spending:
         prices: Prices | None,
         limiter: Limiter,
         on_exhausted: Callable[[str], None],
+        on_time_up: Callable[[], None] | None = None,
     ) -> None:
         self.exhausted = ""  # which limit, for people
         self.refused = 0  # calls that a limit kept from being sent
         self._prices = prices
         self._limiter = limiter
         self._on_exhausted = on_exhausted
+        self._on_time_up = on_time_up
         self._per_second = prices.per_second if prices is not None else 0.0
         # What costs by the clock is limited by the clock.
         max_cost = None if self._per_second else spec.max_cost
@@ -61,9 +69,9 @@ class Spending:
         self._time_limit = ""
         self._estimator = Estimator()
         self._shares = TimeShare()
-        self._tool_tokens: WeakKeyDictionary[RequestShape, int] = WeakKeyDictionary()
-        self._waiters: deque[tuple[Amount, asyncio.Future[None]]] = deque()
-        self._time_is_up = False
+        self._shape_bytes: WeakKeyDictionary[RequestShape, int] = WeakKeyDictionary()
+        self._waiters: deque[tuple[Call, asyncio.Future[None]]] = deque()
+        self.time_is_up = False
         self._timer: asyncio.TimerHandle | None = None
         self._before = NOTHING
         self._started: float | None = None
@@ -109,15 +117,12 @@ class Spending:
     async def reserve(self, request: ModelRequest) -> Call:
         """Until the call may be sent. Raises Interrupted when it may not."""
         if self._counting:
-            prompt = self._prompt_tokens(request)
-            expected = self._estimator.expect(prompt, request.shape.max_tokens)
-            cost = self._prices.cost(expected) if self._prices is not None else None
-            call = Call(_amount(expected, cost), prompt)
-            await self._wait(call.amount)
+            call = Call(self._prompt_bytes(request), request.shape.max_tokens)
+            await self._wait(call)
         else:
-            if self._time_is_up:
-                raise self._refusal(self._time_limit)
-            call = Call(NOTHING, 0)
+            if self.time_is_up:
+                raise self.refusal()
+            call = Call()
         if self._per_second:
             call.share = self._shares.begin(asyncio.get_running_loop().time())
         return call
@@ -127,22 +132,22 @@ class Spending:
         cost = self._prices.cost(usage) if self._prices is not None else None
         spent = _amount(usage, cost)
         if self._counting and not cached:
-            if spent.tokens:
-                self._estimator.learn(call.prompt_tokens, usage)
-            else:  # a server that counts nothing must not make a budget endless
+            self._estimator.learn(call.prompt_bytes, usage)
+            if not spent.tokens:  # a server that counts nothing must not make a budget endless
                 spent = call.amount
         seconds = self._finish(call, spent)
         return seconds * self._per_second if self._per_second else cost
 
     def fail(self, call: Call, error: BackendError | None = None) -> float | None:
-        """The call broke off or was cancelled; nothing happens when it is settled already. A refusal costs nothing.
-        What anything else cost is mostly not told, and then its estimate counts as spent."""
+        """The call broke off or was cancelled; nothing happens when it is settled already. What was refused or never
+        arrived costs nothing, and what another has paid nothing more. What anything else cost is mostly not told, and
+        then what was reserved counts as spent."""
         if call.settled:
             return None
         if error is not None and error.usage is not None:
             return self.settle(call, error.usage)
-        refused = error is not None and error.status is not None
-        self._finish(call, NOTHING if refused else call.amount)
+        free = error is not None and (error.status is not None or error.unreached or error.paid_elsewhere)
+        self._finish(call, NOTHING if free else call.amount)
         return None
 
     def _finish(self, call: Call, spent: Amount) -> float:
@@ -154,15 +159,15 @@ class Spending:
             self._ledger.spent += spent
         return self._shares.end(call.share, asyncio.get_running_loop().time()) if self._per_second else 0.0
 
-    async def _wait(self, amount: Amount) -> None:
+    async def _wait(self, call: Call) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((amount, turn))
+        self._waiters.append((call, turn))
         self._serve()
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled() and turn.exception() is None:  # granted in the moment it was given up
-                self._ledger.settle(amount, NOTHING)
+                self._ledger.settle(call.amount, NOTHING)
             self._serve()
             raise
 
@@ -170,20 +175,39 @@ class Spending:
         """Everybody who waits and can be told now, in order."""
         waiters = self._waiters
         while waiters:
-            amount, turn = waiters[0]
-            if not turn.done():
-                short = self._time_limit if self._time_is_up else self._ledger.short(amount)
-                if not short:
-                    self._ledger.reserve(amount)
-                    turn.set_result(None)
-                elif self._time_is_up or not self._ledger.in_flight:
-                    turn.set_exception(self._refusal(short))
-                else:
-                    break
+            call, turn = waiters[0]
+            if not turn.done() and not self._answer(call, turn):
+                break
             waiters.popleft()
         self._limiter.set_short_of_budget(bool(waiters))
 
-    def _refusal(self, limit: str) -> Interrupted:
+    def _answer(self, call: Call, turn: asyncio.Future[None]) -> bool:
+        """Yes or no to one who waits; False when it has to go on waiting."""
+        if self.time_is_up:
+            turn.set_exception(self.refusal())
+            return True
+        amount = self._expected(call)  # now, because calls that ended meanwhile have told something
+        short = self._ledger.short(amount)
+        if short and self._ledger.in_flight:
+            return False
+        if short:
+            turn.set_exception(self._refused(short))
+        else:
+            call.amount = amount
+            self._ledger.reserve(amount)
+            turn.set_result(None)
+        return True
+
+    def _expected(self, call: Call) -> Amount:
+        alone = not self._ledger.in_flight
+        expected = self._estimator.expect(call.prompt_bytes, call.max_tokens, alone=alone)
+        return _amount(expected, self._prices.cost(expected) if self._prices is not None else None)
+
+    def refusal(self) -> Interrupted:
+        """What an agent ends with whose next call comes after the run's time is up."""
+        return self._refused(self._time_limit)
+
+    def _refused(self, limit: str) -> Interrupted:
         self.refused += 1
         self._exhaust(limit)
         return Interrupted(f"the run is out of budget: {limit}")
@@ -194,20 +218,27 @@ class Spending:
             self._on_exhausted(limit)
 
     def _stop_the_clock(self) -> None:
-        self._time_is_up = True
+        self.time_is_up = True
         self._exhaust(self._time_limit)
         self._serve()
+        if self._on_time_up is not None:
+            self._on_time_up()
 
-    def _prompt_tokens(self, request: ModelRequest) -> int:
-        shape = request.shape
-        tokens = self._tool_tokens.get(shape)
-        if tokens is None:
-            tokens = self._tool_tokens[shape] = sum(map(tool_tokens, shape.tools))
+    def _prompt_bytes(self, request: ModelRequest) -> int:
+        size = self._shape_bytes.get(request.shape)
+        if size is None:
+            size = self._shape_bytes[request.shape] = _shape_bytes(request.shape)
         for message in request.conversation.messages:
-            tokens += estimate_tokens(message.content)
+            size += MESSAGE_BYTES + size_bytes(message.content)
             for call in message.tool_calls:
-                tokens += estimate_tokens(call.arguments)
-        return tokens
+                size += MESSAGE_BYTES + size_bytes(call.name) + size_bytes(call.arguments)
+        return size
+
+
+def _shape_bytes(shape: RequestShape) -> int:
+    """Tools, and a schema that the server keeps: providers write it into the prompt too."""
+    schema = 0 if shape.schema is None else len(to_json(shape.schema))
+    return schema + sum(size_bytes(tool_text(tool)) for tool in shape.tools)
 
 
 def _amount(usage: Usage, cost: float | None) -> Amount:

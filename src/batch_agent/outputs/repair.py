@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator
 
 import jiter
-import json_repair
 from pydantic_core import from_json, to_json
 
 from batch_agent.compiler.schema import OutputSchema
@@ -68,6 +67,8 @@ def _completed(text: str) -> object:
 
 
 def _repaired(text: str) -> object:
+    import json_repair  # here, because most runs never need it and every start would wait for it
+
     value: object = json_repair.loads(text, skip_json_loads=True)
     if not isinstance(value, dict | list):
         raise ValueError("nothing of the structure is left")

@@ -2,8 +2,7 @@
 
 Each call is reserved before it is sent and settled when its answer is there. A call fits while everything settled plus
 everything reserved plus the call itself stays within the limits, so what is spent exceeds a limit by no more than the
-calls in flight exceeded their estimates; and not at all where ``max_tokens`` bounds the answers and the prompts were
-not underestimated.
+calls in flight exceeded what was reserved for them; and not at all where ``max_tokens`` bounds the answers.
 
 A call that does not fit beside others may fit when they are settled, because estimates are made to be too high rather
 than too low. So the run is out of budget only when a call does not fit with nothing in flight. Waiting for that moment
@@ -12,11 +11,15 @@ is ``engine.spending``'s part; here is no clock and no await.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from batch_agent.messages import Usage
 
 FIRST_ANSWER_TOKENS = 512  # expected of an answer before there was one, where max_tokens is not given
+TEMPLATE_TOKENS = 64  # what a chat template adds to a prompt, until a server has counted more
+# The same beside other calls before the first answer: what all of them have too little would add up.
+UNKNOWN_TEMPLATE_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,33 +77,45 @@ class Ledger:
 
 
 class Estimator:
-    """What a call will take, learnt from those before: the server's count of prompts against ours, and the mean
-    length of answers."""
+    """What a call takes at most, as far as that can be told, and where it cannot, about what: learnt from the calls
+    before.
 
-    __slots__ = ("_answer_tokens", "_answers", "_estimated", "_prompt_tokens")
+    A prompt has no more tokens than bytes, and what the chat template adds. What is expected of it comes down from
+    there to the densest prompt so far: of n prompts in any order, the last is the densest with a chance of one in n,
+    and it may then be as dense as can be. An answer has ``max_tokens`` at most; where that is not given, about the mean
+    of those before.
+    """
+
+    __slots__ = ("_answer_tokens", "_answered", "_answers", "_counted", "_densest", "_template_tokens")
 
     def __init__(self) -> None:
-        self._answers = 0
+        self._answered = False
+        self._answers = 0  # that the server has counted
         self._answer_tokens = 0
-        self._estimated = 0
-        self._prompt_tokens = 0
+        self._counted = 0  # prompts that the server has counted
+        self._densest = 0.0  # tokens per byte, 1 at most
+        self._template_tokens = TEMPLATE_TOKENS
 
-    def expect(self, prompt_tokens: int, max_tokens: int | None) -> Usage:
-        """``prompt_tokens`` is our count. The prompt is expected to be no smaller than that, and none of it cached."""
-        if self._prompt_tokens > self._estimated:
-            prompt_tokens = -(-prompt_tokens * self._prompt_tokens // self._estimated)
-        return Usage(prompt_tokens=prompt_tokens, completion_tokens=max_tokens or self.answer_tokens)
+    def expect(self, prompt_bytes: int, max_tokens: int | None, *, alone: bool) -> Usage:
+        """``alone``: with no other call in flight. None of the prompt is expected to be cached."""
+        density = self._densest + (1 - self._densest) / max(1, self._counted)
+        template = self._template_tokens if alone or self._answered else UNKNOWN_TEMPLATE_TOKENS
+        prompt = math.ceil(prompt_bytes * density) + template
+        return Usage(prompt_tokens=prompt, completion_tokens=max_tokens or self.answer_tokens)
 
     @property
     def answer_tokens(self) -> int:
         return -(-self._answer_tokens // self._answers) if self._answers else FIRST_ANSWER_TOKENS
 
-    def learn(self, prompt_tokens: int, usage: Usage) -> None:
-        self._answers += 1
-        self._answer_tokens += usage.completion_tokens
-        if prompt_tokens and usage.prompt_tokens:
-            self._estimated += prompt_tokens
-            self._prompt_tokens += usage.prompt_tokens
+    def learn(self, prompt_bytes: int, usage: Usage) -> None:
+        self._answered = True
+        if usage.prompt_tokens or usage.completion_tokens:
+            self._answers += 1
+            self._answer_tokens += usage.completion_tokens
+        if prompt_bytes and usage.prompt_tokens:
+            self._counted += 1
+            self._densest = max(self._densest, min(1.0, usage.prompt_tokens / prompt_bytes))
+            self._template_tokens = max(self._template_tokens, usage.prompt_tokens - prompt_bytes)
 
 
 class TimeShare:

@@ -7,7 +7,6 @@ rows that failed are tried again, from where they failed.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import platform
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from batch_agent.store.keys import Keys
 from batch_agent.store.rundir import RunDir, State, read_run
 from batch_agent.store.steps import Past
 from batch_agent.store.trail import Trail
+from batch_agent.version import __version__
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
@@ -225,7 +225,7 @@ def _now() -> str:
 
 def _versions() -> JsonObject:
     return {
-        "batch-agent": importlib.metadata.version("batch-agent"),
+        "batch-agent": __version__,
         "python": platform.python_version(),
         "journal": FORMAT,
     }

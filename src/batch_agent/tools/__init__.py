@@ -1,20 +1,23 @@
-"""Tools: what agents can call, and the pool that runs their calls once for all who ask."""
+"""Tools: what agents can call, and the pool that runs their calls once for all who ask.
+
+The built-in ones are made when they are first asked for, ``Tool.http_get`` as well as ``http_get(...)`` with settings
+of one's own: a program that uses none of them does not wait for an HTTP client.
+"""
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
 from batch_agent.tools.base import Tool, resolve_tools
-from batch_agent.tools.builtin.files import read_file
-from batch_agent.tools.builtin.http import http_get
-from batch_agent.tools.builtin.python import python_eval
-from batch_agent.tools.builtin.search import web_search
 from batch_agent.tools.latency import ToolStatistics
 from batch_agent.tools.pool import PendingCall, ToolOutcome, ToolPool
 
-# Here and not in base: the built-in tools are made with Tool.define. Importing any module of this package runs this.
-Tool.read_file = read_file()
-Tool.http_get = http_get()
-Tool.web_search = web_search()
-Tool.python_eval = python_eval()
+if TYPE_CHECKING:
+    from batch_agent.tools.builtin.files import read_file
+    from batch_agent.tools.builtin.http import http_get
+    from batch_agent.tools.builtin.python import python_eval
+    from batch_agent.tools.builtin.search import web_search
 
 __all__ = [
     "PendingCall",
@@ -28,3 +31,34 @@ __all__ = [
     "resolve_tools",
     "web_search",
 ]
+
+# Here and not in base: the built-in tools are made with Tool.define. Importing any module of this package runs this.
+_MAKERS = {
+    "http_get": "batch_agent.tools.builtin.http:http_get",
+    "python_eval": "batch_agent.tools.builtin.python:python_eval",
+    "read_file": "batch_agent.tools.builtin.files:read_file",
+    "web_search": "batch_agent.tools.builtin.search:web_search",
+}
+
+
+class _Builtin:
+    """Stands on Tool in the place of a tool, until somebody looks."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> object:
+        tool: object = resolve_name(_MAKERS[self._name])()
+        setattr(owner, self._name, tool)
+        return tool
+
+
+for _name in _MAKERS:
+    setattr(Tool, _name, _Builtin(_name))
+
+if not TYPE_CHECKING:  # a checker that saw it would take any name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name in _MAKERS:
+            return resolve_name(_MAKERS[name])
+        raise AttributeError(f"module 'batch_agent.tools' has no attribute {name!r}")

@@ -16,7 +16,6 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import docstring_parser
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
 from pydantic.fields import FieldInfo
@@ -148,6 +147,8 @@ class Documentation:
         text = inspect.getdoc(_plain_function(function)) or ""
         if not text and not isinstance(function, types.FunctionType | types.MethodType | functools.partial):
             text = inspect.getdoc(type(function)) or ""
+        import docstring_parser  # here, because a run without tools needs none
+
         try:
             parsed = docstring_parser.parse(text)
         except docstring_parser.ParseError:

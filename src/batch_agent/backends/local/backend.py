@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue
 
+from batch_agent.backends.address import Address
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.local import weights
 from batch_agent.backends.local.options import Options, parse_url
@@ -253,3 +254,7 @@ def from_url(url: str) -> LocalBackend:
     """The backend that ``local://…`` names; nothing is fetched or started yet."""
     require_engine()
     return LocalBackend(parse_url(url))
+
+
+def from_address(address: Address) -> LocalBackend:
+    return from_url(address.url.geturl())

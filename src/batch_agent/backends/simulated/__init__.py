@@ -5,8 +5,8 @@ the engine in time · ``answers`` what it says · ``backend`` in process · ``me
 served by ``batch_agent.testing``. Its numbers are simulated and say so wherever they appear.
 """
 
-from batch_agent.backends.simulated.backend import SimulatedBackend
+from batch_agent.backends.simulated.backend import SimulatedBackend, from_address
 from batch_agent.backends.simulated.instances import minimal_instance
 from batch_agent.backends.simulated.model import EngineModel
 
-__all__ = ["EngineModel", "SimulatedBackend", "minimal_instance"]
+__all__ = ["EngineModel", "SimulatedBackend", "from_address", "minimal_instance"]

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 from weakref import WeakKeyDictionary
 
+from batch_agent.backends.address import Address
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.simulated.answers import Answer, chat_answer
 from batch_agent.backends.simulated.core import Sequence
@@ -123,3 +124,7 @@ def usage_of(sequences: list[Sequence]) -> Usage:
         cached_tokens=sum(sequence.cached_tokens or 0 for sequence in sequences),
         completion_tokens=sum(sequence.generated for sequence in sequences),
     )
+
+
+def from_address(address: Address) -> SimulatedBackend:
+    return SimulatedBackend.from_url(address.url.geturl())
