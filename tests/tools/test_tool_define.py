@@ -7,6 +7,7 @@ import pytest
 from batch_agent.errors import SpecError
 from batch_agent.messages import ToolCall
 from batch_agent.tools import Tool, http_get, read_file, resolve_tools
+from batch_agent.tools.render import MAX_TOKENS
 
 
 def plain(text: str, times: int = 1) -> str:
@@ -61,6 +62,12 @@ def test_the_decorator_works_with_parentheses() -> None:
     assert twice(4) == 8
     assert (twice.name, twice.description) == ("double", "Twice.")
     assert (twice.max_tokens, twice.rate_limit, twice.timeout) == (5, 1.0, 2)
+
+
+def test_a_tool_has_a_limit_unless_it_says_none() -> None:
+    assert Tool.define(plain).max_tokens == MAX_TOKENS
+    assert Tool.define(plain, max_tokens=None).max_tokens is None
+    assert Tool.web_search.max_tokens == MAX_TOKENS
 
 
 async def test_an_async_tool_is_called_as_the_coroutine_function_it_was() -> None:

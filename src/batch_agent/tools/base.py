@@ -25,6 +25,7 @@ from batch_agent.errors import SpecError, ToolError, ToolFailed
 from batch_agent.foreign import describe
 from batch_agent.messages import ToolSpec
 from batch_agent.tools.rate import calls_per_second
+from batch_agent.tools.render import MAX_TOKENS
 from batch_agent.tools.schema import Arguments, Documentation, Function, Signature, is_async, signature_of
 
 P = ParamSpec("P", default=...)
@@ -61,7 +62,7 @@ class Tool(Generic[P, R_co]):
     rate_limit: float | None  # calls a second
     timeout: float | None  # seconds; None: the run's timeout_per_tool
     ttl: float | None  # seconds
-    max_tokens: int | None
+    max_tokens: int | None  # None: a result may have any length
     cache_key: CacheKey | None = field(repr=False)
     version: str | None = None  # a change says that results differ from now on, and recorded answers no longer count
 
@@ -104,7 +105,7 @@ class Tool(Generic[P, R_co]):
         *,
         name: str | None = None,
         description: str | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int | None = MAX_TOKENS,
         cacheable: bool | None = None,
         effect: Effect | None = None,
         rate_limit: float | str | None = None,
@@ -122,7 +123,7 @@ class Tool(Generic[P, R_co]):
         *,
         name: str | None = None,
         description: str | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int | None = MAX_TOKENS,
         cacheable: bool | None = None,
         effect: Effect | None = None,
         rate_limit: float | str | None = None,
@@ -139,7 +140,7 @@ class Tool(Generic[P, R_co]):
         *,
         name: str | None = None,
         description: str | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int | None = MAX_TOKENS,
         cacheable: bool | None = None,
         effect: Effect | None = None,
         rate_limit: float | str | None = None,
@@ -153,7 +154,7 @@ class Tool(Generic[P, R_co]):
         Args:
             name: what the model calls it; the function's name.
             description: what the model is told; the docstring's text.
-            max_tokens: longer results are cut, and say so.
+            max_tokens: longer results are cut, and say so; None for no limit.
             cacheable: results may be kept for the run (True) or only shared while in flight (False).
             effect: "read" or "write"; a write runs on every call.
             rate_limit: calls per second, or "10/s", "100/min", "5/hour"; waiting for it is not part of the timeout.
@@ -264,7 +265,7 @@ def _check_positive(kind: type | types.UnionType, **options: int | float | None)
         if value is None or (is_number and math.isfinite(value) and value > 0):
             continue
         what = "a whole number" if kind is int else "a number"
-        raise SpecError(f"{option} is {value!r}; it is {what} above 0, or None for no limit of the tool's own")
+        raise SpecError(f"{option} is {value!r}; it is {what} above 0, or None")
 
 
 def _check_kind(kind: object, what: str, **options: object) -> None:

@@ -23,7 +23,7 @@ from batch_agent.tools.base import Tool
 from batch_agent.tools.cache import Key, ResultCache
 from batch_agent.tools.latency import Tally, ToolStatistics
 from batch_agent.tools.rate import RateGate
-from batch_agent.tools.render import cut_tokens, render
+from batch_agent.tools.render import MAX_TOKENS, cut_tokens, render
 from batch_agent.tools.schema import Arguments
 from batch_agent.tools.threads import Threads
 
@@ -147,7 +147,8 @@ class ToolPool:
     def _unknown(self, name: str) -> UnknownTool:
         near = difflib.get_close_matches(name, self._offers, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        return UnknownTool(f"there is no tool {name!r}; {hint}The tools are: {', '.join(self._offers) or 'none'}")
+        shown = name if len(name) <= 64 else f"{name[:64]}..."
+        return UnknownTool(f"there is no tool {shown!r}; {hint}The tools are: {', '.join(self._offers) or 'none'}")
 
     def _share(self, offer: _Offer, arguments: Arguments, key: Key) -> PendingCall:
         now = asyncio.get_running_loop().time()
@@ -186,7 +187,7 @@ class ToolPool:
         if offer.gate is not None:
             await offer.gate.wait_turn()
         try:
-            text = cut_tokens(await self._run(offer, arguments), tool.max_tokens)
+            text = await self._run(offer, arguments)
         except ToolError as error:
             tally.failures += 1
             self._land(flight, _failure(error, clock() - flight.asked, tool.max_tokens))
@@ -226,13 +227,13 @@ class ToolPool:
 
     async def _call(self, tool: Tool, arguments: Arguments) -> str:
         if tool.is_async:
-            return render(await cast(Awaitable[object], tool.function(**arguments.values)))
+            return render(await cast(Awaitable[object], tool.function(**arguments.values)), tool.max_tokens)
 
         def work() -> str | Awaitable[object]:
             try:
                 value = tool.function(**arguments.values)
                 # Rendering a large result is work too, and may call the tool's own objects.
-                return value if inspect.isawaitable(value) else render(value)
+                return value if inspect.isawaitable(value) else render(value, tool.max_tokens)
             except Exception:
                 raise
             except BaseException as error:
@@ -240,7 +241,7 @@ class ToolPool:
                 raise _failed(tool, error) from error
 
         result = await self._threads.run(work)
-        return result if isinstance(result, str) else render(await result)
+        return result if isinstance(result, str) else render(await result, tool.max_tokens)
 
     def _ended(self, task: asyncio.Task[None], flight: _Flight) -> None:
         self._tasks.discard(task)
@@ -272,5 +273,6 @@ def _is_for(task: asyncio.Task[object], error: BaseException) -> bool:
 
 
 def _failure(error: ToolError, seconds: float, max_tokens: int | None) -> ToolOutcome:
+    """A failure is cut even where a result is not: no tool means to fail at length."""
     message = message_of(error) or "the tool failed and gave no reason"
-    return ToolOutcome(f"Error: {cut_tokens(message, max_tokens)}", False, "run", seconds)
+    return ToolOutcome(f"Error: {cut_tokens(message, max_tokens or MAX_TOKENS)}", False, "run", seconds)

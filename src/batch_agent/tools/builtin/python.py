@@ -31,8 +31,8 @@ def python_eval(
 ) -> Tool[..., Coroutine[Any, Any, str]]:
     """The tool; ``timeout`` is in seconds, of which the program may spend all on the processor."""
 
-    # A program can do anything, so every call runs, and none before it is certain.
-    @Tool.define(name="python_eval", effect="write")
+    # A program can do anything, so every call runs, and none before it is certain. What it prints is cut here.
+    @Tool.define(name="python_eval", effect="write", max_tokens=None)
     async def evaluate(code: str) -> str:
         """Run a Python program and return what it prints, and the value of its last expression.
 
