@@ -107,6 +107,7 @@ def test_what_is_declared_decides_what_may_be_shared(
         ({"timeout": -1}, "timeout is -1"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 2.5}, "a whole number above 0"),
+        ({"max_concurrent": 0}, "max_concurrent is 0; it is a whole number above 0"),
         ({"timeout": "10"}, "timeout is '10'"),
         ({"rate_limit": "often"}, "rate_limit is 'often'"),
         ({"cache_key": str}, "cache_key needs"),

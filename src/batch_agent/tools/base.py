@@ -60,6 +60,7 @@ class Tool(Generic[P, R_co]):
     effect: Effect
     declared: bool
     rate_limit: float | None  # calls a second
+    max_concurrent: int | None  # calls at once
     timeout: float | None  # seconds; None: the run's timeout_per_tool
     ttl: float | None  # seconds
     max_tokens: int | None  # None: a result may have any length
@@ -109,6 +110,7 @@ class Tool(Generic[P, R_co]):
         cacheable: bool | None = None,
         effect: Effect | None = None,
         rate_limit: float | str | None = None,
+        max_concurrent: int | None = None,
         timeout: float | None = None,
         ttl: float | None = None,
         cache_key: CacheKey | None = None,
@@ -127,6 +129,7 @@ class Tool(Generic[P, R_co]):
         cacheable: bool | None = None,
         effect: Effect | None = None,
         rate_limit: float | str | None = None,
+        max_concurrent: int | None = None,
         timeout: float | None = None,
         ttl: float | None = None,
         cache_key: CacheKey | None = None,
@@ -144,6 +147,7 @@ class Tool(Generic[P, R_co]):
         cacheable: bool | None = None,
         effect: Effect | None = None,
         rate_limit: float | str | None = None,
+        max_concurrent: int | None = None,
         timeout: float | None = None,
         ttl: float | None = None,
         cache_key: CacheKey | None = None,
@@ -158,12 +162,13 @@ class Tool(Generic[P, R_co]):
             cacheable: results may be kept for the run (True) or only shared while in flight (False).
             effect: "read" or "write"; a write runs on every call.
             rate_limit: calls per second, or "10/s", "100/min", "5/hour"; waiting for it is not part of the timeout.
+            max_concurrent: calls running at once, of all agents; waiting for it is not part of the timeout either.
             timeout: seconds a call may run; the run's timeout_per_tool.
             ttl: seconds a cached result stays good.
             cache_key: called with the arguments; calls with equal keys are the same call.
             version: change it when the tool's results change: answers recorded with the old one are asked for again.
         """
-        _check_positive(int, max_tokens=max_tokens)
+        _check_positive(int, max_tokens=max_tokens, max_concurrent=max_concurrent)
         _check_positive(int | float, timeout=timeout, ttl=ttl)
         _check_kind(str, "text", name=name, description=description, version=version)
         _check_kind(bool, "True or False", cacheable=cacheable)
@@ -184,6 +189,7 @@ class Tool(Generic[P, R_co]):
                 effect=_effect_of(known, cacheable, effect, ttl, cache_key),
                 declared=cacheable is not None or effect is not None,
                 rate_limit=None if rate_limit is None else calls_per_second(rate_limit),
+                max_concurrent=max_concurrent,
                 timeout=timeout,
                 ttl=ttl,
                 max_tokens=max_tokens,
