@@ -132,7 +132,9 @@ async def test_a_tool_that_cleans_up_when_it_is_cancelled_has_the_time_to(open_p
             cleaned = True
 
     async with open_pool(tidy) as pool:
-        pool.start(call("tidy"))
+        pending = pool.start(call("tidy"))
+        await settle()
+        pending.abandon()
         await settle()
     assert cleaned
     assert not caplog.records

@@ -128,8 +128,8 @@ class ToolPool:
         self._closed = True
         try:
             if self._tasks:
-                for task in self._tasks:
-                    task.cancel()
+                for flight in self._tasks.values():
+                    flight.give_up()  # not a second time: that would interrupt a tool that is cleaning up
                 _, stuck = await asyncio.wait(list(self._tasks), timeout=CLOSING_SECONDS)
                 self._leave_behind(stuck)
         finally:
