@@ -4,10 +4,12 @@ import asyncio
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tool_calls import Counter, call, settle
 
-from batch_agent.testing.clock import virtual_clock
-from batch_agent.tools import Tool
+from batch_agent.testing.clock import run_virtual, virtual_clock
+from batch_agent.tools import Tool, ToolPool
 from batch_agent.tools.pool import ASYNC_CALLS
 from batch_agent.tools.threads import THREADS
 
@@ -183,3 +185,54 @@ async def test_a_fault_of_ours_stops_whoever_waits_for_the_call(open_pool) -> No
         pool.start(call("look"))
         with pytest.raises(AssertionError, match="a broken invariant"):
             await pool.start(call("look")).wait()
+
+
+agents = st.tuples(st.integers(0, 4), st.integers(0, 3), st.none() | st.integers(0, 6))  # start, argument, patience
+
+
+@given(st.lists(agents, max_size=25), st.integers(1, 3), st.booleans(), st.sampled_from([None, "1/s"]))
+def test_in_any_order_of_events_limits_hold_and_nobody_is_forgotten(
+    plan: list[tuple[int, int, int | None]], limit: int, stubborn: bool, rate: str | None
+) -> None:
+    async def main() -> None:
+        running, watch = 0, Watch()
+
+        @Tool.define(effect="read", max_concurrent=limit, rate_limit=rate, timeout=5)
+        async def look(n: int) -> int:
+            nonlocal running
+            running += 1
+            try:
+                assert stubborn or running <= limit
+                await asyncio.sleep(2 * n)
+            except asyncio.CancelledError:
+                await asyncio.sleep(stubborn * 8)
+                raise
+            finally:
+                running -= 1
+            return n
+
+        async def agent(pool: ToolPool, start: int, n: int, patience: int | None) -> str:
+            await asyncio.sleep(start)
+            pending = pool.start(call("look", n=n))
+            try:
+                async with asyncio.timeout(patience):
+                    return (await pending.wait()).text
+            except TimeoutError:
+                return "left"
+            finally:
+                pending.abandon()
+
+        spawn = asyncio.get_running_loop().create_task
+        async with ToolPool([look], timeout=None, spawn=spawn, on_waiting=watch) as pool:
+            texts = await asyncio.gather(*(agent(pool, *row) for row in plan))
+            await asyncio.sleep(20)
+            assert (pool.waiting, pool._traffic.stuck, running, len(pool._tasks), len(pool._flights)) == (0, 0, 0, 0, 0)
+            fresh = [pool.start(call("look", n=100 + number)) for number in range(limit if rate is None else 1)]
+            await settle()
+            assert (running, pool.waiting) == (len(fresh), 0)
+        for (_, n, patience), text in zip(plan, texts, strict=True):
+            late = "Error: look was given up: it ran longer than 5 s"
+            assert text in ((str(n) if n < 3 else late), *(["left"] if patience is not None else []))
+        assert all(0 <= waiting <= len(plan) for waiting in watch.seen)
+
+    run_virtual(main())

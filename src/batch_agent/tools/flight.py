@@ -1,8 +1,8 @@
 """A flight, one run of one call, from the agents' side: who still wants it, whether it waits, and how it ended.
 
 Each agent has a PendingCall on its flight. The flight is given up when the last of them has abandoned it, or when its
-time is over, and only then. Giving up does not depend on the tool: its gates are free again and whoever waits has an
-outcome at once, also when the tool ignores its cancellation and goes on.
+time is over, and only then. Giving up does not depend on the tool: whoever waits has an outcome at once, and the gates
+are free when the tool has stopped, or when it had time to and did not.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from batch_agent.tools.gates import Gate
 
 Source = Literal["run", "shared", "cache"]
 
+ENDING_SECONDS = 5.0  # what a call that is cancelled has to come to its end, before everybody goes on without it
+
 
 @dataclass(frozen=True, slots=True)
 class ToolOutcome:
@@ -29,7 +31,7 @@ class ToolOutcome:
 
 
 class Traffic:
-    """A pool's flights, counted: agents' calls ``waiting`` at gates; ``stuck`` ones, given up and still running."""
+    """A pool's flights, counted: agents' calls ``waiting`` at gates; ``stuck`` ones, which do not stop."""
 
     __slots__ = ("_on_waiting", "stuck", "waiting")
 
@@ -52,8 +54,9 @@ class Flight:
     end: ToolOutcome | Exception | None = None  # an exception is a fault of ours, and stops whoever waits
     interested: int = 0
     task: asyncio.Task[None] | None = None
-    clock: asyncio.TimerHandle | None = None  # its timeout, from when it runs
-    given_up: bool = False
+    _clock: asyncio.TimerHandle | None = None  # what it may take to run; given up, to stop
+    _given_up: bool = False
+    _stuck: bool = False
     _held: list[Gate] = field(default_factory=list)
     _waits: bool = False
     _waiters: set[asyncio.Future[None]] = field(default_factory=set)
@@ -80,24 +83,31 @@ class Flight:
             self._held.append(gate)
         self._wait_ends()
 
+    def set_clock(self, seconds: float, over: Callable[[], None]) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        self._clock = asyncio.get_running_loop().call_later(seconds, over)
+
     def give_up(self) -> None:
-        """Its task is cancelled, and no longer counts anywhere; it may take its time."""
-        self._let_go()
-        if self.task is not None and not self.task.done() and not self.given_up:
-            self.given_up = True
-            self.traffic.stuck += 1
+        """Cancels its task, once: a second time would interrupt a tool that is cleaning up."""
+        if self.task is not None and not self.task.done() and not self._given_up:
+            self._given_up = True
             self.task.cancel()
+            self.set_clock(ENDING_SECONDS, self._does_not_stop)
 
     def land(self, end: ToolOutcome | Exception) -> None:
         self.end = end
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._let_go()
+        self._wait_ends()
 
     def task_ended(self) -> None:
-        if self.given_up:
+        if self._clock is not None:
+            self._clock.cancel()
+        if self._stuck:
             self.traffic.stuck -= 1
+        self._let_go()
 
     async def landed(self) -> ToolOutcome:
         if self.end is None:
@@ -113,10 +123,12 @@ class Flight:
             raise self.end
         return self.end
 
+    def _does_not_stop(self) -> None:
+        self._stuck = True
+        self.traffic.stuck += 1
+        self._let_go()
+
     def _let_go(self) -> None:
-        self._wait_ends()
-        if self.clock is not None:
-            self.clock.cancel()
         while self._held:
             self._held.pop().leave()
 

@@ -16,6 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -24,7 +25,7 @@ from batch_agent.foreign import describe, message_of
 from batch_agent.messages import ToolCall
 from batch_agent.tools.base import Tool
 from batch_agent.tools.cache import Key, ResultCache
-from batch_agent.tools.flight import Flight, PendingCall, ToolOutcome, Traffic
+from batch_agent.tools.flight import ENDING_SECONDS, Flight, PendingCall, ToolOutcome, Traffic
 from batch_agent.tools.gates import Gate, Slots
 from batch_agent.tools.latency import Tally, ToolStatistics
 from batch_agent.tools.rate import RateGate
@@ -38,10 +39,8 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 logger = logging.getLogger("batch_agent")
 
 # Async calls running at once: many more than threads, for they cost little here; but each mostly holds a connection. As
-# many again may still run after they were given up, before new ones fail instead.
+# many again may not stop when they are cancelled, before new ones fail instead.
 ASYNC_CALLS = 1024
-CLOSING_SECONDS = 5.0  # what a cancelled call has to come to its end before the run ends without it
-
 _CANCELLED = ToolOutcome("Error: the call was cancelled", False, "run", 0.0)
 
 
@@ -129,8 +128,8 @@ class ToolPool:
         try:
             if self._tasks:
                 for flight in self._tasks.values():
-                    flight.give_up()  # not a second time: that would interrupt a tool that is cleaning up
-                _, stuck = await asyncio.wait(list(self._tasks), timeout=CLOSING_SECONDS)
+                    flight.give_up()
+                _, stuck = await asyncio.wait(list(self._tasks), timeout=ENDING_SECONDS)
                 self._leave_behind(stuck)
         finally:
             self._threads.close()
@@ -202,7 +201,7 @@ class ToolPool:
             raise ToolError(f"not started: {self._traffic.stuck} earlier calls that were given up are still running")
         seconds = self._timeout if tool.timeout is None else tool.timeout
         if seconds is not None:
-            flight.clock = loop.call_later(seconds, self._time_is_over, offer, flight, seconds)
+            flight.set_clock(seconds, partial(self._time_is_over, offer, flight, seconds))
         offer.tally.runs += 1
         began = loop.time()
         try:
@@ -218,9 +217,11 @@ class ToolPool:
 
     def _time_is_over(self, offer: _Offer, flight: Flight, seconds: float) -> None:
         """Ends the call for all who wait, whatever the tool makes of being cancelled."""
+        if flight.end is not None:
+            return
         error = ToolTimeout(f"{offer.tool.name} was given up: it ran longer than {seconds:g} s")
-        flight.land(_failure(error, asyncio.get_running_loop().time() - flight.asked, offer))
         flight.give_up()
+        flight.land(_failure(error, asyncio.get_running_loop().time() - flight.asked, offer))
 
     async def _call(self, tool: Tool, arguments: Arguments) -> str:
         if tool.is_async:
