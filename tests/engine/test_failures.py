@@ -94,6 +94,14 @@ async def test_the_text_of_a_truncated_answer_is_kept() -> None:
 
 
 @virtual_clock
+async def test_reasoning_that_is_never_closed_is_an_error_and_not_the_output() -> None:
+    result = await run_one([Say("<think>It must be 42, or else")])
+    assert (result.ok, result.output, result.raw_text) == (False, None, "<think>It must be 42, or else")
+    assert result.error is not None
+    assert (result.error.stage, result.error.type) == ("validate", "OutputError")
+
+
+@virtual_clock
 async def test_retry_after_in_seconds_and_as_a_date_is_honoured() -> None:
     loop = asyncio.get_running_loop()
     for value, least in (("7", 7.0), (formatdate(time.time() + 90, usegmt=True), 80.0)):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batch_agent.errors import OutputError
 from batch_agent.outputs.extract import fences, last_regions, strip_reasoning
 
 
@@ -19,8 +20,7 @@ from batch_agent.outputs.extract import fences, last_regions, strip_reasoning
         ("<Reasoning>a</Reasoning><think>b</think> c", "c"),
         ("so it must be\n</think>\n\nthe answer", "the answer"),
         ("<think></think>", ""),
-        ("<think>never closed", "<think>never closed"),
-        ("<think>a</reasoning>b", "<think>a</reasoning>b"),
+        ("<think>a</reasoning>\n</think>\nb", "b"),
         ("The tag </think> ends it", "The tag </think> ends it"),
         ('{"a": "<think>x</think>"}', '{"a": "<think>x</think>"}'),
         ("  as written \n", "  as written \n"),
@@ -28,6 +28,20 @@ from batch_agent.outputs.extract import fences, last_regions, strip_reasoning
 )
 def test_reasoning_is_cut_from_the_start_only(text: str, answer: str) -> None:
     assert strip_reasoning(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>never closed",
+        "\n <Thinking>so it is 42",
+        "<think>a</reasoning>b",
+        "<think>a</think>\n<think>b, and the answer is 42",
+    ],
+)
+def test_reasoning_that_is_never_closed_is_no_answer(text: str) -> None:
+    with pytest.raises(OutputError, match="is never closed"):
+        strip_reasoning(text)
 
 
 def test_fences_give_their_contents() -> None:

@@ -56,7 +56,6 @@ def parse(text: str, schema: OutputSchema[object] = REVIEW) -> Parsed[object]:
         '\ufeff{"file": "a"}',
         '<think>maybe {"file": "b"}?</think>{"file": "a"}',
         'or {"file": "b"}\n</think>\n{"file": "a"}',
-        '<think>not closed, but {"file": "a"}',
         'Sure! Here it is: {"file": "a"}. Anything else?',
         '```json\n{"file": "a"}\n```',
         'Sure:\n```\n{"file": "a"}\n```\nDone {x}.',
@@ -178,6 +177,12 @@ def test_text_without_json_is_not_json(text: str) -> None:
         parse(text)
     with pytest.raises(NotJSON):
         parse(text, schema_of({}))
+
+
+@pytest.mark.parametrize("kind", [Review, {}, Annotated[str, annotated_types.MinLen(2)], Literal["yes", "no"]])
+def test_a_draft_in_reasoning_that_is_never_closed_is_not_the_answer(kind: object) -> None:
+    with pytest.raises(NotJSON, match="<think> is never closed"):
+        parse('<think>Perhaps {"file": "a"}. Or "yes"?\n```\n{"file": "b"}\n```\nWait', schema_of(kind))
 
 
 def test_a_schema_that_takes_anything_does_not_take_the_ruins_of_json() -> None:

@@ -1,25 +1,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
 
 import pytest
 
 from batch_agent.tools import ToolPool, resolve_tools
 
-OpenPool = Callable[..., AbstractAsyncContextManager[ToolPool]]
+OpenPool = Callable[..., ToolPool]
 
 
-@asynccontextmanager
-async def _open_pool(*tools: object, timeout: float | None = 30.0) -> AsyncIterator[ToolPool]:
-    """A pool as the engine has it: its tasks belong to a group, and it is closed before the group ends."""
-    async with asyncio.TaskGroup() as group:
-        pool = ToolPool(resolve_tools(tools), timeout=timeout, spawn=group.create_task)
-        try:
-            yield pool
-        finally:
-            await pool.close()
+def _open_pool(*tools: object, timeout: float | None = 30.0, **options: Callable[[int], None]) -> ToolPool:
+    """A pool as the engine has it."""
+    spawn = asyncio.get_running_loop().create_task
+    return ToolPool(resolve_tools(tools), timeout=timeout, spawn=spawn, **options)
 
 
 @pytest.fixture

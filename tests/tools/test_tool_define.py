@@ -7,6 +7,7 @@ import pytest
 from batch_agent.errors import SpecError
 from batch_agent.messages import ToolCall
 from batch_agent.tools import Tool, http_get, read_file, resolve_tools
+from batch_agent.tools.render import MAX_TOKENS
 
 
 def plain(text: str, times: int = 1) -> str:
@@ -63,6 +64,12 @@ def test_the_decorator_works_with_parentheses() -> None:
     assert (twice.max_tokens, twice.rate_limit, twice.timeout) == (5, 1.0, 2)
 
 
+def test_a_tool_has_a_limit_unless_it_says_none() -> None:
+    assert Tool.define(plain).max_tokens == MAX_TOKENS
+    assert Tool.define(plain, max_tokens=None).max_tokens is None
+    assert Tool.web_search.max_tokens == MAX_TOKENS
+
+
 async def test_an_async_tool_is_called_as_the_coroutine_function_it_was() -> None:
     @Tool.define()
     async def later(n: int) -> int:
@@ -100,6 +107,7 @@ def test_what_is_declared_decides_what_may_be_shared(
         ({"timeout": -1}, "timeout is -1"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 2.5}, "a whole number above 0"),
+        ({"max_concurrent": 0}, "max_concurrent is 0; it is a whole number above 0"),
         ({"timeout": "10"}, "timeout is '10'"),
         ({"rate_limit": "often"}, "rate_limit is 'often'"),
         ({"cache_key": str}, "cache_key needs"),

@@ -192,5 +192,19 @@ async def test_a_result_is_cut_and_says_so(open_pool) -> None:
     def loud() -> None:
         raise ToolError("no" * 1000)
 
+    @Tool.define(max_tokens=None)
+    def endless() -> str:
+        return "word" * 20_000
+
+    @Tool.define(max_tokens=None)
+    def shouting() -> None:
+        raise ToolError("no" * 100_000)
+
+    def plain() -> str:
+        return "word" * 20_000
+
     assert "[cut:" in (await outcome_of(open_pool, long)).text
+    assert (await outcome_of(open_pool, endless)).text == "word" * 20_000
+    assert "about 4000 of 20000 tokens are left out" in (await outcome_of(open_pool, plain)).text
+    assert "[cut:" in (await outcome_of(open_pool, shouting)).text
     assert len((await outcome_of(open_pool, loud)).text) < 200

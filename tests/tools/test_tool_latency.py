@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.tools.latency import Latency, Tally
+from batch_agent.tools.latency import REASON_CHARACTERS, REASONS, Latency, Tally
 
 
 def test_quantiles_are_right_within_a_percent() -> None:
@@ -36,3 +36,34 @@ def test_repeated_calls_of_an_undeclared_tool_become_advice() -> None:
     assert statistics.saveable == 2
     assert "look" in statistics.advice and "cacheable=True" in statistics.advice
     assert Tally().statistics("look").advice == ""
+
+
+def test_the_most_frequent_reasons_of_failures_come_first() -> None:
+    tally = Tally()
+    for reason in ("KeyError: 'sku'", "no such\n  city", "KeyError: 'sku'"):
+        tally.fail(reason)
+    statistics = tally.statistics("look")
+    assert (statistics.failures, statistics.failure_reasons) == (3, (("KeyError: 'sku'", 2), ("no such city", 1)))
+    assert Tally().statistics("look").failure_reasons == ()
+
+
+def test_reasons_that_are_all_different_displace_neither_the_frequent_one_nor_memory() -> None:
+    tally = Tally()
+    for number in range(1000):
+        tally.fail("timed out")
+        tally.fail(f"no row {number} " + "x" * 10_000)
+    (first, count), *others = tally.statistics("look").failure_reasons
+    assert (first, count, len(others)) == ("timed out", 1000, REASONS - 1)
+    assert all(len(reason) <= REASON_CHARACTERS for reason, _ in others)
+
+
+@given(st.lists(st.sampled_from("abcdefghijklmnopqrstuvwxyz"), max_size=200))
+def test_reasons_never_add_up_to_more_than_the_failures(reasons: list[str]) -> None:
+    tally = Tally()
+    for reason in reasons:
+        tally.fail(reason)
+    statistics = tally.statistics("look")
+    counts = [count for _, count in statistics.failure_reasons]
+    assert sum(counts) <= statistics.failures == len(reasons)
+    assert counts == sorted(counts, reverse=True)
+    assert len(counts) <= REASONS

@@ -308,6 +308,10 @@ async def test_statistics_say_what_calls_came_to(open_pool) -> None:
         statistics = pool.statistics()
     looks, plains = statistics["look"], statistics["plain"]
     assert (looks.calls, looks.runs, looks.shared, looks.cache_hits, looks.failures) == (5, 2, 1, 1, 2)
+    assert looks.failure_reasons == (
+        ("the arguments do not fit: - n: missing Expected: n (integer)", 1),
+        ("ZeroDivisionError: integer division or modulo by zero", 1),
+    )
     assert looks.p50 is not None and looks.p99 is not None and looks.p50 <= looks.p99
     assert (plains.runs, plains.saveable, looks.saveable) == (3, 2, 0)
 

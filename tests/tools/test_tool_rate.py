@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.errors import SpecError
+from batch_agent.testing.clock import VirtualClockDeadlock, run_virtual, virtual_clock
 from batch_agent.tools.rate import Bucket, RateGate, calls_per_second
 
 
@@ -59,13 +60,61 @@ def test_no_window_ever_sees_more_calls_than_the_rate_and_the_burst(rate: float,
             assert last - first + 1 <= allowed + 1e-3
 
 
-async def test_one_who_leaves_the_queue_costs_nothing() -> None:
-    gate = RateGate(5.0)
-    for _ in range(5):
-        await gate.wait_turn()
-    leaver = asyncio.create_task(gate.wait_turn())
-    stayer = asyncio.create_task(gate.wait_turn())
+async def emptied(rate: float) -> RateGate:
+    gate = RateGate(rate)
+    while gate.enter_nowait():
+        pass
+    return gate
+
+
+@virtual_clock
+async def test_callers_are_let_through_in_the_order_they_came() -> None:
+    gate, now, passed = await emptied(5.0), asyncio.get_running_loop().time, []
+
+    async def pass_through(number: int) -> None:
+        await gate.enter()
+        passed.append((number, round(now(), 3)))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(4):
+            group.create_task(pass_through(number))
+        await asyncio.sleep(0.3)
+        assert not gate.enter_nowait()  # nobody overtakes
+    assert passed == [(0, 0.2), (1, 0.4), (2, 0.6), (3, 0.8)]
+
+
+@virtual_clock
+async def test_one_who_leaves_the_line_costs_nothing() -> None:
+    gate, now = await emptied(5.0), asyncio.get_running_loop().time
+    leaver = asyncio.create_task(gate.enter())
+    stayer = asyncio.create_task(gate.enter())
     await asyncio.sleep(0)
     leaver.cancel()
     await stayer
     assert leaver.cancelled()
+    assert now() == pytest.approx(0.2)
+
+
+@virtual_clock
+async def test_one_who_is_cancelled_when_his_turn_comes_costs_nothing() -> None:
+    gate, now = await emptied(5.0), asyncio.get_running_loop().time
+    leaver, stayer = asyncio.create_task(gate.enter()), asyncio.create_task(gate.enter())
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_at(0.2, leaver.cancel)  # set later than the gate's own timer, for the same time
+    await stayer
+    assert leaver.cancelled()
+    assert now() == pytest.approx(0.2)
+
+
+def test_a_line_that_everybody_left_sets_no_timer() -> None:
+    async def main() -> None:
+        gate = await emptied(1 / 3600)
+        waiting = [asyncio.create_task(gate.enter()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(VirtualClockDeadlock, match="at virtual time 0:"):
+        run_virtual(main())

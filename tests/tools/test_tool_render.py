@@ -54,7 +54,7 @@ class Odd:
     ],
 )
 def test_a_result_becomes_text(value: object, text: str) -> None:
-    assert render(value) == text
+    assert render(value, None) == text
 
 
 def test_what_fits_is_not_touched() -> None:
@@ -62,10 +62,17 @@ def test_what_fits_is_not_touched() -> None:
     assert cut_tokens("x" * 400, None) == "x" * 400
 
 
-def test_a_cut_says_that_and_how_much() -> None:
-    text = cut_tokens("x" * 4000, 10)
-    assert text.startswith("x" * 40 + "\n[cut")
-    assert "about 990 of 1000 tokens" in text
+@pytest.mark.parametrize("text", ["x" * 4000, "ä" * 2000, "\U0001f600" * 1000])
+def test_a_cut_says_that_and_how_much(text: str) -> None:
+    cut = cut_tokens(text, 10)
+    assert len(cut.partition("\n[cut")[0].encode()) == 40
+    assert "about 990 of 1000 tokens" in cut
+
+
+def test_whatever_a_tool_returns_is_cut() -> None:
+    for value in ("x" * 4000, b"x" * 4000, ["xx"] * 1000):
+        assert len(render(value, 10)) < 120
+    assert "\ud800" not in render("\ud800" * 4000, 10)
 
 
 @given(st.text(min_size=1), st.integers(1, 20))

@@ -45,45 +45,6 @@ async def test_an_exception_comes_back(error: Exception) -> None:
     threads.close()
 
 
-async def test_no_more_than_the_limit_run_at_once() -> None:
-    threads, lock = Threads(limit=3), threading.Lock()
-    running = peak = 0
-
-    def work() -> None:
-        nonlocal running, peak
-        with lock:
-            running += 1
-            peak = max(peak, running)
-        threading.Event().wait(0.01)
-        with lock:
-            running -= 1
-
-    async def one() -> None:
-        async with threads.slot():
-            await threads.run(work)
-
-    await asyncio.gather(*(one() for _ in range(12)))
-    assert peak == 3
-    assert len(ours()) == 3
-    threads.close()
-
-
-async def test_a_call_that_was_given_up_does_not_block_the_next() -> None:
-    threads, release = Threads(limit=1), threading.Event()
-
-    async def one(function: object) -> object:
-        async with threads.slot():
-            return await threads.run(function)  # type: ignore[arg-type]
-
-    stuck = asyncio.create_task(one(release.wait))
-    await asyncio.sleep(0.01)
-    stuck.cancel()
-    assert await one(lambda: "next") == "next"
-    threads.close()
-    release.set()
-    await until(lambda: not ours())
-
-
 def test_a_call_that_outlives_its_event_loop_leaves_no_thread() -> None:
     release = threading.Event()
 

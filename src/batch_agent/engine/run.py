@@ -2,7 +2,7 @@
 
 One supervisor task owns everything that runs: the feed, the agents, the tool calls. Whoever holds the Run only takes
 results from the delivery and says pause, drain or cancel. Leaving the Run cancels the supervisor and waits for it, so
-nothing outlives it.
+nothing outlives it but a tool that does not stop (``tools/pool.py``).
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class Run(Generic[T]):
                 spent=self._spending.so_far,
                 on_backlog=partial(self._backlog, "journal"),
             )
-        async with asyncio.TaskGroup() as tool_tasks:
-            pool = ToolPool(prepared.tools, timeout=spec.timeout_per_tool, spawn=tool_tasks.create_task)
+        spawn = asyncio.get_running_loop().create_task
+        async with ToolPool(prepared.tools, timeout=spec.timeout_per_tool, spawn=spawn) as pool:
             self._pool = pool
             resources = Resources(
                 backend=prepared.backend,
@@ -237,7 +237,6 @@ class Run(Generic[T]):
                     self._feeder = agents.create_task(self._feed(agents, prepared.plan, resources))
             finally:
                 self._spending.close()
-                await pool.close()
 
     async def _check_first(self) -> None:
         """Before anything is sent: is there an input, and does it have the task's fields?"""

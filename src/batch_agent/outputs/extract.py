@@ -11,7 +11,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from batch_agent.errors import OutputError
+
 _REASONING = re.compile(r"\s*<(think|thinking|reasoning)>.*?</\1>", re.DOTALL | re.IGNORECASE)
+_UNCLOSED = re.compile(r"\s*<(?:think|thinking|reasoning)>", re.IGNORECASE)
 # Some chat templates open the block in the prompt, so that the answer has only its end, on a line of its own.
 _REASONING_END = re.compile(r"^[ \t]*</(?:think|thinking|reasoning)>[ \t]*$", re.MULTILINE | re.IGNORECASE)
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
@@ -39,12 +42,15 @@ class Region:
 
 
 def strip_reasoning(text: str) -> str:
-    """The text after the reasoning blocks it begins with."""
+    """The text after the reasoning blocks it begins with. An OutputError where a block is opened and never closed:
+    the model was still thinking, and what it thought is not what it answers."""
     end = 0
     while block := _REASONING.match(text, end):
         end = block.end()
     if end == 0 and (closing := _REASONING_END.search(text)):
         end = closing.end()
+    if opening := _UNCLOSED.match(text, end):
+        raise OutputError(f"there is reasoning and no answer: {opening[0].strip()} is never closed")
     return text[end:].strip() if end else text
 
 

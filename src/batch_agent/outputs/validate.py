@@ -1,7 +1,7 @@
 """A model's text → a value of the user's schema, exactly where possible and tolerantly where not.
 
-1. The whole text, with its reasoning and then without. JSON that breaks the schema ends here: a part of it that happens
-   to fit would be a wrong answer without a sound.
+1. The whole text, with its reasoning and then without; where that is never closed, there is no answer. JSON that breaks
+   the schema ends here: a part of it that happens to fit would be a wrong answer without a sound.
 2. What is cut out of prose: code fences, then outermost objects and arrays. Of several that validate the last one wins,
    because models think first and conclude at the end.
 3. The same cuttings read as nearly-JSON, and, where the schema is a string, number or Literal, the bare text. These
@@ -48,7 +48,10 @@ def parse_output(text: str, schema: OutputSchema[T]) -> Parsed[T]:
     except Invalid:
         if not schema.is_scalar:
             raise
-    answer = strip_reasoning(raw)
+    try:
+        answer = strip_reasoning(raw)
+    except OutputError as error:
+        raise NotJSON(str(error)) from None
     return _scalar(answer, schema) if schema.is_scalar else _structure(answer, schema)
 
 

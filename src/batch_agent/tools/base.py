@@ -25,6 +25,7 @@ from batch_agent.errors import SpecError, ToolError, ToolFailed
 from batch_agent.foreign import describe
 from batch_agent.messages import ToolSpec
 from batch_agent.tools.rate import calls_per_second
+from batch_agent.tools.render import MAX_TOKENS
 from batch_agent.tools.schema import Arguments, Documentation, Function, Signature, is_async, signature_of
 
 P = ParamSpec("P", default=...)
@@ -59,9 +60,10 @@ class Tool(Generic[P, R_co]):
     effect: Effect
     declared: bool
     rate_limit: float | None  # calls a second
+    max_concurrent: int | None  # calls at once
     timeout: float | None  # seconds; None: the run's timeout_per_tool
     ttl: float | None  # seconds
-    max_tokens: int | None
+    max_tokens: int | None  # None: a result may have any length
     cache_key: CacheKey | None = field(repr=False)
     version: str | None = None  # a change says that results differ from now on, and recorded answers no longer count
 
@@ -104,10 +106,11 @@ class Tool(Generic[P, R_co]):
         *,
         name: str | None = None,
         description: str | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int | None = MAX_TOKENS,
         cacheable: bool | None = None,
         effect: Effect | None = None,
         rate_limit: float | str | None = None,
+        max_concurrent: int | None = None,
         timeout: float | None = None,
         ttl: float | None = None,
         cache_key: CacheKey | None = None,
@@ -122,10 +125,11 @@ class Tool(Generic[P, R_co]):
         *,
         name: str | None = None,
         description: str | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int | None = MAX_TOKENS,
         cacheable: bool | None = None,
         effect: Effect | None = None,
         rate_limit: float | str | None = None,
+        max_concurrent: int | None = None,
         timeout: float | None = None,
         ttl: float | None = None,
         cache_key: CacheKey | None = None,
@@ -139,10 +143,11 @@ class Tool(Generic[P, R_co]):
         *,
         name: str | None = None,
         description: str | None = None,
-        max_tokens: int | None = None,
+        max_tokens: int | None = MAX_TOKENS,
         cacheable: bool | None = None,
         effect: Effect | None = None,
         rate_limit: float | str | None = None,
+        max_concurrent: int | None = None,
         timeout: float | None = None,
         ttl: float | None = None,
         cache_key: CacheKey | None = None,
@@ -153,16 +158,17 @@ class Tool(Generic[P, R_co]):
         Args:
             name: what the model calls it; the function's name.
             description: what the model is told; the docstring's text.
-            max_tokens: longer results are cut, and say so.
+            max_tokens: longer results are cut, and say so; None for no limit.
             cacheable: results may be kept for the run (True) or only shared while in flight (False).
             effect: "read" or "write"; a write runs on every call.
             rate_limit: calls per second, or "10/s", "100/min", "5/hour"; waiting for it is not part of the timeout.
+            max_concurrent: calls running at once, of all agents; waiting for it is not part of the timeout either.
             timeout: seconds a call may run; the run's timeout_per_tool.
             ttl: seconds a cached result stays good.
             cache_key: called with the arguments; calls with equal keys are the same call.
             version: change it when the tool's results change: answers recorded with the old one are asked for again.
         """
-        _check_positive(int, max_tokens=max_tokens)
+        _check_positive(int, max_tokens=max_tokens, max_concurrent=max_concurrent)
         _check_positive(int | float, timeout=timeout, ttl=ttl)
         _check_kind(str, "text", name=name, description=description, version=version)
         _check_kind(bool, "True or False", cacheable=cacheable)
@@ -183,6 +189,7 @@ class Tool(Generic[P, R_co]):
                 effect=_effect_of(known, cacheable, effect, ttl, cache_key),
                 declared=cacheable is not None or effect is not None,
                 rate_limit=None if rate_limit is None else calls_per_second(rate_limit),
+                max_concurrent=max_concurrent,
                 timeout=timeout,
                 ttl=ttl,
                 max_tokens=max_tokens,
@@ -264,7 +271,7 @@ def _check_positive(kind: type | types.UnionType, **options: int | float | None)
         if value is None or (is_number and math.isfinite(value) and value > 0):
             continue
         what = "a whole number" if kind is int else "a number"
-        raise SpecError(f"{option} is {value!r}; it is {what} above 0, or None for no limit of the tool's own")
+        raise SpecError(f"{option} is {value!r}; it is {what} above 0, or None")
 
 
 def _check_kind(kind: object, what: str, **options: object) -> None:

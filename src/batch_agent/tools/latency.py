@@ -12,6 +12,10 @@ _SHORTEST = 1e-6
 # Identical calls of an undeclared tool are recognised among this many different ones; a bound on memory, not on truth:
 # beyond it the number of calls that could have been saved is a lower bound.
 _REMEMBERED = 100_000
+# Reasons that are kept at once, and how much of each. The least frequent gives way to a new one, so what fails often
+# stays, and its count may miss what came while it was not among them.
+REASONS = 16
+REASON_CHARACTERS = 200
 
 
 class Latency:
@@ -48,6 +52,7 @@ class ToolStatistics:
     shared: int  # answered by a run another agent had begun
     cache_hits: int
     failures: int  # runs that failed, and calls whose arguments did not fit
+    failure_reasons: tuple[tuple[str, int], ...]  # the most frequent words of failures, and how often; most often first
     p50: float | None
     p75: float | None
     p99: float | None
@@ -67,12 +72,20 @@ class ToolStatistics:
 class Tally:
     """The running count behind ToolStatistics."""
 
-    __slots__ = ("_seen", "cache_hits", "calls", "failures", "latency", "runs", "saveable", "shared")
+    __slots__ = ("_reasons", "_seen", "cache_hits", "calls", "failures", "latency", "runs", "saveable", "shared")
 
     def __init__(self) -> None:
         self.calls = self.runs = self.shared = self.cache_hits = self.failures = self.saveable = 0
         self.latency = Latency()
         self._seen: set[int] = set()
+        self._reasons: Counter[str] = Counter()
+
+    def fail(self, reason: str) -> None:
+        self.failures += 1
+        reason = " ".join(reason[: 2 * REASON_CHARACTERS].split())[:REASON_CHARACTERS]
+        if reason not in self._reasons and len(self._reasons) == REASONS:
+            del self._reasons[min(self._reasons, key=self._reasons.__getitem__)]
+        self._reasons[reason] += 1
 
     def compare(self, key: str) -> None:
         """Notes a call that runs only because its tool is undeclared."""
@@ -90,6 +103,7 @@ class Tally:
             shared=self.shared,
             cache_hits=self.cache_hits,
             failures=self.failures,
+            failure_reasons=tuple(self._reasons.most_common()),
             p50=self.latency.quantile(0.50),
             p75=self.latency.quantile(0.75),
             p99=self.latency.quantile(0.99),

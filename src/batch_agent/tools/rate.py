@@ -1,4 +1,4 @@
-"""How often a tool may run: reading a rate, deciding on given times (pure), and the queue that waits for it.
+"""How often a tool may run: reading a rate, deciding on given times (pure), and the gate that keeps to it.
 
 A bucket holds one second's worth of calls, at least one: "10/s" lets ten start at once and then one each tenth of a
 second, "5/hour" one now and the next in twelve minutes.
@@ -11,6 +11,7 @@ import math
 import re
 
 from batch_agent.errors import SpecError
+from batch_agent.tools.gates import Line
 
 _SECONDS = {"s": 1, "sec": 1, "second": 1, "m": 60, "min": 60, "minute": 60, "h": 3600, "hour": 3600, "day": 86400}
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*([a-z]+)\s*", re.IGNORECASE)
@@ -53,22 +54,62 @@ class Bucket:
         self._fill(now)
         self._tokens -= 1.0
 
+    def put_back(self) -> None:
+        self._tokens = min(self._burst, self._tokens + 1.0)
+
     def _fill(self, now: float) -> None:
         self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._rate)
         self._at = max(self._at, now)
 
 
 class RateGate:
-    """Lets callers through in the order they came, as the bucket allows. One who leaves the queue costs nothing."""
+    """Lets callers through in the order they came, as the bucket allows. One who leaves the line costs nothing."""
 
-    __slots__ = ("_bucket", "_front")
+    __slots__ = ("_bucket", "_line", "_timer")
 
     def __init__(self, rate: float) -> None:
         self._bucket = Bucket(rate, -math.inf)
-        self._front = asyncio.Lock()
+        self._line = Line()
+        self._timer: asyncio.TimerHandle | None = None  # set while somebody waits
 
-    async def wait_turn(self) -> None:
-        clock = asyncio.get_running_loop().time
-        async with self._front:
-            await asyncio.sleep(self._bucket.delay(clock()))
-            self._bucket.take(clock())
+    def enter_nowait(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        if self._line or self._bucket.delay(now) > 0:
+            return False
+        self._bucket.take(now)
+        return True
+
+    async def enter(self) -> None:
+        if self.enter_nowait():
+            return
+        self._set_timer()
+        try:
+            await self._line.wait(self._missed)
+        finally:
+            if not self._line and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def leave(self) -> None:
+        """A rate counts beginnings."""
+
+    def _missed(self) -> None:
+        self._bucket.put_back()
+        self._open()
+
+    def _set_timer(self) -> None:
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._bucket.delay(loop.time()), self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._open()
+
+    def _open(self) -> None:
+        now = asyncio.get_running_loop().time()
+        while self._line and self._bucket.delay(now) == 0:
+            if self._line.call_next():
+                self._bucket.take(now)
+        if self._line:
+            self._set_timer()

@@ -1,9 +1,9 @@
 """Threads for tools that are not async.
 
 All bookkeeping happens on the event loop's thread, so there are no locks. Threads are daemons and start on demand: a
-tool that never returns cannot keep the interpreter from exiting, as ``concurrent.futures`` would. A call that was given
-up keeps its thread until it returns, but no longer counts against the limit, so stuck calls do not starve the others;
-too many of them are an error instead of ever more threads.
+tool that never returns cannot keep the interpreter from exiting, as ``concurrent.futures`` would. How many calls use
+one at once is limited by a gate of the pool. A call that was given up keeps its thread until it returns, but no longer
+counts there, so stuck calls do not starve the others; too many of them are an error instead of ever more threads.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import contextlib
 import contextvars
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import TypeVar
 
 from batch_agent.errors import ToolError
 
-THREADS = 64
+THREADS = 64  # calls that use one at once
 STUCK = 256
 
 T = TypeVar("T")
@@ -42,18 +42,11 @@ class _Worker:
 
 
 class Threads:
-    def __init__(self, limit: int = THREADS, stuck_limit: int = STUCK) -> None:
-        self._slots = asyncio.Semaphore(limit)
+    def __init__(self, stuck_limit: int = STUCK) -> None:
         self._stuck_limit = stuck_limit
         self._stuck = 0
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []
-
-    @contextlib.asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Waits until a thread may be used. Apart from ``run``, so that the wait counts against nobody's timeout."""
-        async with self._slots:
-            yield
 
     async def run(self, function: Callable[[], T]) -> T:
         """The function's result, from a thread, in a copy of the caller's context. Cancelling drops the result."""

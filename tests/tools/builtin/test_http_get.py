@@ -203,7 +203,13 @@ async def test_an_endless_body_is_read_only_up_to_the_limit(serve: Serve) -> Non
 
     server = await serve(handler)
     text = await LOCAL(str(server.make_url("/")))
-    assert text == "x" * 1000 + "\n[cut: these are the first 1000 bytes]"
+    assert text == "x" * 1000 + "\n[cut: these are the first 1000 bytes, and there are more]"
+
+
+async def test_a_long_page_says_how_much_of_it_is_missing(serve: Serve) -> None:
+    server = await serve(answer(text="x" * 200_000))
+    text = await http_get(allow=["127.0.0.1"])(str(server.make_url("/")))
+    assert text == "x" * 64_000 + "\n[cut: these are the first 64000 of 200000 bytes]"
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])

@@ -1,4 +1,6 @@
 import asyncio
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,36 +109,75 @@ async def ended(pid: int) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.usefixtures("enabled")
-async def test_children_of_the_program_end_with_it(tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    code = (
-        "import subprocess, pathlib\n"
-        "child = subprocess.Popen(['sleep', '1000'])\n"
-        f"pathlib.Path({str(note)!r}).write_text(str(child.pid))\n"
-        "print('done')"
+# Each leaves a process behind that writes its id into the file whose name is in ``note``.
+SLEEPER = (
+    "open({note!r} + '.part', 'w').write(str(os.getpid())); os.rename({note!r} + '.part', {note!r}); time.sleep(1000)"
+)
+LEAVES = {
+    "a child": "if os.fork() == 0:\n    {sleeper}\n",
+    "a child in a session of its own": "if os.fork() == 0:\n    os.setsid()\n    {sleeper}\n",
+    "a daemon": "if os.fork() == 0:\n    os.setsid()\n    if os.fork():\n        os._exit(0)\n    {sleeper}\n",
+}
+
+
+def program(leaves: str, note: Path, end: str) -> str:
+    """A program that leaves a process behind, and ends in some way when that is there."""
+    return (
+        "import os, time\n"
+        + LEAVES[leaves].format(sleeper=SLEEPER.format(note=str(note)))
+        + f"while not os.path.exists({str(note)!r}): time.sleep(0.01)\n{end}"
     )
-    assert await Tool.python_eval(code) == "done"
-    await ended(int(note.read_text()))
 
 
 @pytest.mark.usefixtures("enabled")
-async def test_cancelling_kills_the_program(tmp_path: Path, open_pool) -> None:
+@pytest.mark.parametrize("leaves", LEAVES)
+@pytest.mark.parametrize("end", ["print('done')", "1 / 0", "os.abort()", "os.killpg(0, 9)"])
+async def test_what_a_program_leaves_behind_ends_with_it(leaves: str, end: str, tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    code = (
-        "import os, pathlib, time\n"
-        f"part = pathlib.Path({str(tmp_path / 'part')!r})\n"
-        "part.write_text(str(os.getpid()))\n"
-        f"part.rename({str(note)!r})\n"
-        "time.sleep(1000)"
-    )
+    code = program(leaves, note, end)
+    if end == "print('done')":
+        assert await Tool.python_eval(code) == "done"
+    else:
+        with pytest.raises(ToolError):
+            await Tool.python_eval(code)
+    assert not alive(int(note.read_text()))
+
+
+@pytest.mark.usefixtures("enabled")
+async def test_what_a_program_leaves_behind_ends_when_its_time_is_over(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    with pytest.raises(ToolTimeout):
+        await python_eval(timeout=3)(program("a daemon", note, "time.sleep(1000)"))
+    assert not alive(int(note.read_text()))
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.parametrize("leaves", LEAVES)
+async def test_cancelling_kills_the_program_and_what_it_left(leaves: str, tmp_path: Path, open_pool) -> None:
+    note, own = tmp_path / "pid", tmp_path / "own"
+    code = program(leaves, note, f"open({str(own)!r}, 'w').write(str(os.getpid())); time.sleep(1000)")
     async with open_pool(python_eval(timeout=100)) as pool:
-        pending = pool.start(ToolCall("1", "python_eval", '{"code": ' + __import__("json").dumps(code) + "}"))
+        pending = pool.start(ToolCall("1", "python_eval", json.dumps({"code": code})))
         async with asyncio.timeout(20):
-            while not note.exists():
+            while not (own.exists() and own.read_text()):
                 await asyncio.sleep(0.01)
         pending.abandon()
         assert not (await pending.wait()).ok
+        assert not alive(int(note.read_text()))
+        assert not alive(int(own.read_text()))
+
+
+@pytest.mark.usefixtures("enabled")
+async def test_a_program_does_not_outlive_the_process_that_asked_for_it(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    code = program("a daemon", note, "time.sleep(1000)")
+    script = f"import asyncio; from batch_agent import Tool; asyncio.run(Tool.python_eval({code!r}))"
+    asking = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+    async with asyncio.timeout(20):
+        while not note.exists():
+            await asyncio.sleep(0.01)
+    asking.kill()
+    await asking.wait()
     await ended(int(note.read_text()))
 
 

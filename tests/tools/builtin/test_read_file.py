@@ -113,6 +113,14 @@ def test_a_long_file_is_cut_between_characters(root: Path) -> None:
     assert text == "ää\n[cut: these are the first 5 of 20 bytes]"
 
 
+async def test_a_file_is_cut_once_to_what_a_conversation_can_hold(root: Path, open_pool) -> None:
+    (root / "a.txt").write_text("x" * 100_000)
+    for tool, shown in ((read_file(roots=[root]), 64_000), (read_file(roots=[root], max_bytes=90_000), 90_000)):
+        async with open_pool(tool) as pool:
+            text = (await pool.start(ToolCall("1", "read_file", '{"path": "a.txt"}')).wait()).text
+        assert text == "x" * shown + f"\n[cut: these are the first {shown} of 100000 bytes]"
+
+
 def test_a_file_of_exactly_the_limit_is_not_cut(root: Path) -> None:
     (root / "a.txt").write_text("12345")
     assert read_file(roots=[root], max_bytes=5)("a.txt") == "12345"

@@ -9,10 +9,12 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.errors import ToolError
 from batch_agent.tools.base import Tool
+from batch_agent.tools.render import MAX_TOKENS
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = MAX_TOKENS * BYTES_PER_TOKEN
 
 # The longer mark first: UTF-32's begins with UTF-16's.
 _MARKS = (
@@ -42,7 +44,8 @@ def read_file(*, roots: Sequence[str | os.PathLike[str]] | None = None, max_byte
             raise _unreadable(path, error) from None
         return str(found), status.st_mtime_ns, status.st_size
 
-    @Tool.define(name="read_file", cacheable=True, cache_key=version)
+    # Not cut a second time: what was not read is counted here, in the words of a file.
+    @Tool.define(name="read_file", cacheable=True, cache_key=version, max_tokens=None)
     def read(path: str) -> str:
         """Read a text file.
 

@@ -16,12 +16,14 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.errors import ToolError
 from batch_agent.tools.base import Tool
 from batch_agent.tools.builtin.addresses import AddressPolicy, CheckedResolver
 from batch_agent.tools.builtin.body import read_body
+from batch_agent.tools.render import MAX_TOKENS
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = MAX_TOKENS * BYTES_PER_TOKEN
 REDIRECTS = 5
 _CACHED_SECONDS = 300.0
 _ERROR_CHARACTERS = 500
@@ -38,7 +40,8 @@ def http_get(*, allow: Sequence[str] = (), max_bytes: int = MAX_BYTES) -> Tool[.
     """
     policy = AddressPolicy.allowing(allow)
 
-    @Tool.define(name="http_get", cacheable=True, ttl=_CACHED_SECONDS)
+    # Not cut a second time: what is beyond ``max_bytes`` is not even read, and the note says so.
+    @Tool.define(name="http_get", cacheable=True, ttl=_CACHED_SECONDS, max_tokens=None)
     async def get(url: str) -> str:
         """Fetch a URL with GET and return its body as text. HTML is returned as it is.
 
@@ -69,6 +72,7 @@ class _Page:
     charset: str | None
     body: bytes
     cut: bool
+    size: int | None  # of the whole body, where the server says it
 
     def text(self) -> str:
         where = f"{self.url.scheme}://{self.url.host}{self.url.path}"
@@ -78,7 +82,10 @@ class _Page:
             raise ToolError(f"{where} answered {self.status} {self.reason}\n{said}".rstrip())
         if body is None:
             raise ToolError(f"{where} is not text but {self.content_type}, {len(self.body)} bytes or more")
-        return f"{body}\n[cut: these are the first {len(self.body)} bytes]" if self.cut else body
+        if not self.cut:
+            return body
+        end = "bytes, and there are more" if self.size is None else f"of {self.size} bytes"
+        return f"{body}\n[cut: these are the first {len(self.body)} {end}]"
 
     def _decoded(self) -> str | None:
         """None for what is not text."""
@@ -108,6 +115,7 @@ async def _fetch(session: aiohttp.ClientSession, url: URL, policy: AddressPolicy
                 response.charset,
                 body[:max_bytes],
                 cut=len(body) > max_bytes,
+                size=None if "Content-Encoding" in response.headers else response.content_length,
             )
     raise ToolError(f"more than {REDIRECTS} redirects, the last one to {url.host}")
 

@@ -1,8 +1,8 @@
 """python_eval: runs a program that a model wrote, in an interpreter process of its own.
 
-Time, memory, file size and output are limited, the environment is bare, and the whole process group is killed at the
-end, on a timeout and on cancellation. That guards against accidents, not against malice: the program has the user's
-rights and network. Hence off unless the environment says otherwise.
+Time, memory, file size and output are limited, the environment is bare, and every process of the program is killed at
+the end, on a timeout and on cancellation (``python_child.py`` watches over them). That guards against accidents, not
+against malice: the program has the user's rights and network. Hence off unless the environment says otherwise.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from batch_agent.tools.builtin import python_child
 
 SWITCH = "BATCH_AGENT_ENABLE_PYTHON_EVAL"
 _FILE_BYTES = 16 * 1024 * 1024
+_ENDING_SECONDS = 2.0  # what it takes at most to kill and reap the processes of a program
 
 
 def python_eval(
@@ -31,8 +32,8 @@ def python_eval(
 ) -> Tool[..., Coroutine[Any, Any, str]]:
     """The tool; ``timeout`` is in seconds, of which the program may spend all on the processor."""
 
-    # A program can do anything, so every call runs, and none before it is certain.
-    @Tool.define(name="python_eval", effect="write")
+    # A program can do anything, so every call runs, and none before it is certain. What it prints is cut here.
+    @Tool.define(name="python_eval", effect="write", max_tokens=None)
     async def evaluate(code: str) -> str:
         """Run a Python program and return what it prints, and the value of its last expression.
 
@@ -80,8 +81,19 @@ async def _run(code: str, folder: Path, output: Path, limits: tuple[int, int, in
     except TimeoutError:
         raise ToolTimeout(f"the program was stopped after {timeout:g} s") from None
     finally:
+        await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Told to stop, the process that watches kills all others first. One that cannot is killed itself."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(_ENDING_SECONDS):
+            await process.wait()
+    except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
         await process.wait()
 
 

@@ -1,4 +1,8 @@
-"""The program that ``python_eval`` starts: limits itself, runs one program, prints the value of its last expression.
+"""The process that ``python_eval`` starts: runs one program in a child of its own, and leaves none of its processes.
+
+The child limits itself, runs the program and prints the value of its last expression. This process watches: orphans of
+the program become its children (Linux), whatever session they put themselves in, and it kills them when the program has
+ended, when it is told to stop, and when whoever started it is gone.
 
 Run by path with ``-I`` and imports nothing of this package.
 """
@@ -6,12 +10,19 @@ Run by path with ``-I`` and imports nothing of this package.
 from __future__ import annotations
 
 import ast
+import contextlib
+import ctypes
+import os
 import resource
+import signal
 import sys
 import traceback
 from pathlib import Path
 
 NAME = "<program>"
+# prctl(2)
+_SIGNAL_WHEN_PARENT_DIES = 1
+_ADOPT_ORPHANS = 36
 
 
 def limit(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
@@ -19,7 +30,6 @@ def limit(memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_FSIZE, file_bytes),
-        (resource.RLIMIT_CORE, 0),
     ):
         hard = resource.getrlimit(what)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -45,15 +55,76 @@ def explain(error: BaseException) -> str:
     return f"{where}{''.join(traceback.format_exception_only(error)).strip()}\n"
 
 
-def main() -> int:
-    limit(*map(int, sys.argv[2:5]))
+def program(path: str, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> int:
+    limit(memory_bytes, cpu_seconds, file_bytes)
     try:
-        run(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        run(Path(path).read_text(encoding="utf-8"))
     except Exception as error:
         sys.stdout.flush()
         sys.stderr.write(explain(error))
         return 1
     return 0
+
+
+def watch(child: int) -> int:
+    """The child's exit status, negative for a signal, when nothing of it is left."""
+
+    def stop(*_: object) -> None:
+        end_all(child)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    _, status = os.waitpid(child, 0)
+    end_all(child)
+    return os.waitstatus_to_exitcode(status)
+
+
+def end_all(child: int) -> None:
+    """Kills the child's session, then whatever is or becomes a child of this process, until there is nothing."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # there is none any more
+        while True:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+            if ended == 0:
+                for pid in children():
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
+                os.waitpid(-1, 0)
+
+
+def children() -> list[int]:
+    """This process's, zombies included. Nothing where there is no /proc."""
+    me = str(os.getpid())
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name, in parentheses, may contain anything; state and parent follow it.
+            if entry.read_text(errors="replace").rpartition(")")[2].split()[1] == me:
+                found.append(int(entry.parent.name))
+    return found
+
+
+def main() -> int:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(_ADOPT_ORPHANS, 1)
+        libc.prctl(_SIGNAL_WHEN_PARENT_DIES, signal.SIGTERM)
+    # Told to stop between here and ``watch``, it would leave the child behind.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    child = os.fork()
+    if child == 0:
+        os.setsid()  # a program that signals its whole group does not mean us
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        return program(sys.argv[1], *map(int, sys.argv[2:5]))
+    status = watch(child)
+    if status < 0:  # ends as the program did
+        with contextlib.suppress(OSError):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""A flight, one run of one call, from the agents' side: who still wants it, whether it waits, and how it ended.
+
+Each agent has a PendingCall on its flight. The flight is given up when the last of them has abandoned it, or when its
+time is over, and only then. Giving up does not depend on the tool: whoever waits has an outcome at once, and the gates
+are free when the tool has stopped, or when it had time to and did not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from batch_agent.tools.cache import Key
+from batch_agent.tools.gates import Gate
+
+Source = Literal["run", "shared", "cache"]
+
+ENDING_SECONDS = 5.0  # what a call that is cancelled has to come to its end, before everybody goes on without it
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOutcome:
+    """How a call ended: ``text`` is what the model reads, also of a failure. ``seconds`` is from asking to having."""
+
+    text: str
+    ok: bool
+    source: Source
+    seconds: float
+
+
+class Traffic:
+    """A pool's flights, counted: agents' calls ``waiting`` at gates; ``stuck`` ones, which do not stop."""
+
+    __slots__ = ("_on_waiting", "stuck", "waiting")
+
+    def __init__(self, on_waiting: Callable[[int], None] | None) -> None:
+        self.waiting = self.stuck = 0
+        self._on_waiting = on_waiting
+
+    def wait(self, change: int) -> None:
+        self.waiting += change
+        if change and self._on_waiting is not None:
+            self._on_waiting(self.waiting)
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    name: str  # of its tool
+    key: Key | None  # None: nobody else may join
+    asked: float
+    traffic: Traffic
+    end: ToolOutcome | Exception | None = None  # an exception is a fault of ours, and stops whoever waits
+    interested: int = 0
+    task: asyncio.Task[None] | None = None
+    _clock: asyncio.TimerHandle | None = None  # what it may take to run; given up, to stop
+    _given_up: bool = False
+    _stuck: bool = False
+    _held: list[Gate] = field(default_factory=list)
+    _waits: bool = False
+    _waiters: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def join(self) -> None:
+        self.interested += 1
+        if self._waits:
+            self.traffic.wait(1)
+
+    def leave(self) -> None:
+        self.interested -= 1
+        if self._waits:
+            self.traffic.wait(-1)
+        if self.interested == 0 and self.end is None:
+            self.give_up()
+
+    async def pass_gates(self, gates: tuple[Gate, ...]) -> None:
+        for gate in gates:
+            if not gate.enter_nowait():
+                if not self._waits:
+                    self._waits = True
+                    self.traffic.wait(self.interested)
+                await gate.enter()
+            self._held.append(gate)
+        self._wait_ends()
+
+    def set_clock(self, seconds: float, over: Callable[[], None]) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        self._clock = asyncio.get_running_loop().call_later(seconds, over)
+
+    def give_up(self) -> None:
+        """Cancels its task, once: a second time would interrupt a tool that is cleaning up."""
+        if self.task is not None and not self.task.done() and not self._given_up:
+            self._given_up = True
+            self.task.cancel()
+            self.set_clock(ENDING_SECONDS, self._does_not_stop)
+
+    def land(self, end: ToolOutcome | Exception) -> None:
+        self.end = end
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._wait_ends()
+
+    def task_ended(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        if self._stuck:
+            self.traffic.stuck -= 1
+        self._let_go()
+
+    async def landed(self) -> ToolOutcome:
+        if self.end is None:
+            # Not one shared future: to leave that one takes a search through all who wait for it.
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+        assert self.end is not None
+        if isinstance(self.end, Exception):
+            raise self.end
+        return self.end
+
+    def _does_not_stop(self) -> None:
+        self._stuck = True
+        self.traffic.stuck += 1
+        self._let_go()
+
+    def _let_go(self) -> None:
+        while self._held:
+            self._held.pop().leave()
+
+    def _wait_ends(self) -> None:
+        if self._waits:
+            self._waits = False
+            self.traffic.wait(-self.interested)
+
+
+class PendingCall:
+    """One agent's part in a flight."""
+
+    __slots__ = ("_asked", "_flight", "_holds", "_joined")
+
+    def __init__(self, flight: Flight, asked: float, *, joined: bool = False) -> None:
+        self._flight = flight
+        self._asked = asked
+        self._joined = joined
+        self._holds = True
+        flight.join()
+
+    async def wait(self) -> ToolOutcome:
+        """How the call ended; failures too are outcomes. Cancelling the wait leaves the call alone."""
+        outcome = await self._flight.landed()
+        if not self._joined:
+            return outcome
+        return replace(outcome, source="shared", seconds=outcome.seconds - (self._asked - self._flight.asked))
+
+    def abandon(self) -> None:
+        """This agent no longer wants the call. When the last one leaves, what is still running is cancelled."""
+        if self._holds:
+            self._holds = False
+            self._flight.leave()
