@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from batch_agent.scheduler.capacity import Capacity
 from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.outlook import Progress
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
 OnLimit = Callable[[int | None, str], None]
@@ -32,9 +33,10 @@ class Limiter:
 
     # Slots
 
-    def claim(self, turns_left: int) -> Ticket:
-        """Join the queue for a slot; it may be granted at once. Follow it with ``hold``, or ``release`` it."""
-        ticket = self.scheduler.request(turns_left)
+    def claim(self, progress: Progress, turns: int) -> Ticket:
+        """Join the queue for a slot, having taken so many turns; it may be granted at once. Follow it with ``hold``, or
+        ``release`` it."""
+        ticket = self.scheduler.request(progress, turns, asyncio.get_running_loop().time())
         self._pump()
         return ticket
 
@@ -67,13 +69,17 @@ class Limiter:
             await self._room
         return True
 
-    def start_agent(self, turns_left: int) -> Ticket:
+    def expect(self, rows: int | None) -> None:
+        """How many rows are still to be started; None where nobody knows."""
+        self.scheduler.outlook.rows = rows
+
+    def start_agent(self, progress: Progress) -> Ticket:
         """A new agent, with its claim for its first turn made now, so that the room it takes is seen to be taken."""
         self.scheduler.start_agent()
-        return self.claim(turns_left)
+        return self.claim(progress, 0)
 
-    def end_agent(self) -> None:
-        self.scheduler.end_agent()
+    def end_agent(self, progress: Progress, turns: int) -> None:
+        self.scheduler.end_agent(progress, turns)
         self._pump()
 
     # Control
@@ -114,7 +120,9 @@ class Limiter:
 
     # What the server says about its load
 
-    def succeeded(self) -> None:
+    def succeeded(self, ticket: Ticket, seconds: float) -> None:
+        """The ticket's request was answered, after so many seconds."""
+        self.scheduler.outlook.answered(ticket.progress, seconds, asyncio.get_running_loop().time())
         if self.capacity.succeeded():
             self._apply_limit("answers are good")
 

@@ -147,7 +147,7 @@ async def take_turn(
             await asyncio.sleep(delay)
         finally:
             tally.queued += asyncio.get_running_loop().time() - now
-        ticket = r.limiter.claim(request.turns_left)
+        ticket = r.limiter.claim(ticket.progress, tally.turns)
 
 
 async def _send(
@@ -181,7 +181,7 @@ async def _send(
     now = loop.time()
     tally.add(reply, cost)
     r.answered = True
-    limiter.succeeded()
+    limiter.succeeded(ticket, now - left)
     r.emit(TurnFinished(now, index, tally.turns, reply.usage, now - left, reply.first_token, cost, reply.saved))
     return reply
 

@@ -3,22 +3,20 @@
 Two gates. ``max_inflight`` bounds the slots, held from the moment a request leaves until its answer is complete and
 never during a tool. ``max_agents`` bounds the agents alive. A new agent starts only when a slot would otherwise stay
 idle, so agents under way are always served before newcomers, and inputs are read exactly as fast as they are needed.
+When the batch comes to its end, what is left starts at once.
 
-Among ready agents the one with the fewest turns left goes first; waiting lifts an agent by one turn every ``AGEING``
-grants. Because everyone ages at the same rate, an agent's place never changes while it waits: its rank is a constant
-and a heap is enough.
+Which ready agent goes first is ``ordering``'s part, and what may be expected of an agent is ``outlook``'s.
 
 Everything here is synchronous. ``engine.limiter`` wakes the coroutines that ``grant`` names.
 """
 
 from __future__ import annotations
 
-import heapq
 from typing import Literal
 
 from batch_agent.errors import InternalError
-
-AGEING = 256  # grants a waiting agent sees pass before it counts as one turn nearer to its end
+from batch_agent.scheduler.ordering import Queue
+from batch_agent.scheduler.outlook import Outlook, Progress
 
 State = Literal["waiting", "held", "gone"]
 
@@ -26,10 +24,10 @@ State = Literal["waiting", "held", "gone"]
 class Ticket:
     """One agent's claim to one slot for one turn."""
 
-    __slots__ = ("rank", "state")
+    __slots__ = ("progress", "state")
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
         self.state: State = "waiting"
 
 
@@ -43,34 +41,39 @@ class Scheduler:
         self.inflight = 0
         self.agents = 0
         self.waiting = 0
-        self._granted = 0
-        self._heap: list[tuple[int, int, Ticket]] = []
-        self._order = 0
+        self.outlook = Outlook()
+        self._queue: Queue[Ticket] = Queue(self.outlook)
 
     def has_room(self) -> bool:
-        """Whether an agent may start now: a slot is free and nobody who is ready wants it."""
-        return not (
+        """Whether an agent may start now: a slot is free and nobody who is ready wants it, or the batch is ending."""
+        if (
             self.paused
             or self.closed
             or self.backlogged
-            or self.waiting
-            or (self.max_inflight is not None and self.inflight >= self.max_inflight)
             or (self.max_agents is not None and self.agents >= self.max_agents)
-        )
+        ):
+            return False
+        if self.max_inflight is None:
+            return not self.waiting
+        idle = not self.waiting and self.inflight < self.max_inflight
+        return idle or self.outlook.ending(0, self.max_inflight)
 
     def start_agent(self) -> None:
         self.agents += 1
+        self.outlook.start()
 
-    def end_agent(self) -> None:
+    def end_agent(self, progress: Progress, turns: int) -> None:
+        """``turns`` is how many the agent took in all."""
         if self.agents <= 0:
             raise InternalError("an agent ended that never started")
         self.agents -= 1
+        self.outlook.end(progress, turns)
 
-    def request(self, turns_left: int) -> Ticket:
-        """A ready turn joins the queue; ``grant`` says when it may go."""
-        ticket = Ticket(turns_left * AGEING + self._granted)
-        self._order += 1
-        heapq.heappush(self._heap, (ticket.rank, self._order, ticket))
+    def request(self, progress: Progress, turns: int, now: float) -> Ticket:
+        """A turn of an agent that has taken so many joins the queue; ``grant`` says when it may go."""
+        self.outlook.go_on(progress, turns, now)
+        ticket = Ticket(progress)
+        self._queue.add(ticket, progress.turns)
         self.waiting += 1
         return ticket
 
@@ -80,15 +83,10 @@ class Scheduler:
             return None
         if self.max_inflight is not None and self.inflight >= self.max_inflight:
             return None
-        heap = self._heap
-        while True:
-            ticket = heapq.heappop(heap)[2]
-            if ticket.state == "waiting":
-                break
+        ticket = self._queue.take(self.max_inflight)
         ticket.state = "held"
         self.waiting -= 1
         self.inflight += 1
-        self._granted += 1
         return ticket
 
     def give_back(self, ticket: Ticket) -> None:
@@ -97,11 +95,5 @@ class Scheduler:
             self.inflight -= 1
         elif ticket.state == "waiting":
             self.waiting -= 1
-            self._forget_withdrawn()
+            self._queue.remove(ticket, ticket.progress.turns)
         ticket.state = "gone"
-
-    def _forget_withdrawn(self) -> None:
-        # Withdrawn tickets stay in the heap until popped; when they outnumber the others it is rebuilt.
-        if len(self._heap) > 64 + 2 * self.waiting:
-            self._heap = [entry for entry in self._heap if entry[2].state == "waiting"]
-            heapq.heapify(self._heap)
