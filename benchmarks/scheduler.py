@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from batch_agent.engine.limiter import Limiter
 from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.outlook import Progress
 from benchmarks import report
 
 INFLIGHT = 64
@@ -32,50 +33,56 @@ TURN_BAR, FLAT_BAR = 40e-6, 1.2
 
 def decisions(agents: int) -> None:
     scheduler = Scheduler(INFLIGHT)
-    running: deque[tuple[Ticket, int]] = deque()  # requests on their way, with the turns their agent has left
-    in_tool: deque[int] = deque()
-    claims: dict[Ticket, int] = {}
-    to_start, ended = agents, 0
+    running: deque[Ticket] = deque()  # requests on their way
+    in_tool: deque[Progress] = deque()
+    to_start, ended, now = agents, 0, 0.0
     while ended < agents:
         while len(in_tool) > TOOL_GRANTS or (in_tool and not to_start):
-            left = in_tool.popleft()
-            claims[scheduler.request(left)] = left
+            progress = in_tool.popleft()
+            scheduler.request(progress, progress.turns + 1, now)
         while to_start and scheduler.has_room():
             to_start -= 1
+            scheduler.outlook.rows = to_start
             scheduler.start_agent()
-            claims[scheduler.request(TURNS)] = TURNS
-            _grant_all(scheduler, claims, running)
-        _grant_all(scheduler, claims, running)
-        ticket, left = running.popleft()
-        scheduler.give_back(ticket)
-        if left > 1:
-            in_tool.append(left - 1)
-        else:
-            scheduler.end_agent()
-            ended += 1
+            scheduler.request(Progress(), 0, now)
+            _grant_all(scheduler, running)
+        _grant_all(scheduler, running)
+        now += 1 / INFLIGHT
+        ended += _finish_turn(scheduler, running.popleft(), now, in_tool)
 
 
 def crowd(agents: int) -> None:
     scheduler = Scheduler(INFLIGHT)
-    running: deque[tuple[Ticket, int]] = deque()
-    claims: dict[Ticket, int] = {}
+    scheduler.outlook.rows = 0
+    running: deque[Ticket] = deque()
+    in_tool: deque[Progress] = deque()
+    now = 0.0
     for _ in range(agents):
         scheduler.start_agent()
-        claims[scheduler.request(TURNS)] = TURNS
-    _grant_all(scheduler, claims, running)
+        scheduler.request(Progress(), 0, now)
+    _grant_all(scheduler, running)
     while running:
-        ticket, left = running.popleft()
-        scheduler.give_back(ticket)
-        if left > 1:
-            claims[scheduler.request(left - 1)] = left - 1
-        else:
-            scheduler.end_agent()
-        _grant_all(scheduler, claims, running)
+        now += 1 / INFLIGHT
+        if not _finish_turn(scheduler, running.popleft(), now, in_tool):
+            scheduler.request(in_tool.pop(), 1, now)
+        _grant_all(scheduler, running)
 
 
-def _grant_all(scheduler: Scheduler, claims: dict[Ticket, int], running: deque[tuple[Ticket, int]]) -> None:
+def _finish_turn(scheduler: Scheduler, ticket: Ticket, now: float, in_tool: deque[Progress]) -> bool:
+    """Whether its agent is done."""
+    progress = ticket.progress
+    scheduler.give_back(ticket)
+    scheduler.outlook.answered(progress, 1.0, now)
+    if progress.turns + 1 < TURNS:
+        in_tool.append(progress)
+        return False
+    scheduler.end_agent(progress, TURNS)
+    return True
+
+
+def _grant_all(scheduler: Scheduler, running: deque[Ticket]) -> None:
     while (ticket := scheduler.grant()) is not None:
-        running.append((ticket, claims.pop(ticket)))
+        running.append(ticket)
 
 
 def coroutines(agents: int) -> None:
@@ -86,19 +93,21 @@ async def _coroutines(agents: int) -> None:
     limiter = Limiter(INFLIGHT)
 
     async def agent(ticket: Ticket) -> None:
-        for left in reversed(range(TURNS)):
+        for turn in range(1, TURNS + 1):
             await limiter.hold(ticket)
             await asyncio.sleep(0)  # the model
             limiter.release(ticket)
-            if left:
+            limiter.succeeded(ticket, 1.0)
+            if turn < TURNS:
                 await asyncio.sleep(0)  # the tool
-                ticket = limiter.claim(left)
-        limiter.end_agent()
+                ticket = limiter.claim(ticket.progress, turn)
+        limiter.end_agent(ticket.progress, TURNS)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(agents):
+        for number in range(agents):
             await limiter.wait_room()
-            group.create_task(agent(limiter.start_agent(TURNS)))
+            limiter.expect(agents - number - 1)
+            group.create_task(agent(limiter.start_agent(Progress())))
     limiter.close()
 
 

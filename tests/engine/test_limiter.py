@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from batch_agent.engine.limiter import Limiter
 from batch_agent.errors import RateLimited
 from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.outlook import Progress
 
 
-async def hold(limiter: Limiter, turns_left: int = 1) -> Ticket:
-    ticket = limiter.claim(turns_left)
+async def hold(limiter: Limiter, turns: int = 0) -> Ticket:
+    limiter.scheduler.start_agent()
+    ticket = limiter.claim(Progress(), turns)
     await limiter.hold(ticket)
     return ticket
 
@@ -49,7 +51,7 @@ async def test_a_slot_granted_in_the_moment_of_cancellation_is_not_lost() -> Non
 
 async def test_the_feed_is_woken_when_a_slot_would_stay_idle() -> None:
     limiter = Limiter(1)
-    ticket = limiter.start_agent(1)
+    ticket = limiter.start_agent(Progress())
     feed = asyncio.create_task(limiter.wait_room())
     await settle()
     assert not feed.done()
@@ -59,7 +61,7 @@ async def test_the_feed_is_woken_when_a_slot_would_stay_idle() -> None:
 
 async def test_draining_tells_the_feed_that_no_room_will_come() -> None:
     limiter = Limiter(1)
-    limiter.start_agent(1)
+    limiter.start_agent(Progress())
     feed = asyncio.create_task(limiter.wait_room())
     await settle()
     limiter.drain()
@@ -111,9 +113,9 @@ def test_in_any_interleaving_of_grant_cancel_and_resize_no_slot_is_lost(steps: l
         finish: dict[asyncio.Task[None], asyncio.Event] = {}
         inside = 0
 
-        async def agent(done: asyncio.Event, turns_left: int) -> None:
+        async def agent(done: asyncio.Event, turns: int) -> None:
             nonlocal inside
-            ticket = await hold(limiter, turns_left)
+            ticket = await hold(limiter, turns)
             inside += 1
             limit = limiter.scheduler.max_inflight
             assert limit is None or inside <= max(limit, allowed)

@@ -23,6 +23,7 @@ from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import Parsed, parse_output
 from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.outlook import Progress
 from batch_agent.store.steps import Begun, Done, Failed, Outcome, PastTurn, Turn
 from batch_agent.store.trail import Trail
 from batch_agent.tools.pool import PendingCall
@@ -41,6 +42,7 @@ class Agent:
     def __init__(self, job: Job, resources: Resources, trail: Trail | None = None) -> None:
         self.job = job
         self.error: JobError | None = None
+        self.progress = Progress()
         self._verdict: AgentError | None = None
         self._trail = trail
         self._past: PastTurn | None = None  # the latest answer, when it comes from the record
@@ -113,6 +115,10 @@ class Agent:
             resumed=not self._fresh,
         )
 
+    @property
+    def turns(self) -> int:
+        return self._tally.turns
+
     def turns_left(self) -> int:
         return max(0, self._r.max_turns - self._tally.turns) if self._r.max_turns is not None else -self._tally.turns
 
@@ -153,7 +159,7 @@ class Agent:
             self._leave_record()
             if ticket is None:
                 await self.settle()  # before more is built on it
-                ticket = self._r.limiter.claim(self.turns_left(), self.job.index)
+                ticket = self._r.limiter.claim(self.progress, self._tally.turns)
             reply, early = await self._ask_model(shape, ticket)
         self._text = reply.text
         self._conversation.append(Message("assistant", reply.text, reply.tool_calls, reasoning=reply.reasoning))

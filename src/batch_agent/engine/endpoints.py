@@ -103,7 +103,7 @@ class Endpoints:
             ticket.doubtful += 1
             ticket.broke = ticket.broke or kind == "broken"
             self._doubted.setdefault(endpoint, set()).add(ticket)
-        if health.failed(kind, ticket.agent, endpoint.inflight - 1, str(error), now):
+        if health.failed(kind, ticket.progress, endpoint.inflight - 1, str(error), now):
             self._goes_down(endpoint, now)
         elif health.is_down:
             self._forgive(endpoint)
@@ -116,7 +116,7 @@ class Endpoints:
         endpoint = ticket.endpoint
         assert endpoint is not None
         if isinstance(error, Rejected):
-            return not endpoint.given_up and endpoint.refusals.is_unclear(ticket.agent)
+            return not endpoint.given_up and endpoint.refusals.is_unclear(ticket.progress)
         return ticket in self._doubted.get(endpoint, ())
 
     async def learn(self, ticket: Ticket) -> None:
@@ -189,7 +189,7 @@ class Endpoints:
             ticket.doubtful, ticket.broke = 0, False
 
     def _refused(self, endpoint: Endpoint, ticket: Ticket, error: Rejected) -> None:
-        if endpoint.refusals.refused(ticket.agent, error.status, str(error)) == "all":
+        if endpoint.refusals.refused(ticket.progress, error.status, str(error)) == "all":
             self._give_up(endpoint, "failed", f"the run stopped at a refusal that concerns every row: {error}")
 
     def _give_up(self, endpoint: Endpoint, ended: Ended, why: str) -> None:

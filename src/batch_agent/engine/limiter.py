@@ -13,6 +13,7 @@ from batch_agent.engine.endpoints import Endpoints, OnHealth, OnLimit, OnOver
 from batch_agent.errors import Interrupted
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.outlook import Progress
 
 
 class Limiter:
@@ -43,9 +44,10 @@ class Limiter:
 
     # Slots
 
-    def claim(self, turns_left: int, agent: int = 0) -> Ticket:
-        """Join the queue for a slot; it may be granted at once. Follow it with ``hold``, or ``release`` it."""
-        ticket = self.scheduler.request(turns_left, agent)
+    def claim(self, progress: Progress, turns: int) -> Ticket:
+        """Join the queue for a slot, having taken so many turns; it may be granted at once. Follow it with ``hold``, or
+        ``release`` it."""
+        ticket = self.scheduler.request(progress, turns, asyncio.get_running_loop().time())
         self._pump()
         return ticket
 
@@ -97,6 +99,11 @@ class Limiter:
             timer.cancel()
             self._sleepers.discard(sleeper)
 
+    def answered(self, ticket: Ticket, seconds: float) -> None:
+        """The ticket's request was answered, after so many seconds."""
+        self.scheduler.outlook.answered(ticket.progress, seconds, asyncio.get_running_loop().time())
+        self.endpoints.answered(ticket, seconds)
+
     # Agents
 
     async def wait_room(self) -> bool:
@@ -108,13 +115,17 @@ class Limiter:
             await self._room
         return True
 
-    def start_agent(self, turns_left: int, agent: int = 0) -> Ticket:
+    def expect(self, rows: int | None) -> None:
+        """How many rows are still to be started; None where nobody knows."""
+        self.scheduler.outlook.rows = rows
+
+    def start_agent(self, progress: Progress) -> Ticket:
         """A new agent, with its claim for its first turn made now, so that the room it takes is seen to be taken."""
         self.scheduler.start_agent()
-        return self.claim(turns_left, agent)
+        return self.claim(progress, 0)
 
-    def end_agent(self) -> None:
-        self.scheduler.end_agent()
+    def end_agent(self, progress: Progress, turns: int) -> None:
+        self.scheduler.end_agent(progress, turns)
         self._pump()
 
     def fed(self) -> None:

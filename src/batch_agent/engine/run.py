@@ -259,6 +259,7 @@ class Run(Generic[T]):
             for job in compiled:
                 if not await self._limiter.wait_room():
                     return
+                self._limiter.expect(None if plan.total is None else max(0, plan.total - index - 1))
                 if isinstance(job, Job):
                     await self._start(job, trails.get(job.index), agents, resources)
                 else:
@@ -288,7 +289,7 @@ class Run(Generic[T]):
         self._emit(JobStarted(asyncio.get_running_loop().time(), job.index, job.job_id))
         agent = self._live[job.index] = Agent(job, resources, trail)
         if trail is None or not trail.has_past:
-            ticket = self._limiter.start_agent(agent.turns_left(), job.index)
+            ticket = self._limiter.start_agent(agent.progress)
             agents.create_task(self._accompany(agent, ticket, resources))
             return
         self._limiter.scheduler.start_agent()
@@ -307,7 +308,7 @@ class Run(Generic[T]):
             del self._live[agent.job.index]
             await self._finish(result)
         finally:
-            self._limiter.end_agent()
+            self._limiter.end_agent(agent.progress, agent.turns)
 
     async def _finish(self, result: AgentResult[object]) -> None:
         self._emit(JobFinished(asyncio.get_running_loop().time(), result))

@@ -184,7 +184,7 @@ async def _send(
         reply = await _infer(r, request, ticket, early)
         cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
         if reply.saved is None:  # else nothing was asked
-            limiter.endpoints.answered(ticket, loop.time() - left)
+            limiter.answered(ticket, loop.time() - left)
     except BackendError as error:
         tally.pay(error.usage or Usage(), spending.fail(call, error))
         limiter.endpoints.failed(ticket, error)

@@ -5,10 +5,9 @@ and never during a tool. ``max_agents`` bounds the agents alive. A new agent sta
 stay idle, so agents under way are always served before newcomers, and inputs are read exactly as fast as they are
 needed. An agent that waits to repeat a failed request will want a slot again, so it counts as if it wanted one; and
 while as many agents as there are slots wait for a tool that cannot keep up, more of them would only wait there too.
+When the batch comes to its end, what is left starts at once.
 
-Among ready agents the one with the fewest turns left goes first; waiting lifts an agent by one turn every ``AGEING``
-grants. Because everyone ages at the same rate, an agent's place never changes while it waits: its rank is a constant
-and a heap is enough.
+Which ready agent goes first is ``ordering``'s part, and what may be expected of an agent is ``outlook``'s.
 
 A turn that was in flight when its endpoint went down, twice, is a suspect: it may be what brings the server down. It
 goes when nobody else waits, and never beside another suspect.
@@ -18,7 +17,6 @@ Everything here is synchronous and is told the time. ``engine.limiter`` wakes th
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +24,9 @@ from typing import Literal
 
 from batch_agent.errors import InternalError
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.ordering import Queue
+from batch_agent.scheduler.outlook import Outlook, Progress
 
-AGEING = 256  # grants a waiting agent sees pass before it counts as one turn nearer to its end
 MOST_AT_TOOLS = 1024  # agents that may wait for busy tools where the number of slots has no limit
 SUSPECT = 2  # outages at whose beginning a turn was in flight
 
@@ -38,8 +37,7 @@ State = Literal["waiting", "set aside", "held", "gone"]
 class Ticket:
     """One agent's claim to one slot for one turn; it is claimed with again when the request is repeated."""
 
-    agent: int
-    rank: int
+    progress: Progress  # its agent's, and what tells one agent from another
     state: State = "waiting"
     endpoint: Endpoint | None = None  # where it was last granted a slot
     sent_at: float = 0.0  # when
@@ -71,25 +69,40 @@ class Scheduler:
         self.waiting = 0  # suspects aside
         self.backing_off = 0  # agents that will repeat a request and hold no slot meanwhile
         self.at_tools = 0  # agents whose call waits for a tool that is busy enough without it
-        self._granted = 0
-        self._heap: list[tuple[int, int, Ticket]] = []
         self.suspects: deque[Ticket] = deque()
+        self.outlook = Outlook()
+        self._queue: Queue[Ticket] = Queue(self.outlook)
         self._suspect_in_flight: Ticket | None = None
-        self._order = 0
 
     def has_room(self) -> bool:
-        """Whether an agent may start now: a slot is free and nobody who is ready, or will be soon, wants it."""
-        if self.paused or self.closed or self.backlogged or self.waiting:
+        """Whether an agent may start now: a slot is free and nobody who is ready, or will be soon, wants it; or the
+        batch is ending."""
+        if self.paused or self.closed or self.backlogged:
             return False
         if self.max_agents is not None and self.agents >= self.max_agents:
             return False
         spare = self._spare()
-        return spare > self.backing_off and self.at_tools < min(self.inflight + spare, MOST_AT_TOOLS)
+        if self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
+            return False
+        if not self.waiting and spare > self.backing_off:
+            return True
+        slots = self._slots()
+        return slots is not None and slots > 0 and self.outlook.ending(0, slots)
 
     def _spare(self) -> float:
         """Slots that stay idle if nobody takes them."""
         spare = sum(endpoint.spare for endpoint in self.endpoints)
         return spare if self.max_inflight is None else min(spare, self.max_inflight - self.inflight)
+
+    def _slots(self) -> int | None:
+        """Slots in all, at endpoints that work; None: no end of them."""
+        slots = 0
+        for endpoint in self.endpoints:
+            limit = endpoint.slots
+            if limit is None:
+                return self.max_inflight
+            slots += limit
+        return slots if self.max_inflight is None else min(slots, self.max_inflight)
 
     @property
     def idle(self) -> bool:
@@ -98,34 +111,33 @@ class Scheduler:
 
     def start_agent(self) -> None:
         self.agents += 1
+        self.outlook.start()
 
-    def end_agent(self) -> None:
+    def end_agent(self, progress: Progress, turns: int) -> None:
+        """``turns`` is how many the agent took in all."""
         if self.agents <= 0:
             raise InternalError("an agent ended that never started")
         self.agents -= 1
+        self.outlook.end(progress, turns)
 
-    def request(self, turns_left: int, agent: int = 0) -> Ticket:
-        """A ready turn joins the queue; ``grant`` says when it may go."""
-        ticket = Ticket(agent, turns_left * AGEING + self._granted)
-        self._join(ticket)
+    def request(self, progress: Progress, turns: int, now: float) -> Ticket:
+        """A turn of an agent that has taken so many joins the queue; ``grant`` says when it may go."""
+        self.outlook.go_on(progress, turns, now)
+        ticket = Ticket(progress)
+        self._queue.add(ticket, progress.turns)
+        self.waiting += 1
         return ticket
 
     def again(self, ticket: Ticket) -> None:
-        """A turn whose request failed joins the queue again, in its old place; behind its equals after a trial, so
-        that not one turn alone is sent to a server that is down."""
-        if ticket.trial:
-            ticket.rank = max(ticket.rank, self._granted) + AGEING
-        ticket.state = "waiting"
-        self._join(ticket)
-
-    def _join(self, ticket: Ticket) -> None:
+        """A turn whose request failed joins the queue again, before its equals; behind them after a trial, so that not
+        one turn alone is sent to a server that is down."""
         if ticket.suspect:
             ticket.state = "set aside"
             self.suspects.append(ticket)
-            return
-        self._order += 1
-        heapq.heappush(self._heap, (ticket.rank, self._order, ticket))
-        self.waiting += 1
+        else:
+            ticket.state = "waiting"
+            self._queue.add(ticket, ticket.progress.turns, first=not ticket.trial)
+            self.waiting += 1
 
     def grant(self, now: float = 0.0) -> Ticket | None:
         """The next ticket that may go, now held, with the endpoint it goes to; None when no slot is free or nobody
@@ -146,7 +158,6 @@ class Scheduler:
         ticket.generation = endpoint.capacity.generation
         ticket.trial = endpoint.take(now)
         self.inflight += 1
-        self._granted += 1
         return ticket
 
     def _free_endpoint(self, now: float) -> Endpoint | None:
@@ -158,11 +169,8 @@ class Scheduler:
 
     def _next(self) -> Ticket | None:
         if self.waiting:
-            while True:
-                ticket = heapq.heappop(self._heap)[2]
-                if ticket.state == "waiting":
-                    self.waiting -= 1
-                    return ticket
+            self.waiting -= 1
+            return self._queue.take(self._slots())
         if self._suspect_in_flight is not None:
             return None
         self._suspect_in_flight = self.suspects.popleft()
@@ -182,11 +190,5 @@ class Scheduler:
             self.suspects.remove(ticket)
         elif ticket.state == "waiting":
             self.waiting -= 1
-            self._forget_withdrawn()
+            self._queue.remove(ticket, ticket.progress.turns)
         ticket.state = "gone"
-
-    def _forget_withdrawn(self) -> None:
-        # Withdrawn tickets stay in the heap until popped; when they outnumber the others it is rebuilt.
-        if len(self._heap) > 64 + 2 * self.waiting:
-            self._heap = [entry for entry in self._heap if entry[2].state == "waiting"]
-            heapq.heapify(self._heap)

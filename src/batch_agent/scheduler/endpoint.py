@@ -42,6 +42,11 @@ class Endpoint:
         limit = self.capacity.limit
         return inf if limit is None else max(0, limit - self.inflight)
 
+    @property
+    def slots(self) -> int | None:
+        """How many it has while it works; None: no end of them."""
+        return 0 if self.given_up or self.health.is_down else self.capacity.limit
+
     def take(self, now: float) -> bool:
         """A request leaves. True when it is a trial."""
         self.inflight += 1

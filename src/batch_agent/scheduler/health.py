@@ -17,7 +17,7 @@ outage, so that what is lost after the server's return stays a small share of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from random import random
 from typing import Literal
 
@@ -48,7 +48,7 @@ class Health:
         self.trials = 0  # of this outage
         self.reason = ""  # the latest failure, for people
         self.heard = 0.0  # when the last request left or was answered
-        self._troubled: set[int] = set()  # agents that failed since the last good answer
+        self._troubled: set[Hashable] = set()  # agents that failed since the last good answer
         self._unreached = 0
         self._good = 0
         self._slowest = 0.0
@@ -70,7 +70,7 @@ class Health:
         self._troubled.clear()
         return was_down
 
-    def failed(self, kind: Kind, agent: int, left_in_flight: int, reason: str, now: float) -> bool:
+    def failed(self, kind: Kind, agent: Hashable, left_in_flight: int, reason: str, now: float) -> bool:
         """A failure that may be the server's. True when the endpoint is down from now on."""
         self.heard = now
         self.reason = reason

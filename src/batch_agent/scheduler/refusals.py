@@ -8,6 +8,7 @@ it is unclear. The same refusal of several rows with no good answer between them
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from typing import Literal
 
 Verdict = Literal["row", "unclear", "all"]
@@ -27,7 +28,7 @@ class Refusals:
     def __init__(self) -> None:
         self._answered = False
         self._kind: tuple[int, str] | None = None  # of the refusals since the last good answer, while they are the same
-        self._agents: set[int] = set()
+        self._agents: set[Hashable] = set()
 
     def answered(self) -> None:
         self._answered = True
@@ -35,10 +36,10 @@ class Refusals:
             self._kind = None
             self._agents.clear()
 
-    def is_unclear(self, agent: int) -> bool:
+    def is_unclear(self, agent: Hashable) -> bool:
         return agent in self._agents
 
-    def refused(self, agent: int, status: int | None, message: str) -> Verdict:
+    def refused(self, agent: Hashable, status: int | None, message: str) -> Verdict:
         if status is None:  # a filter that stopped an answer, not a refusal to answer
             return "row"
         if status in WRONG_KEY or (status in WRONG_PLACE and not self._answered):
