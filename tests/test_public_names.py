@@ -58,6 +58,7 @@ ERROR_TYPES = {
     "Truncated",
     "Unavailable",
     "UnknownTool",
+    "WorkerFailed",
 }
 
 

@@ -14,6 +14,7 @@ from batch_agent.errors import StoreError
 from batch_agent.job import AgentError
 from batch_agent.messages import Reply
 from batch_agent.store.base import Entry, Identity, Progress
+from batch_agent.store.codec import FORMAT
 from batch_agent.store.sqlite import SqliteJournal, glance
 from batch_agent.store.steps import Done, Failed, Past, Spent, Turn
 
@@ -116,7 +117,7 @@ def test_another_process_may_look_while_the_journal_is_open(tmp_path: Path) -> N
     journal.close()
 
 
-@pytest.mark.parametrize("version, age", [(2, "a newer"), (0, "an older")])
+@pytest.mark.parametrize("version, age", [(FORMAT + 1, "a newer"), (0, "an older")])
 def test_a_journal_of_another_format_is_refused(tmp_path: Path, version: int, age: str) -> None:
     path = tmp_path / "journal.db"
     write(path, [done(1, "a")])

@@ -28,7 +28,7 @@ from batch_agent.cli.streams import put, say
 from batch_agent.engine.run import Run
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.files.read import LazyRows
-from batch_agent.files.results import to_json
+from batch_agent.files.results import plainly, to_json
 from batch_agent.files.rows import as_row
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
@@ -123,7 +123,9 @@ async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: Vi
                 with Interrupts(run) as interrupts:
                     async with Display(view, statistics):
                         async for result in run.results():
-                            unwritten += not await writer.write(result)
+                            shown = plainly(result, run.schema)
+                            faithful = await writer.write(shown)
+                            unwritten += result.ok and not (shown.ok and faithful)
             except BrokenPipeError:  # `| head` has seen enough
                 return SIGNALLED + signal.SIGPIPE
             except BatchAgentError:

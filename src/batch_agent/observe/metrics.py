@@ -122,6 +122,7 @@ class Metrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._run: RunStarted | None = None
+        self._began = 0.0
         self._finished: RunFinished | None = None
         self._agents: dict[int, _Agent] = {}
         self._started = self._done = self._ok = self._resumed = 0
@@ -161,7 +162,7 @@ class Metrics:
             case LimitChanged():
                 self._max_inflight = event.max_inflight
             case RunStarted():
-                self._run = event
+                self._run, self._began = event, event.at
             case ModelChosen():
                 self._run = self._run and replace(self._run, model=event.model)
             case RunFinished():
@@ -170,7 +171,7 @@ class Metrics:
     def statistics(self) -> Statistics:
         run, finished = self._run, self._finished
         now = finished.at if finished else self._clock()
-        started_at = run.at if run else now
+        elapsed = now - run.at if run else 0.0
         return Statistics(
             backend=run.backend if run else "",
             model=run.model if run else "",
@@ -187,7 +188,7 @@ class Metrics:
             turns=self._turns,
             retries=self._retries,
             usage=Usage(self._prompt, self._cached, self._completion, self._reasoning),
-            cost=(now - started_at) * run.cost_per_second if run and run.cost_per_second else self._cost,
+            cost=elapsed * run.cost_per_second if run and run.cost_per_second else self._cost,
             cache_hits=self._cache_hits,
             saved=self._saved,
             tool_runs=self._tool_sources["run"],
@@ -196,8 +197,8 @@ class Metrics:
             tool_errors=self._tool_errors,
             inference_seconds=self._seconds[_RUNNING],
             tool_wait_seconds=self._seconds[_WAITING],
-            elapsed=now - started_at,
-            recent_rate=self._recent_rate(started_at, now),
+            elapsed=elapsed,
+            recent_rate=self._recent_rate(elapsed),
             peak_running=self._peak_running,
             max_inflight=self._max_inflight,
             recent_errors=tuple(self._errors.values()),
@@ -258,23 +259,22 @@ class Metrics:
                 self._move(event.index, _QUEUED, event.at)
 
     def _job_finished(self, event: JobFinished) -> None:
-        result = event.result
+        error = event.error
         self._done += 1
-        self._resumed += result.resumed
-        if result.ok:
+        self._resumed += event.resumed
+        if error is None:
             self._ok += 1
-        elif result.error is not None:
-            kind = result.error.type
-            self._failures[kind] = self._failures.get(kind, 0) + 1
-            self._remember(result.index, kind, result.error.message, retried=False)
-        rows, second = self._rows_by_second, int(event.at)
+        else:
+            self._failures[error.type] = self._failures.get(error.type, 0) + 1
+            self._remember(event.index, error.type, error.message, retried=False)
+        rows, second = self._rows_by_second, int(event.at - self._began)
         if rows and rows[-1][0] == second:
             rows[-1] = (second, rows[-1][1] + 1)
         else:
             rows.append((second, 1))
-        self._move(result.index, _QUEUED, event.at)
+        self._move(event.index, _QUEUED, event.at)
         # A row that never became an agent (it did not fit, say) has a result all the same.
-        if self._agents.pop(result.index, None) is not None:
+        if self._agents.pop(event.index, None) is not None:
             self._counts[_QUEUED] -= 1
 
     def _move(self, index: int, state: int, at: float) -> None:
@@ -292,7 +292,7 @@ class Metrics:
         if len(self._errors) > RECENT_ERRORS:
             del self._errors[next(iter(self._errors))]
 
-    def _recent_rate(self, started_at: float, now: float) -> float:
-        since = max(int(now) - WINDOW + 1, started_at)
-        rows = sum(count for second, count in self._rows_by_second if second >= int(since))
-        return rows / (now - since) if now > since else 0.0
+    def _recent_rate(self, elapsed: float) -> float:
+        since = max(int(elapsed) - WINDOW + 1, 0)
+        rows = sum(count for second, count in self._rows_by_second if second >= since)
+        return rows / (elapsed - since) if elapsed > since else 0.0

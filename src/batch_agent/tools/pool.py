@@ -57,18 +57,35 @@ class _Flight:
 class PendingCall:
     """One agent's part in a flight."""
 
-    __slots__ = ("_asked", "_flight", "_holds", "_joined")
+    __slots__ = ("_asked", "_flight", "_holds", "_joined", "_tell")
 
     def __init__(self, flight: _Flight, asked: float, *, joined: bool = False) -> None:
         self._flight = flight
         self._asked = asked
         self._joined = joined
         self._holds = True
+        self._tell: Callable[[ToolOutcome], None] | None = None
         flight.interested += 1
 
     async def wait(self) -> ToolOutcome:
         """How the call ended; failures too are outcomes. Cancelling the wait leaves the call alone."""
-        outcome = await asyncio.shield(self._flight.done)
+        return self._mine(await asyncio.shield(self._flight.done))
+
+    def on_end(self, tell: Callable[[ToolOutcome], None]) -> None:
+        """``tell`` is called once with how the call ended: when it does, before whoever waits goes on, or at once when
+        it has; never when it is abandoned first."""
+        self._tell = tell
+        if self._flight.done.done():
+            self._told()
+        else:
+            self._flight.done.add_done_callback(self._told)
+
+    def _told(self, _: object = None) -> None:
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell(self._mine(self._flight.done.result()))
+
+    def _mine(self, outcome: ToolOutcome) -> ToolOutcome:
         if not self._joined:
             return outcome
         return replace(outcome, source="shared", seconds=outcome.seconds - (self._asked - self._flight.asked))
@@ -78,6 +95,9 @@ class PendingCall:
         if not self._holds:
             return
         self._holds = False
+        if self._flight.done.done():
+            self._told()  # it may have ended in this very turn of the event loop
+        self._tell = None
         self._flight.interested -= 1
         if self._flight.interested == 0 and self._flight.task is not None:
             self._flight.task.cancel()
