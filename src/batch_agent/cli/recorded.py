@@ -36,13 +36,20 @@ PATHS = ("inputs", "output", "cache")
 LEFT_OUT = "left_out"  # the names of those that were given and are not kept
 
 
+class _GoOnIn(argparse.Action):
+    def __call__(self, parser: object, options: argparse.Namespace, value: object, name: object = None) -> None:
+        options.run_dir, options.resume = value, True
+
+
 def add_recording_arguments(run: argparse.ArgumentParser) -> None:
     where = run.add_mutually_exclusive_group()
     where.add_argument(
         "--run-dir",
-        "--checkpoint-dir",
         metavar="DIR",
         help=f"the directory that records the run, so that it can be resumed (default: {RUNS}/SPEC-TIME)",
+    )
+    where.add_argument(
+        "--checkpoint-dir", metavar="DIR", dest="run_dir", action=_GoOnIn, help="--run-dir and --resume in one"
     )
     where.add_argument("--no-run-dir", action="store_true", help="record nothing; what is interrupted is lost")
     run.add_argument(
@@ -86,6 +93,9 @@ def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, objec
 
 
 def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Path:
+    for given in (options.run_dir, named):
+        if isinstance(given, str) and not given.strip():
+            raise SpecError("run_dir is empty: name a directory, or leave it out")
     if options.run_dir is not None:
         return Path(options.run_dir)
     if named is not None:

@@ -20,6 +20,7 @@ from pydantic import JsonValue
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.agent import Agent, bounded
+from batch_agent.engine.cancellation import outlast
 from batch_agent.engine.clock import Clock
 from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
@@ -116,7 +117,7 @@ class Run(Generic[T]):
     ) -> None:
         assert self._supervisor is not None
         self.stop()
-        await asyncio.wait([self._supervisor])
+        await outlast(self._supervisor)
 
     async def results(self) -> AsyncGenerator[AgentResult[T], None]:
         """Each result as it finishes. Raises what the run failed with, after the results that came before it."""
