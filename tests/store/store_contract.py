@@ -1,4 +1,4 @@
-"""What every store behind a run directory does; a class that inherits this says how the same one is ``opened`` again."""
+"""What every store behind a run directory does; a class that inherits this says how it is ``opened`` again."""
 
 from __future__ import annotations
 

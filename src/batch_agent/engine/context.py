@@ -3,31 +3,28 @@
 Both are answered from the agent's trail as long as that has something of an earlier session, and then by the model and
 the tools; what is new is recorded before anything is built on it. Whoever works with a context need not know which it
 was: a worker that was interrupted is run again from its start, and finds itself where it was. So what a worker does
-must follow from its row and from what it is told here.
+must follow from its row and from what it is told here, and it does one thing at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
 from typing import TypeAlias
 
 from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.engine.calls import run_calls
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.turn import MOST_CALLS, EarlyCalls, Resources, Tally, take_turn
-from batch_agent.errors import BackendError, JobError, LimitExceeded, OutputError, StoreError
-from batch_agent.events import ToolFinished, ToolStarted
+from batch_agent.errors import BackendError, JobError, LimitExceeded, OutputError
 from batch_agent.job import AgentError, Job
 from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
 from batch_agent.scheduler.core import Ticket
-from batch_agent.store.steps import Begun, Done, Ended, Failed, Outcome, Spent, Turn
+from batch_agent.store.steps import Done, Ended, Failed, Outcome, Spent, Turn
 from batch_agent.store.trail import FailedBefore, Trail
-from batch_agent.tools.pool import PendingCall, ToolOutcome
 
 TOO_MANY_CALLS = "Error: not run: {count} calls in one answer are too many; ask for at most {most} at once."
 
@@ -166,8 +163,8 @@ class AgentContext:
             self.tally.follow(past.reply, past.spent)
             return past.reply
         self._leave_record()
-        if not self.tally.again:  # an answer that is asked for again comes on top
-            self._check_turns("the agent asks again")
+        if self._out_of_turns and not self.tally.again:  # an answer that is asked for again comes on top
+            raise LimitExceeded(f"after max_turns, {self._r.max_turns}, the agent asks again")
         if shape is None:
             shape = self.shapes.later if self.tally.turns else self.shapes.first
         self.close()
@@ -201,10 +198,10 @@ class AgentContext:
         limit = self._r.max_turns
         return None if limit is None else limit + self._repairs
 
-    def _check_turns(self, wanted: str) -> None:
+    @property
+    def _out_of_turns(self) -> bool:
         limit = self._turn_limit
-        if limit is not None and self.tally.turns >= limit:
-            raise LimitExceeded(f"after max_turns, {self._r.max_turns}, {wanted}")
+        return limit is not None and self.tally.turns >= limit
 
     # Calling tools
 
@@ -212,69 +209,35 @@ class AgentContext:
         first, trail = self._called, self._trail
         self._called += len(calls)
         known = trail.outcomes()
-        if trail.stays_failed:
-            self._follow_to_failure(calls, first, known)
-        if not trail.goes_on:
-            names = dict.fromkeys(call.name for call in calls)
-            self._check_turns(f"the model still wants to call {', '.join(names)}")
+        if trail.stays_failed:  # no call is run for it any more
+            self._tell(calls, first, known)
+            self._leave_record()
+        if self._out_of_turns and not trail.goes_on:
+            names = ", ".join(dict.fromkeys(call.name for call in calls))
+            raise LimitExceeded(f"after max_turns, {self._r.max_turns}, the model still wants to call {names}")
         if len(calls) > MOST_CALLS:
             self._refuse(len(calls), first, known)
-        texts: list[str] = []
+        new = {place: call for place, call in enumerate(calls, first) if place not in known}
         began = self._loop.time()
-        pending = await self._start(calls, first, known)
         try:
-            for place, call in enumerate(calls, first):
-                text = known[place] if place in known else (await pending[place].wait()).text
-                self.conversation.append(Message("tool", text, tool_call_id=call.id))
-                texts.append(text)
+            if new:
+                self._leave_record()
+                await run_calls(self._r, trail, self.job.index, self.tally.turns, new, known, self._early)
         finally:
-            for waiting in pending.values():
-                waiting.abandon()
-            if pending:
+            if new:
                 self.tally.tool_wait += self._loop.time() - began
+            texts = self._tell(calls, first, known)
         return texts
 
-    async def _start(self, calls: Sequence[ToolCall], first: int, known: Mapping[int, str]) -> dict[int, PendingCall]:
-        """The calls that have no outcome yet, under way; by place in the answer."""
-        new = {place: call for place, call in enumerate(calls, first) if place not in known}
-        if not new:
-            return {}
-        tools, trail, r = self._r.tools, self._trail, self._r
-        self._leave_record()
-        if trail.records:
-            writes = tuple(place for place, call in new.items() if not tools.can_start_early(call.name))
-            if writes:
-                # A write that was begun must never be taken for one that was not.
-                trail.add(Begun(writes))
-                await trail.settle()
-        now, turn = r.clock(), self.tally.turns
-        for place, call in new.items():
-            r.emit(ToolStarted(now, r.run, self.job.index, turn, place, call.id, call.name))
-        early = self._early.started if self._early is not None else {}
-        pending = {place: early.get(call.id) or tools.start(call) for place, call in new.items()}
-        for place, waiting in pending.items():
-            waiting.on_end(partial(self._ended, place, new[place]))
-        return pending
-
-    def _ended(self, place: int, call: ToolCall, outcome: ToolOutcome) -> None:
-        """Recorded as soon as it is known: another call of the same answer may run for hours yet."""
-        r = self._r
-        with suppress(StoreError):  # the agent hears of it before it goes on
-            self._trail.add(Outcome(place, outcome.text))
-        r.emit(
-            ToolFinished(
-                r.clock(),
-                r.run,
-                self.job.index,
-                self.tally.turns,
-                place,
-                call.id,
-                call.name,
-                outcome.seconds,
-                outcome.ok,
-                outcome.source,
-            )
-        )
+    def _tell(self, calls: Sequence[ToolCall], first: int, known: Mapping[int, str]) -> list[str]:
+        """The outcomes in the order of the calls, as far as they are known, into the conversation."""
+        texts = []
+        for place, call in enumerate(calls, first):
+            if place not in known:
+                break
+            texts.append(known[place])
+            self.conversation.append(Message("tool", known[place], tool_call_id=call.id))
+        return texts
 
     def _refuse(self, count: int, first: int, known: dict[int, str]) -> None:
         """So many calls at once are no plan but a loop: none of them is run, and the model is told."""
@@ -310,14 +273,6 @@ class AgentContext:
             self.text = before.failed.text
             self.tally.take_over(before.failed.spent)
             raise
-
-    def _follow_to_failure(self, calls: Sequence[ToolCall], first: int, known: Mapping[int, str]) -> None:
-        """The outcomes that the agent had learnt when it failed. No call is run for it any more."""
-        for place, call in enumerate(calls, first):
-            if place not in known:
-                break
-            self.conversation.append(Message("tool", known[place], tool_call_id=call.id))
-        self._leave_record()
 
     def _spent(self) -> Spent:
         return self.tally.spent(self._loop.time() - self._began)

@@ -87,6 +87,7 @@ class Run(Generic[T]):
         self._session: Session | None = None
         self._backlogs: set[str] = set()
         self._following = asyncio.Semaphore(FOLLOWING)
+        self._nowhere = Trail()  # of all agents of a run that is not recorded
         self._clock = Clock()
         self._metrics = Metrics(self._clock)
         self._sinks: list[Sink] = [self._metrics, *sinks]
@@ -271,7 +272,7 @@ class Run(Generic[T]):
                 if not await self._limiter.wait_room():
                     return
                 if isinstance(job, Job):
-                    await self._start(job, trails.get(job.index) or Trail(), agents, resources)
+                    await self._start(job, trails.get(job.index, self._nowhere), agents, resources)
                 else:
                     self._emit(JobStarted(self._clock(), self.id, job.index, job.job_id))
                     self._publish(job)
