@@ -173,14 +173,14 @@ class AgentContext:
         return reply
 
     async def _send(self, shape: RequestShape) -> Reply:
-        r, ticket = self._r, self.ticket
+        r, ticket, left = self._r, self.ticket, self.turns_left()
         if ticket is None:
             await self._trail.settle()  # before more is built on it
-            ticket = r.limiter.claim(self.turns_left())
+            ticket = r.limiter.claim(left)
         self.ticket = None
-        request = ModelRequest(shape, self.conversation, self.job.job_id, self.turns_left())
+        request = ModelRequest(shape, self.conversation, self.job.job_id, left)
         # On the last turn no tool will be run, so there is nothing to start early.
-        last = self._turn_limit is not None and self.turns_left() <= 1
+        last = r.max_turns is not None and left <= 1
         early = EarlyCalls(r.tools) if r.early_tools and shape.tools and not last else None
         try:
             reply = await take_turn(r, request, self.job.index, self.tally, ticket, early)

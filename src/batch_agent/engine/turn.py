@@ -201,7 +201,10 @@ async def _send(
 
 def _has_answer(text: str, schema: OutputSchema[object] | None) -> bool:
     """What a model says to itself alone is none, where the text is the output; else the schema judges it."""
-    return bool(text.strip() if schema is not None else strip_reasoning(text).strip())
+    text = text.strip()
+    if text and schema is None and (text[0] == "<" or text[-1] == ">"):  # it may be between tags, all of it
+        text = strip_reasoning(text)
+    return bool(text)
 
 
 async def _infer(r: Resources, request: ModelRequest, early: EarlyCalls | None) -> Reply:
