@@ -59,6 +59,7 @@ ERROR_TYPES = {
     "Truncated",
     "Unavailable",
     "UnknownTool",
+    "WorkerFailed",
 }
 
 

@@ -11,6 +11,7 @@
     │   ├── ToolError        ToolTimeout · ToolFailed · UnknownTool · BadArguments   (the model sees these)
     │   ├── OutputError      NotJSON · Invalid
     │   ├── LimitExceeded    turns or time
+    │   ├── WorkerFailed     a worker of the user's own raised something
     │   └── Interrupted      the run ended before this job did
     ├── StoreError           the run cannot be recorded; stops the run
     └── InternalError        a broken invariant
@@ -194,6 +195,12 @@ class AgentTimeout(LimitExceeded):
     """``timeout_per_agent`` is over, waiting included."""
 
     type = "TimeoutError"
+
+
+class WorkerFailed(JobError):
+    """A worker that is not ours raised something that is not a JobError."""
+
+    type = "WorkerFailed"
 
 
 class Interrupted(JobError):

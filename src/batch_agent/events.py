@@ -1,6 +1,11 @@
 """What happens in a run, as one stream of typed values. Terminal, web page, metrics and traces all read this stream.
 
-``at`` is the event loop's clock, in seconds. Events carry facts, never secrets, and no prompt text.
+``at`` is wall-clock time in seconds since 1970, which within one run never goes back. ``run`` is the run's own id, by
+which a sink of several runs tells them apart; ``index`` is the agent's in that run, ``turn`` counts its answers from 1,
+and ``call`` is a call's place in the answer that asked for it: the four of them name every call once.
+
+Events carry facts and never secrets. They hold no prompt, no answer, no tool's arguments or result; but a message of an
+error says what went wrong in somebody's words, and may quote the piece of an answer that did not validate.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from batch_agent.job import AgentResult
+from batch_agent.job import AgentError, Timings
 from batch_agent.messages import Usage
 
 Ended = Literal["complete", "drained", "cancelled", "failed", "out of budget", "unreachable"]
@@ -20,6 +25,7 @@ class RunStarted:
     """``model`` is empty where the backend is yet to be asked for it."""
 
     at: float
+    run: str
     total: int | None  # None: the inputs are an iterator of unknown length
     backend: str
     model: str
@@ -31,12 +37,14 @@ class ModelChosen:
     """The user named no model, and the backend has this one."""
 
     at: float
+    run: str
     model: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobStarted:
     at: float
+    run: str
     index: int
     job_id: str
 
@@ -46,6 +54,7 @@ class TurnStarted:
     """The request left; the agent holds a slot from here to TurnFinished or TurnFailed."""
 
     at: float
+    run: str
     index: int
     turn: int
 
@@ -53,6 +62,7 @@ class TurnStarted:
 @dataclass(frozen=True, slots=True)
 class TurnFinished:
     at: float
+    run: str
     index: int
     turn: int
     usage: Usage
@@ -68,6 +78,7 @@ class TurnFailed:
     those of an answer that was no use, where the server says what it took."""
 
     at: float
+    run: str
     index: int
     turn: int
     error_type: str
@@ -79,8 +90,14 @@ class TurnFailed:
 
 @dataclass(frozen=True, slots=True)
 class ToolStarted:
+    """``call_id`` is what the model called it, which need not be unique."""
+
     at: float
+    run: str
     index: int
+    turn: int
+    call: int
+    call_id: str
     tool: str
 
 
@@ -89,7 +106,11 @@ class ToolFinished:
     """``source`` says what the call cost: run now, shared with one in flight, or taken from the cache."""
 
     at: float
+    run: str
     index: int
+    turn: int
+    call: int
+    call_id: str
     tool: str
     seconds: float
     ok: bool
@@ -98,8 +119,23 @@ class ToolFinished:
 
 @dataclass(frozen=True, slots=True)
 class JobFinished:
+    """The job's AgentResult without its input, output and transcript."""
+
     at: float
-    result: AgentResult[object]
+    run: str
+    index: int
+    job_id: str
+    error: AgentError | None
+    attempts: int
+    turns: int
+    usage: Usage
+    cost: float | None
+    timings: Timings
+    resumed: bool
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +143,7 @@ class LimitChanged:
     """The number of model calls allowed in flight, and why it changed."""
 
     at: float
+    run: str
     max_inflight: int | None
     reason: str
     endpoint: str = ""
@@ -118,6 +155,7 @@ class HealthChanged:
     ``next_trial`` are on the clock of ``at``, and 0 while it works."""
 
     at: float
+    run: str
     endpoint: str
     state: Literal["works", "in doubt", "down", "on trial"]
     reason: str
@@ -131,6 +169,7 @@ class RunFinished:
     server refuses."""
 
     at: float
+    run: str
     ended: Ended
     reason: str = ""
 

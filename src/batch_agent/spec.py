@@ -149,7 +149,8 @@ class BatchSpec(BaseModel):
         "Needs temperature 0 or a seed.",
     )
     run_dir: Text | Path | None = Field(
-        None, description="The directory that records the run, so that it can be resumed. checkpoint_dir says the same."
+        None,
+        description="The directory that records the run, so that it can be resumed. checkpoint_dir: this and resume.",
     )
     resume: bool = Field(
         False, description="Go on with what run_dir holds; where it holds nothing, begin. Needs run_dir."
@@ -175,6 +176,8 @@ class BatchSpec(BaseModel):
     min_response_tokens: Count = Field(256, description="Tokens of the context that are kept for the answer.")
 
     def __init__(self, **options: Any) -> None:
+        if options.get("checkpoint_dir") is not None:
+            options.setdefault("resume", True)  # that is what its users know it for
         for old, new in OLD_NAMES.items():
             if old in options:
                 options.setdefault(new, options.pop(old))  # where both are given, the name of today counts
@@ -201,6 +204,8 @@ class BatchSpec(BaseModel):
         for name in ("resume", "force_resume"):
             if getattr(self, name) and self.run_dir is None:
                 raise ValueError(f"{name} needs run_dir, the directory to resume from")
+        if isinstance(self.run_dir, str) and not self.run_dir.strip():
+            raise ValueError("run_dir is empty: name a directory, or leave it out to record nothing")
         retry = (self.retry_failed,) if isinstance(self.retry_failed, str) else self.retry_failed
         known = _error_types(JobError)
         for name in () if isinstance(retry, bool) else retry:

@@ -117,6 +117,20 @@ async def test_a_complete_run_is_said_to_be_complete_and_left_alone_until_someth
         assert "have changed" in stderr
 
 
+async def test_checkpoint_dir_is_run_dir_and_resume_in_one(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo) as server:
+        for _ in range(2):
+            code, stdout, _ = await batch_agent(tmp_path, "run", "spec.yaml", "--checkpoint-dir", "here")
+            assert (code, len(stdout.splitlines()), server.received) == (0, 4, 4)
+
+
+async def test_an_empty_run_dir_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path, echo) as server:
+        code, _, stderr = await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "")
+        assert (code, server.received) == (1, 0)
+    assert "run_dir is empty" in stderr
+
+
 async def test_force_resume_keeps_old_answers(tmp_path: Path) -> None:
     async with serving(tmp_path, echo) as server:
         await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")

@@ -67,21 +67,21 @@ def test_the_json_summary_has_the_same_numbers() -> None:
 
 def test_costs_and_what_the_cache_saved_are_added_up_from_turns() -> None:
     metrics = Metrics(clock=lambda: 110.0)
-    metrics(RunStarted(100.0, None, "b", "m"))
-    metrics(TurnFinished(101.0, 0, 1, Usage(10), 1.0, None, 0.25))
-    metrics(TurnFinished(101.0, 1, 1, Usage(), 1.0, None, 0.0, Usage(10, 0, 3)))
-    metrics(TurnFailed(102.0, 2, 1, "Truncated", "cut", None, Usage(7), 0.5))
-    metrics(TurnFailed(102.0, 3, 1, "Unavailable", "gone", 1.0))
+    metrics(RunStarted(100.0, "run", None, "b", "m"))
+    metrics(TurnFinished(101.0, "run", 0, 1, Usage(10), 1.0, None, 0.25))
+    metrics(TurnFinished(101.0, "run", 1, 1, Usage(), 1.0, None, 0.0, Usage(10, 0, 3)))
+    metrics(TurnFailed(102.0, "run", 2, 1, "Truncated", "cut", None, Usage(7), 0.5))
+    metrics(TurnFailed(102.0, "run", 3, 1, "Unavailable", "gone", 1.0))
     now = metrics.statistics()
     assert (now.cost, now.usage, now.cache_hits, now.saved) == (0.75, Usage(17), 1, Usage(10, 0, 3))
 
 
 def test_what_costs_by_the_clock_costs_until_the_run_is_over() -> None:
     metrics = Metrics(clock=lambda: 110.0)
-    metrics(RunStarted(100.0, None, "b", "m", cost_per_second=0.5))
-    metrics(TurnFinished(101.0, 0, 1, Usage(10), 1.0, None, 0.1))
+    metrics(RunStarted(100.0, "run", None, "b", "m", cost_per_second=0.5))
+    metrics(TurnFinished(101.0, "run", 0, 1, Usage(10), 1.0, None, 0.1))
     assert metrics.statistics().cost == 5.0
-    metrics(RunFinished(130.0, "out of budget", "why"))
+    metrics(RunFinished(130.0, "run", "out of budget", "why"))
     ended = metrics.statistics()
     assert (ended.cost, ended.ended, ended.reason) == (15.0, "out of budget", "why")
 

@@ -15,7 +15,7 @@ from batch_agent.events import (
     TurnFinished,
     TurnStarted,
 )
-from batch_agent.job import AgentError, AgentResult
+from batch_agent.job import AgentError, Timings
 from batch_agent.messages import Usage
 from batch_agent.observe.metrics import MESSAGE_CHARACTERS, RECENT_ERRORS, Metrics, Statistics
 
@@ -36,12 +36,12 @@ class Recorder:
 @pytest.fixture
 def record() -> Recorder:
     recorder = Recorder()
-    recorder(RunStarted(100.0, 10, "vllm://gpu", "m"))
+    recorder(RunStarted(100.0, "run", 10, "vllm://gpu", "m"))
     return recorder
 
 
 def finished(at: float, index: int, error: AgentError | None = None) -> JobFinished:
-    return JobFinished(at, AgentResult(index, f"job-{index}", {}, error is None, "text", error))
+    return JobFinished(at, "run", index, f"job-{index}", error, 1, 1, Usage(), None, Timings(), resumed=False)
 
 
 def test_nothing_has_happened_yet() -> None:
@@ -49,15 +49,15 @@ def test_nothing_has_happened_yet() -> None:
 
 
 def test_an_agent_is_queued_then_running_then_waiting_on_tools_then_done(record: Recorder) -> None:
-    assert record(JobStarted(100.0, 0, "a")).queued == 1
-    running = record(TurnStarted(101.0, 0, 1))
+    assert record(JobStarted(100.0, "run", 0, "a")).queued == 1
+    running = record(TurnStarted(101.0, "run", 0, 1))
     assert (running.queued, running.running, running.peak_running) == (0, 1, 1)
-    record(TurnFinished(103.0, 0, 1, Usage(10, 4, 5, 2), 2.0, None))
-    waiting = record(ToolStarted(103.0, 0, "look"))
+    record(TurnFinished(103.0, "run", 0, 1, Usage(10, 4, 5, 2), 2.0, None))
+    waiting = record(ToolStarted(103.0, "run", 0, 1, 0, "id", "look"))
     assert (waiting.running, waiting.waiting_on_tools, waiting.queued) == (0, 1, 0)
-    after = record(ToolFinished(106.0, 0, "look", 3.0, True, "run"))
+    after = record(ToolFinished(106.0, "run", 0, 1, 0, "id", "look", 3.0, True, "run"))
     assert (after.waiting_on_tools, after.queued, after.tool_wait_seconds) == (0, 1, 3.0)
-    record(TurnStarted(106.0, 0, 2), TurnFinished(107.0, 0, 2, Usage(20, 14, 5), 1.0, None))
+    record(TurnStarted(106.0, "run", 0, 2), TurnFinished(107.0, "run", 0, 2, Usage(20, 14, 5), 1.0, None))
     done = record(finished(107.0, 0))
     assert (done.done, done.ok, done.failed, done.queued, done.turns) == (1, 1, 0, 0, 2)
     assert done.usage == Usage(30, 18, 10, 2)
@@ -65,42 +65,56 @@ def test_an_agent_is_queued_then_running_then_waiting_on_tools_then_done(record:
 
 
 def test_a_tool_that_starts_while_the_model_talks_does_not_make_the_agent_wait_yet(record: Recorder) -> None:
-    during = record(JobStarted(100.0, 0, "a"), TurnStarted(100.0, 0, 1), ToolStarted(101.0, 0, "look"))
+    during = record(
+        JobStarted(100.0, "run", 0, "a"),
+        TurnStarted(100.0, "run", 0, 1),
+        ToolStarted(101.0, "run", 0, 1, 0, "id", "look"),
+    )
     assert (during.running, during.waiting_on_tools) == (1, 0)
-    after = record(TurnFinished(104.0, 0, 1, Usage(), 4.0, 0.5))
+    after = record(TurnFinished(104.0, "run", 0, 1, Usage(), 4.0, 0.5))
     assert (after.running, after.waiting_on_tools) == (0, 1)
-    assert record(ToolFinished(106.0, 0, "look", 5.0, True, "run")).tool_wait_seconds == 2.0
+    assert record(ToolFinished(106.0, "run", 0, 1, 0, "id", "look", 5.0, True, "run")).tool_wait_seconds == 2.0
 
 
 def test_an_agent_with_two_tools_waits_once_until_both_are_done(record: Recorder) -> None:
-    both = record(JobStarted(100.0, 0, "a"), ToolStarted(100.0, 0, "x"), ToolStarted(100.0, 0, "y"))
+    both = record(
+        JobStarted(100.0, "run", 0, "a"),
+        ToolStarted(100.0, "run", 0, 1, 0, "id", "x"),
+        ToolStarted(100.0, "run", 0, 1, 0, "id", "y"),
+    )
     assert both.waiting_on_tools == 1
-    assert record(ToolFinished(101.0, 0, "x", 1.0, True, "shared")).waiting_on_tools == 1
-    last = record(ToolFinished(104.0, 0, "y", 4.0, False, "cache"))
+    assert record(ToolFinished(101.0, "run", 0, 1, 0, "id", "x", 1.0, True, "shared")).waiting_on_tools == 1
+    last = record(ToolFinished(104.0, "run", 0, 1, 0, "id", "y", 4.0, False, "cache"))
     assert (last.waiting_on_tools, last.tool_wait_seconds) == (0, 4.0)
     assert (last.tool_runs, last.tool_shared, last.tool_cached, last.tool_calls, last.tool_errors) == (0, 1, 1, 2, 1)
 
 
 def test_a_failed_request_backs_off_until_it_is_sent_again(record: Recorder) -> None:
-    record(JobStarted(100.0, 0, "a"), TurnStarted(100.0, 0, 1), ToolStarted(100.5, 0, "look"))
-    failed = record(TurnFailed(101.0, 0, 1, "RateLimited", "429", 3.0))
+    record(
+        JobStarted(100.0, "run", 0, "a"),
+        TurnStarted(100.0, "run", 0, 1),
+        ToolStarted(100.5, "run", 0, 1, 0, "id", "look"),
+    )
+    failed = record(TurnFailed(101.0, "run", 0, 1, "RateLimited", "429", 3.0))
     assert (failed.running, failed.waiting_on_tools, failed.backing_off, failed.retries) == (0, 0, 1, 1)
-    again = record(TurnStarted(104.0, 0, 1))
+    again = record(TurnStarted(104.0, "run", 0, 1))
     assert (again.running, again.backing_off) == (1, 0)
     # The tool of the broken answer was abandoned: it does not count as one the agent waits for.
-    assert record(TurnFinished(105.0, 0, 1, Usage(), 1.0, None)).waiting_on_tools == 0
+    assert record(TurnFinished(105.0, "run", 0, 1, Usage(), 1.0, None)).waiting_on_tools == 0
 
 
 @pytest.mark.parametrize(
     "events",
     [
-        [TurnStarted(100.0, 0, 1)],
-        [ToolStarted(100.0, 0, "look")],
-        [TurnStarted(100.0, 0, 1), TurnFailed(101.0, 0, 1, "Unavailable", "gone", 1.0)],
+        [TurnStarted(100.0, "run", 0, 1)],
+        [ToolStarted(100.0, "run", 0, 1, 0, "id", "look")],
+        [TurnStarted(100.0, "run", 0, 1), TurnFailed(101.0, "run", 0, 1, "Unavailable", "gone", 1.0)],
     ],
 )
 def test_an_agent_that_ends_in_any_state_leaves_nothing_behind(record: Recorder, events: list[Event]) -> None:
-    last = record(JobStarted(100.0, 0, "a"), *events, finished(102.0, 0, AgentError("run", "TimeoutError", "late")))
+    last = record(
+        JobStarted(100.0, "run", 0, "a"), *events, finished(102.0, 0, AgentError("run", "TimeoutError", "late"))
+    )
     assert (last.running, last.waiting_on_tools, last.backing_off, last.queued) == (0, 0, 0, 0)
     assert last.failures == {"TimeoutError": 1}
 
@@ -113,15 +127,15 @@ def test_the_states_of_live_agents_always_add_up() -> None:
         at, index = float(step), chance.randrange(20)
         if index not in live:
             live.add(index)
-            statistics = record(JobStarted(at, index, "x"))
+            statistics = record(JobStarted(at, "run", index, "x"))
         else:
             event = chance.choice(
                 [
-                    TurnStarted(at, index, 1),
-                    TurnFinished(at, index, 1, Usage(), 1.0, None),
-                    TurnFailed(at, index, 1, "Unavailable", "x", chance.choice([None, 1.0])),
-                    ToolStarted(at, index, "t"),
-                    ToolFinished(at, index, "t", 1.0, True, "run"),
+                    TurnStarted(at, "run", index, 1),
+                    TurnFinished(at, "run", index, 1, Usage(), 1.0, None),
+                    TurnFailed(at, "run", index, 1, "Unavailable", "x", chance.choice([None, 1.0])),
+                    ToolStarted(at, "run", index, 1, 0, "id", "t"),
+                    ToolFinished(at, "run", index, 1, 0, "id", "t", 1.0, True, "run"),
                     finished(at, index),
                 ]
             )
@@ -139,7 +153,7 @@ def test_a_row_that_never_became_an_agent_still_counts(record: Recorder) -> None
 
 def test_the_same_error_is_remembered_once_with_its_count_and_the_oldest_goes(record: Recorder) -> None:
     for index in range(3):
-        record(TurnFailed(100.0, index, 1, "Unavailable", "connection refused", 1.0))
+        record(TurnFailed(100.0, "run", index, 1, "Unavailable", "connection refused", 1.0))
     statistics = record(finished(101.0, 9, AgentError("infer", "Rejected", "x" * 10_000)))
     refused, rejected = statistics.recent_errors
     assert (refused.index, refused.count, refused.retried) == (2, 3, True)
@@ -169,7 +183,7 @@ def test_there_is_no_eta_without_a_total_or_a_first_result() -> None:
 
 
 def test_the_clock_stops_with_the_run(record: Recorder) -> None:
-    record(LimitChanged(101.0, 32, "429"), RunFinished(105.0, "drained"))
+    record(LimitChanged(101.0, "run", 32, "429"), RunFinished(105.0, "run", "drained"))
     record.now = 500.0
     last = record()
     assert (last.elapsed, last.ended, last.max_inflight, last.eta) == (5.0, "drained", 32, None)

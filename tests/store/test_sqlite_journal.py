@@ -9,102 +9,35 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from store_contract import Opened, StoreContract, done, read, text_of, write
 
 from batch_agent.errors import StoreError
-from batch_agent.job import AgentError
-from batch_agent.messages import Reply
-from batch_agent.store.base import Entry, Identity, Progress
+from batch_agent.store.base import Progress
+from batch_agent.store.codec import FORMAT
 from batch_agent.store.sqlite import SqliteJournal, glance
-from batch_agent.store.steps import Done, Failed, Past, Spent, Turn
 
 
-def identity(name: str) -> Identity:
-    return Identity(name.encode(), f"row of {name}".encode())
+class TestSqliteJournal(StoreContract):
+    @pytest.fixture
+    def opened(self, tmp_path: Path) -> Opened:
+        return at(tmp_path / "journal.db")
 
 
-def done(agent: int, name: str, text: str = "answer") -> Entry:
-    return Entry(agent, identity(name), Done(Reply(text), Spent()))
-
-
-def under_way(agent: int, name: str, text: str = "so far") -> Entry:
-    return Entry(agent, identity(name), Turn(Reply(text), Spent()))
-
-
-def failed(agent: int, name: str) -> Entry:
-    return Entry(agent, identity(name), Failed(AgentError("infer", "Unavailable", "gone"), "", Spent()))
-
-
-def write(path: Path, *commits: list[Entry]) -> None:
-    journal = SqliteJournal.open(path)
-    journal.begin(b"f", "now")
-    for entries in commits:
-        journal.commit(entries, Progress(ok=len(entries)))
-    journal.close()
-
-
-def read(path: Path, *names: str, by: str = "key") -> list[Past | None]:
-    journal = SqliteJournal.open(path)
-    try:
-        journal.sort_by(by)  # type: ignore[arg-type]
-        return journal.claim([identity(name) for name in names])
-    finally:
-        journal.close()
-
-
-def text_of(past: Past | None) -> str | None:
-    return None if past is None else past.turns[-1].reply.text
-
-
-def test_what_was_committed_is_claimed_by_key_and_each_agent_once(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    write(path, [done(1, "a", "first"), done(2, "a", "second")], [done(3, "b")])
-    found = read(path, "a", "b", "a", "a", "c")
-    assert list(map(text_of, found)) == ["first", "answer", "second", None, None]
+def at(path: Path) -> Opened:
+    return lambda: SqliteJournal.open(path)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 256, 257, 1000])
 def test_a_commit_of_any_size_is_recorded_whole(tmp_path: Path, count: int) -> None:
     path = tmp_path / "journal.db"
-    write(path, [done(agent, f"row {agent}") for agent in range(1, count + 1)])
-    assert None not in read(path, *(f"row {agent}" for agent in range(1, count + 1)))
+    write(at(path), [done(agent, f"row {agent}") for agent in range(1, count + 1)])
+    assert None not in read(at(path), *(f"row {agent}" for agent in range(1, count + 1)))
 
 
-def test_an_agent_that_is_done_is_claimed_before_one_under_way_and_that_before_a_failed_one(tmp_path: Path) -> None:
+def test_a_glance_tells_of_the_last_session(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
-    write(path, [failed(1, "a"), under_way(2, "a"), done(3, "a")])
-    first, second, third = read(path, "a", "a", "a")
-    assert [past.agent for past in (first, second, third) if past] == [3, 2, 1]
-
-
-def test_the_last_step_of_an_agent_says_how_it_stands(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    write(path, [under_way(1, "a"), failed(1, "a")], [under_way(1, "a"), done(1, "a"), done(2, "b"), failed(2, "b")])
-    a, b = read(path, "a", "b")
-    assert a is not None and a.failed is None and len(a.turns) == 3
-    assert b is not None and b.failed is not None and not b.done
-
-
-def test_records_are_claimed_by_row_when_the_question_does_not_matter(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    write(path, [Entry(1, Identity(b"old question", b"row of a"), Done(Reply("kept"), Spent()))])
-    assert text_of(read(path, "a", by="row")[0]) == "kept"
-    assert read(path, "a")[0] is None
-
-
-def test_by_row_an_agent_with_the_same_question_is_claimed_first_and_then_the_newest(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    asked = [Identity(question, b"row of a") for question in (b"a", b"old", b"newer")]
-    write(path, [Entry(n, who, Done(Reply(who.key.decode()), Spent())) for n, who in enumerate(asked, start=1)])
-    assert list(map(text_of, read(path, "a", "a", "a", "a", by="row"))) == ["a", "newer", "old", None]
-
-
-def test_agents_are_numbered_on_and_sessions_counted(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    write(path, [done(7, "a")])
-    write(path, [done(8, "b"), done(9, "c")])
-    journal = SqliteJournal.open(path)
-    assert journal.next_agent() == 10
-    journal.close()
+    write(at(path), [done(7, "a")])
+    write(at(path), [done(8, "b"), done(9, "c")])
     assert (glance(path).sessions, glance(path).latest.ok) == (2, 2)
 
 
@@ -116,10 +49,10 @@ def test_another_process_may_look_while_the_journal_is_open(tmp_path: Path) -> N
     journal.close()
 
 
-@pytest.mark.parametrize("version, age", [(2, "a newer"), (0, "an older")])
+@pytest.mark.parametrize("version, age", [(FORMAT + 1, "a newer"), (0, "an older")])
 def test_a_journal_of_another_format_is_refused(tmp_path: Path, version: int, age: str) -> None:
     path = tmp_path / "journal.db"
-    write(path, [done(1, "a")])
+    write(at(path), [done(1, "a")])
     db = sqlite3.connect(path)
     db.execute(f"PRAGMA user_version = {version}")
     db.close()
@@ -150,12 +83,12 @@ def test_a_record_that_cannot_be_decoded_is_none_and_keeps_no_other_from_being_r
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "journal.db"
-    write(path, [done(1, "a"), done(2, "b"), done(3, "b", "another")])
+    write(at(path), [done(1, "a"), done(2, "b"), done(3, "b", "another")])
     db = sqlite3.connect(path)
     db.execute("UPDATE record SET body = x'ff' WHERE agent < 3")
     db.commit()
     db.close()
-    assert list(map(text_of, read(path, "a", "b", "b"))) == [None, "another", None]
+    assert list(map(text_of, read(at(path), "a", "b", "b"))) == [None, "another", None]
     assert caplog.text.count("counts as none") == 2
 
 
@@ -167,7 +100,7 @@ def test_a_number_that_sqlite_cannot_hold_is_a_store_error_or_cut(tmp_path: Path
     with pytest.raises(StoreError, match="cannot be recorded"):
         journal.commit([done(10**30, "b")], Progress(ok=2))
     journal.close()
-    assert text_of(read(tmp_path / "journal.db", "a")[0]) == "answer"
+    assert text_of(read(at(tmp_path / "journal.db"), "a")[0]) == "answer"
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +127,7 @@ def test_any_prefix_of_the_log_holds_a_prefix_of_the_commits(killed: Path, share
     shutil.copy(killed, copy)
     copy.with_name("prefix.db-wal").write_bytes(log[: int(share * len(log))])
     try:
-        found = [past is not None for past in read(copy, *(str(n) for n in range(1, 31)))]
+        found = [past is not None for past in read(at(copy), *(str(n) for n in range(1, 31)))]
     except StoreError:  # the schema itself was cut off
         assert share < 0.5
         return
@@ -208,14 +141,14 @@ def test_any_prefix_of_the_log_holds_a_prefix_of_the_commits(killed: Path, share
 def test_a_file_that_was_cut_off_is_refused_or_holds_true_answers(tmp_path: Path, share: float) -> None:
     path = tmp_path / "whole.db"
     if not path.exists():
-        write(path, [done(n, str(n), f"answer {n}" + "." * 300) for n in range(1, 101)])
+        write(at(path), [done(n, str(n), f"answer {n}" + "." * 300) for n in range(1, 101)])
     cut = tmp_path / "cut.db"
     for leftover in tmp_path.glob("cut.db*"):
         leftover.unlink()
     content = path.read_bytes()
     cut.write_bytes(content[: int(share * len(content))])
     try:
-        found = read(cut, *(str(n) for n in range(1, 101)))
+        found = read(at(cut), *(str(n) for n in range(1, 101)))
     except StoreError:
         return
     for n, past in enumerate(found, start=1):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.job import AgentError
 from batch_agent.messages import Reply, ToolCall, Usage
-from batch_agent.store.codec import DONE, TURN, decode, encode
-from batch_agent.store.steps import Begun, Done, Failed, Outcome, Spent, Step, Turn, read_past
+from batch_agent.store.codec import BEGUN, DONE, ENDED, FAILED, OUTCOME, SLOWLY, TURN, decode, encode
+from batch_agent.store.steps import Begun, Done, Ended, Failed, Outcome, Spent, Step, Turn, read_past
 
 # Lone surrogates and integers beyond 64 bits included: models and servers do write them.
 texts = st.text(st.characters(exclude_categories=()))
@@ -27,6 +29,7 @@ steps = st.one_of(
     st.builds(Begun, st.lists(positions).map(tuple)),
     st.builds(Outcome, positions, texts),
     st.builds(Failed, errors, texts, spents),
+    st.builds(Ended, spents),
 )
 
 
@@ -44,11 +47,41 @@ def test_what_was_never_encoded_is_an_error_and_never_a_step(kind: int, body: by
     assert encode(step)[0] == kind
 
 
-@pytest.mark.parametrize("body", [b"[]", b"{}", b"null", b'["text"]', b"[[],[]]", b"7"])
-def test_a_turn_of_another_form_is_a_value_error(body: bytes) -> None:
-    for kind in (TURN, DONE):
-        with pytest.raises(ValueError, match=r"form|unpack|expected"):
-            decode(kind, body)
+@pytest.mark.parametrize("kind", [TURN, DONE, OUTCOME, FAILED, ENDED])
+@pytest.mark.parametrize("body", [b"[]", b"{}", b"null", b'["text"]', b"[[],[]]", b"7", b"[0,1]", b'"text"', b"[true]"])
+def test_a_record_of_another_form_is_a_value_error(kind: int, body: bytes) -> None:
+    with pytest.raises(ValueError, match=r"form|expected"):
+        decode(kind, body)
+
+
+@given(steps, st.data())
+def test_a_record_with_one_value_of_another_type_is_a_value_error(step: Step, data: st.DataObject) -> None:
+    kind, body = encode(step)
+    record = json.loads(body)
+    place = record
+    while True:
+        if not place:
+            return  # no value to change
+        key = data.draw(st.integers(0, len(place) - 1))
+        if not isinstance(place[key], list):
+            break
+        place = place[key]
+    place[key] = {"another": "type"}
+    with pytest.raises(ValueError, match="expected"):
+        decode(kind, SLOWLY + json.dumps(record).encode())
+
+
+@pytest.mark.parametrize("body", [None, "text", 7, 1.5])
+def test_a_record_that_is_not_bytes_is_a_value_error(body: object) -> None:
+    with pytest.raises(ValueError, match="bytes are expected"):
+        decode(BEGUN, body)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [Begun((0,)), Outcome(0, "x"), Begun((2,)), Outcome(-1, "x")])
+def test_a_step_of_a_call_that_no_answer_asked_for_is_a_value_error(step: Step) -> None:
+    before: list[Step] = [] if step in (Begun((0,)), Outcome(0, "x")) else [Turn(reply("one"), Spent())]
+    with pytest.raises(ValueError, match="no call"):
+        read_past(1, [*before, step])
 
 
 def reply(text: str) -> Reply:

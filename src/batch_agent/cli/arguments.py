@@ -75,13 +75,20 @@ def _add_recorded_arguments(parser: argparse.ArgumentParser) -> None:
     _add_run_options(parser)
 
 
+class _GoOnIn(argparse.Action):
+    def __call__(self, parser: object, options: argparse.Namespace, value: object, name: object = None) -> None:
+        options.run_dir, options.resume = value, True
+
+
 def _add_recording_arguments(run: argparse.ArgumentParser) -> None:
     where = run.add_mutually_exclusive_group()
     where.add_argument(
         "--run-dir",
-        "--checkpoint-dir",
         metavar="DIR",
         help=f"the directory that records the run, so that it can be resumed (default: {RUNS}/SPEC-TIME)",
+    )
+    where.add_argument(
+        "--checkpoint-dir", metavar="DIR", dest="run_dir", action=_GoOnIn, help="--run-dir and --resume in one"
     )
     where.add_argument("--no-run-dir", action="store_true", help="record nothing; what is interrupted is lost")
     run.add_argument(

@@ -54,6 +54,9 @@ def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, objec
 
 
 def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Path:
+    for given in (options.run_dir, named):
+        if isinstance(given, str) and not given.strip():
+            raise SpecError("run_dir is empty: name a directory, or leave it out")
     if options.run_dir is not None:
         return Path(options.run_dir)
     if named is not None:

@@ -31,7 +31,7 @@ from batch_agent.engine.run import Run
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
-from batch_agent.files.results import to_json
+from batch_agent.files.results import plainly, to_json
 from batch_agent.files.rows import as_row
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
@@ -124,7 +124,9 @@ async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: Vi
                 with Interrupts(run) as interrupts:
                     async with Display(view, statistics):
                         async for result in run.results():
-                            unwritten += not await writer.write(result)
+                            shown = plainly(result, run.schema)
+                            faithful = await writer.write(shown)
+                            unwritten += result.ok and not (shown.ok and faithful)
             except BrokenPipeError:  # `| head` has seen enough
                 return SIGNALLED + signal.SIGPIPE
             except BatchAgentError:

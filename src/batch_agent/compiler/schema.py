@@ -39,6 +39,7 @@ class Reader(Protocol[T_co]):
 
     def from_json(self, data: bytes) -> T_co: ...
     def from_python(self, value: object) -> T_co: ...
+    def to_plain(self, value: object) -> object: ...
 
 
 class OutputSchema(Generic[T_co]):
@@ -85,6 +86,10 @@ class OutputSchema(Generic[T_co]):
         """Exact, for a value that is already parsed. Raises Invalid."""
         return _guarded(self._reader.from_python, value)
 
+    def to_plain(self, value: object) -> object:
+        """A value of this schema as what JSON can hold. Raises whatever the user's own serializers raise."""
+        return self._reader.to_plain(value)
+
 
 class _TypeReader(Generic[T]):
     def __init__(self, adapter: TypeAdapter[T]) -> None:
@@ -95,6 +100,11 @@ class _TypeReader(Generic[T]):
 
     def from_python(self, value: object) -> T:
         return self._adapter.validate_python(value)
+
+    def to_plain(self, value: object) -> object:
+        # A validator may have made something else of the value than its type says, which is then written as it is.
+        plain: object = self._adapter.dump_python(cast(T, value), mode="json", warnings=False)
+        return plain
 
 
 class _JsonSchemaReader:
@@ -120,6 +130,9 @@ class _JsonSchemaReader:
         if errors:
             raise Invalid(_lines(errors))
         return cast(JsonValue, value)
+
+    def to_plain(self, value: object) -> object:
+        return value
 
 
 def _of_json_schema(value: Mapping[object, object]) -> OutputSchema[object]:

@@ -1,5 +1,8 @@
-"""Whose cancellation is this? Foreign code may let a CancelledError of its own escape, from something it waited for
-that was cancelled. Taken for ours, it would end a task in silence and lose what the task was doing."""
+"""What to make of a cancellation: whose it is, and when it counts.
+
+Foreign code may let a CancelledError of its own escape, from something it waited for that was cancelled. Taken for
+ours, it would end a task in silence and lose what the task was doing.
+"""
 
 from __future__ import annotations
 
@@ -10,3 +13,15 @@ def cancelled_by_us() -> bool:
     """Whether a CancelledError caught now was meant for the running task."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
+
+
+async def outlast(task: asyncio.Task[None]) -> None:
+    """Until it is done. A cancellation meanwhile is for afterwards."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FunctionType
 
 from pydantic import JsonValue
 
+from batch_agent.engine.context import Worker
 from batch_agent.engine.prepare import Prepared
 from batch_agent.spec import BatchSpec
+from batch_agent.store.base import OpenStore
 from batch_agent.store.keys import fingerprint
 from batch_agent.store.rundir import State
 from batch_agent.store.session import Resuming, Session
@@ -24,7 +27,7 @@ RECORDED_STATES: Mapping[str, State] = {
 }
 
 
-async def open_session(spec: BatchSpec) -> Session | None:
+async def open_session(spec: BatchSpec, open_store: OpenStore) -> Session | None:
     """None without a run directory."""
     if spec.run_dir is None:
         return None
@@ -34,13 +37,14 @@ async def open_session(spec: BatchSpec) -> Session | None:
         force=spec.force_resume,
         retry=retry,
     )
-    return await Session.open(Path(spec.run_dir), resuming)
+    return await Session.open(Path(spec.run_dir), resuming, open_store)
 
 
 async def begin_session(
     session: Session,
     prepared: Prepared,
     command: Mapping[str, JsonValue] | None,
+    worker: Worker | None,
     *,
     spent: Callable[[], tuple[int, float | None]],
     on_backlog: Callable[[bool], None],
@@ -52,14 +56,19 @@ async def begin_session(
     }
     if command is not None:
         facts["command"] = dict(command)
-    await session.begin(fingerprint_of(prepared), facts, spent=spent, on_backlog=on_backlog)
+    await session.begin(
+        fingerprint_of(prepared, worker), facts, schema=prepared.schema, spent=spent, on_backlog=on_backlog
+    )
 
 
-def fingerprint_of(prepared: Prepared) -> bytes:
+def fingerprint_of(prepared: Prepared, worker: Worker | None = None) -> bytes:
+    """``worker`` is one of the user's own. A change in what it does is not seen, as with tools; its name is."""
     shapes = prepared.shapes
+    kind = worker if worker is None or isinstance(worker, FunctionType) else type(worker)
     return fingerprint(
         task=prepared.spec.task,
         system=prepared.plan.own_system,
         shapes=(shapes.first, shapes.later, shapes.repair),
         tool_versions={tool.name: tool.version for tool in prepared.tools},
+        worker=None if kind is None else f"{kind.__module__}.{kind.__qualname__}",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -17,9 +18,14 @@ from typing import Generic, Self, TypeVar, cast
 from pydantic import JsonValue
 
 from batch_agent.compiler.plan import Plan
-from batch_agent.engine.agent import Agent
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.engine.agent import Agent, bounded
+from batch_agent.engine.cancellation import outlast
+from batch_agent.engine.clock import Clock
+from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
 from batch_agent.engine.limiter import Limiter
+from batch_agent.engine.loop import tool_loop
 from batch_agent.engine.prepare import Prepared, choose_model
 from batch_agent.engine.recording import RECORDED_STATES, begin_session, open_session
 from batch_agent.engine.rows import Rows
@@ -44,7 +50,9 @@ from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Session
+from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.store.trail import Trail
 from batch_agent.tools.pool import ToolPool, ToolStatistics
 
@@ -60,16 +68,28 @@ class Run(Generic[T]):
     """``async with`` it, take ``results()``, look at ``statistics()``; ``pause``, ``drain`` or ``cancel`` at will."""
 
     def __init__(
-        self, prepared: Prepared, sinks: Sequence[Sink] = (), command: Mapping[str, JsonValue] | None = None
+        self,
+        prepared: Prepared,
+        sinks: Sequence[Sink] = (),
+        command: Mapping[str, JsonValue] | None = None,
+        *,
+        worker: Worker | None = None,
+        open_store: OpenStore = SqliteJournal.open,
     ) -> None:
-        """``command`` is how to start this run again, for the record."""
+        """``command`` is how to start this run again, for the record. ``worker`` works on the rows in place of the loop
+        of a model with tools; ``open_store`` is what is behind the journal of a run directory."""
+        self.id = secrets.token_hex(8)
         self._prepared = prepared
         self._command = command
+        self._worker = worker
+        self._work_on: Worker = tool_loop if worker is None else bounded(worker)
+        self._open_store = open_store
         self._session: Session | None = None
         self._backlogs: set[str] = set()
         self._following = asyncio.Semaphore(FOLLOWING)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._metrics = Metrics(lambda: self._loop.time() if self._loop is not None else 0.0)
+        self._nowhere = Trail()  # of all agents of a run that is not recorded
+        self._clock = Clock()
+        self._metrics = Metrics(self._clock)
         self._sinks: list[Sink] = [self._metrics, *sinks]
         self._limiter = Limiter(
             prepared.max_inflight,
@@ -96,8 +116,8 @@ class Run(Generic[T]):
     async def __aenter__(self) -> Self:
         if self._supervisor is not None:
             raise RuntimeError("a Run is entered once")
-        self._loop = asyncio.get_running_loop()
-        self._supervisor = self._loop.create_task(self._supervise(), name="batch-agent run")
+        self._clock.start()
+        self._supervisor = asyncio.get_running_loop().create_task(self._supervise(), name="batch-agent run")
         # A task that is cancelled before its first step runs nothing, not even its finally.
         self._supervisor.add_done_callback(lambda _: self._delivery.close())
         return self
@@ -107,7 +127,7 @@ class Run(Generic[T]):
     ) -> None:
         assert self._supervisor is not None
         self.stop()
-        await asyncio.wait([self._supervisor])
+        await outlast(self._supervisor)
 
     async def results(self) -> AsyncGenerator[AgentResult[T], None]:
         """Each result as it finishes. Raises what the run failed with, after the results that came before it."""
@@ -119,6 +139,11 @@ class Run(Generic[T]):
     @property
     def plan(self) -> Plan:
         return self._prepared.plan
+
+    @property
+    def schema(self) -> OutputSchema[object] | None:
+        """What the outputs are instances of; None for text."""
+        return self._prepared.schema
 
     def statistics(self) -> Statistics:
         return self._metrics.statistics()
@@ -165,7 +190,7 @@ class Run(Generic[T]):
         failure: BaseException | None = None
         ended: Ended = "failed"
         try:
-            self._session = await open_session(self._prepared.spec)
+            self._session = await open_session(self._prepared.spec, self._open_store)
             async with asyncio.TaskGroup() as first:
                 self._feeder = first.create_task(self._check_first())
             self._emit_start()
@@ -178,7 +203,7 @@ class Run(Generic[T]):
             failure = self._without_any_result(ended)
         except asyncio.CancelledError:
             ended = "cancelled"
-            self._deliver_interrupted()
+            await self._deliver_interrupted()
             raise
         except BaseException as error:
             failure = _first(error)
@@ -189,26 +214,26 @@ class Run(Generic[T]):
         finally:
             self._limiter.close()
             reason = self._why(ended)
-            self._emit(RunFinished(asyncio.get_running_loop().time(), ended, reason))
+            self._emit(RunFinished(self._clock(), self.id, ended, reason))
             failure = await self._end_session(ended, reason, failure) or failure
             self._delivery.close(failure)
 
     def _emit_start(self) -> None:
         """Before the backend is entered: an engine that loads its weights is part of the run's time."""
-        prepared, now = self._prepared, asyncio.get_running_loop().time()
-        price = self._spending.per_second
-        self._emit(RunStarted(now, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
-        self._emit(LimitChanged(now, self._limiter.scheduler.max_inflight, "start"))
+        prepared, now, price = self._prepared, self._clock(), self._spending.per_second
+        self._emit(RunStarted(now, self.id, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
+        self._emit(LimitChanged(now, self.id, self._limiter.scheduler.max_inflight, "start"))
 
     async def _work(self, prepared: Prepared) -> None:
         spec = prepared.spec
         if self._prepared.model is None and prepared.model is not None:
-            self._emit(ModelChosen(asyncio.get_running_loop().time(), prepared.model))
+            self._emit(ModelChosen(self._clock(), self.id, prepared.model))
         if self._session is not None:
             await begin_session(
                 self._session,
                 prepared,
                 self._command,
+                self._worker,
                 spent=self._spending.so_far,
                 on_backlog=partial(self._backlog, "journal"),
             )
@@ -224,7 +249,9 @@ class Run(Generic[T]):
                 shared=prepared.plan.shared,
                 shapes=prepared.shapes,
                 emit=self._emit,
-                max_turns=spec.turn_limit,
+                run=self.id,
+                clock=self._clock,
+                max_turns=spec.turn_limit if self._worker is None else spec.max_turns,
                 max_retries=spec.max_retries,
                 timeout_per_agent=spec.timeout_per_agent,
                 timeout_per_turn=spec.timeout_per_turn,
@@ -261,9 +288,9 @@ class Run(Generic[T]):
                     return
                 self._limiter.expect(None if plan.total is None else max(0, plan.total - index - 1))
                 if isinstance(job, Job):
-                    await self._start(job, trails.get(job.index), agents, resources)
+                    await self._start(job, trails.get(job.index, self._nowhere), agents, resources)
                 else:
-                    self._emit(JobStarted(asyncio.get_running_loop().time(), job.index, job.job_id))
+                    self._emit(JobStarted(self._clock(), self.id, job.index, job.job_id))
                     self._publish(job)
                     await self._finish(job)
                 index += 1
@@ -282,19 +309,18 @@ class Run(Generic[T]):
             trails = [session.new_trail(identity) for identity in identities]
         return {job.index: trail for job, trail in zip(jobs, trails, strict=True)}
 
-    async def _start(self, job: Job, trail: Trail | None, agents: asyncio.TaskGroup, resources: Resources) -> None:
-        ended = trail is not None and trail.ended
-        if ended:
+    async def _start(self, job: Job, trail: Trail, agents: asyncio.TaskGroup, resources: Resources) -> None:
+        if trail.ended:
             await self._following.acquire()
-        self._emit(JobStarted(asyncio.get_running_loop().time(), job.index, job.job_id))
-        agent = self._live[job.index] = Agent(job, resources, trail)
-        if trail is None or not trail.has_past:
+        self._emit(JobStarted(self._clock(), self.id, job.index, job.job_id))
+        agent = self._live[job.index] = Agent(job, resources, trail, self._work_on)
+        if self._worker is None and not trail.has_past:  # it begins with a question to the model
             ticket = self._limiter.start_agent(agent.progress)
             agents.create_task(self._accompany(agent, ticket, resources))
             return
         self._limiter.scheduler.start_agent()
         task = agents.create_task(self._accompany(agent, None, resources))
-        if ended:
+        if trail.ended:
             task.add_done_callback(lambda _: self._following.release())
         await asyncio.sleep(0)  # it claims its slot now, where its record is not enough
 
@@ -302,7 +328,7 @@ class Run(Generic[T]):
         """One agent from its first turn to its delivered result."""
         try:
             result = await agent.run(ticket)
-            agent.record_end()
+            agent.record_end(result)
             self._publish(result)
             await agent.settle()
             del self._live[agent.job.index]
@@ -311,9 +337,26 @@ class Run(Generic[T]):
             self._limiter.end_agent(agent.progress, agent.turns)
 
     async def _finish(self, result: AgentResult[object]) -> None:
-        self._emit(JobFinished(asyncio.get_running_loop().time(), result))
+        self._emit_end(result)
         if self._ended_by is None or not _is_interrupted(result):
             await self._delivery.deliver(result)
+
+    def _emit_end(self, result: AgentResult[object]) -> None:
+        self._emit(
+            JobFinished(
+                self._clock(),
+                self.id,
+                result.index,
+                result.job_id,
+                result.error,
+                result.attempts,
+                result.turns,
+                result.usage,
+                result.cost,
+                result.timings,
+                result.resumed,
+            )
+        )
 
     def _publish(self, result: AgentResult[object]) -> None:
         """A line in the run's files, after the commit that makes the result durable. A job that was interrupted has no
@@ -321,13 +364,16 @@ class Run(Generic[T]):
         if self._session is not None and not _is_interrupted(result):
             self._session.publish(result)
 
-    def _deliver_interrupted(self) -> None:
+    async def _deliver_interrupted(self) -> None:
         if not self._cancelled:  # the Run was left: nobody takes results any more
             return
+        recorded = self._session is not None and await self._session.flush()
         for agent in self._live.values():
-            agent.fail(Interrupted("the run was cancelled before this job finished"))
-            result = agent.result(None)
-            self._emit(JobFinished(asyncio.get_running_loop().time(), result))
+            result = agent.recorded if recorded else None
+            if result is None:
+                agent.fail(Interrupted("the run was cancelled before this job finished"))
+                result = agent.result()
+            self._emit_end(result)
             self._delivery.put(result)
 
     async def _end_session(self, ended: Ended, reason: str, failure: BaseException | None) -> BaseException | None:
@@ -385,12 +431,14 @@ class Run(Generic[T]):
         return RunUnreachable(self._why(ended)) if ended == "unreachable" else None
 
     def _limit_changed(self, endpoint: Endpoint, reason: str) -> None:
-        self._emit(LimitChanged(asyncio.get_running_loop().time(), endpoint.capacity.limit, reason, endpoint.name))
+        self._emit(LimitChanged(self._clock(), self.id, endpoint.capacity.limit, reason, endpoint.name))
 
     def _health_changed(self, endpoint: Endpoint, now: float) -> None:
-        health = endpoint.health
-        times = (health.down_since, max(health.next_trial, endpoint.held_until)) if health.is_down else (0.0, 0.0)
-        self._emit(HealthChanged(now, endpoint.name, health.state, health.reason, *times))
+        health, wall = endpoint.health, self._clock.at
+        since = next_trial = 0.0
+        if health.is_down:
+            since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.held_until))
+        self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
 
     def _emit(self, event: Event) -> None:
         for sink in self._sinks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from batch_agent.backends.base import Backend, ModelRequest
@@ -16,14 +17,19 @@ from batch_agent.engine.cancellation import cancelled_by_us
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
-from batch_agent.errors import BackendError, Timeout, Unavailable
+from batch_agent.errors import BackendError, BadResponse, OutputError, Timeout, Unavailable
 from batch_agent.events import Sink, TurnFailed, TurnFinished, TurnStarted
 from batch_agent.job import Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
+from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.scheduler.core import SUSPECT, Ticket
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
 from batch_agent.store.steps import Spent
 from batch_agent.tools.pool import PendingCall, ToolPool
+
+# Calls of one answer that are run. Models that plan ask for a handful at once; one that writes hundreds is in a loop,
+# and each of its calls would be a task, an outcome in the record and a message in the conversation.
+MOST_CALLS = 64
 
 
 @dataclass(slots=True)
@@ -38,6 +44,8 @@ class Resources:
     shared: Conversation
     shapes: Shapes
     emit: Sink
+    run: str  # its id
+    clock: Callable[[], float]  # wall-clock time for events
     max_turns: int | None
     max_retries: int
     timeout_per_agent: float | None
@@ -110,7 +118,7 @@ class EarlyCalls:
 
     def __call__(self, call: ToolCall) -> None:
         # A write waits for the end of the answer: an answer that breaks off is asked for again.
-        if self.pool.can_start_early(call.name):
+        if len(self.started) < MOST_CALLS and self.pool.can_start_early(call.name):
             self.started[call.id] = self.pool.start(call)
 
     def abandon(self) -> None:
@@ -137,7 +145,8 @@ async def take_turn(
             await r.limiter.endpoints.learn(ticket)
         delay = _delay(r, ticket, error)
         cost = (tally.cost or 0.0) - paid
-        r.emit(TurnFailed(now, index, tally.turns + 1, error.type, str(error), delay, error.usage, cost))
+        turn = tally.turns + 1
+        r.emit(TurnFailed(r.clock(), r.run, index, turn, error.type, str(error), delay, error.usage, cost))
         if delay is None:
             raise error
         tally.again = True
@@ -179,9 +188,11 @@ async def _send(
     left = loop.time()
     tally.queued += left - claimed
     tally.leave()
-    r.emit(TurnStarted(left, index, tally.turns + 1))
+    r.emit(TurnStarted(r.clock(), r.run, index, tally.turns + 1))
     try:
         reply = await _infer(r, request, ticket, early)
+        if not reply.tool_calls and not _has_answer(reply.text, r.schema):
+            raise BadResponse(f"{r.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
         cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
         if reply.saved is None:  # else nothing was asked
             limiter.answered(ticket, loop.time() - left)
@@ -193,10 +204,22 @@ async def _send(
         spending.fail(call)
         limiter.release(ticket)
         tally.inference += loop.time() - left
-    now = loop.time()
+    seconds = loop.time() - left
     tally.add(reply, cost)
-    r.emit(TurnFinished(now, index, tally.turns, reply.usage, now - left, reply.first_token, cost, reply.saved))
+    done = TurnFinished(
+        r.clock(), r.run, index, tally.turns, reply.usage, seconds, reply.first_token, cost, reply.saved
+    )
+    r.emit(done)
     return reply
+
+
+def _has_answer(text: str, schema: OutputSchema[object] | None) -> bool:
+    """What a model says to itself alone is none, where the text is the output; else the schema judges it."""
+    text = text.strip()
+    if text and schema is None and (text[0] == "<" or text[-1] == ">"):  # it may be between tags, all of it
+        with suppress(OutputError):  # which is for whoever reads the answer to say
+            text = strip_reasoning(text)
+    return bool(text)
 
 
 async def _infer(r: Resources, request: ModelRequest, ticket: Ticket, early: EarlyCalls | None) -> Reply:

@@ -10,6 +10,7 @@ from enum import Enum
 import orjson
 from pydantic import BaseModel
 
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, UnreadableRow
@@ -51,6 +52,19 @@ def record_line(record: Mapping[str, object]) -> bytes:
         except BaseException as error:
             failure = error
     raise Invalid(f"the output cannot be written as JSON: {describe(failure)}") from failure
+
+
+def plainly(result: AgentResult[object], schema: OutputSchema[object] | None) -> AgentResult[object]:
+    """The result with its output as its schema writes it, which may be more than JSON can tell by itself; or as a
+    failure, where it cannot be written."""
+    if schema is None or result.output is None:
+        return result
+    try:
+        return dataclasses.replace(result, output=schema.to_plain(result.output))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return unwritten(result, Invalid(f"the output cannot be written as JSON: {describe(error)}"))
 
 
 def unwritten(result: AgentResult[object], error: Invalid) -> AgentResult[object]:

@@ -28,7 +28,6 @@ from batch_agent.events import (
     TurnFinished,
     TurnStarted,
 )
-from batch_agent.job import AgentResult
 from batch_agent.messages import Usage
 
 WINDOW = 30  # seconds over which the recent rate is taken
@@ -138,6 +137,7 @@ class Metrics:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._run: RunStarted | None = None
+        self._began = 0.0
         self._finished: RunFinished | None = None
         self._agents: dict[int, _Agent] = {}
         self._started = self._done = self._ok = self._resumed = self._interrupted = 0
@@ -181,7 +181,7 @@ class Metrics:
             case HealthChanged():
                 self._health_changed(event)
             case RunStarted():
-                self._run = event
+                self._run, self._began = event, event.at
             case ModelChosen():
                 self._run = self._run and replace(self._run, model=event.model)
             case RunFinished():
@@ -190,7 +190,7 @@ class Metrics:
     def statistics(self) -> Statistics:
         run, finished = self._run, self._finished
         now = finished.at if finished else self._clock()
-        started_at = run.at if run else now
+        elapsed = now - run.at if run else 0.0
         return Statistics(
             backend=run.backend if run else "",
             model=run.model if run else "",
@@ -208,7 +208,7 @@ class Metrics:
             turns=self._turns,
             retries=self._retries,
             usage=Usage(self._prompt, self._cached, self._completion, self._reasoning),
-            cost=(now - started_at) * run.cost_per_second if run and run.cost_per_second else self._cost,
+            cost=elapsed * run.cost_per_second if run and run.cost_per_second else self._cost,
             cache_hits=self._cache_hits,
             saved=self._saved,
             tool_runs=self._tool_sources["run"],
@@ -217,8 +217,8 @@ class Metrics:
             tool_errors=self._tool_errors,
             inference_seconds=self._seconds[_RUNNING],
             tool_wait_seconds=self._seconds[_WAITING],
-            elapsed=now - started_at,
-            recent_rate=self._recent_rate(started_at, now),
+            elapsed=elapsed,
+            recent_rate=self._recent_rate(elapsed),
             peak_running=self._peak_running,
             max_inflight=self._max_inflight,
             recent_errors=tuple(self._errors.values()),
@@ -288,26 +288,25 @@ class Metrics:
                 self._move(event.index, _QUEUED, event.at)
 
     def _job_finished(self, event: JobFinished) -> None:
-        result = event.result
-        if result.error is not None and result.error.type == Interrupted.type:
+        if event.error is not None and event.error.type == Interrupted.type:
             self._interrupted += 1  # it has not failed: it is not done
         else:
-            self._row_done(result, int(event.at))
-        self._move(result.index, _QUEUED, event.at)
+            self._row_done(event)
+        self._move(event.index, _QUEUED, event.at)
         # A row that never became an agent (it did not fit, say) has a result all the same.
-        if self._agents.pop(result.index, None) is not None:
+        if self._agents.pop(event.index, None) is not None:
             self._counts[_QUEUED] -= 1
 
-    def _row_done(self, result: AgentResult[object], second: int) -> None:
+    def _row_done(self, event: JobFinished) -> None:
+        error = event.error
         self._done += 1
-        self._resumed += result.resumed
-        if result.ok:
+        self._resumed += event.resumed
+        if error is None:
             self._ok += 1
-        elif result.error is not None:
-            kind = result.error.type
-            self._failures[kind] = self._failures.get(kind, 0) + 1
-            self._remember(result.index, kind, result.error.message, retried=False)
-        rows = self._rows_by_second
+        else:
+            self._failures[error.type] = self._failures.get(error.type, 0) + 1
+            self._remember(event.index, error.type, error.message, retried=False)
+        rows, second = self._rows_by_second, int(event.at - self._began)
         if rows and rows[-1][0] == second:
             rows[-1] = (second, rows[-1][1] + 1)
         else:
@@ -328,10 +327,10 @@ class Metrics:
         if len(self._errors) > RECENT_ERRORS:
             del self._errors[next(iter(self._errors))]
 
-    def _recent_rate(self, started_at: float, now: float) -> float:
-        since = max(int(now) - WINDOW + 1, started_at)
-        rows = sum(count for second, count in self._rows_by_second if second >= int(since))
-        return rows / (now - since) if now > since else 0.0
+    def _recent_rate(self, elapsed: float) -> float:
+        since = max(int(elapsed) - WINDOW + 1, 0)
+        rows = sum(count for second, count in self._rows_by_second if second >= since)
+        return rows / (elapsed - since) if elapsed > since else 0.0
 
 
 def _outage(event: HealthChanged, now: float) -> Outage:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 from batch_agent.store.steps import Past, Step
 
@@ -37,11 +38,34 @@ class Progress:
 
 
 class Store(Protocol):
-    """Raises StoreError, and nothing else, when something cannot be recorded or read."""
+    """Raises StoreError, and nothing else, when something cannot be recorded or read. The entries of one agent stay in
+    the order in which they were committed; nothing depends on a clock."""
+
+    def sessions(self) -> int:
+        """How many have begun."""
+        ...
+
+    def spent(self) -> tuple[int, float]:
+        """Tokens and $ of all sessions so far."""
+        ...
+
+    def next_agent(self) -> int:
+        """The first number, from 1, that is above those of all recorded agents."""
+        ...
+
+    def begin(self, fingerprint: bytes, started: str) -> None:
+        """A session, whose progress the commits that follow tell."""
+        ...
 
     def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
         """All of the entries are on disk when this returns, or none is; how far the session is, with them at the
         latest."""
+        ...
+
+    def sort_by(self, column: Literal["key", "row"]) -> None:
+        """Make the agents recorded until now ready to be claimed by their key; or by that first, and by their row where
+        no agent has the key. Those that are done come first, then those under way, then those that failed; by row,
+        where they may have been asked different questions, the newest of them."""
         ...
 
     def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
@@ -49,3 +73,10 @@ class Store(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class OpenStore(Protocol):
+    def __call__(self, path: Path, *, begun: bool) -> Store:
+        """``path`` is the journal's place in its run directory, for a store that is a file; ``begun`` says that a run
+        has begun there. Raises StoreError when it cannot be used."""
+        ...

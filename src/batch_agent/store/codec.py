@@ -1,22 +1,38 @@
 """Steps as bytes and back: ``decode(*encode(step)) == step``. The one place that knows the journal's format.
 
-A step is a kind, which the database can select by, and a JSON array. A change here needs a new ``FORMAT``.
+A step is a kind, which the database can select by, and a JSON array. What is new is added at an array's end, with a
+default for the arrays that do not have it, or as a kind of its own; either needs a new ``FORMAT``, so that a version
+which does not know it leaves the journal alone. Nothing is ever taken away or moved: every format reads all that were
+before it.
+
+    format 2    kind 6, an agent that ended without a last answer
 """
 
 from __future__ import annotations
 
 import json
+from types import UnionType
 from typing import Any
 
 import orjson
 
 from batch_agent.job import AgentError
 from batch_agent.messages import Reply, ToolCall, Usage
-from batch_agent.store.steps import Begun, Done, Failed, Outcome, Spent, Step, Turn
+from batch_agent.store.steps import Begun, Done, Ended, Failed, Outcome, Spent, Step, Turn
 
-FORMAT = 1
+FORMAT = 2
+OLDEST = 1  # the first format that is still read
 SLOWLY = b" "  # before what orjson can neither write nor read
-TURN, BEGUN, OUTCOME, DONE, FAILED = range(1, 6)
+TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED = range(1, 7)
+
+# What the arrays hold, in order.
+Form = tuple[type | UnionType, ...]
+NUMBER = int | float
+REPLY: Form = (str, list, list, str, NUMBER | None, str, list | None)
+CALL: Form = (str, str, str)
+USAGE: Form = (int, int, int, int)
+SPENT: Form = (int, int, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER | None)
+ERROR: Form = (str, str, str, bool)
 
 
 def encode(step: Step) -> tuple[int, bytes]:
@@ -32,28 +48,36 @@ def encode(step: Step) -> tuple[int, bytes]:
         case Failed(error, text, spent):
             fields = (error.stage, error.type, error.message, error.retryable)
             return FAILED, _dump([fields, text, _from_spent(spent)])
+        case Ended(spent):
+            return ENDED, _dump([_from_spent(spent)])
 
 
 def decode(kind: int, body: bytes) -> Step:
     """Raises ValueError for what ``encode`` never wrote."""
-    try:
-        return _decode(kind, _load(body))
-    except (TypeError, KeyError, IndexError) as error:
-        raise ValueError(f"a record of kind {kind} has another form") from error
-
-
-def _decode(kind: int, body: Any) -> Step:
-    if kind == DONE:
-        return Done(_to_reply(body[0]), Spent(*body[1]))
-    if kind == TURN:
-        return Turn(_to_reply(body[0]), Spent(*body[1]))
+    record = _load(body)
+    if kind in (TURN, DONE):
+        reply, spent = _read(record, (list, list))
+        return (Turn if kind == TURN else Done)(_to_reply(reply), _to_spent(spent))
     if kind == OUTCOME:
-        return Outcome(*body)
+        return Outcome(*_read(record, (int, str)))
     if kind == BEGUN:
-        return Begun(tuple(body))
+        return Begun(tuple(_read(record, (int,) * len(record) if isinstance(record, list) else ())))
     if kind == FAILED:
-        return Failed(AgentError(*body[0]), body[1], Spent(*body[2]))
-    raise ValueError(f"there is no record of kind {kind}")
+        error, text, spent = _read(record, (list, str, list))
+        return Failed(AgentError(*_read(error, ERROR)), text, _to_spent(spent))
+    if kind == ENDED:
+        return Ended(_to_spent(*_read(record, (list,))))
+    raise ValueError(f"a record of kind {kind} is of a newer version of this package, or none")
+
+
+def _read(array: object, form: Form, least: int | None = None) -> list[Any]:
+    """The array's values, each of its type. ``least`` is how many the first format had, where later ones have more."""
+    if not isinstance(array, list) or not (len(form) if least is None else least) <= len(array) <= len(form):
+        raise ValueError(f"a record has another form: {str(array)[:100]}")
+    for value, kind in zip(array, form, strict=False):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"a record has {str(value)[:100]} where another type is expected")
+    return array
 
 
 def _from_reply(reply: Reply) -> list[object]:
@@ -68,16 +92,16 @@ def _from_reply(reply: Reply) -> list[object]:
     ]
 
 
-def _to_reply(body: Any) -> Reply:
-    text, calls, usage, reasoning, first_token, finish_reason, saved = body
+def _to_reply(array: object) -> Reply:
+    text, calls, usage, reasoning, first_token, finish_reason, saved = _read(array, REPLY, least=7)
     return Reply(
         text,
-        tuple(ToolCall(*call) for call in calls),
-        Usage(*usage),
+        tuple(ToolCall(*_read(call, CALL)) for call in calls),
+        _to_usage(usage),
         reasoning,
         first_token,
         finish_reason,
-        None if saved is None else Usage(*saved),
+        None if saved is None else _to_usage(saved),
     )
 
 
@@ -85,8 +109,16 @@ def _from_usage(usage: Usage) -> tuple[int, ...]:
     return usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens
 
 
+def _to_usage(array: object) -> Usage:
+    return Usage(*_read(array, USAGE, least=4))
+
+
 def _from_spent(spent: Spent) -> tuple[object, ...]:
     return spent.sent, spent.retries, spent.queued, spent.inference, spent.tool_wait, spent.total, spent.cost
+
+
+def _to_spent(array: object) -> Spent:
+    return Spent(*_read(array, SPENT))
 
 
 def _dump(value: object) -> bytes:
@@ -97,5 +129,8 @@ def _dump(value: object) -> bytes:
         return SLOWLY + json.dumps(value).encode("ascii")
 
 
-def _load(body: bytes) -> Any:
-    return json.loads(body) if body.startswith(SLOWLY) else orjson.loads(body)
+def _load(body: object) -> object:
+    if not isinstance(body, bytes):
+        raise ValueError(f"a record is {type(body).__name__} where bytes are expected")
+    value: object = json.loads(body) if body.startswith(SLOWLY) else orjson.loads(body)
+    return value

@@ -18,19 +18,34 @@ from batch_agent.store.base import Identity
 
 SCHEME = 1  # of the keys below; another one makes old answers unfindable, never wrong
 KEY_BYTES = 16
+FIRST_FIELDS = {
+    *("model", "max_tokens", "temperature", "top_p", "seed", "stop"),
+    *("tools", "tool_choice", "schema", "schema_name", "extra_body"),
+}
 
 
 def fingerprint(
-    *, task: str, system: str, shapes: Sequence[RequestShape], tool_versions: Mapping[str, str | None]
+    *,
+    task: str,
+    system: str,
+    shapes: Sequence[RequestShape],
+    tool_versions: Mapping[str, str | None],
+    worker: str | None = None,
 ) -> bytes:
     """``system`` as it is before hoisting: moving a shared value forward does not change the question."""
     asked = [SCHEME, task, system, [_shape(shape) for shape in shapes], dict(tool_versions)]
+    if worker is not None:
+        asked.append(worker)
     text = json.dumps(from_json(to_json(asked)), sort_keys=True)
     return blake2b(text.encode("ascii"), digest_size=KEY_BYTES).digest()
 
 
 def _shape(shape: RequestShape) -> dict[str, object]:
-    return {name: getattr(shape, name) for name in RequestShape.__dataclass_fields__}
+    """A field that shapes did not have when the scheme was made is part of the question only where it says something:
+    answers to the same question from before there was such a field stay valid."""
+    fields = RequestShape.__dataclass_fields__
+    values = {name: getattr(shape, name) for name in fields}
+    return {name: value for name, value in values.items() if name in FIRST_FIELDS or value != fields[name].default}
 
 
 class Keys:

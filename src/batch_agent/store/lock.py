@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from batch_agent.errors import StoreError
+from batch_agent.store.private import private
 
 if sys.platform == "win32":
     import msvcrt
@@ -37,7 +38,7 @@ LOOKS = 50  # how often whoever is only looking is waited for, some milliseconds
 class Lock:
     def __init__(self, path: Path) -> None:
         """Raises StoreError when another process, or another run of this one, holds it."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor = private(path, os.O_RDWR | os.O_CREAT)
         try:
             _take_patiently(self._descriptor)
         except OSError:

@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
+from batch_agent.store.private import private
+
 LINE = re.compile(rb'\{"index": ?(\d{1,10}),.*\}\n', re.DOTALL)  # a whole one
 
 
@@ -33,7 +35,7 @@ class ResultFiles:
         self._drafting = any(path.exists() and path.stat().st_size for path in self._paths)
         with ExitStack() as opened:
             paths = self._drafts if self._drafting else self._paths
-            self._open = tuple(opened.enter_context(path.open("wb", buffering=0)) for path in paths)
+            self._open = tuple(opened.enter_context(open(path, "wb", buffering=0, opener=private)) for path in paths)
             opened.pop_all()
 
     def write(self, *data: bytes) -> None:
@@ -67,7 +69,7 @@ class ResultFiles:
             for index, _ in _lines(draft):
                 seen.add(index)
         for path, draft in zip(self._paths, self._drafts, strict=True):
-            with draft.open("a+b") as file:
+            with open(draft, "a+b", opener=private) as file:
                 _drop_torn_line(file)
                 file.writelines(line for index, line in _lines(path) if seen.add(index))
                 file.flush()

@@ -17,18 +17,20 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid, SpecError, StoreError
-from batch_agent.files.results import from_json, record_line, result_line, to_json, unwritten
+from batch_agent.files.results import from_json, plainly, record_line, result_line, to_json, unwritten
 from batch_agent.job import AgentResult, UnreadableRow
 from batch_agent.messages import JsonObject
-from batch_agent.store.base import Progress
+from batch_agent.store.base import OpenStore, Progress, Store
 from batch_agent.store.lock import Lock, is_locked
+from batch_agent.store.private import DIRECTORY, private
 from batch_agent.store.resultfiles import ResultFiles
 from batch_agent.store.sqlite import Glance, SqliteJournal, glance
 
@@ -47,18 +49,19 @@ RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK = (
 class RunDir:
     """A locked run directory."""
 
-    def __init__(self, path: Path, lock: Lock, journal: SqliteJournal, *, lost_journal: bool = False) -> None:
+    def __init__(self, path: Path, lock: Lock, journal: Store, *, lost_journal: bool = False) -> None:
         self.path = path
         self.journal = journal
+        self.schema: OutputSchema[object] | None = None  # of the outputs
         self.lost_journal = lost_journal  # a run began here, and its record is gone
         self._lock = lock
         self._files = ResultFiles(path / RESULTS, path / FAILURES)
 
     @classmethod
-    def open(cls, path: Path, *, resume: bool) -> RunDir:
+    def open(cls, path: Path, *, resume: bool, open_store: OpenStore = SqliteJournal.open) -> RunDir:
         """SpecError when there is a run already and ``resume`` was not asked for; StoreError when it cannot be used."""
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(DIRECTORY, parents=True, exist_ok=True)  # one that is there stays as open as it is
             lock = Lock(path / LOCK)
         except OSError as error:
             raise StoreError(f"the run directory {path} cannot be used: {error.strerror}") from None
@@ -67,9 +70,9 @@ class RunDir:
             begun = (path / RUN).exists()
             if begun and not resume:
                 raise _taken(path)
-            lost = begun and not (path / JOURNAL).exists()
-            journal = SqliteJournal.open(path / JOURNAL, begun=begun)
+            journal = open_store(path / JOURNAL, begun=begun)
             undone.callback(journal.close)
+            lost = begun and journal.sessions() == 0
             if not resume and journal.next_agent() > 1:
                 raise _taken(path)
             undone.pop_all()
@@ -91,7 +94,7 @@ class RunDir:
 
     def write(self, results: Sequence[AgentResult[object]]) -> None:
         try:
-            self._files.write(*_lines(results))
+            self._files.write(*_lines(plainly(result, self.schema) for result in results))
         except OSError as error:
             raise _unwritable(self.path, error) from None
 
@@ -111,7 +114,7 @@ class RunDir:
         """In one piece, whatever happens meanwhile."""
         path, draft, data = self.path / name, self.path / f"{name}.new", to_json(content) + b"\n"
         try:
-            with draft.open("wb") as file:
+            with open(draft, "wb", opener=private) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -206,7 +209,7 @@ def failure_line(result: AgentResult[object]) -> bytes:
     return record_line(record)
 
 
-def _lines(results: Sequence[AgentResult[object]]) -> tuple[bytes, bytes]:
+def _lines(results: Iterable[AgentResult[object]]) -> tuple[bytes, bytes]:
     """Those of results.jsonl and those of failures.jsonl."""
     good, bad = [], []
     for result in results:

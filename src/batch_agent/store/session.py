@@ -17,13 +17,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from batch_agent.compiler.schema import OutputSchema
 from batch_agent.job import AgentResult, Job
 from batch_agent.messages import JsonObject
-from batch_agent.store.base import Identity, Progress
+from batch_agent.store.base import Identity, OpenStore, Progress
 from batch_agent.store.codec import FORMAT
 from batch_agent.store.journal import Journal
 from batch_agent.store.keys import Keys
 from batch_agent.store.rundir import RunDir, State, read_run
+from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.store.steps import Past
 from batch_agent.store.trail import Trail
 from batch_agent.version import __version__
@@ -53,11 +55,11 @@ class Session:
         self.has_past = False  # rows may have a record: look them up
 
     @classmethod
-    async def open(cls, path: Path, resuming: Resuming) -> Session:
+    async def open(cls, path: Path, resuming: Resuming, open_store: OpenStore = SqliteJournal.open) -> Session:
         """The directory, locked. Nothing of an earlier session is touched before ``begin``."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-agent-journal")
         loop = asyncio.get_running_loop()
-        opening = loop.run_in_executor(thread, lambda: RunDir.open(path, resume=resuming.resume))
+        opening = loop.run_in_executor(thread, lambda: RunDir.open(path, resume=resuming.resume, open_store=open_store))
         try:
             return cls(await asyncio.shield(opening), thread, resuming)
         except BaseException:
@@ -71,12 +73,14 @@ class Session:
         fingerprint: bytes,
         facts: JsonObject,
         *,
+        schema: OutputSchema[object] | None,
         spent: Callable[[], tuple[int, float | None]],
         on_backlog: Callable[[bool], None],
     ) -> None:
-        """``facts`` are what ``run.json`` says of the run, beside what is said here; ``spent`` says what this session
-        has spent so far, in tokens and $."""
+        """``facts`` are what ``run.json`` says of the run, beside what is said here; ``schema`` is that of the outputs;
+        ``spent`` says what this session has spent so far, in tokens and $."""
         self._keys = Keys(fingerprint)
+        self._directory.schema = schema
         began = _now()
         next_agent, previous, forced = await self._run(lambda: self._prepare(fingerprint, began))
         self.has_past = next_agent > 1
@@ -168,6 +172,11 @@ class Session:
     async def spent_before(self) -> tuple[int, float]:
         """Tokens and $ of earlier sessions."""
         return await self._run(self._directory.journal.spent)
+
+    async def flush(self) -> bool:
+        """Whether everything added or published until now is on disk; waited for even when whoever waits is
+        cancelled."""
+        return self._journal is not None and await _to_its_end(self._journal.flush()) is None
 
     # The end
 

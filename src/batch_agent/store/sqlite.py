@@ -8,16 +8,18 @@ what it gives out. Order is the order of appending: no clock is asked.
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
 from batch_agent.errors import StoreError
 from batch_agent.store.base import Entry, Identity, Progress
-from batch_agent.store.codec import DONE, FAILED, FORMAT, decode, encode
+from batch_agent.store.codec import DONE, ENDED, FAILED, FORMAT, OLDEST, decode, encode
+from batch_agent.store.private import private
 from batch_agent.store.steps import Past, read_past
 
 logger = logging.getLogger("batch_agent")
@@ -69,6 +71,8 @@ class SqliteJournal:
         Raises StoreError when it cannot be used."""
         was_there = begun and path.exists()
         with _explained(path):
+            with suppress(OSError):  # SQLite says it in its own words, and gives the files beside it the same mode
+                os.close(private(path, os.O_RDWR | os.O_CREAT))
             journal = cls(sqlite3.connect(path, isolation_level=None, cached_statements=64), path)
             try:
                 journal._prepare(was_there)
@@ -91,17 +95,23 @@ class SqliteJournal:
 
     def begin(self, fingerprint: bytes, started: str) -> None:
         with _explained(self._path):
+            # All that an older format has is in this one too: it takes no more than to say so, before anything new is
+            # written.
+            self._db.execute(f"PRAGMA user_version = {FORMAT}")
             row = self._db.execute(
                 "INSERT INTO session (fingerprint, started) VALUES (?, ?) RETURNING id", (fingerprint, started)
             ).fetchone()
             self._session = row[0]
+
+    def sessions(self) -> int:
+        with _explained(self._path):
+            return int(self._db.execute("SELECT count(*) FROM session").fetchone()[0])
 
     def next_agent(self) -> int:
         with _explained(self._path):
             return int(self._db.execute("SELECT coalesce(max(agent), 0) + 1 FROM record").fetchone()[0])
 
     def spent(self) -> tuple[int, float]:
-        """Tokens and $ of all sessions so far."""
         with _explained(self._path):
             tokens, cost = self._db.execute("SELECT coalesce(sum(tokens), 0), total(cost) FROM session").fetchone()
             return int(tokens), float(cost)
@@ -136,9 +146,6 @@ class SqliteJournal:
                 start = end
 
     def sort_by(self, column: Literal["key", "row"]) -> None:
-        """Make the agents recorded until now ready to be claimed by their key; or by that first, and by their row where
-        no agent has the key. Those that are done come first, then those under way, then those that failed; by row,
-        where they may have been asked different questions, the newest of them."""
         self._by_row = column == "row"
         self._claimed = bytearray(self.next_agent() // 8 + 1)
         with _explained(self._path):
@@ -153,8 +160,9 @@ class SqliteJournal:
     def _sort(self, column: str, place: str) -> None:
         # Of a grouped row SQLite takes the columns from the record that has the maximum. Keys and rows are hashes of
         # different things, so they can be in one table.
+        rank = f"CASE WHEN kind IN ({DONE}, {ENDED}) THEN 0 WHEN kind = {FAILED} THEN 2 ELSE 1 END"
         self._db.execute(
-            f"INSERT INTO past SELECT sought, CASE kind WHEN {DONE} THEN 0 WHEN {FAILED} THEN 2 ELSE 1 END, {place} "
+            f"INSERT INTO past SELECT sought, {rank}, {place} "
             f"FROM (SELECT {column} AS sought, kind, agent, max(id) FROM record GROUP BY agent) ORDER BY 1, 2, 3"
         )
 
@@ -173,7 +181,7 @@ class SqliteJournal:
         rows = self._db.execute("SELECT kind, body FROM record WHERE agent = ? ORDER BY id", (agent,)).fetchall()
         try:
             return read_past(agent, [decode(kind, body) for kind, body in rows])
-        except (ValueError, IndexError) as error:
+        except ValueError as error:
             # One bad record must not keep the others from being reached.
             logger.warning("%s: the record of one row cannot be read and counts as none: %s", self._path, error)
             return None
@@ -249,11 +257,11 @@ def _version(db: sqlite3.Connection, path: Path) -> int | None:
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
     if owner != APPLICATION_ID:
         raise StoreError(f"{path} is a database of something else; give another run directory")
-    if version != FORMAT:
+    if not OLDEST <= version <= FORMAT:
         age = "a newer" if version > FORMAT else "an older"
         raise StoreError(
-            f"{path} was written by {age} version of this package (format {version}, this one reads {FORMAT}): "
-            "resume it with that version, or give another run directory"
+            f"{path} was written by {age} version of this package (format {version}, this one reads {OLDEST} to "
+            f"{FORMAT}): resume it with that version, or give another run directory"
         )
     return version
 

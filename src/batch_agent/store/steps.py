@@ -66,7 +66,14 @@ class Failed:
     spent: Spent
 
 
-Step: TypeAlias = Turn | Begun | Outcome | Done | Failed
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The agent ended well, and not with an answer: its worker did something after the last, or asked nothing."""
+
+    spent: Spent
+
+
+Step: TypeAlias = Turn | Begun | Outcome | Done | Failed | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +97,26 @@ class Past:
 
 
 def read_past(agent: int, steps: list[Step]) -> Past:
-    """The steps of one agent, in the order they were recorded, as what a resumed agent needs of them."""
+    """The steps of one agent, in the order they were recorded, as what a resumed agent needs of them. Raises ValueError
+    for steps that no agent takes."""
     turns: list[PastTurn] = []
     for step in steps:
         match step:
             case Turn(reply, spent) | Done(reply, spent):
                 turns.append(PastTurn(reply, spent))
             case Begun(calls):
-                turns[-1].begun.update(calls)
+                for call in calls:
+                    _turn_of(turns, call).begun.add(call)
             case Outcome(call, text):
-                turns[-1].outcomes[call] = text
-            case Failed():
-                pass  # what followed it, if anything, is the retry
+                _turn_of(turns, call).outcomes[call] = text
+            case Failed() | Ended():
+                pass  # what followed a failure, if anything, is the retry
     last = steps[-1] if steps else None
-    return Past(agent, tuple(turns), last if isinstance(last, Failed) else None, isinstance(last, Done))
+    return Past(agent, tuple(turns), last if isinstance(last, Failed) else None, isinstance(last, Done | Ended))
+
+
+def _turn_of(turns: list[PastTurn], call: int) -> PastTurn:
+    """The turn that the step of a call belongs to."""
+    if not turns or not 0 <= call < len(turns[-1].reply.tool_calls):
+        raise ValueError(f"there is no call {call} that it could be of")
+    return turns[-1]

@@ -1,26 +1,57 @@
-"""One agent's trail through the journal: what it did in an earlier session, to be followed, and where it writes now."""
+"""One agent's trail through the journal: what it did in an earlier session, to be followed, and where it writes now.
+
+An agent without a run directory has a trail too: there is nothing to follow, and it leads nowhere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from batch_agent.errors import JobError
 from batch_agent.store.base import Entry, Identity
 from batch_agent.store.journal import Journal
-from batch_agent.store.steps import Failed, PastTurn, Step
+from batch_agent.store.steps import Failed, Outcome, PastTurn, Step
+
+UNKNOWN_OUTCOME = (
+    "Error: the run was interrupted while {name} was running, and its outcome is unknown: it may or may not have taken "
+    "effect. It was not run again. Find out before you repeat it."
+)
+NOBODY = Identity(b"", b"")
+
+
+class FailedBefore(JobError):
+    """The record ends in this failure, which is not to be tried again."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.error.message)
+        self.failed = failed
 
 
 class Trail:
-    """The recorded turns are taken one by one; after the last the agent is on its own. ``failed`` is how it ended, when
-    that is not to be tried again, ``retried`` says that it is; ``ended`` says that nothing should be left to do.
-    ``has_past``: an earlier session recorded something of it."""
+    """The recorded turns are taken one by one; after the last the agent is on its own. ``retried`` says that it failed
+    and is tried again; ``ended`` that nothing should be left to do; ``has_past`` that an earlier session recorded
+    something of it; ``fresh`` that this one did something for it. ``records``: what is added is kept."""
 
-    __slots__ = ("_agent", "_commit", "_identity", "_journal", "_turns", "ended", "failed", "has_past", "retried")
+    __slots__ = (
+        "_agent",
+        "_commit",
+        "_failed",
+        "_identity",
+        "_journal",
+        "_past",
+        "_turns",
+        "ended",
+        "fresh",
+        "has_past",
+        "records",
+        "retried",
+    )
 
     def __init__(
         self,
-        journal: Journal,
-        identity: Identity,
-        agent: int,
+        journal: Journal | None = None,
+        identity: Identity = NOBODY,
+        agent: int = 0,
         turns: Sequence[PastTurn] = (),
         *,
         failed: Failed | None = None,
@@ -32,10 +63,13 @@ class Trail:
         self._agent = agent
         self._commit = 0
         self._turns = list(reversed(turns))
-        self.failed = failed
+        self._past: PastTurn | None = None  # the latest answer, when it comes from the record
+        self._failed = failed
+        self.records = journal is not None
         self.retried = retried
         self.ended = done or failed is not None
         self.has_past = bool(turns) or self.ended
+        self.fresh = not self.has_past
 
     @property
     def goes_on(self) -> bool:
@@ -43,13 +77,45 @@ class Trail:
         on."""
         return bool(self._turns)
 
+    @property
+    def stays_failed(self) -> bool:
+        """The last recorded turn was taken, and what followed it then was a failure that is not tried again."""
+        return self._failed is not None and not self._turns
+
+    @property
+    def forgives(self) -> bool:
+        """Whether an answer that does not validate may be repaired beyond the limit: it was, or it failed its agent
+        then and gets another chance now."""
+        return self.goes_on or (self.retried and self._past is not None)
+
     def next_turn(self) -> PastTurn | None:
-        return self._turns.pop() if self._turns else None
+        self._past = self._turns.pop() if self._turns else None
+        return self._past
+
+    def leave(self) -> None:
+        """There is nothing more to follow: the agent failed then and there, or goes on from here."""
+        if self._failed is not None:
+            raise FailedBefore(self._failed)
+        self.fresh = True
+
+    def outcomes(self) -> dict[int, str]:
+        """What the record has of the calls of the latest answer, by position. Where the agent goes on, a write that was
+        begun and has no outcome gets one that says so."""
+        past = self._past
+        if past is None:
+            return {}
+        known = past.outcomes
+        for position in () if self.stays_failed else sorted(past.begun - known.keys()):
+            known[position] = UNKNOWN_OUTCOME.format(name=past.reply.tool_calls[position].name)
+            self.add(Outcome(position, known[position]))
+        return known
 
     def add(self, step: Step) -> None:
         """Record a step of this session. It is on disk after ``settle``."""
-        self._commit = self._journal.add(Entry(self._agent, self._identity, step))
+        if self._journal is not None:
+            self._commit = self._journal.add(Entry(self._agent, self._identity, step))
 
     async def settle(self) -> None:
         """Until everything added is on disk. Raises StoreError when it cannot be."""
-        await self._journal.wait(self._commit)
+        if self._journal is not None:
+            await self._journal.wait(self._commit)

@@ -59,7 +59,7 @@ class Flight:
     _stuck: bool = False
     _held: list[Gate] = field(default_factory=list)
     _waits: bool = False
-    _waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    waiting: set[Callable[[], None]] = field(default_factory=set)  # to be called when it has ended
 
     def join(self) -> None:
         self.interested += 1
@@ -97,9 +97,9 @@ class Flight:
 
     def land(self, end: ToolOutcome | Exception) -> None:
         self.end = end
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        for tell in tuple(self.waiting):
+            tell()
+        self.waiting.clear()
         self._wait_ends()
 
     def task_ended(self) -> None:
@@ -108,20 +108,6 @@ class Flight:
         if self._stuck:
             self.traffic.stuck -= 1
         self._let_go()
-
-    async def landed(self) -> ToolOutcome:
-        if self.end is None:
-            # Not one shared future: to leave that one takes a search through all who wait for it.
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.discard(waiter)
-        assert self.end is not None
-        if isinstance(self.end, Exception):
-            raise self.end
-        return self.end
 
     def _does_not_stop(self) -> None:
         self._stuck = True
@@ -141,24 +127,48 @@ class Flight:
 class PendingCall:
     """One agent's part in a flight."""
 
-    __slots__ = ("_asked", "_flight", "_holds", "_joined")
+    __slots__ = ("_asked", "_flight", "_holds", "_joined", "_tell")
 
     def __init__(self, flight: Flight, asked: float, *, joined: bool = False) -> None:
         self._flight = flight
         self._asked = asked
         self._joined = joined
         self._holds = True
+        self._tell: Callable[[ToolOutcome | Exception], None] | None = None
         flight.join()
 
+    def on_end(self, tell: Callable[[ToolOutcome | Exception], None]) -> None:
+        """``tell`` is called once with how the call ended, failures of the tool included: when it does, or at once when
+        it has; never when it is abandoned first. An exception is a fault of ours."""
+        self._tell = tell
+        if self._flight.end is not None:
+            self._told()
+        else:
+            self._flight.waiting.add(self._told)
+
+    def _told(self) -> None:
+        tell, self._tell, end = self._tell, None, self._flight.end
+        if tell is None or end is None:
+            return
+        if self._joined and isinstance(end, ToolOutcome):
+            end = replace(end, source="shared", seconds=end.seconds - (self._asked - self._flight.asked))
+        tell(end)
+
     async def wait(self) -> ToolOutcome:
-        """How the call ended; failures too are outcomes. Cancelling the wait leaves the call alone."""
-        outcome = await self._flight.landed()
-        if not self._joined:
-            return outcome
-        return replace(outcome, source="shared", seconds=outcome.seconds - (self._asked - self._flight.asked))
+        """How the call ended. Cancelling the wait leaves the call alone."""
+        ended: asyncio.Future[ToolOutcome] = asyncio.get_running_loop().create_future()
+
+        def tell(end: ToolOutcome | Exception) -> None:
+            if not ended.done():
+                ended.set_exception(end) if isinstance(end, Exception) else ended.set_result(end)
+
+        self.on_end(tell)
+        return await ended
 
     def abandon(self) -> None:
         """This agent no longer wants the call. When the last one leaves, what is still running is cancelled."""
         if self._holds:
             self._holds = False
+            self._tell = None
+            self._flight.waiting.discard(self._told)
             self._flight.leave()
