@@ -91,13 +91,14 @@ def coroutines(agents: int) -> None:
 
 async def _coroutines(agents: int) -> None:
     limiter = Limiter(INFLIGHT)
+    feed = limiter.feed(lambda: None)
 
     async def agent(ticket: Ticket) -> None:
         for turn in range(1, TURNS + 1):
             await limiter.hold(ticket)
             await asyncio.sleep(0)  # the model
+            limiter.answered(ticket, 1.0)
             limiter.release(ticket)
-            limiter.succeeded(ticket, 1.0)
             if turn < TURNS:
                 await asyncio.sleep(0)  # the tool
                 ticket = limiter.claim(ticket.progress, turn)
@@ -105,8 +106,8 @@ async def _coroutines(agents: int) -> None:
 
     async with asyncio.TaskGroup() as group:
         for number in range(agents):
-            await limiter.wait_room()
-            limiter.expect(agents - number - 1)
+            await feed.wait_room()
+            feed.expect(agents - number - 1)
             group.create_task(agent(limiter.start_agent(Progress())))
     limiter.close()
 

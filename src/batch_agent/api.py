@@ -99,9 +99,15 @@ class BatchAgent:
     async def run(cls, spec: BatchSpec | None = None, **options: Any) -> list[AgentResult[Any]]:
         """All results, in input order. Failed jobs are results too; only a run that cannot go on raises."""
         async with cls._open(spec, options) as run:
-            results = [result async for result in run.results()]
-        results.sort(key=lambda result: result.index)
-        return results
+            results: list[AgentResult[Any]] = []
+            try:
+                async for result in run.results():
+                    results.append(result)
+            except Exception as error:
+                with suppress(AttributeError, TypeError):  # an exception of foreign code may have no room for it
+                    error.results = sorted(results, key=_index)  # type: ignore[attr-defined]
+                raise
+        return sorted(results, key=_index)
 
     @overload
     @classmethod
@@ -171,6 +177,10 @@ class BatchAgent:
         from batch_agent.engine.run import Run
 
         return Run(prepare(_spec(spec, options)), sinks)
+
+
+def _index(result: AgentResult[Any]) -> int:
+    return result.index
 
 
 def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -310,3 +312,54 @@ async def test_drain_does_not_wait_for_an_input_that_never_comes() -> None:
         assert (await anext(results)).ok
         run.drain()
         assert [result async for result in results] == []
+
+
+@virtual_clock
+async def test_when_time_is_up_queued_sleeping_and_tool_waiting_agents_do_not_hold_the_run() -> None:
+    @Tool.define(effect="read")
+    async def wait_long(word: str) -> str:
+        await asyncio.sleep(3_000)
+        return word
+
+    def script(request: Request) -> Any:
+        if request.text == "refused":
+            return Fail(429, headers={"Retry-After": "3000"})
+        return CallTools(ToolUse("wait_long", {"word": "x"})) if request.turn == 0 else Say("ok")
+
+    backend = ScriptedBackend(script)
+    async with BatchAgent.open(
+        task="{input}",
+        inputs=["a", "refused", *map(str, range(50))],
+        tools=[wait_long],
+        backend=backend,
+        max_inflight=2,
+        max_wall_time=10,
+        timeout_per_tool=None,
+    ) as run:
+        results = [result async for result in run.results()]
+        assert asyncio.get_running_loop().time() < 20
+        assert run.statistics().ended == "out of budget"
+    assert {result.error.type for result in results if result.error} == {"Interrupted"}
+
+
+@virtual_clock
+async def test_a_drain_before_the_first_row_is_not_a_complete_run(tmp_path: Path) -> None:
+    backend = ScriptedBackend(lambda _: Say("ok"))
+    async with BatchAgent.open(task="{input}", inputs=["a", "b"], backend=backend, run_dir=tmp_path) as run:
+        run.drain()
+        assert [result async for result in run.results()] == []
+    assert run.statistics().ended == "drained"
+    assert backend.requests == []
+
+
+@virtual_clock
+async def test_inputs_that_raise_let_what_runs_finish_and_the_error_carries_the_results() -> None:
+    def rows() -> Iterator[str]:
+        yield from ("a", "b", "c")
+        raise OSError("the disk is gone")
+
+    backend = ScriptedBackend(lambda _: Say("ok", latency=1))
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        await BatchAgent.run(task="{input}", inputs=rows(), backend=backend)
+    assert [result.input for result in caught.value.results] == ["a", "b", "c"]  # type: ignore[attr-defined]
+    assert all(result.ok for result in caught.value.results)  # type: ignore[attr-defined]

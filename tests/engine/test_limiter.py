@@ -52,7 +52,7 @@ async def test_a_slot_granted_in_the_moment_of_cancellation_is_not_lost() -> Non
 async def test_the_feed_is_woken_when_a_slot_would_stay_idle() -> None:
     limiter = Limiter(1)
     ticket = limiter.start_agent(Progress())
-    feed = asyncio.create_task(limiter.wait_room())
+    feed = asyncio.create_task(limiter.feed(lambda: None).wait_room())
     await settle()
     assert not feed.done()
     limiter.release(ticket)
@@ -62,7 +62,7 @@ async def test_the_feed_is_woken_when_a_slot_would_stay_idle() -> None:
 async def test_draining_tells_the_feed_that_no_room_will_come() -> None:
     limiter = Limiter(1)
     limiter.start_agent(Progress())
-    feed = asyncio.create_task(limiter.wait_room())
+    feed = asyncio.create_task(limiter.feed(lambda: None).wait_room())
     await settle()
     limiter.drain()
     assert await feed is False

@@ -245,3 +245,31 @@ def test_a_refusal_of_one_row_is_that_rows_failure_wherever_it_stands(status: in
         assert len(results) == 100
 
     scenario()
+
+
+async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside(tmp_path: Path) -> None:
+    seen: list[object] = []
+    back = False
+
+    def script(request: Request) -> Any:
+        if request.number >= 5 and not back:
+            refuse()
+        return Say("ok")
+
+    async def watch() -> None:
+        nonlocal back
+        while not (facts := RunView.of(tmp_path).facts).get("trouble"):
+            await asyncio.sleep(0.05)
+        seen.append(facts["trouble"])
+        back = True
+
+    async with BatchAgent.open(
+        task="{input}", inputs=list("abcdefghij"), backend=ScriptedBackend(script), run_dir=tmp_path, max_inflight=2
+    ) as run:
+        while not (tmp_path / "run.json").exists():
+            await asyncio.sleep(0.01)
+        watching = asyncio.create_task(watch())
+        assert len([result async for result in run.results()]) == 10
+        await watching
+    assert seen == ["connection refused"]
+    assert RunView.of(tmp_path).facts["trouble"] is None

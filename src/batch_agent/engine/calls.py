@@ -27,12 +27,11 @@ async def run_calls(
 ) -> None:
     """These calls of an agent's turn, by place in its answer, to the end of the last one. ``known`` gets the outcomes
     as they come; ``early`` has the calls that were begun while the model was still talking."""
-    if trail.records:
-        writes = tuple(place for place, call in calls.items() if not r.tools.can_start_early(call.name))
-        if writes:
-            # A write that was begun must never be taken for one that was not.
-            trail.add(Begun(writes))
-            await trail.settle()
+    writes = tuple(place for place, call in calls.items() if not r.tools.can_start_early(call.name))
+    if writes and trail.records:
+        # A write that was begun must never be taken for one that was not.
+        trail.add(Begun(writes))
+        await trail.settle()
     every, left = asyncio.get_running_loop().create_future(), len(calls)
 
     def ended(place: int, call: ToolCall, outcome: ToolOutcome | Exception) -> None:
@@ -59,7 +58,8 @@ async def run_calls(
     try:
         for place, waiting in pending.items():
             waiting.on_end(partial(ended, place, calls[place]))
-        await every
+        # A write that was begun is waited for in any case: what became of it must be known.
+        await (every if writes else r.limiter.wait_for_tools(every))
     finally:
         for waiting in pending.values():
             waiting.abandon()

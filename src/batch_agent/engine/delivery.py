@@ -1,7 +1,7 @@
 """From finished agents to whoever consumes results: the callback, then a bounded hand-over.
 
-Results leave memory when they are taken. When nobody takes them, ``on_backlog`` tells the limiter to start no more
-agents; those under way finish, so what is held is bounded by the window plus the agents alive.
+Results leave memory when they are taken. When nobody takes them, or callbacks take long, ``on_backlog`` tells the
+limiter to start no more agents; those under way finish, so what is held is bounded by the window plus the agents alive.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
 WINDOW = 1024  # results that may wait to be taken before no new agent starts
+CALLBACKS = 64  # async callbacks that may be under way before no new agent starts
 
 
 class Delivery(Generic[T]):
@@ -34,6 +35,8 @@ class Delivery(Generic[T]):
         self._closed = False
         self._failure: BaseException | None = None
         self._reported = False
+        self._callbacks = 0
+        self._full = False
 
     async def deliver(self, result: AgentResult[T]) -> None:
         """Call the user's callback, then hand the result over, whatever becomes of the callback."""
@@ -41,7 +44,13 @@ class Delivery(Generic[T]):
             if self._on_result is not None:
                 outcome = self._on_result(result)
                 if inspect.isawaitable(outcome):
-                    await outcome
+                    self._callbacks += 1
+                    self._say_backlog()
+                    try:
+                        await outcome
+                    finally:
+                        self._callbacks -= 1
+                        self._say_backlog()
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
                 raise
@@ -53,8 +62,7 @@ class Delivery(Generic[T]):
 
     def put(self, result: AgentResult[T]) -> None:
         self._ready.append(result)
-        if len(self._ready) >= self._window:
-            self._on_backlog(True)
+        self._say_backlog()
         self._wake()
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -79,9 +87,14 @@ class Delivery(Generic[T]):
             finally:
                 self._taker = None
         result = self._ready.popleft()
-        if len(self._ready) < self._window:
-            self._on_backlog(False)
+        self._say_backlog()
         return result
+
+    def _say_backlog(self) -> None:
+        full = len(self._ready) >= self._window or self._callbacks >= CALLBACKS
+        if full != self._full:
+            self._full = full
+            self._on_backlog(full)
 
     def _wake(self) -> None:
         if self._taker is not None and not self._taker.done():

@@ -27,7 +27,7 @@ OnOver = Callable[["Ended", str], None]
 
 
 class Endpoints:
-    """``wake`` is called when somebody who waits for a slot may get one."""
+    """``wake`` is called when somebody who waits for a slot may get one, ``rejoin`` when an endpoint is back."""
 
     def __init__(
         self,
@@ -37,10 +37,12 @@ class Endpoints:
         on_limit: OnLimit,
         on_over: OnOver,
         wake: Callable[[], None],
+        rejoin: Callable[[], None],
     ) -> None:
         self._all = endpoints
         self._max_outage = inf if max_outage is None else max_outage
-        self._on_health, self._on_limit, self._on_over, self._wake = on_health, on_limit, on_over, wake
+        self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
+        self._wake, self._rejoin = wake, rejoin
         self._doubted: dict[Endpoint, set[Ticket]] = {}  # failed since the endpoint's last good answer
         self.doubts: list[tuple[Endpoint, asyncio.Future[None]]] = []  # those who wait to learn whose fault it was
         self._limits: dict[Ticket, asyncio.Timeout] = {}  # of requests on their way
@@ -98,6 +100,9 @@ class Endpoints:
             return
         if kind == "overload" and not health.is_down:
             self._overloaded(endpoint, ticket, error, now)
+        if kind != "unreached" and ticket.failures > ticket.doubtful and not health.is_down:
+            ticket.failures += 1  # it has failed while others were answered: it says nothing about the server
+            return
         if kind != "unreached":
             ticket.failures += 1
             ticket.doubtful += 1
@@ -155,6 +160,7 @@ class Endpoints:
                 if ticket.endpoint is endpoint and ticket.sent_at < began and not ticket.lost:
                     self._lose(ticket, now + endpoint.health.grace)
             self._on_health(endpoint, now)
+            self._rejoin()
             self.arm()
             self._wake()
 

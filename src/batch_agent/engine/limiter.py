@@ -7,13 +7,57 @@ and failures say about an endpoint is handed on in ``endpoints``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from batch_agent.engine.endpoints import Endpoints, OnHealth, OnLimit, OnOver
 from batch_agent.errors import Interrupted
+from batch_agent.events import Ended
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.outlook import Progress
+
+
+class Feed:
+    """One run's way to start agents. Several runs may share a limiter; each has a feed of its own, and all wait for the
+    same room. ``on_close`` is called when nothing new is to start."""
+
+    def __init__(self, limiter: Limiter, on_close: Callable[[], None]) -> None:
+        self._limiter = limiter
+        self._on_close = on_close
+        self.closed = False  # no new agents, ever
+        self.ended = False  # every input was read
+        self.rows: int | None = None  # still to be started; None where nobody knows how many
+        self.room: asyncio.Future[None] | None = None
+
+    async def wait_room(self) -> bool:
+        """Until another agent may start. False: none will."""
+        while not self.closed:
+            if self._limiter.scheduler.has_room():
+                return True
+            self.room = asyncio.get_running_loop().create_future()
+            await self.room
+        return False
+
+    def expect(self, rows: int | None) -> None:
+        self.rows = rows
+        self._limiter.look_ahead()
+
+    def end(self) -> None:
+        self.ended, self.rows = True, 0
+        self._limiter.look_ahead()
+
+    def close(self) -> None:
+        """Nothing new starts; agents under way go on."""
+        if not self.closed:
+            self.closed = True
+            self.wake()
+            self._on_close()
+            self._limiter.look_ahead()
+
+    def wake(self) -> None:
+        room, self.room = self.room, None
+        if room is not None:
+            _wake(room)
 
 
 class Limiter:
@@ -32,13 +76,15 @@ class Limiter:
     ) -> None:
         known = [Endpoint(name, max_inflight) for name in endpoints]
         self.scheduler = Scheduler(max_inflight, max_agents, known)
-        self.endpoints = Endpoints(known, max_outage, on_health, on_limit, on_over, self._pump)
+        self.endpoints = Endpoints(known, max_outage, on_health, on_limit, self._end, self._pump, self.scheduler.rejoin)
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._sleepers: set[asyncio.Future[None]] = set()
-        self._room: asyncio.Future[None] | None = None
+        self._feeds: list[Feed] = []
+        self._tools_waited_for: set[asyncio.Future[None]] = set()
         self._stopped = False
+        self._on_over = on_over
         self._refusal = ""  # why nobody gets a slot any more
-        self._fed = False
+        self.over: tuple[Ended, str] | None = None  # how the run ends that could not go on, and why
         self._user_paused = False
         self._short_of_budget = False
 
@@ -106,18 +152,23 @@ class Limiter:
 
     # Agents
 
-    async def wait_room(self) -> bool:
-        """Until another agent may start. False: none will, the run is draining."""
-        while not self.scheduler.has_room():
-            if self.scheduler.closed:
-                return False
-            self._room = asyncio.get_running_loop().create_future()
-            await self._room
-        return True
+    def feed(self, on_close: Callable[[], None]) -> Feed:
+        feed = Feed(self, on_close)
+        self._feeds.append(feed)
+        return feed
 
-    def expect(self, rows: int | None) -> None:
-        """How many rows are still to be started; None where nobody knows."""
-        self.scheduler.outlook.rows = rows
+    def look_ahead(self) -> None:
+        """What is still to come has changed."""
+        rows = 0
+        for feed in self._feeds:
+            if feed.rows is None and not feed.closed:
+                self.scheduler.outlook.rows = None
+                break
+            rows += 0 if feed.closed else feed.rows or 0
+        else:
+            self.scheduler.outlook.rows = rows
+        if self.endpoints.doubts:
+            self._pump()
 
     def start_agent(self, progress: Progress) -> Ticket:
         """A new agent, with its claim for its first turn made now, so that the room it takes is seen to be taken."""
@@ -128,29 +179,48 @@ class Limiter:
         self.scheduler.end_agent(progress, turns)
         self._pump()
 
-    def fed(self) -> None:
-        """Every input was read: no more agents will come."""
-        self._fed = True
-        self._pump()
-
     # Control
 
     def drain(self) -> None:
         """Nothing new starts; agents under way go on."""
         self.scheduler.closed = True
-        self._wake_feed()
+        for feed in self._feeds:
+            feed.close()
         self._pump()
 
     def refuse(self, why: str) -> None:
         """Nobody gets a slot any more: requests on their way finish, whoever waits for one or will want one is
         Interrupted."""
         self._refusal = self._refusal or why
-        for waiter in (*self._waiters.values(), *self._sleepers):
-            if not waiter.done():
-                waiter.set_exception(Interrupted(self._refusal))
+        self._interrupt(self._waiters.values())
+        self._interrupt(self._sleepers)
         self._waiters.clear()
         self.endpoints.clear_doubts(Interrupted(self._refusal))
         self.drain()
+
+    def refuse_now(self, why: str) -> None:
+        """The same; and agents that wait for their tools do not wait any longer."""
+        self.refuse(why)
+        self._interrupt(self._tools_waited_for)
+
+    async def wait_for_tools(self, ended: asyncio.Future[None]) -> None:
+        """Until the tools have ended whose end this is."""
+        self._tools_waited_for.add(ended)
+        try:
+            await ended
+        finally:
+            self._tools_waited_for.discard(ended)
+
+    def _interrupt(self, waiting: Iterable[asyncio.Future[None]]) -> None:
+        for waiter in tuple(waiting):
+            if not waiter.done():
+                waiter.set_exception(Interrupted(self._refusal))
+
+    def _end(self, ended: Ended, why: str) -> None:
+        """No endpoint is left to ask."""
+        self.over = (ended, why)
+        self._on_over(ended, why)
+        self.refuse(f"the run ended before this job was done: {why}")
 
     def stop(self) -> None:
         """The run is being left: from now on no request leaves, whoever holds a slot."""
@@ -197,22 +267,23 @@ class Limiter:
     def _pump(self) -> None:
         """Hand out every slot that can be handed out, then see whether a new agent may start."""
         scheduler = self.scheduler
-        if (scheduler.waiting or scheduler.suspects) and not self._refusal:
+        if (scheduler.waiting or scheduler.aside) and not self._refusal:
             now = asyncio.get_running_loop().time()
             while (ticket := scheduler.grant(now)) is not None:
                 waiter = self._waiters.pop(ticket, None)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
                 self.endpoints.sent(ticket)
-        if self._room is not None and scheduler.has_room():
-            self._wake_feed()
-        elif self.endpoints.doubts and scheduler.idle and (self._fed or not scheduler.has_room()):
-            self.endpoints.clear_doubts()
+        hungry = [feed for feed in self._feeds if feed.room is not None]
+        if hungry and scheduler.has_room():
+            for feed in hungry:
+                feed.wake()
+        elif self.endpoints.doubts and scheduler.idle and (self._all_fed or not scheduler.has_room()):
+            self.endpoints.clear_doubts()  # nobody who could tell is on the way
 
-    def _wake_feed(self) -> None:
-        room, self._room = self._room, None
-        if room is not None and not room.done():
-            room.set_result(None)
+    @property
+    def _all_fed(self) -> bool:
+        return all(feed.ended or feed.closed for feed in self._feeds)
 
 
 def _wake(sleeper: asyncio.Future[None]) -> None:

@@ -139,7 +139,7 @@ class Metrics:
         self._run: RunStarted | None = None
         self._began = 0.0
         self._finished: RunFinished | None = None
-        self._agents: dict[int, _Agent] = {}
+        self._agents: dict[tuple[str, int], _Agent] = {}  # by run and row
         self._started = self._done = self._ok = self._resumed = self._interrupted = 0
         self._failures: dict[str, int] = {}
         self._counts = [0, 0, 0, 0]  # agents in each state
@@ -167,7 +167,7 @@ class Metrics:
             case JobStarted():
                 self._started += 1
                 self._counts[_QUEUED] += 1
-                self._agents[event.index] = _Agent(event.at)
+                self._agents[event.run, event.index] = _Agent(event.at)
             case JobFinished():
                 self._job_finished(event)
             case ToolStarted():
@@ -181,11 +181,12 @@ class Metrics:
             case HealthChanged():
                 self._health_changed(event)
             case RunStarted():
-                self._run, self._began = event, event.at
+                self._run_started(event)
             case ModelChosen():
                 self._run = self._run and replace(self._run, model=event.model)
             case RunFinished():
-                self._finished = event
+                if self._run is not None and event.run == self._run.run:
+                    self._finished = event
 
     def statistics(self) -> Statistics:
         run, finished = self._run, self._finished
@@ -228,8 +229,16 @@ class Metrics:
             reason=finished.reason if finished else "",
         )
 
+    def _run_started(self, event: RunStarted) -> None:
+        """The first is the run whose statistics these are; the rows of runs inside it are added to its own."""
+        if self._run is None:
+            self._run, self._began = event, event.at
+        elif self._run.total is not None:
+            total = None if event.total is None else self._run.total + event.total
+            self._run = replace(self._run, total=total)
+
     def _turn_started(self, event: TurnStarted) -> None:
-        self._move(event.index, _RUNNING, event.at)
+        self._move((event.run, event.index), _RUNNING, event.at)
         if self._counts[_RUNNING] > self._peak_running:
             self._peak_running = self._counts[_RUNNING]
 
@@ -239,8 +248,8 @@ class Metrics:
         if event.saved is not None:
             self._cache_hits += 1
             self._saved += event.saved
-        agent = self._agents.get(event.index)
-        self._move(event.index, _WAITING if agent is not None and agent.tools_open else _QUEUED, event.at)
+        agent = self._agents.get((event.run, event.index))
+        self._move((event.run, event.index), _WAITING if agent is not None and agent.tools_open else _QUEUED, event.at)
 
     def _pay(self, usage: Usage, cost: float | None) -> None:
         self._prompt += usage.prompt_tokens
@@ -253,15 +262,15 @@ class Metrics:
     def _turn_failed(self, event: TurnFailed) -> None:
         if event.usage is not None:
             self._pay(event.usage, event.cost or None)
-        agent = self._agents.get(event.index)
+        agent = self._agents.get((event.run, event.index))
         if agent is not None:
             agent.tools_open = 0  # what the broken answer had already asked for is abandoned
         if event.retry_in is None:
-            self._move(event.index, _QUEUED, event.at)
+            self._move((event.run, event.index), _QUEUED, event.at)
         else:
             self._retries += 1
             self._remember(event.index, event.error_type, event.message, retried=True)
-            self._move(event.index, _BACKING_OFF, event.at)
+            self._move((event.run, event.index), _BACKING_OFF, event.at)
 
     def _health_changed(self, event: HealthChanged) -> None:
         before = self._down.pop(event.endpoint, None)
@@ -271,30 +280,30 @@ class Metrics:
             self._outage_seconds += event.at - before.since
 
     def _tool_started(self, event: ToolStarted) -> None:
-        agent = self._agents.get(event.index)
+        agent = self._agents.get((event.run, event.index))
         if agent is not None:
             agent.tools_open += 1
             if agent.state != _RUNNING:
-                self._move(event.index, _WAITING, event.at)
+                self._move((event.run, event.index), _WAITING, event.at)
 
     def _tool_finished(self, event: ToolFinished) -> None:
         self._tool_sources[event.source] += 1
         if not event.ok:
             self._tool_errors += 1
-        agent = self._agents.get(event.index)
+        agent = self._agents.get((event.run, event.index))
         if agent is not None and agent.tools_open:
             agent.tools_open -= 1
             if not agent.tools_open and agent.state == _WAITING:
-                self._move(event.index, _QUEUED, event.at)
+                self._move((event.run, event.index), _QUEUED, event.at)
 
     def _job_finished(self, event: JobFinished) -> None:
         if event.error is not None and event.error.type == Interrupted.type:
             self._interrupted += 1  # it has not failed: it is not done
         else:
             self._row_done(event)
-        self._move(event.index, _QUEUED, event.at)
+        self._move((event.run, event.index), _QUEUED, event.at)
         # A row that never became an agent (it did not fit, say) has a result all the same.
-        if self._agents.pop(event.index, None) is not None:
+        if self._agents.pop((event.run, event.index), None) is not None:
             self._counts[_QUEUED] -= 1
 
     def _row_done(self, event: JobFinished) -> None:
@@ -312,8 +321,8 @@ class Metrics:
         else:
             rows.append((second, 1))
 
-    def _move(self, index: int, state: int, at: float) -> None:
-        agent = self._agents.get(index)
+    def _move(self, agent_of: tuple[str, int], state: int, at: float) -> None:
+        agent = self._agents.get(agent_of)
         if agent is not None:
             self._counts[agent.state] -= 1
             self._seconds[agent.state] += at - agent.since

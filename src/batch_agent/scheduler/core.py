@@ -9,8 +9,10 @@ When the batch comes to its end, what is left starts at once.
 
 Which ready agent goes first is ``ordering``'s part, and what may be expected of an agent is ``outlook``'s.
 
-A turn that was in flight when its endpoint went down, twice, is a suspect: it may be what brings the server down. It
-goes when nobody else waits, and never beside another suspect.
+While every endpoint is down, one turn after another is its trial. A turn whose trial failed is set aside, so that not
+one row alone decides; where those are few, a new agent may start to be tried. A turn that was in flight when its
+endpoint went down, twice, is a suspect: it may be what brings the server down. It goes when nobody else waits, and
+never beside another suspect.
 
 Everything here is synchronous and is told the time. ``engine.limiter`` wakes the coroutines that ``grant`` names.
 """
@@ -28,6 +30,7 @@ from batch_agent.scheduler.ordering import Queue
 from batch_agent.scheduler.outlook import Outlook, Progress
 
 MOST_AT_TOOLS = 1024  # agents that may wait for busy tools where the number of slots has no limit
+MOST_ASIDE = 8  # turns whose trial failed, before no new agent is started to be tried
 SUSPECT = 2  # outages at whose beginning a turn was in flight
 
 State = Literal["waiting", "set aside", "held", "gone"]
@@ -69,7 +72,7 @@ class Scheduler:
         self.waiting = 0  # suspects aside
         self.backing_off = 0  # agents that will repeat a request and hold no slot meanwhile
         self.at_tools = 0  # agents whose call waits for a tool that is busy enough without it
-        self.suspects: deque[Ticket] = deque()
+        self.aside: deque[Ticket] = deque()
         self.outlook = Outlook()
         self._queue: Queue[Ticket] = Queue(self.outlook)
         self._suspect_in_flight: Ticket | None = None
@@ -82,6 +85,8 @@ class Scheduler:
         if self.max_agents is not None and self.agents >= self.max_agents:
             return False
         spare = self._spare()
+        if len(self.aside) >= MOST_ASIDE and not self._slots():
+            return False
         if self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
         if not self.waiting and spare > self.backing_off:
@@ -107,7 +112,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing is in flight, and nobody wants a slot."""
-        return not (self.inflight or self.waiting or self.backing_off or self.suspects)
+        return not (self.inflight or self.waiting or self.backing_off or self.aside)
 
     def start_agent(self) -> None:
         self.agents += 1
@@ -129,20 +134,29 @@ class Scheduler:
         return ticket
 
     def again(self, ticket: Ticket) -> None:
-        """A turn whose request failed joins the queue again, before its equals; behind them after a trial, so that not
-        one turn alone is sent to a server that is down."""
-        if ticket.suspect:
+        """A turn whose request failed joins the queue again, before its equals; or is set aside."""
+        if ticket.suspect or ticket.trial:
             ticket.state = "set aside"
-            self.suspects.append(ticket)
+            self.aside.append(ticket)
         else:
-            ticket.state = "waiting"
-            self._queue.add(ticket, ticket.progress.turns, first=not ticket.trial)
-            self.waiting += 1
+            self._rejoin(ticket)
+
+    def rejoin(self) -> None:
+        """An endpoint is back: those whose trial failed had nothing to do with it."""
+        aside, self.aside = self.aside, deque(ticket for ticket in self.aside if ticket.suspect)
+        for ticket in aside:
+            if not ticket.suspect:
+                self._rejoin(ticket)
+
+    def _rejoin(self, ticket: Ticket) -> None:
+        ticket.state = "waiting"
+        self._queue.add(ticket, ticket.progress.turns, first=True)
+        self.waiting += 1
 
     def grant(self, now: float = 0.0) -> Ticket | None:
         """The next ticket that may go, now held, with the endpoint it goes to; None when no slot is free or nobody
         waits."""
-        if self.paused or not (self.waiting or self.suspects):
+        if self.paused or not (self.waiting or self.aside):
             return None
         if self.max_inflight is not None and self.inflight >= self.max_inflight:
             return None
@@ -173,8 +187,10 @@ class Scheduler:
             return self._queue.take(self._slots())
         if self._suspect_in_flight is not None:
             return None
-        self._suspect_in_flight = self.suspects.popleft()
-        return self._suspect_in_flight
+        ticket = self.aside.popleft()
+        if ticket.suspect:
+            self._suspect_in_flight = ticket
+        return ticket
 
     def give_back(self, ticket: Ticket) -> None:
         """The ticket's turn is over, or its agent no longer wants it. Giving back twice is harmless."""
@@ -187,7 +203,7 @@ class Scheduler:
             if ticket.trial:
                 ticket.endpoint.health.trial_over()
         elif ticket.state == "set aside":
-            self.suspects.remove(ticket)
+            self.aside.remove(ticket)
         elif ticket.state == "waiting":
             self.waiting -= 1
             self._queue.remove(ticket, ticket.progress.turns)

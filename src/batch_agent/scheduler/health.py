@@ -7,9 +7,9 @@
       └────────────────────────────────── answered ───────────────────────────────────────── on trial
 
 What one row's own request can cause (a 500, a connection that breaks) counts by different agents; a request that never
-reached the server counts by itself. A server that refuses for load is down only when nothing that was sent to it is
-still on its way. A server that says nothing at all, with several requests in flight and for much longer than it ever
-took, is down too.
+reached the server counts by itself. All of it counts only against what is still on its way, which may yet be answered;
+a server that refuses for load is down only when nothing is. A server that says nothing at all, with several requests in
+flight and for much longer than it ever took, is down too.
 
 While an endpoint is down it gets one real request at a time, its trial. The pause between two trials grows with the
 outage, so that what is lost after the server's return stays a small share of the outage itself.
@@ -79,11 +79,10 @@ class Health:
         self.state = "in doubt"
         self._troubled.add(agent)
         self._unreached += kind == "unreached"
-        enough = min(32, max(SEVERAL, left_in_flight // 4))
-        if kind == "overload":
-            down = left_in_flight == 0 and len(self._troubled) >= SEVERAL
-        else:
-            down = max(len(self._troubled), self._unreached) >= enough
+        failed = max(len(self._troubled), self._unreached)
+        # Failures often come faster than answers: those still on their way may be good.
+        allowed = 0 if kind == "overload" else 2 * failed
+        down = failed >= SEVERAL and left_in_flight <= allowed
         if down:
             self.go_down(now)
         return down

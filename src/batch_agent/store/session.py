@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.job import AgentResult, Job
@@ -44,6 +44,27 @@ class Resuming:
     retry: bool | Sequence[str] = True
 
 
+class Record(Protocol):
+    """Where the rows of one run are recorded."""
+
+    @property
+    def has_past(self) -> bool:
+        """Rows may have a record: look them up."""
+        ...
+
+    def identity(self, job: Job, question: str) -> Identity:
+        """Called once for each row that becomes a job, in input order."""
+        ...
+
+    def new_trail(self, identity: Identity) -> Trail: ...
+
+    async def trails(self, identities: Sequence[Identity]) -> list[Trail]: ...
+
+    def publish(self, result: AgentResult[object]) -> None:
+        """A row has its result."""
+        ...
+
+
 class Session:
     def __init__(self, directory: RunDir, thread: ThreadPoolExecutor, resuming: Resuming) -> None:
         self._directory = directory
@@ -52,7 +73,7 @@ class Session:
         self._journal: Journal | None = None
         self._keys = Keys(b"")
         self._facts: JsonObject = {}
-        self.has_past = False  # rows may have a record: look them up
+        self.has_past = False
 
     @classmethod
     async def open(cls, path: Path, resuming: Resuming, open_store: OpenStore = SqliteJournal.open) -> Session:
@@ -140,7 +161,18 @@ class Session:
                 self._directory.path,
             )
 
+    def say_trouble(self, trouble: str | None) -> None:
+        """What keeps the run from going on just now, for those who look at it from outside."""
+        if self._journal is not None and self._facts.get("trouble") != trouble:
+            self._facts["trouble"] = trouble
+            facts = dict(self._facts)
+            self._run(lambda: self._directory.write_run(facts)).add_done_callback(_heard)
+
     # Rows
+
+    def part(self, fingerprint: bytes) -> Part:
+        """A record of its own for a run inside this one, in the same journal."""
+        return Part(self, fingerprint)
 
     def identity(self, job: Job, question: str) -> Identity:
         """Called once for each row that becomes a job, in input order."""
@@ -218,6 +250,36 @@ class Session:
     def _open_journal(self) -> Journal:
         assert self._journal is not None, "a session is begun before rows come"
         return self._journal
+
+
+class Part:
+    """The rows of a run inside another. They are found by their own fingerprint, and are no lines of the outer run's
+    files."""
+
+    def __init__(self, session: Session, fingerprint: bytes) -> None:
+        self._session = session
+        self._keys = Keys(fingerprint)
+
+    @property
+    def has_past(self) -> bool:
+        return self._session.has_past
+
+    def identity(self, job: Job, question: str) -> Identity:
+        return self._keys.identity(job, question)
+
+    def new_trail(self, identity: Identity) -> Trail:
+        return self._session.new_trail(identity)
+
+    async def trails(self, identities: Sequence[Identity]) -> list[Trail]:
+        return await self._session.trails(identities)
+
+    def publish(self, result: AgentResult[object]) -> None:
+        """Who started the run inside has its results."""
+
+
+def _heard(written: asyncio.Future[None]) -> None:
+    if not written.cancelled() and (error := written.exception()) is not None:
+        logger.warning("what keeps the run from going on could not be noted: %s", error)
 
 
 async def _to_its_end(future: asyncio.Future[Any]) -> BaseException | None:

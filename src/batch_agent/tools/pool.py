@@ -92,6 +92,10 @@ class ToolPool:
     def waiting(self) -> int:
         return self._traffic.waiting
 
+    def has(self, tools: Sequence[Tool]) -> bool:
+        """Whether it offers these very tools, and no others."""
+        return {tool.name: tool for tool in tools} == {name: offer.tool for name, offer in self._offers.items()}
+
     def can_start_early(self, name: str) -> bool:
         """Whether a call may run before the answer that asks for it is complete: such an answer may yet be lost and
         asked for again, which a write must not notice."""

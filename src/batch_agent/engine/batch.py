@@ -1,0 +1,172 @@
+"""The inputs of a run on their way to results: read as they are needed, an agent accompanied for each to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from batch_agent.compiler.plan import Plan
+from batch_agent.engine.agent import Agent
+from batch_agent.engine.context import Worker
+from batch_agent.engine.delivery import Delivery
+from batch_agent.engine.limiter import Feed
+from batch_agent.engine.rows import Rows
+from batch_agent.engine.turn import Resources
+from batch_agent.errors import Interrupted, JobError
+from batch_agent.events import JobFinished, JobStarted
+from batch_agent.job import AgentError, AgentResult, Job
+from batch_agent.scheduler.core import Ticket
+from batch_agent.store.session import Record
+from batch_agent.store.trail import Trail
+
+BREATHER = 128  # inputs taken in a row before the event loop gets a turn
+LOOKED_UP = 256  # inputs whose records are looked up at once
+FOLLOWING = 64  # agents that ended in an earlier session and are being delivered at once
+
+
+class Batch:
+    """``asks_first`` says that the worker begins with a question to the model, so that its slot can be claimed before
+    it runs. ``record`` is None for a run that is not recorded."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        plan: Plan,
+        resources: Resources,
+        feed: Feed,
+        delivery: Delivery[object],
+        record: Record | None,
+        worker: Worker,
+        *,
+        asks_first: bool,
+    ) -> None:
+        self.live: dict[int, Agent] = {}
+        self.failure: Exception | None = None  # what the inputs ended in, where that was not their end
+        self._rows, self._plan, self._r = rows, plan, resources
+        self._feed, self._delivery, self._record = feed, delivery, record
+        self._worker, self._asks_first = worker, asks_first
+        self._nowhere = Trail()  # of all agents of a run that is not recorded
+        self._following = asyncio.Semaphore(FOLLOWING)
+
+    async def feed(self, agents: asyncio.TaskGroup) -> None:
+        """Start an agent for each input, as there is room. What the inputs raise ends them: what was begun finishes."""
+        count = LOOKED_UP if self._record is not None and self._record.has_past else 1
+        index, total = 0, self._plan.total
+        while await self._feed.wait_room():
+            try:
+                values = await self._rows.read(count)
+            except Exception as error:
+                self.failure = error
+                values = []
+            if not values:
+                self._feed.end()
+                return
+            for value in values:
+                self._plan.check_first(value)
+            jobs = [_compile(self._plan, index + place, value) for place, value in enumerate(values)]
+            trails = await self._trails([job for job in jobs if isinstance(job, Job)])
+            for job in jobs:
+                if not await self._feed.wait_room():
+                    return
+                self._feed.expect(None if total is None else max(0, total - index - 1))
+                await self._begin(job, trails, agents)
+                index += 1
+                if index % BREATHER == 0:
+                    await asyncio.sleep(0)
+
+    async def interrupt(self, why: str, *, recorded: bool) -> None:
+        """The agents under way end here; ``recorded`` says that what they had recorded is on disk."""
+        for agent in self.live.values():
+            result = agent.recorded if recorded else None
+            if result is None:
+                agent.fail(Interrupted(why))
+                result = agent.result()
+            self._tell(result)
+            self._delivery.put(result)
+
+    async def _trails(self, jobs: Sequence[Job]) -> Mapping[int, Trail]:
+        """Where each job, by index, is recorded; nothing without a record."""
+        record = self._record
+        if record is None:
+            return {}
+        identities = [record.identity(job, self._plan.question(job)) for job in jobs]
+        if record.has_past:
+            trails = await record.trails(identities)
+        else:
+            trails = [record.new_trail(identity) for identity in identities]
+        return {job.index: trail for job, trail in zip(jobs, trails, strict=True)}
+
+    async def _begin(
+        self, job: Job | AgentResult[object], trails: Mapping[int, Trail], agents: asyncio.TaskGroup
+    ) -> None:
+        self._r.emit(JobStarted(self._r.clock(), self._r.run, job.index, job.job_id))
+        if isinstance(job, AgentResult):
+            self._publish(job)
+            await self._finish(job)
+            return
+        trail = trails.get(job.index, self._nowhere)
+        if trail.ended:
+            await self._following.acquire()
+        agent = self.live[job.index] = Agent(job, self._r, trail, self._worker)
+        if self._asks_first and not trail.has_past:
+            ticket = self._r.limiter.start_agent(agent.progress)
+            agents.create_task(self._accompany(agent, ticket))
+            return
+        self._r.limiter.scheduler.start_agent()
+        task = agents.create_task(self._accompany(agent, None))
+        if trail.ended:
+            task.add_done_callback(lambda _: self._following.release())
+        await asyncio.sleep(0)  # it claims its slot now, where its record is not enough
+
+    async def _accompany(self, agent: Agent, ticket: Ticket | None) -> None:
+        """One agent from its first turn to its delivered result."""
+        try:
+            result = await agent.run(ticket)
+            agent.record_end(result)
+            self._publish(result)
+            await agent.settle()
+            del self.live[agent.job.index]
+            await self._finish(result)
+        finally:
+            self._r.limiter.end_agent(agent.progress, agent.turns)
+
+    def _publish(self, result: AgentResult[object]) -> None:
+        """A line in the run's files, after the commit that makes the result durable. A job that was interrupted has no
+        line: it has not failed, it is not done."""
+        if self._record is not None and not _is_interrupted(result):
+            self._record.publish(result)
+
+    async def _finish(self, result: AgentResult[object]) -> None:
+        self._tell(result)
+        # A run that could not go on leaves rows that are not done, and have no result.
+        if self._r.limiter.over is None or not _is_interrupted(result):
+            await self._delivery.deliver(result)
+
+    def _tell(self, result: AgentResult[object]) -> None:
+        self._r.emit(
+            JobFinished(
+                self._r.clock(),
+                self._r.run,
+                result.index,
+                result.job_id,
+                result.error,
+                result.attempts,
+                result.turns,
+                result.usage,
+                result.cost,
+                result.timings,
+                result.resumed,
+            )
+        )
+
+
+def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:
+    """A row's job; or, for one that cannot be rendered, the result it ends in."""
+    try:
+        return plan.job(index, value)
+    except JobError as error:
+        return AgentResult(index, str(index), value, False, None, AgentError.of(error))
+
+
+def _is_interrupted(result: AgentResult[object]) -> bool:
+    return result.error is not None and result.error.type == Interrupted.type
