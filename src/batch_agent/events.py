@@ -112,6 +112,16 @@ class LimitChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamingDecided:
+    """Whether answers are streamed from now on, so that tools can start early, and why. Until the first of these they
+    are, where the run may."""
+
+    at: float
+    streams: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinished:
     """``reason`` says which limit it was, for a run that is out of budget."""
 
@@ -130,6 +140,7 @@ Event = (
     | ToolFinished
     | JobFinished
     | LimitChanged
+    | StreamingDecided
     | ModelChosen
     | RunFinished
 )

@@ -190,7 +190,7 @@ def _http(address: Address) -> Backend:
 
 def _capabilities(address: Address, *, native_schema: bool, schema_with_tools: bool) -> Capabilities:
     native = address.options.get("native_schema", native_schema)
-    return Capabilities(native_schema=native, schema_with_tools=native and schema_with_tools)
+    return Capabilities(native_schema=native, schema_with_tools=native and schema_with_tools, images=True)
 
 
 def _base_url(address: Address, engine_port: int | None = None) -> str:

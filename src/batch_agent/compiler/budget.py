@@ -1,4 +1,4 @@
-"""How many tokens a text is, roughly, and whether a job can fit the model's context at all.
+"""How many tokens a text or a picture is, roughly, and whether a job can fit the model's context at all.
 
 The estimate is made without a tokenizer: UTF-8 bytes over four, rounded up. That is good enough to plan with and to
 stop what is hopeless; the server has the last word on the rest.
@@ -9,14 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batch_agent.errors import Oversized
+from batch_agent.messages import Content
 
 BYTES_PER_TOKEN = 4
+IMAGE_TOKENS = 1_600  # of a large picture; servers shrink larger ones to about that
 
 
 def estimate_tokens(text: str) -> int:
     """UnicodeEncodeError for text that cannot be sent: half of a surrogate pair."""
     size = len(text) if text.isascii() else len(text.encode())
     return -(-size // BYTES_PER_TOKEN)
+
+
+def content_tokens(content: Content) -> int:
+    if isinstance(content, str):
+        return estimate_tokens(content)
+    return sum(estimate_tokens(part) if isinstance(part, str) else IMAGE_TOKENS for part in content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,22 +156,22 @@ class Agent:
                 ticket = self._r.limiter.claim(self.turns_left())
             reply, early = await self._ask_model(shape, ticket)
         self._text = reply.text
-        self._conversation.append(Message("assistant", reply.text, reply.tool_calls, reasoning=reply.reasoning))
+        self._conversation.append(reply.message())
         return reply, early
 
     async def _ask_model(self, shape: RequestShape, ticket: Ticket) -> tuple[Reply, EarlyCalls | None]:
         r = self._r
-        request = ModelRequest(shape, self._conversation, self.job.job_id, self.turns_left())
+        request = ModelRequest(shape, self._conversation, self.job.job_id, self.turns_left(), self.job.index)
         # On the last turn no tool will be run, so there is nothing to start early.
         last = r.max_turns is not None and self._tally.turns + 1 >= r.max_turns
-        early = EarlyCalls(r.tools) if r.early_tools and shape.tools and not last else None
+        may_stream = r.early_tools and shape.tools and shape.tool_choice != "none" and not last
+        early = EarlyCalls(r.tools) if may_stream and r.streaming.wants_next() else None
         try:
             reply = await take_turn(r, request, self.job.index, self._tally, ticket, early)
         except BaseException as error:
             if early is not None:
                 early.abandon()
-            if isinstance(error, BackendError) and error.text:
-                self._text = error.text
+            self._text = (error.text if isinstance(error, BackendError) else "".join(request.said)) or self._text
             raise
         return reply, early
 
@@ -189,7 +189,7 @@ class Agent:
         try:
             for position, call in enumerate(calls):
                 text = known[position] if position in known else await self._outcome(position, call, pending[position])
-                self._conversation.append(Message("tool", text, tool_call_id=call.id))
+                self._conversation.append(Message("tool", text, tool_call_id=call.id, tool_name=call.name))
         finally:
             for waiting in pending.values():
                 waiting.abandon()
@@ -241,7 +241,7 @@ class Agent:
         for position, call in enumerate(calls):
             if position not in outcomes:
                 break
-            self._conversation.append(Message("tool", outcomes[position], tool_call_id=call.id))
+            self._conversation.append(Message("tool", outcomes[position], tool_call_id=call.id, tool_name=call.name))
         self._leave_record()
 
     def _may_repair(self) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.compiler.budget import estimate_tokens
+from batch_agent.compiler.budget import content_tokens, estimate_tokens
 from batch_agent.compiler.plan import tool_tokens
 from batch_agent.compiler.prices import Prices
 from batch_agent.engine.limiter import Limiter
@@ -204,7 +204,7 @@ class Spending:
         if tokens is None:
             tokens = self._tool_tokens[shape] = sum(map(tool_tokens, shape.tools))
         for message in request.conversation.messages:
-            tokens += estimate_tokens(message.content)
+            tokens += content_tokens(message.content)
             for call in message.tool_calls:
                 tokens += estimate_tokens(call.arguments)
         return tokens

@@ -17,11 +17,12 @@ from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
 from batch_agent.errors import BackendError, Timeout, Unavailable
-from batch_agent.events import Sink, TurnFailed, TurnFinished, TurnStarted
+from batch_agent.events import Sink, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
 from batch_agent.job import Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
+from batch_agent.scheduler.streaming import Streaming
 from batch_agent.store.steps import Spent
 from batch_agent.tools.pool import PendingCall, ToolPool
 
@@ -43,6 +44,7 @@ class Resources:
     timeout_per_agent: float | None
     timeout_per_turn: float | None
     early_tools: bool  # start a tool while the model is still talking
+    streaming: Streaming = field(default_factory=Streaming)
     chance: Callable[[], float] = random.random
     answered: bool = False  # the backend has given at least one good answer
 
@@ -114,6 +116,10 @@ class EarlyCalls:
         if self.pool.can_start_early(call.name):
             self.started[call.id] = self.pool.start(call)
 
+    def gained(self, now: float) -> float:
+        """Seconds for which the longest of them has been running."""
+        return max((pending.seconds(now) for pending in self.started.values()), default=0.0)
+
     def abandon(self) -> None:
         for pending in self.started.values():
             pending.abandon()
@@ -183,6 +189,10 @@ async def _send(
     r.answered = True
     limiter.succeeded()
     r.emit(TurnFinished(now, index, tally.turns, reply.usage, now - left, reply.first_token, cost, reply.saved))
+    if early is not None and reply.saved is None:
+        decided = r.streaming.learn(early.gained(now), reply.usage.completion_tokens, limiter.scheduler.inflight)
+        if decided is not None:
+            r.emit(StreamingDecided(now, *decided))
     return reply
 
 
@@ -191,11 +201,15 @@ async def _infer(r: Resources, request: ModelRequest, early: EarlyCalls | None) 
     try:
         async with limit:
             return await r.backend.infer(request, early)
+    except BackendError as error:
+        error.text = error.text or "".join(request.said)
+        raise
     except TimeoutError:
         if not limit.expired():
             raise
         raise Timeout(
-            f"{r.backend.name} gave no complete answer in timeout_per_turn, {r.timeout_per_turn:g} s"
+            f"{r.backend.name} gave no complete answer in timeout_per_turn, {r.timeout_per_turn:g} s",
+            text="".join(request.said),
         ) from None
     except asyncio.CancelledError:
         if cancelled_by_us():

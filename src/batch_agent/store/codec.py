@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from batch_agent.job import AgentError
-from batch_agent.messages import Reply, ToolCall, Usage
+from batch_agent.messages import Reply, Sealed, ToolCall, Usage
 from batch_agent.store.steps import Begun, Done, Failed, Outcome, Spent, Step, Turn
 
 FORMAT = 1
@@ -65,11 +65,15 @@ def _from_reply(reply: Reply) -> list[object]:
         reply.first_token,
         reply.finish_reason,
         None if reply.saved is None else _from_usage(reply.saved),
+        None if reply.sealed is None else (reply.sealed.wire, reply.sealed.value),
     ]
 
 
 def _to_reply(body: Any) -> Reply:
-    text, calls, usage, reasoning, first_token, finish_reason, saved = body
+    # Later fields are at the end, here and in a Usage, and may be missing: first there was no ``sealed`` and no
+    # ``cache_write_tokens``.
+    text, calls, usage, reasoning, first_token, finish_reason, saved, *later = body
+    sealed = later[0] if later else None
     return Reply(
         text,
         tuple(ToolCall(*call) for call in calls),
@@ -78,11 +82,18 @@ def _to_reply(body: Any) -> Reply:
         first_token,
         finish_reason,
         None if saved is None else Usage(*saved),
+        None if sealed is None else Sealed(*sealed),
     )
 
 
 def _from_usage(usage: Usage) -> tuple[int, ...]:
-    return usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens
+    return (
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+        usage.reasoning_tokens,
+        usage.cache_write_tokens,
+    )
 
 
 def _from_spent(spent: Spent) -> tuple[object, ...]:

@@ -73,6 +73,12 @@ class PendingCall:
             return outcome
         return replace(outcome, source="shared", seconds=outcome.seconds - (self._asked - self._flight.asked))
 
+    def seconds(self, now: float) -> float:
+        """How long it has been under way for this agent: until now, or until it ended."""
+        done = self._flight.done
+        ended = self._flight.asked + done.result().seconds if done.done() else now
+        return max(0.0, ended - self._asked)
+
     def abandon(self) -> None:
         """This agent no longer wants the call. When the last one leaves, what is still running is cancelled."""
         if not self._holds:
