@@ -51,7 +51,8 @@ def compiled(source: str) -> Iterator[Path]:
 
 @contextmanager
 def serving(latency: float = 0.020, stream_writes: int = 4) -> Iterator[Server]:
-    """A server that takes ``latency`` seconds for each answer and sends a streamed one in ``stream_writes`` parts."""
+    """A server that takes ``latency`` seconds for each answer and sends a streamed one in ``stream_writes`` parts; with
+    0 it writes token by token, an event each."""
     with (
         compiled("server") as program,
         subprocess.Popen(

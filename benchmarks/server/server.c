@@ -4,7 +4,9 @@
  *
  *   "tools": and no "role":"tool" yet  ->  one call of the tool `lookup`; ten topics are shared by all records
  *   otherwise                          ->  a JSON review of the record whose number follows `record #` in the request
- *   "stream":true                      ->  the same as server-sent events, in WRITES writes spread over the latency
+ *   ... and `at length` in the request ->  that call, and behind it a second one with a long argument
+ *   "stream":true                      ->  the same as server-sent events, in WRITES writes spread over the latency;
+ *                                          with WRITES 0 each token is an event and each event a write
  *
  * The last byte of every answer leaves LATENCY_US microseconds after the last byte of its request came in.
  * GET /stats tells, and resets, how many answers were asked for and how many were in flight at once: the harness uses
@@ -29,7 +31,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_WRITES = 64, EVENTS = 256, OUT_BYTES = 32 * 1024, EVENT_TEXT_BYTES = 16 };
+enum { MAX_WRITES = 64, MAX_TOKENS = 256, EVENTS = 256, OUT_BYTES = 64 * 1024, EVENT_TEXT_BYTES = 16, TOKEN_BYTES = 4 };
 
 typedef struct {
     int fd;
@@ -39,7 +41,7 @@ typedef struct {
     size_t in_len, in_cap;
     char *out;                /* OUT_BYTES, reused for every answer */
     size_t out_len, out_sent;
-    size_t cuts[MAX_WRITES];  /* where each write ends */
+    size_t cuts[MAX_TOKENS];  /* where each write ends */
     int n_cuts, next_cut;
     uint64_t asked, due;      /* ns */
     int at;                   /* index in the heap, -1 outside */
@@ -142,13 +144,36 @@ static int review(char *text, size_t size, long record) {
         record, record % 3 ? "suspect" : "clean", record % 97, record % 89 + 100);
 }
 
-static void answer_at_once(Conn *c, bool tool, long record) {
-    char text[512], body[2048];
-    if (tool)
-        snprintf(text, sizeof text,
+typedef enum { REVIEW, CALL, CALL_AT_LENGTH } Kind;
+
+#define LONG_TOPIC "what has been seen of it in the years before and what was found then to be its cause, by whom, " \
+                   "with what remedy, how long that held, what it cost, and what those who saw it last would do now"
+
+static void put_topic(char *text, size_t size, long record) {
+    snprintf(text, size, "{\\\"topic\\\": \\\"topic-%ld\\\"}", record % 10);
+}
+
+static void put_long_topic(char *text, size_t size, long record) {
+    snprintf(text, size, "{\\\"topic\\\": \\\"%ld: " LONG_TOPIC "\\\"}", record);
+}
+
+static void answer_at_once(Conn *c, Kind kind, long record) {
+    char text[1024], body[2048];
+    bool tool = kind != REVIEW;
+    if (tool) {
+        char topic[512];
+        put_topic(topic, sizeof topic, record);
+        int len = snprintf(text, sizeof text,
             "null,\"tool_calls\":[{\"id\":\"call_%lu\",\"type\":\"function\",\"function\":{\"name\":\"lookup\","
-            "\"arguments\":\"{\\\"topic\\\": \\\"topic-%ld\\\"}\"}}]", ++call_ids, record % 10);
-    else {
+            "\"arguments\":\"%s\"}}", ++call_ids, topic);
+        if (kind == CALL_AT_LENGTH) {
+            put_long_topic(topic, sizeof topic, record);
+            len += snprintf(text + len, sizeof text - (size_t)len,
+                ",{\"id\":\"call_%lu\",\"type\":\"function\",\"function\":{\"name\":\"lookup\","
+                "\"arguments\":\"%s\"}}", ++call_ids, topic);
+        }
+        strcpy(text + len, "]");
+    } else {
         text[0] = '"';
         int len = review(text + 1, sizeof text - 2, record);
         memcpy(text + 1 + len, "\"", 2);
@@ -164,7 +189,7 @@ static void answer_at_once(Conn *c, bool tool, long record) {
 static void put_pieces(Conn *c, const char *text, const char *before, const char *after) {
     char delta[256];
     for (size_t at = 0, len = strlen(text); at < len;) {
-        size_t n = len - at < EVENT_TEXT_BYTES ? len - at : EVENT_TEXT_BYTES;
+        size_t most = stream_writes ? EVENT_TEXT_BYTES : TOKEN_BYTES, n = len - at < most ? len - at : most;
         if (text[at + n - 1] == '\\' && text[at + n - 2] != '\\') n++;
         snprintf(delta, sizeof delta, "%s%.*s%s", before, (int)n, text + at, after);
         put_event(c, delta, "null", "");
@@ -172,18 +197,44 @@ static void put_pieces(Conn *c, const char *text, const char *before, const char
     }
 }
 
-static void answer_streamed(Conn *c, bool tool, bool usage, long record) {
-    char text[512], delta[256];
+static void put_call(Conn *c, int index, const char *arguments) {
+    char delta[256], before[96];
+    snprintf(delta, sizeof delta,
+        "{\"tool_calls\":[{\"index\":%d,\"id\":\"call_%lu\",\"type\":\"function\","
+        "\"function\":{\"name\":\"lookup\",\"arguments\":\"\"}}]}", index, ++call_ids);
+    put_event(c, delta, "null", "");
+    snprintf(before, sizeof before, "{\"tool_calls\":[{\"index\":%d,\"function\":{\"arguments\":\"", index);
+    put_pieces(c, arguments, before, "\"}}]}");
+}
+
+/* Equal shares of the bytes, each ending where an event ends. */
+static void cut_in_shares(Conn *c, size_t start) {
+    for (int i = 1; i < stream_writes; i++) {
+        char *from = c->out + start + (c->out_len - start) * (size_t)i / (size_t)stream_writes;
+        char *end = memmem(from, (size_t)(c->out + c->out_len - from), "\n\n\r\n", 4);
+        if (end) c->cuts[c->n_cuts++] = (size_t)(end + 4 - c->out);
+    }
+}
+
+static void cut_at_events(Conn *c, size_t start) {
+    char *end, *out_end = c->out + c->out_len;
+    for (char *from = c->out + start; (end = memmem(from, (size_t)(out_end - from), "\n\n\r\n", 4)); from = end + 4)
+        if (c->n_cuts < MAX_TOKENS - 1) c->cuts[c->n_cuts++] = (size_t)(end + 4 - c->out);
+}
+
+static void answer_streamed(Conn *c, Kind kind, bool usage, long record) {
+    char text[512];
+    bool tool = kind != REVIEW;
     put(c, "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n");
     size_t start = c->out_len;
     put_event(c, "{\"role\":\"assistant\",\"content\":\"\"}", "null", "");
     if (tool) {
-        snprintf(delta, sizeof delta,
-            "{\"tool_calls\":[{\"index\":0,\"id\":\"call_%lu\",\"type\":\"function\","
-            "\"function\":{\"name\":\"lookup\",\"arguments\":\"\"}}]}", ++call_ids);
-        put_event(c, delta, "null", "");
-        snprintf(text, sizeof text, "{\\\"topic\\\": \\\"topic-%ld\\\"}", record % 10);
-        put_pieces(c, text, "{\"tool_calls\":[{\"index\":0,\"function\":{\"arguments\":\"", "\"}}]}");
+        put_topic(text, sizeof text, record);
+        put_call(c, 0, text);
+        if (kind == CALL_AT_LENGTH) {
+            put_long_topic(text, sizeof text, record);
+            put_call(c, 1, text);
+        }
     } else {
         review(text, sizeof text, record);
         put_pieces(c, text, "{\"content\":\"", "\"}");
@@ -192,13 +243,9 @@ static void answer_streamed(Conn *c, bool tool, bool usage, long record) {
     if (usage) put_event(c, NULL, NULL, "," USAGE);
     put(c, "e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n");
 
-    /* Equal shares of the bytes, each ending where an event ends. */
     c->n_cuts = 0;
-    for (int i = 1; i < stream_writes; i++) {
-        char *from = c->out + start + (c->out_len - start) * (size_t)i / (size_t)stream_writes;
-        char *end = memmem(from, (size_t)(c->out + c->out_len - from), "\n\n\r\n", 4);
-        if (end) c->cuts[c->n_cuts++] = (size_t)(end + 4 - c->out);
-    }
+    if (stream_writes) cut_in_shares(c, start);
+    else cut_at_events(c, start);
     c->cuts[c->n_cuts++] = c->out_len;
 }
 
@@ -220,12 +267,14 @@ static long record_number(const char *body, size_t len) {
 }
 
 static void answer_chat(Conn *c, const char *body, size_t len) {
-    bool tool = says(body, len, "\"tools\":", "") && !says(body, len, "\"role\":", "\"tool\"");
+    Kind kind = REVIEW;
+    if (says(body, len, "\"tools\":", "") && !says(body, len, "\"role\":", "\"tool\""))
+        kind = memmem(body, len, "at length", 9) ? CALL_AT_LENGTH : CALL;
     long record = record_number(body, len);
     if (says(body, len, "\"stream\":", "true"))
-        answer_streamed(c, tool, says(body, len, "\"include_usage\":", "true"), record);
+        answer_streamed(c, kind, says(body, len, "\"include_usage\":", "true"), record);
     else
-        answer_at_once(c, tool, record);
+        answer_at_once(c, kind, record);
     answers++;
     if (++in_flight > peak_in_flight) peak_in_flight = in_flight;
     c->counted = true;
@@ -346,8 +395,8 @@ static int listen_anywhere(void) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 3 || atoi(argv[2]) < 1 || atoi(argv[2]) > MAX_WRITES) {
-        fprintf(stderr, "usage: server LATENCY_US WRITES (1 to %d)\n", MAX_WRITES);
+    if (argc != 3 || atoi(argv[2]) < 0 || atoi(argv[2]) > MAX_WRITES) {
+        fprintf(stderr, "usage: server LATENCY_US WRITES (0 to %d)\n", MAX_WRITES);
         return 2;
     }
     latency_ns = strtoull(argv[1], NULL, 10) * 1000u;

@@ -164,6 +164,17 @@ class HealthChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamingDecided:
+    """Whether answers are streamed from now on, so that tools can start early, and why. Until the first of these they
+    are, where the run may."""
+
+    at: float
+    run: str
+    streams: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinished:
     """``reason`` says which limit it was, for a run that is out of budget; why, for one that is unreachable or that the
     server refuses."""
@@ -185,6 +196,7 @@ Event = (
     | JobFinished
     | LimitChanged
     | HealthChanged
+    | StreamingDecided
     | ModelChosen
     | RunFinished
 )

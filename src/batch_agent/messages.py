@@ -1,20 +1,55 @@
 """What travels between an agent and a model: messages, tool calls, usage, and the conversation they form.
 
-The values are neutral; how they look on a wire belongs to ``backends``. A conversation only ever grows, and each of its
-messages is encoded once: turn n+1 extends turn n byte for byte, which is what an engine's prefix cache lives on.
+The values are neutral; how they look on a wire belongs to ``backends``. A conversation only ever grows, and each wire
+keeps a view of it that grows with it: what was written stays written, so turn n+1 extends turn n byte for byte where
+the wire allows it, which is what an engine's prefix cache lives on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar, cast
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
 Role = Literal["system", "user", "assistant", "tool"]
 JsonObject = dict[str, "JsonValue"]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A picture in a message. ``url`` is a ``data:`` URL, or an address from which the server fetches it."""
+
+    url: str
+
+    @classmethod
+    def of(cls, data: bytes, media_type: str) -> Self:
+        return cls(f"data:{media_type};base64,{b64encode(data).decode()}")
+
+
+Part = str | Image
+Content = str | tuple[Part, ...]
+
+
+def content_text(content: Content) -> str:
+    """The words of a message, without its pictures."""
+    return content if isinstance(content, str) else "".join(part for part in content if isinstance(part, str))
+
+
+def content_json(content: Content) -> JsonValue:
+    """The content in the widely understood chat form."""
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": part.url}}
+        for part in content
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +71,27 @@ class ToolSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Sealed:
+    """What an answer holds that only its own wire can read (signatures of reasoning, ids): recorded as it is, and sent
+    back to that wire alone."""
+
+    wire: str
+    value: JsonValue
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     role: Role
-    content: str
+    content: Content
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     reasoning: str = ""  # kept for the transcript, never sent back
+    tool_name: str = ""  # of a tool's result: whose it is
+    sealed: Sealed | None = None  # of an answer
 
     def to_dict(self) -> JsonObject:
         """The message in the widely understood chat form, as transcripts are exported."""
-        out: JsonObject = {"role": self.role, "content": self.content}
+        out: JsonObject = {"role": self.role, "content": content_json(self.content)}
         if self.reasoning:
             out["reasoning"] = self.reasoning
         if self.tool_calls:
@@ -60,13 +106,14 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens as the server counted them. ``cached_tokens`` is a part of ``prompt_tokens``, ``reasoning_tokens`` of
-    ``completion_tokens``."""
+    """Tokens as the server counted them. ``cached_tokens`` (read from its cache) and ``cache_write_tokens`` (written to
+    it for a price) are different parts of ``prompt_tokens``, ``reasoning_tokens`` of ``completion_tokens``."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
+    cache_write_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -74,6 +121,7 @@ class Usage:
             self.cached_tokens + other.cached_tokens,
             self.completion_tokens + other.completion_tokens,
             self.reasoning_tokens + other.reasoning_tokens,
+            self.cache_write_tokens + other.cache_write_tokens,
         )
 
 
@@ -88,34 +136,73 @@ class Reply:
     first_token: float | None = None  # seconds from sending to the first token, where streamed
     finish_reason: str = "stop"
     saved: Usage | None = None  # nothing was computed: the answer was at hand, and took this when it was first given
+    sealed: Sealed | None = None
+
+    def message(self) -> Message:
+        """The answer as a part of its conversation."""
+        return Message("assistant", self.text, self.tool_calls, reasoning=self.reasoning, sealed=self.sealed)
 
 
-Encoder = Callable[[Message], bytes]
+class View(Protocol):
+    """A conversation as one wire writes it. What it holds is the wire's affair; that it only grows is everybody's."""
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        """The conversation goes on with these."""
+        ...
+
+    def fork(self) -> Self:
+        """The same so far, for a conversation that goes on by itself."""
+        ...
+
+
+V = TypeVar("V", bound=View)
+
+
+class MessageView(ABC):
+    """The view of a wire that writes each message by itself: one piece of bytes for each."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: Iterable[bytes] = ()) -> None:
+        self.pieces = list(pieces)
+
+    @staticmethod
+    @abstractmethod
+    def encode(message: Message) -> bytes: ...
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        self.pieces.extend(map(self.encode, messages))
+
+    def fork(self) -> Self:
+        return type(self)(self.pieces)
 
 
 class Conversation:
-    """An append-only list of messages with each message's encoding remembered.
+    """An append-only list of messages, and the views that wires have of it.
 
-    ``parent`` is the part shared by all agents of a run: it is complete, and encoded once for all of them.
+    ``parent`` is the part shared by all agents of a run: it is complete, and each wire writes it once for all of them.
     """
 
-    __slots__ = ("_encoded", "_encoder", "_parent", "messages")
+    __slots__ = ("_parent", "_views", "messages")
 
     def __init__(self, messages: Iterable[Message] = (), parent: Conversation | None = None) -> None:
         self.messages: list[Message] = [*parent.messages, *messages] if parent is not None else list(messages)
         self._parent = parent
-        self._encoder: Encoder | None = None
-        self._encoded: list[bytes] = []
+        self._views: dict[Callable[[], View], tuple[View, int]] = {}  # with how many messages each has taken
 
     def append(self, message: Message) -> None:
         self.messages.append(message)
 
-    def encoded(self, encoder: Encoder) -> list[bytes]:
-        """Each message in the wire form of ``encoder``; the caller must not change the list."""
-        if encoder is not self._encoder:
-            self._encoder = encoder
-            self._encoded = [] if self._parent is None else self._parent.encoded(encoder).copy()
-        done = self._encoded
-        if len(done) < len(self.messages):
-            done.extend(map(encoder, self.messages[len(done) :]))
-        return done
+    def view(self, wire: Callable[[], V]) -> V:
+        """This conversation as ``wire`` writes it. ``wire`` makes an empty view and stands for the wire: give the same
+        one each time. Only the wire's own code may look into the view, and none may change it."""
+        view, taken = self._views.get(wire) or self._begin(wire)
+        if taken < len(self.messages):
+            view.extend(self.messages[taken:])
+            self._views[wire] = view, len(self.messages)
+        return cast(V, view)
+
+    def _begin(self, wire: Callable[[], View]) -> tuple[View, int]:
+        if self._parent is None:
+            return wire(), 0
+        return self._parent.view(wire).fork(), len(self._parent.messages)

@@ -98,7 +98,7 @@ def test_five_thousand_damaged_streams() -> None:
         seen: list[ToolCall] = []
 
         def read(body: bytes = body, seen: list[ToolCall] = seen) -> Reply:
-            stream = AnswerStream(FAULTS, 2, seen.append, lambda: 0.0)
+            stream = AnswerStream(FAULTS, 2, seen.append, lambda: 0.0, [])
             at = 0
             while at < len(body):
                 step = rng.choice((1, 7, 100, 5000))

@@ -19,7 +19,7 @@ from batch_agent.backends.base import Backend, ModelRequest, OnToolCall, Request
 from batch_agent.backends.cache import CachingBackend
 from batch_agent.backends.cache_store import FILE, ResponseStore
 from batch_agent.errors import BackendError, SpecError, Truncated
-from batch_agent.messages import Message, Reply, ToolCall, ToolSpec, Usage
+from batch_agent.messages import Image, Message, Reply, Sealed, ToolCall, ToolSpec, Usage
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 EXACT = RequestShape(model="m", temperature=0)
@@ -261,3 +261,18 @@ async def test_a_place_that_cannot_be_used_is_a_spec_error_before_anything_is_en
         async with caching(inner, tmp_path / "file" / "below"):
             pass
     assert inner.entered == 0
+
+
+async def test_images_and_sealed_parts_are_a_part_of_the_question(tmp_path: Path) -> None:
+    inner = ScriptedBackend(lambda request: Say(f"answer {request.number}"))
+    questions = [
+        [Message("user", "a")],
+        [Message("user", ("a", Image("https://host/1.png")))],
+        [Message("user", ("a", Image("https://host/2.png")))],
+        *([Message("user", "a"), Message("assistant", "b", sealed=s)] for s in (None, Sealed("w", 1), Sealed("w", 2))),
+    ]
+    async with caching(inner, tmp_path) as backend:
+        first = [(await backend.infer(ask(*question, shape=EXACT))).text for question in questions]
+        again = [(await backend.infer(ask(*question, shape=EXACT))).text for question in questions]
+    assert len(set(first)) == len(questions)
+    assert again == first

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from batch_agent.backends import cache_store
 from batch_agent.backends.cache_store import FILE, ResponseStore, cache_file, decode_reply, encode_reply
 from batch_agent.errors import SpecError
-from batch_agent.messages import Reply, ToolCall, Usage
+from batch_agent.messages import Reply, Sealed, ToolCall, Usage
 
 COUNTS = st.integers(0, 2**40)
 REPLIES = st.builds(
     Reply,
     text=st.text(),
     tool_calls=st.lists(st.builds(ToolCall, st.text(), st.text(), st.text())).map(tuple),
-    usage=st.builds(Usage, COUNTS, COUNTS, COUNTS, COUNTS),
+    usage=st.builds(Usage, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS),
     reasoning=st.text(),
     finish_reason=st.text(),
+    sealed=st.none() | st.builds(Sealed, st.text(), st.lists(st.text())),
 )
 
 
@@ -37,7 +38,12 @@ def test_an_answer_comes_back_as_it_was_with_its_usage_as_what_it_saved(reply: R
         reply.reasoning,
         reply.finish_reason,
     )
-    assert (back.usage, back.saved) == (Usage(), reply.usage)
+    assert (back.usage, back.saved, back.sealed) == (Usage(), reply.usage, reply.sealed)
+
+
+def test_an_answer_that_an_earlier_version_kept_is_read() -> None:
+    kept = '{"text": "hi", "tool_calls": [], "usage": [9, 4, 2, 1], "reasoning": "", "finish_reason": "stop"}'
+    assert decode_reply(kept) == Reply("hi", saved=Usage(9, 4, 2, 1))
 
 
 def put(store: ResponseStore, number: int, size: int = 1000, model: str = "m") -> None:

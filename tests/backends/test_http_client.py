@@ -3,9 +3,11 @@ from __future__ import annotations
 import asyncio
 import gzip
 import ssl
+from collections.abc import Mapping
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from backends.wire import Exchange, WireServer, answer, hang, raw
 from batch_agent.backends.faults import Faults
@@ -67,6 +69,28 @@ async def test_headers_are_sent_and_the_users_win() -> None:
     assert {name.lower(): value for name, value in headers.items()}["authorization"] == "Token mine"
     assert headers["X-Team"] == "blue"
     assert "Cookie" not in headers
+
+
+async def test_a_request_can_be_signed_instead_of_carrying_a_key() -> None:
+    def sign(method: str, url: URL, headers: Mapping[str, str], body: bytes) -> dict[str, str]:
+        return {"X-Signature": f"{method} {url.path} {headers['X-Team']} {headers['X-Turn']} {body.decode()}"}
+
+    async with WireServer(answer({})) as server, HttpClient(server.url, headers={"X-Team": "b"}, sign=sign) as client:
+        route = client.route("POST", "/ask")
+        for turn in ("1", "2"):
+            await client.send(route, b"{}", headers={"X-Turn": turn})
+    signed = [exchange.headers["X-Signature"] for exchange in server.requests]
+    assert signed == ["POST /v1/ask b 1 {}", "POST /v1/ask b 2 {}"]
+    assert "Authorization" not in server.requests[0].headers
+    assert "X-Turn" not in route.headers
+
+
+async def test_a_key_in_a_header_of_another_name_is_no_less_secret() -> None:
+    async with WireServer(answer({"error": "bad key-12345"}, 401)) as server:
+        with pytest.raises(Rejected) as caught:
+            await get(server.url, headers={"x-api-key": "key-12345"})
+    assert server.requests[0].headers["x-api-key"] == "key-12345"
+    assert "key-12345" not in str(caught.value)
 
 
 async def test_no_cookie_is_kept() -> None:
@@ -220,3 +244,44 @@ async def test_a_cancelled_request_leaves_the_others_alone() -> None:
         await server.client_gone.wait()
         release.set()
         assert await other == b'{"n":1}'
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def test_many_streams_at_once_are_each_read_to_their_end_and_their_connections_used_again() -> None:
+    count = 40
+
+    async def talk(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD)
+        for number in range(20):
+            await exchange.event(b"%d " % number)
+            await asyncio.sleep(0.002)
+        await exchange.send(b"0\r\n\r\n")
+
+    async with WireServer(talk) as server, HttpClient(server.url) as client, asyncio.timeout(30):
+        route = client.route("POST", "/ask")
+
+        async def read() -> tuple[bytes, int]:
+            chunks: list[bytes] = []
+            await client.send(route, b"{}", lambda chunk: bool(chunks.append(chunk)))
+            return b"".join(chunks), len(chunks)
+
+        for _ in range(2):
+            streams = await asyncio.gather(*(read() for _ in range(count)))
+            assert {text for text, _ in streams} == {b"".join(b"%d " % number for number in range(20))}
+            assert sum(reads for _, reads in streams) < 20 * count, "several events to a read"
+        assert server.connections == count
+
+
+async def test_a_stream_that_breaks_while_it_is_left_alone_is_unavailable() -> None:
+    async def break_off(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD)
+        await exchange.event(b"one ")
+        exchange.writer.close()
+
+    async with WireServer(break_off) as server, HttpClient(server.url) as client, asyncio.timeout(30):
+        route = client.route("POST", "/ask")
+        reads = [client.send(route, b"{}", lambda chunk: False) for _ in range(8)]
+        ends = await asyncio.gather(*reads, return_exceptions=True)
+    assert {type(end) for end in ends} == {Unavailable}

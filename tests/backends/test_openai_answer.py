@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from batch_agent.backends.faults import Faults
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
+from batch_agent.compiler.prices import find_prices
 from batch_agent.errors import (
     BackendError,
     BadResponse,
@@ -105,11 +106,31 @@ def test_the_old_function_call_is_a_call() -> None:
             },
             Usage(3, 1, 9, 4),
         ),
+        (
+            {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 5}},
+            Usage(9, 4, cache_write_tokens=5),
+        ),
+        ({"prompt_tokens": 9, "prompt_tokens_details": {"created_cache_tokens": 5}}, Usage(9, cache_write_tokens=5)),
         ({"prompt_tokens": "3", "completion_tokens": -1, "completion_tokens_details": []}, Usage()),
     ],
 )
 def test_usage_is_counted_where_it_is_told(usage: object, counted: Usage) -> None:
     assert read(said(usage=usage, content="x")).usage == counted
+
+
+@pytest.mark.parametrize(
+    ("details", "counted"),
+    [
+        ({"cached_tokens": 1000}, Usage(1005, 1000)),
+        ({"cached_tokens": 1000, "cache_write_tokens": 30}, Usage(1035, 1000, cache_write_tokens=30)),
+        ({"cached_tokens": 0, "cache_write_tokens": 30}, Usage(35, 0, cache_write_tokens=30)),
+    ],
+)
+def test_a_provider_that_counts_cached_input_apart_costs_what_it_costs(details: dict, counted: Usage) -> None:
+    usage = read(said(usage={"prompt_tokens": 5, "prompt_tokens_details": details}, content="x")).usage
+    assert usage == counted
+    prices = find_prices({"input": 1.0, "cached": 0.1, "output": 1.0}, model="m", backend="b")
+    assert prices is not None and prices.cost(usage) > 0
 
 
 @pytest.mark.parametrize(
@@ -163,7 +184,8 @@ class Streamed:
     def __init__(self) -> None:
         self.seen: list[ToolCall] = []
         self.now = 10.0
-        self.stream = AnswerStream(FAULTS, 2, self.seen.append, lambda: self.now)
+        self.said: list[str] = ["of an earlier try"]
+        self.stream = AnswerStream(FAULTS, 2, self.seen.append, lambda: self.now, self.said)
 
     def events(self, *events: object) -> Streamed:
         for event in events:
@@ -215,6 +237,13 @@ ONE, TWO = '{"q":1}', '{"q":2}'
         [part(ONE, index=0, id="a", name="f"), part(TWO, index=0, id="b", name="f")],  # every index 0
         [part(ONE, id="a", name="f"), part(TWO, id="b", name="f")],  # no index
         [part(ONE, name="f"), part(TWO, name="f")],  # no index and no id
+        [part(ONE, id="a", name="f"), part(TWO, id="a", name="f")],  # every id the same
+        [part(ONE, index=0, id="a", name="f"), part(TWO, index=0, id="a", name="f")],
+        [part(ONE, index=0, id="a", name="f"), part(TWO, index=1, id="a", name="f")],
+        [
+            *(part(text, id="a", name="f") for text in (ONE[:3], ONE[3:])),
+            *(part(text, id="a", name="f") for text in (TWO[:3], TWO[3:])),
+        ],
         [part({"q": 1}, index=0, name="f"), part({"q": 2}, index=1, name="f")],  # objects for text
         [
             part(ONE[:3], index=0, id="a", name="f"),
@@ -235,6 +264,30 @@ def test_two_calls_are_two_calls_in_every_dialect(events: list[object]) -> None:
     assert [orjson.loads(c.arguments) for c in calls] == [{"q": 1}, {"q": 2}]
     assert {c.name for c in calls} == {"f"}
     assert len({c.id for c in calls}) == 2
+
+
+def test_two_names_under_one_id_are_two_calls() -> None:
+    calls = Streamed().events(part(id="a", name="f"), part(id="a", name="g"), END).reply().tool_calls
+    assert [call.name for call in calls] == ["f", "g"]
+
+
+@pytest.mark.parametrize("again", [ONE, "}", "\n", ""])
+def test_a_call_that_is_told_once_more_at_its_end_is_one_call(again: str) -> None:
+    streamed = Streamed().events(part(ONE, index=0, id="a", name="f"), part(again, index=0, id="a", name="f"), END)
+    assert streamed.reply().tool_calls == (ToolCall("a", "f", ONE),)
+
+
+def test_a_call_is_found_by_its_number_however_many_there_are() -> None:
+    count = 500
+    opened = [part('{"q":', index=n, id=f"call-{n}", name="f") for n in range(count)]
+    closed = [part(f"{n}}}", index=n) for n in reversed(range(count))]
+    calls = Streamed().events(*opened, *closed, END).stream.finish().tool_calls
+    assert [(call.id, call.arguments) for call in calls] == [(f"call-{n}", f'{{"q":{n}}}') for n in range(count)]
+
+
+def test_what_was_said_so_far_can_be_read_before_the_end() -> None:
+    streamed = Streamed().events(delta(content="Once "), delta(content="upon"))
+    assert streamed.said == ["Once ", "upon"], "and nothing of an earlier try"
 
 
 @given(

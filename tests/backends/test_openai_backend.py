@@ -14,10 +14,10 @@ import pytest
 
 from backends.contract import CALLS, SEARCH, BackendContract, Hang, Refuse, Say, ask
 from backends.wire import Exchange, Step, WireServer, answer, hang, raw, stream
-from batch_agent.backends.base import Capabilities, RequestShape
-from batch_agent.backends.openai import OpenAIBackend, encode_message
+from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
+from batch_agent.backends.openai import OpenAIBackend, Tail, encode_message
 from batch_agent.errors import BadResponse, InternalError, Rejected, SpecError, Timeout, Truncated, Unavailable
-from batch_agent.messages import Conversation, Message, ToolCall
+from batch_agent.messages import Conversation, Image, Message, ToolCall
 
 OK = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}]}
 
@@ -227,6 +227,7 @@ CLOSED = {
         CLOSED | {"required": []},
         {k: v for k, v in CLOSED.items() if k != "additionalProperties"},
         CLOSED | {"properties": {"a": CLOSED["properties"]["a"] | {"default": []}}},
+        CLOSED | {"properties": {"a": {"type": "array", "items": {"$ref": "#/$defs/B", "default": None}}}},
     ],
 )
 async def test_a_schema_goes_out_closed_and_strict_where_that_form_exists(schema: dict) -> None:
@@ -243,11 +244,59 @@ async def test_a_schema_goes_out_closed_and_strict_where_that_form_exists(schema
         CLOSED | {"additionalProperties": {"type": "string"}},
         CLOSED | {"$defs": {"B": {"type": "string", "minLength": 3}}},
         {"type": "array", "items": {"type": "string"}},
+        CLOSED | {"anyOf": [{"type": "object"}]},
+        {"anyOf": [CLOSED, {"type": "null"}]},
+        {"$ref": "#/$defs/B", "$defs": CLOSED["$defs"]},
+        *(
+            CLOSED | {"$defs": {"B": node}}
+            for node in (
+                {},
+                {"description": "anything"},
+                {"enum": ["a", "b"]},
+                {"type": "array"},
+                {"type": ["object", "null"]},
+                {"$ref": "#/$defs/C", "enum": ["a"]},
+            )
+        ),
     ],
 )
 async def test_a_schema_without_a_strict_form_goes_out_as_it_is(schema: dict) -> None:
     body = await body_of(RequestShape(model="m", schema=schema, schema_name="answer"))
     assert body["response_format"]["json_schema"] == {"name": "answer", "schema": schema, "strict": False}
+
+
+async def test_a_reference_with_a_description_keeps_both_in_strict_mode() -> None:
+    described = {"$ref": "#/$defs/B", "description": "What it is."}
+    body = await body_of(RequestShape(model="m", schema=CLOSED | {"properties": {"a": described}}))
+    form = body["response_format"]["json_schema"]
+    assert form["strict"] is True
+    assert form["schema"]["properties"]["a"] == {"anyOf": [{"$ref": "#/$defs/B"}], "description": "What it is."}
+
+
+async def test_a_turns_own_fields_stand_behind_the_messages_and_its_headers_beside_them() -> None:
+    def tail(request: ModelRequest) -> Tail:
+        return Tail({"priority": request.turns_left, "user": "x"}, {"X-Request-Id": f"agent-{request.agent}"})
+
+    shape = RequestShape(model="m", extra_body={"user": "mine"})
+    talk = Conversation([Message("user", "Hello")])
+    async with WireServer(answer(OK)) as server, OpenAIBackend(server.url, tail=tail) as backend:
+        await backend.infer(ModelRequest(shape, talk, "job", turns_left=3, agent=7))
+        await backend.infer(ModelRequest(shape, talk, "job", turns_left=2, agent=7))
+    first, second = (exchange.body for exchange in server.requests)
+    assert first.endswith(b'],"priority":3}')
+    assert second == first.replace(b'"priority":3', b'"priority":2')
+    assert server.requests[0].headers["X-Request-Id"] == "agent-7"
+    assert server.requests[0].json["user"] == "mine", "the user's extra_body has the last word"
+
+
+async def test_a_message_of_parts_is_sent_as_parts() -> None:
+    picture, address = Image.of(b"png", "image/png"), Image("https://host/a.png")
+    message = Message("user", ("Compare: half \ud83d", picture, address))
+    assert orjson.loads(encode_message(message))["content"] == [
+        {"type": "text", "text": "Compare: half �"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}},
+        {"type": "image_url", "image_url": {"url": "https://host/a.png"}},
+    ]
 
 
 async def test_the_head_is_encoded_once_per_shape_and_forgotten_with_it() -> None:

@@ -13,7 +13,7 @@ import pytest
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.errors import ContextOverflow, Rejected, SpecError, Truncated
-from batch_agent.messages import Conversation, Message, Reply, ToolCall, ToolSpec
+from batch_agent.messages import Conversation, Image, Message, Reply, ToolCall, ToolSpec
 from batch_agent.testing import run_virtual, virtual_clock
 
 SEARCH = ToolSpec(
@@ -218,3 +218,12 @@ def test_a_url_spells_the_parameters() -> None:
 def test_a_wrong_url_is_a_spec_error_that_says_what_is_allowed(url: str, complaint: str) -> None:
     with pytest.raises(SpecError, match=complaint):
         SimulatedBackend.from_url(url)
+
+
+@virtual_clock
+async def test_an_engine_that_cannot_see_refuses_an_image() -> None:
+    talk = Conversation([Message("user", ("a", Image("https://host/a.png")))])
+    async with SimulatedBackend() as backend:
+        assert not backend.capabilities.images
+        with pytest.raises(Rejected, match="cannot be shown images"):
+            await backend.infer(ModelRequest(PLAIN, talk, "job"))

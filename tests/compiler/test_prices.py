@@ -27,6 +27,12 @@ def test_cached_tokens_cost_as_much_as_fresh_ones_unless_said_otherwise() -> Non
     assert given_prices(input=2.0, output=0.0).cost(Usage(1_000_000, 1_000_000)) == 2.0
 
 
+def test_cache_writes_have_a_price_of_their_own_and_else_that_of_fresh_tokens() -> None:
+    usage = Usage(prompt_tokens=1_000_000, cached_tokens=400_000, cache_write_tokens=200_000)
+    assert given_prices(input=1.0, cached=0.1, cache_write=1.25, output=1.0).cost(usage) == pytest.approx(0.69)
+    assert given_prices(input=1.0, cached=0.1, output=1.0).cost(usage) == pytest.approx(0.64)
+
+
 def test_gpu_hours_cost_by_the_clock_and_tokens_nothing() -> None:
     prices = given_prices(gpu_hour=3.6, gpus=2)
     assert prices.per_second == pytest.approx(0.002)
@@ -34,7 +40,7 @@ def test_gpu_hours_cost_by_the_clock_and_tokens_nothing() -> None:
 
 
 def test_the_size_of_the_prompt_decides_the_tier() -> None:
-    prices = Prices("test", (Rates(1.0, 1.0, 1.0), Rates(2.0, 2.0, 2.0, above=1000)))
+    prices = Prices("test", (Rates(1.0, 1.0, 1.0, 1.0), Rates(2.0, 2.0, 2.0, 2.0, above=1000)))
     assert prices.cost(Usage(1000)) == pytest.approx(0.001)
     assert prices.cost(Usage(1001)) == pytest.approx(0.002002)
 
@@ -82,9 +88,11 @@ def test_the_table_knows_public_providers_by_their_address_and_nobody_else() -> 
 )
 def test_our_arithmetic_is_that_of_the_table(model: str, address: str, prompt: int) -> None:
     table = pytest.importorskip("genai_prices")
-    usage = table.Usage(input_tokens=prompt, cache_read_tokens=prompt // 3, output_tokens=777)
+    usage = table.Usage(
+        input_tokens=prompt, cache_read_tokens=prompt // 3, cache_write_tokens=prompt // 4, output_tokens=777
+    )
     expected = table.calc_price(usage, model, provider_api_url=address).total_price
     prices = find_prices(None, model=model, backend=address)
     assert prices is not None
-    ours = prices.cost(Usage(prompt, prompt // 3, 777))
+    ours = prices.cost(Usage(prompt, prompt // 3, 777, cache_write_tokens=prompt // 4))
     assert ours == pytest.approx(float(expected))

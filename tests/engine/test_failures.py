@@ -141,6 +141,22 @@ async def test_no_answer_in_time_is_a_timeout_and_tried_again() -> None:
     assert result.timings.inference == pytest.approx(5.0)
 
 
+@pytest.mark.parametrize("limit", ["timeout_per_turn", "timeout_per_agent"])
+@virtual_clock
+async def test_the_text_of_an_answer_that_times_out_in_mid_stream_is_kept(limit: str) -> None:
+    slow = Say("one two three four five six", chunk_delay=1.0)
+    result = await run_one([slow], tools=[look_up], max_retries=0, **{limit: 2.5})
+    assert result.error is not None and result.error.type == "TimeoutError"
+    assert result.raw_text and slow.text.startswith(result.raw_text) and result.raw_text != slow.text
+
+
+@virtual_clock
+async def test_the_text_of_an_answer_that_breaks_off_in_mid_stream_is_kept() -> None:
+    result = await run_one([Cut(Say("one two three"), after_chunks=2)], tools=[look_up], max_retries=0)
+    assert result.error is not None and result.error.type == "Unavailable"
+    assert result.raw_text == "one two "
+
+
 @virtual_clock
 async def test_timeout_per_agent_is_over_the_whole_agent_waiting_included() -> None:
     backend = ScriptedBackend(lambda request: Say("ok", latency=8))

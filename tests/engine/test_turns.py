@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import Capabilities
 from batch_agent.errors import SpecError
+from batch_agent.events import Event, StreamingDecided
+from batch_agent.scheduler.streaming import TRIAL
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 
@@ -263,6 +265,42 @@ async def test_a_tool_started_early_is_not_run_again_when_the_answer_is_complete
 
     await BatchAgent.run(task="{input}", inputs=["a"], tools=[once], backend=ScriptedBackend(script))
     assert runs == 1
+
+
+@virtual_clock
+async def test_answers_are_streamed_while_early_tools_gain_by_it_and_the_events_say_so() -> None:
+    async def run(chunk_delay: float) -> tuple[list[bool], list[StreamingDecided]]:
+        def script(request: Request) -> Say:
+            if request.turn:
+                return Say("done")
+            use, late = ToolUse("look_up", {"word": request.text}), ToolUse("look_up", {"word": "x" * 400})
+            return CallTools(use, late, chunk_delay=chunk_delay)
+
+        backend, events = ScriptedBackend(script), list[Event]()
+        inputs = [str(n) for n in range(3 * TRIAL)]
+        async with BatchAgent.open(
+            task="{input}", inputs=inputs, tools=[look_up], backend=backend, max_inflight=4, sinks=[events.append]
+        ) as run:
+            assert all([result.ok async for result in run.results()])
+        decided = [event for event in events if isinstance(event, StreamingDecided)]
+        return [request.streamed for request in backend.requests], decided
+
+    streamed, [decision] = await run(chunk_delay=0.05)
+    assert decision.streams and all(streamed)
+    streamed, [decision] = await run(chunk_delay=0.0)
+    assert not decision.streams and streamed[0] and not streamed[-1]
+
+
+@virtual_clock
+async def test_nothing_is_streamed_where_no_tool_could_start_early() -> None:
+    @Tool.define(effect="write")
+    async def write(n: int) -> str:
+        return "written"
+
+    backend = ScriptedBackend(lambda request: Say("done"))
+    await BatchAgent.run(task="{input}", inputs=["a"], tools=[write], backend=backend)
+    await BatchAgent.run(task="{input}", inputs=["a"], tools=[look_up], tool_choice="none", backend=backend)
+    assert [request.streamed for request in backend.requests] == [False, False]
 
 
 @virtual_clock

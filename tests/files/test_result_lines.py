@@ -47,7 +47,13 @@ def test_a_line_has_the_result_and_the_input_and_not_the_transcript() -> None:
         "error": None,
         "attempts": 2,
         "turns": 1,
-        "usage": {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 2, "reasoning_tokens": 1},
+        "usage": {
+            "prompt_tokens": 10,
+            "cached_tokens": 4,
+            "completion_tokens": 2,
+            "reasoning_tokens": 1,
+            "cache_write_tokens": 0,
+        },
         "timings": {"queued": 0.1, "inference": 0.2, "tool_wait": 0.3, "total": 0.6, "first_token": None},
         "input": {"a": 1},
     }

@@ -42,10 +42,20 @@ def test_a_csv_has_the_results_own_columns_the_outputs_fields_and_the_inputs_col
     good, bad = csv_rows(table(tmp_path, [first, FAILED]))
     assert list(good) == [
         *("index", "job_id", "ok", "output.label", "output.tags", "error_type", "error_message", "attempts", "turns"),
-        *("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "cost", "seconds", "id", "n"),
+        *(
+            "prompt_tokens",
+            "cached_tokens",
+            "cache_write_tokens",
+            "completion_tokens",
+            "reasoning_tokens",
+            "cost",
+            "seconds",
+            "id",
+            "n",
+        ),
     ]
     assert list(good.values()) == [
-        *("0", "a", "true", "x, y", '["p"]', "", "", "2", "1", "10", "4", "2", "1", "0.25", "1.5", "a", "3")
+        *("0", "a", "true", "x, y", '["p"]', "", "", "2", "1", "10", "4", "0", "2", "1", "0.25", "1.5", "a", "3")
     ]
     assert (bad["ok"], bad["error_type"], bad["error_message"]) == ("false", "InputError", "line 2 is bad, very")
     assert (bad["output.label"], bad["id"]) == ("", "")
@@ -123,6 +133,7 @@ def test_parquet_has_typed_columns_and_row_groups(tmp_path: Path) -> None:
         **{"index": "int64", "job_id": "string", "ok": "bool", "output.score": "double", "output.big": "int64"},
         **{"output.yes": "bool", "output.mixed": "string", "error_type": "string", "error_message": "string"},
         **{"attempts": "int64", "turns": "int64", "prompt_tokens": "int64", "cached_tokens": "int64"},
+        "cache_write_tokens": "int64",
         **{"completion_tokens": "int64", "reasoning_tokens": "int64", "cost": "double", "seconds": "double"},
         **{"n": "int64", "tags": "string", "deep": "string", "text": "string", "none": "string", "huge": "string"},
     }

@@ -142,7 +142,8 @@ def test_the_json_summary_carries_the_same_facts() -> None:
         "failures": {"RateLimited": 2, "OVERSIZED": 1},
         "resumed": 0,
     }
-    assert record["tokens"] == {"prompt": 1_203_442, "cached": 1_010_221, "completion": 88_120, "reasoning": 0}
+    tokens = {"prompt": 1_203_442, "cached": 1_010_221, "cache_write": 0, "completion": 88_120, "reasoning": 0}
+    assert record["tokens"] == tokens
     assert record["output"] == "out.jsonl"
 
 

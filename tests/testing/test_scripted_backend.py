@@ -9,7 +9,7 @@ import pytest
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
 from batch_agent.backends.openai import OpenAIBackend
 from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, Truncated, Unavailable
-from batch_agent.messages import Conversation, Message, ToolCall, ToolSpec, Usage
+from batch_agent.messages import Conversation, Image, Message, ToolCall, ToolSpec, Usage
 from batch_agent.testing import (
     Body,
     CallTools,
@@ -114,3 +114,12 @@ async def test_a_script_can_follow_a_conversation() -> None:
         second = await backend.infer(request)
     assert second.text == "saw a result"
     assert backend.requests[1].raw.startswith(backend.requests[0].raw.removesuffix(b"]}"))
+
+
+async def test_a_script_sees_the_images_it_was_shown() -> None:
+    message = Message("user", ("What is this?", Image("https://host/a.png")))
+    backend = ScriptedBackend([Say("a cat")])
+    await backend.infer(ModelRequest(RequestShape(model="m"), Conversation([message]), "job"))
+    [request] = backend.requests
+    assert request.conversation() == [message]
+    assert request.text == "What is this?"

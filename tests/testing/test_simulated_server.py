@@ -10,8 +10,11 @@ import re
 import aiohttp
 import pytest
 
+from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.backends.openai import OpenAIBackend
 from batch_agent.backends.simulated import EngineModel
-from batch_agent.errors import SpecError
+from batch_agent.errors import Rejected, SpecError
+from batch_agent.messages import Conversation, Image, Message
 from batch_agent.testing import ScriptedServer, SimulatedServer, serve_simulated, virtual_clock
 
 LONG = "The same long preamble for everybody. " * 30
@@ -149,3 +152,10 @@ async def test_a_taken_port_is_a_spec_error() -> None:
         port = int(other.address.rpartition(":")[2])
         with pytest.raises(SpecError, match="choose another port"):
             await serve_simulated(host="127.0.0.1", port=port, engine=EngineModel(), ready=lambda url: None)
+
+
+async def test_an_image_is_refused_as_a_text_model_refuses_it() -> None:
+    message = Message("user", ("What is this?", Image("https://host/a.png")))
+    async with SimulatedServer() as server, OpenAIBackend(server.url) as backend:
+        with pytest.raises(Rejected, match="not a multimodal model"):
+            await backend.infer(ModelRequest(RequestShape(model="simulated"), Conversation([message]), "job"))

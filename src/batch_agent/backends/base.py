@@ -14,7 +14,8 @@ from typing import Protocol, Self, runtime_checkable
 
 from pydantic import JsonValue
 
-from batch_agent.messages import Conversation, JsonObject, Reply, ToolCall, ToolSpec
+from batch_agent.errors import Rejected
+from batch_agent.messages import Conversation, Image, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,9 @@ class Capabilities:
     native_schema: bool = False  # keeps to a JSON schema that comes with the request
     schema_with_tools: bool = False  # ... also when the same request offers tools
     streaming: bool = True  # can report tool calls while the model is still talking
+    images: bool = False  # can be shown pictures; one that cannot refuses a message with one (``text_only``)
     default_inflight: int = 64  # calls in flight when the user names no number
-    endpoints: tuple[str, ...] = ("",)  # what its servers are called; most backends are one server
+    endpoints: tuple[str, ...] = ("",)  # the names of the servers behind it, of which a turn is granted one
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -55,6 +57,19 @@ class ModelRequest:
     conversation: Conversation
     job_id: str
     turns_left: int = 0  # how near the agent is to its end; fewer goes sooner
+    agent: int = 0  # its number, unique in the run; a job_id may come twice
+    endpoint: str = ""  # the one that was granted, of Capabilities.endpoints
+    # The text that has come so far where the answer is streamed, for whoever gives the turn up before its end.
+    said: list[str] = field(default_factory=list, compare=False, repr=False)
+
+
+def text_only(message: Message) -> str:
+    """The words of a message, for a backend that cannot see: Rejected when there is a picture among them."""
+    if isinstance(message.content, str):
+        return message.content
+    if any(isinstance(part, Image) for part in message.content):
+        raise Rejected("this backend cannot be shown images, and the conversation has one")
+    return content_text(message.content)
 
 
 OnToolCall = Callable[[ToolCall], None]

@@ -18,10 +18,12 @@ from types import TracebackType
 from typing import Self, TypeVar
 from weakref import WeakKeyDictionary
 
+from pydantic import JsonValue
+
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache_store import ResponseStore
 from batch_agent.errors import BackendError
-from batch_agent.messages import JsonObject, Message, Reply, Usage
+from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
 
 T = TypeVar("T")
 
@@ -169,6 +171,9 @@ def _head(shape: RequestShape, backend: str) -> bytes:
 
 
 def _body(message: Message) -> bytes:
-    calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    calls: JsonValue = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    fields: list[JsonValue] = [message.role, content_json(message.content), calls, message.tool_call_id]
+    if message.sealed is not None:
+        fields += [message.sealed.wire, message.sealed.value]
     # JSON on a line of its own: two lists of messages never give the same bytes.
-    return b"\n" + json.dumps([message.role, message.content, calls, message.tool_call_id]).encode()
+    return b"\n" + json.dumps(fields).encode()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from batch_agent.errors import SpecError
-from batch_agent.messages import Reply, ToolCall, Usage
+from batch_agent.messages import Reply, Sealed, ToolCall, Usage
 
 VARIABLE = "BATCH_AGENT_CACHE"
 FILE = "responses.db"
@@ -213,9 +213,16 @@ def encode_reply(reply: Reply) -> str:
         {
             "text": reply.text,
             "tool_calls": [[call.id, call.name, call.arguments] for call in reply.tool_calls],
-            "usage": [usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens],
+            "usage": [
+                usage.prompt_tokens,
+                usage.cached_tokens,
+                usage.completion_tokens,
+                usage.reasoning_tokens,
+                usage.cache_write_tokens,
+            ],
             "reasoning": reply.reasoning,
             "finish_reason": reply.finish_reason,
+            "sealed": None if reply.sealed is None else [reply.sealed.wire, reply.sealed.value],
         }
     )
 
@@ -227,12 +234,14 @@ def decode_reply(text: str) -> Reply:
     """
     try:
         record = json.loads(text)
+        sealed = record.get("sealed")  # answers that an earlier version kept have none
         return Reply(
             text=record["text"],
             tool_calls=tuple(ToolCall(*call) for call in record["tool_calls"]),
             reasoning=record["reasoning"],
             finish_reason=record["finish_reason"],
             saved=Usage(*record["usage"]),
+            sealed=None if sealed is None else Sealed(*sealed),
         )
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, AttributeError) as error:
         raise ValueError("a cached answer has another form") from error

@@ -30,8 +30,17 @@ KEEPALIVE_SECONDS = 4.0
 STREAM_END_SECONDS = 0.25
 LARGE_BODY_BYTES = 1024 * 1024
 
+# How many events are worth one read is a matter of how many streams there are: the reads of all of them together come
+# this far apart, and a stream is never left alone for longer than the second number.
+READ_SECONDS = 0.0008
+LONGEST_PAUSE_SECONDS = 0.05
+
 Receive = Callable[[bytes], bool]
 """Takes a chunk of a stream; True when the stream has said all it has to say."""
+
+Sign = Callable[[str, URL, Mapping[str, str], bytes], Mapping[str, str]]
+"""Of a method, URL, headers and body: the headers that show whose request it is. For servers that want no key in the
+request but a signature of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +51,24 @@ class Route:
     url: URL
     headers: CIMultiDict[str] = field(repr=False)
     faults: Faults
+    sign: Sign | None = field(default=None, repr=False)
 
 
 class HttpClient:
-    """Entered as often as there are users; the first opens the session, the last closes it."""
+    """Entered as often as there are users; the first opens the session, the last closes it.
 
-    def __init__(self, base_url: str, *, api_key: str | None = None, headers: Mapping[str, str] | None = None) -> None:
+    A server that wants its key elsewhere than in ``Authorization`` gets it in ``headers``; one that wants each request
+    signed, by ``sign``.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        sign: Sign | None = None,
+    ) -> None:
         url, login = _without_login(base_url)
         if login and api_key:
             raise SpecError("a key and a user name in the URL are two ways to log in: give one of them")
@@ -63,6 +84,8 @@ class HttpClient:
         values = [authorization, *(headers or {}).values()]
         password = URL(base_url).password or ""
         self._secrets = [password, *values, *(value.partition(" ")[2] for value in values)]
+        self._sign = sign
+        self._streams = 0  # being read now
         self._session: aiohttp.ClientSession | None = None
         self._proxy: URL | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,7 +93,7 @@ class HttpClient:
 
     def route(self, method: str, path: str) -> Route:
         url = URL(str(self._base) + path, encoded=True)
-        return Route(method, url, self._headers, Faults(f"{method} {url}", self._secrets))
+        return Route(method, url, self._headers, Faults(f"{method} {url}", self._secrets), self._sign)
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -92,37 +115,79 @@ class HttpClient:
             session, self._session = self._session, None
             await session.close()
 
-    async def send(self, route: Route, body: bytes | None = None, receive: Receive | None = None) -> bytes | None:
-        """The body of a good answer; None when ``receive`` was given and took it as a stream, chunk by chunk."""
+    async def send(
+        self,
+        route: Route,
+        body: bytes | None = None,
+        receive: Receive | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes | None:
+        """The body of a good answer; None when ``receive`` was given and took it as a stream, chunk by chunk.
+        ``headers`` are this request's own."""
         if self._session is None:
             raise InternalError(f"{self.base_url} was asked before it was entered (async with backend)")
         # aiohttp warns of large bodies given as bytes; a file object is written piece by piece.
         data = io.BytesIO(body) if body is not None and len(body) > LARGE_BODY_BYTES else body
         try:
             async with self._session.request(
-                route.method, route.url, data=data, headers=route.headers, proxy=self._proxy, allow_redirects=False
+                route.method,
+                route.url,
+                data=data,
+                headers=_headers(route, headers, body),
+                proxy=self._proxy,
+                allow_redirects=False,
             ) as response:
                 if response.status >= 300:
                     raise route.faults.answered(response.status, response.headers, await response.read())
                 if receive is None or _is_document(response):
                     return await response.read()
-                await _pump(response.content, receive)
+                await self._pump(response, receive)
                 return None
         except (aiohttp.ClientError, OSError) as error:
             # Not chained: exceptions of the library hold the request's headers.
             raise route.faults.raised(error) from None
 
+    async def _pump(self, response: aiohttp.ClientResponse, receive: Receive) -> None:
+        content = response.content
+        self._streams += 1
+        try:
+            while chunk := await content.readany():
+                if receive(chunk):
+                    break
+                pause = min(self._streams * READ_SECONDS, LONGEST_PAUSE_SECONDS)
+                if pause > 2 * READ_SECONDS and not content.is_eof():
+                    await _gather_events(response, pause)
+        finally:
+            self._streams -= 1
+        # Only a connection read to its end can be used again, and the end often comes just behind the last event.
+        if not content.at_eof():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STREAM_END_SECONDS):
+                    while await content.readany():
+                        pass
 
-async def _pump(content: aiohttp.StreamReader, receive: Receive) -> None:
-    while chunk := await content.readany():
-        if receive(chunk):
-            break
-    # Only a connection read to its end can be used again, and the end often comes just behind the last event.
-    if not content.at_eof():
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STREAM_END_SECONDS):
-                while await content.readany():
-                    pass
+
+async def _gather_events(response: aiohttp.ClientResponse, seconds: float) -> None:
+    """Leaves what comes in the meantime to the kernel. A model that talks writes an event for each token, and waking up
+    for one costs more than reading it."""
+    transport = response.connection.transport if response.connection is not None else None
+    if transport is None:
+        return
+    transport.pause_reading()
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        transport.resume_reading()
+
+
+def _headers(route: Route, own: Mapping[str, str] | None, body: bytes | None) -> CIMultiDict[str]:
+    if not own and route.sign is None:
+        return route.headers
+    headers = route.headers.copy()
+    headers.update(own or {})
+    if route.sign is not None:
+        headers.update(route.sign(route.method, route.url, headers, body or b""))
+    return headers
 
 
 def _is_document(response: aiohttp.ClientResponse) -> bool:

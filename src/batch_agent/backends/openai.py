@@ -1,13 +1,15 @@
 """The ``/chat/completions`` wire: OpenAI, and every server that speaks its dialect (vLLM, SGLang, llama.cpp, Ollama …).
 
-This file writes requests; ``openai_answer`` reads answers, ``http`` moves the bytes. A body is joined from parts that
-are each encoded once: the head per RequestShape, each message per conversation, the shared ones once for all agents.
+This file writes requests; ``openai_answer`` reads answers, ``openai_schema`` writes the schemas they must keep to, and
+``http`` moves the bytes. A body is head, messages and tail. The head is encoded once per RequestShape, each message
+once per conversation, the shared ones once for all agents; the tail is what a turn has of its own, if anything.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 from weakref import WeakKeyDictionary
@@ -18,32 +20,25 @@ from pydantic import JsonValue
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.http import HttpClient
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
+from batch_agent.backends.openai_schema import response_schema
 from batch_agent.errors import SpecError
-from batch_agent.messages import JsonObject, Message, Reply
+from batch_agent.messages import Content, Conversation, JsonObject, Message, MessageView, Reply, content_json
 
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 
-# What OpenAI's strict mode is known to take; a schema with anything else is sent without it rather than refused.
-_STRICT_KEYWORDS = frozenset(
-    [
-        "type",
-        "title",
-        "description",
-        "properties",
-        "required",
-        "additionalProperties",
-        "items",
-        "enum",
-        "const",
-        "anyOf",
-        "$ref",
-        "$defs",
-    ]
-)
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What one request has of its own beside its messages: fields of the body (a priority, hints) and headers (an id).
+    It stands behind the messages, so that the prefix stays the same."""
+
+    fields: JsonObject = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class OpenAIBackend:
-    """One server at ``base_url`` (up to and without ``/chat/completions``)."""
+    """One server at ``base_url`` (up to and without ``/chat/completions``). ``tail`` says what each request has of its
+    own, for servers that take hints."""
 
     def __init__(
         self,
@@ -54,13 +49,15 @@ class OpenAIBackend:
         capabilities: Capabilities | None = None,
         name: str | None = None,
         max_tokens_field: MaxTokensField = "max_tokens",
+        tail: Callable[[ModelRequest], Tail] | None = None,
     ) -> None:
         self._http = HttpClient(base_url, api_key=api_key, headers=headers)
         self._chat = self._http.route("POST", "/chat/completions")
         self._models = self._http.route("GET", "/models")
-        self._capabilities = capabilities or Capabilities()
+        self._capabilities = capabilities or Capabilities(images=True)
         self._name = name or self._http.base_url
         self._max_tokens_field: MaxTokensField = max_tokens_field
+        self._tail = tail
         self._heads: WeakKeyDictionary[RequestShape, dict[bool, bytes]] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -91,9 +88,11 @@ class OpenAIBackend:
         turn = len(request.conversation.messages)
         stream = None
         if on_tool_call is not None and self._capabilities.streaming:
-            stream = AnswerStream(faults, turn, on_tool_call, asyncio.get_running_loop().time)
-        body = self._body(request, stream is not None)
-        answer = await self._http.send(self._chat, body, stream.feed if stream else None)
+            stream = AnswerStream(faults, turn, on_tool_call, asyncio.get_running_loop().time, request.said)
+        tail = None if self._tail is None else self._tail(request)
+        body = self._body(request, stream is not None, tail)
+        headers = None if tail is None else tail.headers
+        answer = await self._http.send(self._chat, body, stream.feed if stream else None, headers)
         if answer is None and stream is not None:
             return stream.finish()
         # Also where a stream was asked for and the server, which is allowed to, sent the whole at once.
@@ -111,14 +110,18 @@ class OpenAIBackend:
             raise self._models.faults.bad(f"the answer is not a list of models: {shown}")
         return names
 
-    def _body(self, request: ModelRequest, stream: bool) -> bytes:
+    def _body(self, request: ModelRequest, stream: bool, tail: Tail | None) -> bytes:
         heads = self._heads.get(request.shape)
         if heads is None:
             heads = self._heads[request.shape] = {}
         head = heads.get(stream)
         if head is None:
             head = heads[stream] = encode_head(request.shape, stream, self._max_tokens_field)
-        return b"".join((head, b",".join(request.conversation.encoded(encode_message)), b"]}"))
+        if tail is None:
+            return join_body(head, request.conversation)
+        # The user's extra_body has the last word here too.
+        own = {name: value for name, value in tail.fields.items() if name not in request.shape.extra_body}
+        return join_body(head, request.conversation, own)
 
 
 def encode_head(shape: RequestShape, stream: bool, max_tokens_field: MaxTokensField) -> bytes:
@@ -144,7 +147,7 @@ def encode_head(shape: RequestShape, stream: bool, max_tokens_field: MaxTokensFi
         ]
         fields["tool_choice"] = _tool_choice(shape.tool_choice)
     if shape.schema is not None:
-        fields["response_format"] = {"type": "json_schema", "json_schema": _response_schema(shape)}
+        fields["response_format"] = {"type": "json_schema", "json_schema": response_schema(shape)}
     if stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     fields = {name: value for name, value in fields.items() if value is not None} | dict(shape.extra_body)
@@ -155,7 +158,7 @@ def encode_head(shape: RequestShape, stream: bool, max_tokens_field: MaxTokensFi
 
 
 def encode_message(message: Message) -> bytes:
-    fields: dict[str, object] = {"role": message.role, "content": message.content}
+    fields: dict[str, object] = {"role": message.role, "content": content_json(message.content)}
     if message.tool_calls:
         # Content stays "" beside calls: null is what some chat templates stumble over.
         fields["tool_calls"] = [
@@ -171,9 +174,28 @@ def encode_message(message: Message) -> bytes:
     try:
         return orjson.dumps(fields)
     except orjson.JSONEncodeError:
-        # Half a surrogate pair, from a file read with errors ignored: no JSON reader would take it.
-        content = message.content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return orjson.dumps(fields | {"content": content})
+        return orjson.dumps(fields | {"content": content_json(_sendable(message.content))})
+
+
+class ChatView(MessageView):
+    __slots__ = ()
+    encode = staticmethod(encode_message)
+
+
+def join_body(head: bytes, conversation: Conversation, fields: JsonObject | None = None) -> bytes:
+    """``fields`` come last, and must be none of the head's."""
+    end = b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
+    return b"".join((head, b",".join(conversation.view(ChatView).pieces), end))
+
+
+def _sendable(content: Content) -> Content:
+    """Without halves of surrogate pairs, from a file read with errors ignored: no JSON reader would take them."""
+    if isinstance(content, str):
+        return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return tuple(
+        part.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(part, str) else part
+        for part in content
+    )
 
 
 def _echoed(arguments: str) -> str:
@@ -189,45 +211,6 @@ def _tool_choice(choice: JsonValue) -> JsonValue:
     if isinstance(choice, str) and choice not in ("auto", "none", "required"):
         return {"type": "function", "function": {"name": choice}}
     return choice
-
-
-def _response_schema(shape: RequestShape) -> JsonObject:
-    """The schema in the form that strict mode takes, where it has one: every object closed, every property required.
-    Whatever that form accepts, the user's schema accepts too."""
-    closed = _closed(shape.schema)
-    strict = isinstance(closed, dict) and closed.get("type") == "object" and _strict_node(closed)
-    return {"name": shape.schema_name, "schema": closed if strict else shape.schema, "strict": strict}
-
-
-def _closed(node: JsonValue) -> JsonValue:
-    if isinstance(node, list):
-        return [_closed(part) for part in node]
-    if not isinstance(node, dict):
-        return node
-    closed = {name: _closed(part) if name in ("items", "anyOf") else part for name, part in node.items()}
-    closed.pop("default", None)
-    for name in ("properties", "$defs"):
-        if isinstance(parts := closed.get(name), dict):
-            closed[name] = {key: _closed(part) for key, part in parts.items()}
-    if isinstance(properties := closed.get("properties"), dict):
-        closed["required"] = list(properties)
-        closed.setdefault("additionalProperties", False)
-    return closed
-
-
-def _strict_node(node: JsonValue) -> bool:
-    if not isinstance(node, dict) or not node.keys() <= _STRICT_KEYWORDS:
-        return False
-    properties, required, definitions = node.get("properties", {}), node.get("required", []), node.get("$defs", {})
-    if not (isinstance(properties, dict) and isinstance(required, list) and isinstance(definitions, dict)):
-        return False
-    is_object = node.get("type") == "object" or "properties" in node
-    if is_object and (node.get("additionalProperties") is not False or set(map(str, required)) != properties.keys()):
-        return False
-    alternatives = node.get("anyOf", [])
-    items = [node["items"]] if "items" in node else []
-    children = [*properties.values(), *definitions.values(), *items]
-    return isinstance(alternatives, list) and all(map(_strict_node, [*children, *alternatives]))
 
 
 def _model_names(body: bytes) -> list[str] | None:

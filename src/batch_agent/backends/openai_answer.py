@@ -23,6 +23,7 @@ LARGEST_COUNT = 2**53  # tokens: what is more is no count, and no reason to fail
 _CUT = {"length", "max_tokens", "max_output_tokens", "model_length"}
 _ABORTED = {"abort", "aborted", "cancelled", "error", "insufficient_system_resource"}
 _FILTERED = {"content_filter"}
+_CACHE_WRITES = ("cache_write_tokens", "cache_creation_tokens", "created_cache_tokens")
 
 
 def read_answer(body: bytes, faults: Faults, turn: int) -> Reply:
@@ -55,10 +56,12 @@ class AnswerStream:
     """Chunks of an event stream in, one Reply out; tool calls are reported as soon as each is complete.
 
     A call is complete when its JSON object closes, or when the answer ends well; the pieces of several calls may come
-    in any order.
+    in any order. ``said`` gets the text piece by piece, for whoever gives the answer up before its end.
     """
 
-    def __init__(self, faults: Faults, turn: int, on_tool_call: OnToolCall, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, faults: Faults, turn: int, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
+    ) -> None:
         self._faults = faults
         self._on_tool_call = on_tool_call
         self._naming = _Naming(turn, faults)
@@ -66,9 +69,11 @@ class AnswerStream:
         self._sent_at = clock()
         self._first_token: float | None = None
         self._sse = SSEParser()
-        self._text: list[str] = []
+        said.clear()  # of an earlier try
+        self._text = said
         self._reasoning: list[str] = []
         self._started: list[_CallInProgress] = []
+        self._latest: dict[object, _CallInProgress] = {}  # by the server's number; None: of them all
         self._usage: JsonValue = None
         self._finish: str | None = None
         self._done = False
@@ -120,7 +125,11 @@ class AnswerStream:
                 self._finish = _reason(choice.get("finish_reason")) or self._finish
 
     def _delta(self, delta: JsonObject) -> None:
-        text = _text(delta.get("content"), self._faults) or _string(delta.get("refusal"))
+        content = delta.get("content")
+        if len(delta) == 1 and content and isinstance(content, str) and self._first_token is not None:
+            self._text.append(content)  # nearly every event there is
+            return
+        text = _text(content, self._faults) or _string(delta.get("refusal"))
         reasoning = _reasoning(delta)
         items = _call_items(delta, self._faults)
         if self._first_token is None and (text or reasoning or items):
@@ -135,26 +144,16 @@ class AnswerStream:
     def _call_delta(self, item: JsonValue) -> None:
         call_id, name, arguments = _call_fields(item, self._faults)
         index = item.get("index") if isinstance(item, dict) else None
-        call = self._continued(index, call_id, name, arguments)
-        if call is None:
-            call = _CallInProgress(index)
+        number = index if isinstance(index, int | str) else None
+        call = self._latest.get(number)
+        if call is None or call.is_over(call_id, name, arguments):
+            call = self._latest[number] = self._latest[None] = _CallInProgress()
             self._started.append(call)
         call.id = call.id or call_id
         call.name = call.name or name
         call.extend(arguments)
         if call.closed and call.name:
             self._settle(call)
-
-    def _continued(self, index: object, call_id: str, name: str, arguments: str) -> _CallInProgress | None:
-        """The call that a delta goes on with, None when it begins another. Some servers give every call index 0, or no
-        index at all; then a new id, or a name after a complete call, marks the beginning."""
-        for call in reversed(self._started):
-            if index is None or call.index == index:
-                renamed = bool(name and call.name) and (name != call.name or (call.closed and bool(arguments.strip())))
-                if call_id and call.id:
-                    return call if call_id == call.id else None
-                return None if renamed else call
-        return None
 
     def _settle(self, call: _CallInProgress) -> ToolCall:
         """The call is complete."""
@@ -169,10 +168,9 @@ class _CallInProgress:
     closed object is not part of it."""
 
     _MARKS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
-    __slots__ = ("_depth", "_escaped", "_in_string", "_pieces", "closed", "done", "id", "index", "name")
+    __slots__ = ("_depth", "_escaped", "_in_string", "_pieces", "closed", "done", "id", "name")
 
-    def __init__(self, index: object) -> None:
-        self.index = index
+    def __init__(self) -> None:
         self.id = ""
         self.name = ""
         self.closed = False
@@ -185,6 +183,19 @@ class _CallInProgress:
     @property
     def arguments(self) -> str:
         return "".join(self._pieces)
+
+    def is_over(self, call_id: str, name: str, arguments: str) -> bool:
+        """Whether a delta with the same number begins another call. Some servers number every call 0, or none; then a
+        new id or another name marks the beginning, or arguments that come with an id or a name after a complete
+        object. With the same id they must be another object: some servers end with the whole call once more."""
+        if not (call_id or name):
+            return False
+        if (call_id and self.id and call_id != self.id) or (name and self.name and name != self.name):
+            return True
+        more = arguments.strip()
+        if not (self.closed and more):
+            return False
+        return not (call_id and self.id) or (more.startswith("{") and more != self.arguments)
 
     def extend(self, fragment: str) -> None:
         if not self._pieces:
@@ -329,12 +340,13 @@ def _call_fields(item: JsonValue, faults: Faults) -> tuple[str, str, str]:
 def _usage(value: JsonValue) -> Usage:
     if not isinstance(value, dict):
         return Usage()
-    return Usage(
-        _count(value, "prompt_tokens"),
-        _count(value.get("prompt_tokens_details"), "cached_tokens"),
-        _count(value, "completion_tokens"),
-        _count(value.get("completion_tokens_details"), "reasoning_tokens"),
-    )
+    prompt, details = _count(value, "prompt_tokens"), value.get("prompt_tokens_details")
+    cached = _count(details, "cached_tokens")
+    written = next(filter(None, (_count(details, name) for name in _CACHE_WRITES)), 0)
+    if cached + written > prompt:  # a provider that counts what passes its cache apart from the rest
+        prompt += cached + written
+    reasoning = _count(value.get("completion_tokens_details"), "reasoning_tokens")
+    return Usage(prompt, cached, _count(value, "completion_tokens"), reasoning, written)
 
 
 def _count(value: JsonValue, name: str) -> int:

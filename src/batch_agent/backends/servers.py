@@ -63,4 +63,4 @@ def _engine(address: Address, default_port: int) -> Backend:
 
 def _capabilities(address: Address, *, native_schema: bool, schema_with_tools: bool) -> Capabilities:
     native = address.options.get("native_schema", native_schema)
-    return Capabilities(native_schema=native, schema_with_tools=native and schema_with_tools)
+    return Capabilities(native_schema=native, schema_with_tools=native and schema_with_tools, images=True)

@@ -1,4 +1,4 @@
-"""How many tokens a text is, roughly, and whether a job can fit the model's context at all.
+"""How many tokens a text or a picture is, roughly, and whether a job can fit the model's context at all.
 
 The estimate is made without a tokenizer: UTF-8 bytes over four, rounded up. That is good enough to plan with and to
 stop what is hopeless; the server has the last word on the rest. What may cost money is not estimated but bounded: no
@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from batch_agent.errors import Oversized
+from batch_agent.messages import Content
 
 BYTES_PER_TOKEN = 4
+IMAGE_TOKENS = 1_600  # of a large picture; servers shrink larger ones to about that
 
 
 def size_bytes(text: str) -> int:
@@ -21,6 +23,19 @@ def size_bytes(text: str) -> int:
 
 def estimate_tokens(text: str) -> int:
     return -(-size_bytes(text) // BYTES_PER_TOKEN)
+
+
+def content_bytes(content: Content) -> int:
+    """As many bytes as there can be tokens at the most; a picture has as many as it usually has tokens."""
+    if isinstance(content, str):
+        return size_bytes(content)
+    return sum(size_bytes(part) if isinstance(part, str) else IMAGE_TOKENS for part in content)
+
+
+def content_tokens(content: Content) -> int:
+    if isinstance(content, str):
+        return estimate_tokens(content)
+    return sum(estimate_tokens(part) if isinstance(part, str) else IMAGE_TOKENS for part in content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,11 @@ from batch_agent.messages import Usage
 
 MILLION = 1_000_000
 HOUR = 3600.0
-FORMS = "{'input': 0.15, 'cached': 0.075, 'output': 0.6} in $ per million tokens, or {'gpu_hour': 2.5, 'gpus': 4}"
+FORMS = (
+    "{'input': 0.15, 'cached': 0.075, 'cache_write': 0.2, 'output': 0.6} in $ per million tokens, "
+    "or {'gpu_hour': 2.5, 'gpus': 4}"
+)
+PER_TOKEN = ("input", "cached", "cache_write", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class Rates:
 
     input: float
     cached: float
+    cache_write: float
     output: float
     above: int = 0
 
@@ -46,9 +51,9 @@ class Prices:
                 rates = tier
         if rates is None:
             return 0.0
-        fresh = usage.prompt_tokens - usage.cached_tokens
-        spent = fresh * rates.input + usage.cached_tokens * rates.cached + usage.completion_tokens * rates.output
-        return spent / MILLION
+        fresh = usage.prompt_tokens - usage.cached_tokens - usage.cache_write_tokens
+        prompt = fresh * rates.input + usage.cached_tokens * rates.cached + usage.cache_write_tokens * rates.cache_write
+        return (prompt + usage.completion_tokens * rates.output) / MILLION
 
 
 def find_prices(given: Mapping[str, float] | None, *, model: str | None, backend: str) -> Prices | None:
@@ -60,11 +65,11 @@ def find_prices(given: Mapping[str, float] | None, *, model: str | None, backend
 
 def _given(given: Mapping[str, float]) -> Prices:
     for name, value in given.items():
-        if name not in ("input", "cached", "output", "gpu_hour", "gpus"):
+        if name not in (*PER_TOKEN, "gpu_hour", "gpus"):
             raise SpecError(f"prices: there is no {name!r}; give {FORMS}")
         if not math.isfinite(value) or value < 0:
             raise SpecError(f"prices: {name} is {value:g}, and a price is a number from 0 up")
-    tokens = given.keys() & {"input", "cached", "output"}
+    tokens = given.keys() & set(PER_TOKEN)
     if "gpu_hour" in given:
         if tokens:
             raise SpecError("prices: gpu_hour and prices per token exclude each other; give one of the two")
@@ -72,7 +77,9 @@ def _given(given: Mapping[str, float]) -> Prices:
         return Prices(f"${given['gpu_hour']:g} per GPU-hour on {gpus:g}", per_second=given["gpu_hour"] * gpus / HOUR)
     if "gpus" in given or not {"input", "output"} <= tokens:
         raise SpecError(f"prices: give {FORMS}")
-    rates = Rates(given["input"], given.get("cached", given["input"]), given["output"])
+    # Where no other price is given, all of a prompt costs the same.
+    fresh = given["input"]
+    rates = Rates(fresh, given.get("cached", fresh), given.get("cache_write", fresh), given["output"])
     return Prices("the prices given", (rates,))
 
 
@@ -88,17 +95,19 @@ def _from_table(model: str, backend: str) -> Prices | None:
     except LookupError:
         return None
     table = info.get_prices(datetime.now(tz=UTC))
-    tiers = _tiers(*(getattr(table, f"{name}_mtok", None) for name in ("input", "cache_read", "output")))
+    names = ("input", "cache_read", "cache_write", "output")
+    tiers = _tiers(*(getattr(table, f"{name}_mtok", None) for name in names))
     return Prices(f"genai-prices, {provider.id} {info.id}", tiers) if tiers else None
 
 
-def _tiers(fresh: object, cached: object, output: object) -> tuple[Rates, ...]:
+def _tiers(fresh: object, cached: object, cache_write: object, output: object) -> tuple[Rates, ...]:
     if fresh is None or output is None:
         return ()
-    cached = fresh if cached is None else cached
-    starts = {0} | {tier.start for price in (fresh, cached, output) for tier in getattr(price, "tiers", ())}
+    cached, written = (fresh if price is None else price for price in (cached, cache_write))
+    starts = {0} | {tier.start for price in (fresh, cached, written, output) for tier in getattr(price, "tiers", ())}
     return tuple(
-        Rates(_rate(fresh, start), _rate(cached, start), _rate(output, start), above=start) for start in sorted(starts)
+        Rates(_rate(fresh, start), _rate(cached, start), _rate(written, start), _rate(output, start), above=start)
+        for start in sorted(starts)
     )
 
 

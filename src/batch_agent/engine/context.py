@@ -93,7 +93,7 @@ class AgentContext:
             self.failure = error
             raise
         self.text = reply.text
-        self.conversation.append(Message("assistant", reply.text, reply.tool_calls, reasoning=reply.reasoning))
+        self.conversation.append(reply.message())
         self._called = 0
         return reply
 
@@ -181,17 +181,17 @@ class AgentContext:
             await self._trail.settle()  # before more is built on it
             ticket = r.limiter.claim(self.progress, self.tally.turns)
         self.ticket = None
-        request = ModelRequest(shape, self.conversation, self.job.job_id, left)
+        request = ModelRequest(shape, self.conversation, self.job.job_id, left, self.job.index)
         # On the last turn no tool will be run, so there is nothing to start early.
         last = r.max_turns is not None and left <= 1
-        early = EarlyCalls(r.tools) if r.early_tools and shape.tools and not last else None
+        may_stream = r.early_tools and shape.tools and shape.tool_choice != "none" and not last
+        early = EarlyCalls(r.tools) if may_stream and r.streaming.wants_next() else None
         try:
             reply = await take_turn(r, request, self.job.index, self.tally, ticket, early)
         except BaseException as error:
             if early is not None:
                 early.abandon()
-            if isinstance(error, BackendError) and error.text:
-                self.text = error.text
+            self.text = (error.text if isinstance(error, BackendError) else "".join(request.said)) or self.text
             raise
         self._early = early
         return reply
@@ -239,7 +239,7 @@ class AgentContext:
             if place not in known:
                 break
             texts.append(known[place])
-            self.conversation.append(Message("tool", known[place], tool_call_id=call.id))
+            self.conversation.append(Message("tool", known[place], tool_call_id=call.id, tool_name=call.name))
         return texts
 
     def _refuse(self, count: int, first: int, known: dict[int, str]) -> None:

@@ -253,7 +253,11 @@ class Run(Generic[T]):
                 max_retries=spec.max_retries,
                 timeout_per_agent=spec.timeout_per_agent,
                 timeout_per_turn=spec.timeout_per_turn,
-                early_tools=spec.streaming_tool_dispatch and prepared.backend.capabilities.streaming,
+                early_tools=(
+                    spec.streaming_tool_dispatch
+                    and prepared.backend.capabilities.streaming
+                    and any(pool.can_start_early(tool.name) for tool in prepared.tools)
+                ),
             )
             self._batch = batch = Batch(
                 self._rows,

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from pydantic_core import to_json
 
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.compiler.budget import size_bytes
+from batch_agent.compiler.budget import content_bytes, size_bytes
 from batch_agent.compiler.plan import tool_text
 from batch_agent.compiler.prices import Prices
 from batch_agent.engine.limiter import Limiter
@@ -229,7 +229,7 @@ class Spending:
         if size is None:
             size = self._shape_bytes[request.shape] = _shape_bytes(request.shape)
         for message in request.conversation.messages:
-            size += MESSAGE_BYTES + size_bytes(message.content)
+            size += MESSAGE_BYTES + content_bytes(message.content)
             for call in message.tool_calls:
                 size += MESSAGE_BYTES + size_bytes(call.name) + size_bytes(call.arguments)
         return size

@@ -19,9 +19,9 @@ def transcript(job: Job, shared: Conversation, schema: OutputSchema[object] | No
     messages = [*shared.messages, Message("user", job.prompt)]
     for number, turn in enumerate(past.turns, start=1):
         reply = turn.reply
-        messages.append(Message("assistant", reply.text, reply.tool_calls, reasoning=reply.reasoning))
+        messages.append(reply.message())
         for position, call in enumerate(reply.tool_calls):
-            messages.append(Message("tool", turn.outcomes[position], tool_call_id=call.id))
+            messages.append(Message("tool", turn.outcomes[position], tool_call_id=call.id, tool_name=call.name))
         if schema is not None and not reply.tool_calls and number < len(past.turns):
             try:
                 parse_output(reply.text, schema)

@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
@@ -18,12 +18,13 @@ from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
 from batch_agent.errors import BackendError, BadResponse, OutputError, Timeout, Unavailable
-from batch_agent.events import Sink, TurnFailed, TurnFinished, TurnStarted
+from batch_agent.events import Sink, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
 from batch_agent.job import Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.scheduler.core import SUSPECT, Ticket
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
+from batch_agent.scheduler.streaming import Streaming
 from batch_agent.store.steps import Spent
 from batch_agent.tools.pool import PendingCall, ToolPool
 
@@ -51,6 +52,7 @@ class Resources:
     timeout_per_agent: float | None
     timeout_per_turn: float | None
     early_tools: bool  # start a tool while the model is still talking
+    streaming: Streaming = field(default_factory=Streaming)
     chance: Callable[[], float] = random.random
 
 
@@ -121,6 +123,10 @@ class EarlyCalls:
         if len(self.started) < MOST_CALLS and self.pool.can_start_early(call.name):
             self.started[call.id] = self.pool.start(call)
 
+    def gained(self, now: float) -> float:
+        """Seconds for which the longest of them has been running."""
+        return max((pending.seconds(now) for pending in self.started.values()), default=0.0)
+
     def abandon(self) -> None:
         for pending in self.started.values():
             pending.abandon()
@@ -185,6 +191,8 @@ async def _send(
     except BaseException:
         limiter.release(ticket)
         raise
+    if ticket.endpoint is not None and ticket.endpoint.name:
+        request = replace(request, endpoint=ticket.endpoint.name)
     left = loop.time()
     tally.queued += left - claimed
     tally.leave()
@@ -210,6 +218,11 @@ async def _send(
         r.clock(), r.run, index, tally.turns, reply.usage, seconds, reply.first_token, cost, reply.saved
     )
     r.emit(done)
+    if early is not None and reply.saved is None:
+        gained = early.gained(loop.time())
+        decided = r.streaming.learn(gained, reply.usage.completion_tokens, limiter.scheduler.inflight)
+        if decided is not None:
+            r.emit(StreamingDecided(r.clock(), r.run, *decided))
     return reply
 
 
@@ -227,10 +240,15 @@ async def _infer(r: Resources, request: ModelRequest, ticket: Ticket, early: Ear
     try:
         async with limit:
             return await r.backend.infer(request, early)
+    except BackendError as error:
+        error.text = error.text or "".join(request.said)
+        raise
     except TimeoutError:
         if not limit.expired():
             raise
-        raise Timeout(f"{r.backend.name} gave no complete answer in {_time_allowed(r, ticket)}") from None
+        raise Timeout(
+            f"{r.backend.name} gave no complete answer in {_time_allowed(r, ticket)}", text="".join(request.said)
+        ) from None
     except asyncio.CancelledError:
         if cancelled_by_us():
             raise

@@ -53,6 +53,7 @@ LAST = (
     Column("turns", ("turns",), "int"),
     Column("prompt_tokens", ("usage", "prompt_tokens"), "int"),
     Column("cached_tokens", ("usage", "cached_tokens"), "int"),
+    Column("cache_write_tokens", ("usage", "cache_write_tokens"), "int"),
     Column("completion_tokens", ("usage", "completion_tokens"), "int"),
     Column("reasoning_tokens", ("usage", "reasoning_tokens"), "int"),
     Column("cost", ("cost",), "float"),

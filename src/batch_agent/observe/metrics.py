@@ -146,7 +146,7 @@ class Metrics:
         self._seconds = [0.0, 0.0, 0.0, 0.0]  # spent in each state, by all agents, until they left it
         self._peak_running = 0
         self._turns = self._retries = 0
-        self._prompt = self._cached = self._completion = self._reasoning = 0
+        self._prompt = self._cached = self._completion = self._reasoning = self._cache_writes = 0
         self._cost: float | None = None
         self._cache_hits = 0
         self._saved = Usage()
@@ -208,7 +208,7 @@ class Metrics:
             queued=self._counts[_QUEUED],
             turns=self._turns,
             retries=self._retries,
-            usage=Usage(self._prompt, self._cached, self._completion, self._reasoning),
+            usage=Usage(self._prompt, self._cached, self._completion, self._reasoning, self._cache_writes),
             cost=elapsed * run.cost_per_second if run and run.cost_per_second else self._cost,
             cache_hits=self._cache_hits,
             saved=self._saved,
@@ -256,6 +256,7 @@ class Metrics:
         self._cached += usage.cached_tokens
         self._completion += usage.completion_tokens
         self._reasoning += usage.reasoning_tokens
+        self._cache_writes += usage.cache_write_tokens
         if cost is not None:
             self._cost = cost + (self._cost or 0.0)
 

@@ -58,6 +58,7 @@ def summary_json(statistics: Statistics, *, output: str = "", advice: Sequence[s
         "tokens": {
             "prompt": usage.prompt_tokens,
             "cached": usage.cached_tokens,
+            "cache_write": usage.cache_write_tokens,
             "completion": usage.completion_tokens,
             "reasoning": usage.reasoning_tokens,
         },

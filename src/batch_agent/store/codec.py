@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from batch_agent.job import AgentError
-from batch_agent.messages import Reply, ToolCall, Usage
+from batch_agent.messages import Reply, Sealed, ToolCall, Usage
 from batch_agent.store.steps import Begun, Done, Ended, Failed, Outcome, Spent, Step, Turn
 
 FORMAT = 2
@@ -28,9 +28,10 @@ TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED = range(1, 7)
 # What the arrays hold, in order.
 Form = tuple[type | UnionType, ...]
 NUMBER = int | float
-REPLY: Form = (str, list, list, str, NUMBER | None, str, list | None)
+REPLY: Form = (str, list, list, str, NUMBER | None, str, list | None, list | None)
 CALL: Form = (str, str, str)
-USAGE: Form = (int, int, int, int)
+USAGE: Form = (int, int, int, int, int)
+SEALED: Form = (str, object)
 SPENT: Form = (int, int, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER | None)
 ERROR: Form = (str, str, str, bool)
 
@@ -75,7 +76,7 @@ def _read(array: object, form: Form, least: int | None = None) -> list[Any]:
     if not isinstance(array, list) or not (len(form) if least is None else least) <= len(array) <= len(form):
         raise ValueError(f"a record has another form: {str(array)[:100]}")
     for value, kind in zip(array, form, strict=False):
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
             raise ValueError(f"a record has {str(value)[:100]} where another type is expected")
     return array
 
@@ -89,11 +90,15 @@ def _from_reply(reply: Reply) -> list[object]:
         reply.first_token,
         reply.finish_reason,
         None if reply.saved is None else _from_usage(reply.saved),
+        None if reply.sealed is None else (reply.sealed.wire, reply.sealed.value),
     ]
 
 
 def _to_reply(array: object) -> Reply:
-    text, calls, usage, reasoning, first_token, finish_reason, saved = _read(array, REPLY, least=7)
+    # Later fields are at the end, here and in a Usage, and may be missing: first there was no ``sealed`` and no
+    # ``cache_write_tokens``.
+    text, calls, usage, reasoning, first_token, finish_reason, saved, *later = _read(array, REPLY, least=7)
+    sealed = later[0] if later else None
     return Reply(
         text,
         tuple(ToolCall(*_read(call, CALL)) for call in calls),
@@ -102,11 +107,18 @@ def _to_reply(array: object) -> Reply:
         first_token,
         finish_reason,
         None if saved is None else _to_usage(saved),
+        None if sealed is None else Sealed(*_read(sealed, SEALED)),
     )
 
 
 def _from_usage(usage: Usage) -> tuple[int, ...]:
-    return usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens
+    return (
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+        usage.reasoning_tokens,
+        usage.cache_write_tokens,
+    )
 
 
 def _to_usage(array: object) -> Usage:

@@ -16,7 +16,7 @@ from multidict import CIMultiDict
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.faults import Faults
-from batch_agent.backends.openai import encode_head, encode_message
+from batch_agent.backends.openai import encode_head, join_body
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
 from batch_agent.messages import Reply
 from batch_agent.testing.request import Request
@@ -32,7 +32,7 @@ class ScriptedBackend:
 
     def __init__(self, script: Script | None = None, *, capabilities: Capabilities | None = None) -> None:
         self._script = script
-        self._capabilities = capabilities if capabilities is not None else Capabilities(native_schema=True)
+        self._capabilities = capabilities if capabilities is not None else Capabilities(native_schema=True, images=True)
         self.requests: list[Request] = []
         self.inflight = 0
         self.peak_inflight = 0
@@ -65,7 +65,7 @@ class ScriptedBackend:
         turn = len(request.conversation.messages)
         stream = None
         if on_tool_call is not None and self._capabilities.streaming:
-            stream = AnswerStream(FAULTS, turn, on_tool_call, asyncio.get_running_loop().time)
+            stream = AnswerStream(FAULTS, turn, on_tool_call, asyncio.get_running_loop().time, request.said)
         asked = self._request(request, stream is not None)
         self.requests.append(asked)
         self.inflight += 1
@@ -79,8 +79,7 @@ class ScriptedBackend:
             self.inflight -= 1
 
     def _request(self, request: ModelRequest, streamed: bool) -> Request:
-        head = encode_head(request.shape, streamed, "max_tokens")
-        raw = head + b",".join(request.conversation.encoded(encode_message)) + b"]}"
+        raw = join_body(encode_head(request.shape, streamed, "max_tokens"), request.conversation)
         return Request(len(self.requests), "/v1/chat/completions", orjson.loads(raw), raw=raw)
 
     async def _track(self, request: Request) -> Track:

@@ -8,7 +8,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
-from batch_agent.messages import JsonObject, Message, Role, ToolCall, ToolSpec
+from batch_agent.messages import Content, Image, JsonObject, Message, Part, Role, ToolCall, ToolSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,18 @@ def _message(wire: JsonObject) -> Message:
             calls.append(ToolCall(str(call.get("id") or ""), name, arguments))
     role = wire.get("role")
     known = cast(Role, role if role in ("system", "assistant", "tool") else "user")
-    return Message(known, content_text(wire.get("content")), tuple(calls), str(wire.get("tool_call_id") or ""))
+    return Message(known, _content(wire.get("content")), tuple(calls), str(wire.get("tool_call_id") or ""))
+
+
+def _content(content: JsonValue) -> Content:
+    """Parts only where there is a picture among them."""
+    parts = [_part(part) for part in _objects(content)]
+    return tuple(parts) if any(isinstance(part, Image) for part in parts) else content_text(content)
+
+
+def _part(part: JsonObject) -> Part:
+    image = part.get("image_url")
+    return Image(str(image.get("url"))) if isinstance(image, dict) else str(part.get("text") or "")
 
 
 def _objects(value: JsonValue) -> list[JsonObject]:

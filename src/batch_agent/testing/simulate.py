@@ -16,9 +16,10 @@ from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import chat_prompt, encode_message, encode_tools, text_prompt
 from batch_agent.messages import JsonObject
 from batch_agent.testing.player import Live
+from batch_agent.testing.replies import Fail, ScriptedReply
 from batch_agent.testing.request import Request
 from batch_agent.testing.server import ModelServer
-from batch_agent.testing.wire import End, Piece, TextPiece, call_pieces
+from batch_agent.testing.wire import End, Piece, TextPiece, call_pieces, error_object
 
 
 async def serve_simulated(
@@ -42,7 +43,9 @@ class SimulatedServer(ModelServer):
         await super().__aexit__(kind, error, trace)
         self.runner.close()
 
-    async def respond(self, request: Request) -> Live:
+    async def respond(self, request: Request) -> ScriptedReply | Live:
+        if any(not isinstance(message.content, str) for message in request.conversation()):
+            return Fail(400, error_object(400, f"{self.model.name} is not a multimodal model"))
         return Live(lambda: self._generate(request))
 
     def metrics(self) -> str:

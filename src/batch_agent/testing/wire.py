@@ -170,6 +170,11 @@ def usage_object(usage: Usage) -> JsonObject:
         "completion_tokens": usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.cache_write_tokens:
+        counted["prompt_tokens_details"] = {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.cache_write_tokens,
+        }
     if usage.reasoning_tokens:
         counted["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return counted

@@ -165,6 +165,12 @@ class PendingCall:
         self.on_end(tell)
         return await ended
 
+    def seconds(self, now: float) -> float:
+        """How long it has been under way for this agent: until now, or until it ended."""
+        end = self._flight.end
+        ended = self._flight.asked + end.seconds if isinstance(end, ToolOutcome) else now
+        return max(0.0, ended - self._asked)
+
     def abandon(self) -> None:
         """This agent no longer wants the call. When the last one leaves, what is still running is cancelled."""
         if self._holds:

@@ -11,8 +11,8 @@ from pydantic import JsonValue
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.local.prompt import chat_messages, describe_tools, read_call
 from batch_agent.backends.local.toolgrammar import compile_turn
-from batch_agent.errors import SpecError
-from batch_agent.messages import Message, ToolCall, ToolSpec
+from batch_agent.errors import Rejected, SpecError
+from batch_agent.messages import Image, Message, ToolCall, ToolSpec
 
 ADD = ToolSpec(
     "add",
@@ -93,3 +93,9 @@ def test_the_next_turn_extends_this_one() -> None:
 
 def test_instructions_need_no_system_message_of_the_users() -> None:
     assert chat_messages([Message("user", "hi")], "Do.")[0] == {"role": "system", "content": "Do."}
+
+
+def test_what_cannot_be_shown_is_refused_and_not_left_out() -> None:
+    assert chat_messages([Message("user", ("a", "b"))], "") == [{"role": "user", "content": "ab"}]
+    with pytest.raises(Rejected, match="cannot be shown images"):
+        chat_messages([Message("user", ("a", Image("https://host/a.png")))], "")

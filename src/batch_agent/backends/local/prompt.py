@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from uuid import uuid4
 
+from batch_agent.backends.base import text_only
 from batch_agent.backends.local.terminals import json_text
 from batch_agent.backends.local.toolgrammar import CLOSE, OPEN
 from batch_agent.messages import JsonObject, Message, ToolCall, ToolSpec
@@ -22,7 +23,7 @@ def chat_messages(messages: Sequence[Message], instructions: str) -> list[ChatMe
     results: list[str] = []
     for message in messages:
         if message.role == "tool":
-            results.append(f"<tool_response>\n{message.content}\n</tool_response>")
+            results.append(f"<tool_response>\n{text_only(message)}\n</tool_response>")
             continue
         if results:
             out.append({"role": "user", "content": "\n".join(results)})
@@ -37,7 +38,7 @@ def _content(message: Message) -> str:
     calls = (
         f'{OPEN}{{"name": {json_text(call.name)}, "arguments": {call.arguments}}}{CLOSE}' for call in message.tool_calls
     )
-    return "\n".join(part for part in (message.content, *calls) if part)
+    return "\n".join(part for part in (text_only(message), *calls) if part)
 
 
 def _instructed(messages: list[ChatMessage], instructions: str) -> list[ChatMessage]:

@@ -13,7 +13,7 @@ from batch_agent.backends.simulated.answers import Answer, chat_answer
 from batch_agent.backends.simulated.core import Sequence
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.runner import EngineRunner
-from batch_agent.backends.simulated.tokens import chat_prompt, encode_message, encode_tools
+from batch_agent.backends.simulated.tokens import PromptView, chat_prompt, encode_tools
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import Reply, Usage
 
@@ -60,7 +60,7 @@ class SimulatedBackend:
         shape = request.shape
         if shape.model and shape.model != self.model.name:
             raise Rejected(f"the simulated engine serves {self.model.name!r}, not {shape.model!r}", status=404)
-        prompt = chat_prompt(self._tools_of(shape), request.conversation.encoded(encode_message))
+        prompt = chat_prompt(self._tools_of(shape), request.conversation.view(PromptView).pieces)
         answer = chat_answer(
             self.model,
             prompt,

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 import orjson
 
-from batch_agent.messages import Message, ToolCall, ToolSpec
+from batch_agent.backends.base import text_only
+from batch_agent.messages import Message, MessageView, ToolCall, ToolSpec
 
 TOKEN_BYTES = 4
 END = b"\x03end"  # ends a message; an answer's last token
@@ -35,8 +36,13 @@ def encode_call(call: ToolCall) -> bytes:
 
 
 def encode_message(message: Message) -> bytes:
-    body = encode(message.content) + b"".join(map(encode_call, message.tool_calls))
+    body = encode(text_only(message)) + b"".join(map(encode_call, message.tool_calls))
     return HEADERS[message.role] + body + END
+
+
+class PromptView(MessageView):
+    __slots__ = ()
+    encode = staticmethod(encode_message)
 
 
 def encode_tools(tools: Iterable[ToolSpec]) -> bytes:

@@ -1,0 +1,58 @@
+"""When an answer is streamed: while early tools gain more than reading tokens costs."""
+
+from __future__ import annotations
+
+from batch_agent.scheduler.streaming import REST, TOKEN_SECONDS, TRIAL, Streaming
+
+
+def trial(streaming: Streaming, gained: float, tokens: int = 100, inflight: int = 1) -> list[tuple[bool, str]]:
+    """One trial's answers; what was said about them."""
+    assert streaming.wants_next()
+    told = [streaming.learn(gained, tokens, inflight) for _ in range(TRIAL)]
+    return [decision for decision in told if decision is not None]
+
+
+def test_it_is_tried_first_and_goes_on_while_it_pays() -> None:
+    streaming = Streaming()
+    [(streams, reason)] = trial(streaming, gained=0.5)
+    assert streams and "0.5 s a turn, more than" in reason
+    assert trial(streaming, gained=0.5) == [], "nothing new"
+    assert streaming.wants_next()
+
+
+def test_what_gains_nothing_is_given_up() -> None:
+    streaming = Streaming()
+    [(streams, reason)] = trial(streaming, gained=0.0)
+    assert not streams and "no more than" in reason
+    assert not streaming.wants_next()
+
+
+def test_the_cost_is_that_of_all_who_wait_while_one_is_read() -> None:
+    gained = 100 * TOKEN_SECONDS * 50
+    assert trial(Streaming(), gained, inflight=49)[0][0]
+    assert not trial(Streaming(), gained, inflight=51)[0][0]
+
+
+def test_it_is_tried_again_after_a_rest_and_a_verdict_that_stands_is_not_told_again() -> None:
+    streaming = Streaming()
+    trial(streaming, gained=0.0)
+    assert not any(streaming.wants_next() for _ in range(REST))
+    assert trial(streaming, gained=0.0) == []
+    assert not any(streaming.wants_next() for _ in range(REST))
+    [(streams, _)] = trial(streaming, gained=0.5)
+    assert streams
+
+
+def test_what_stops_paying_is_given_up() -> None:
+    streaming = Streaming()
+    trial(streaming, gained=0.5)
+    [(streams, _)] = trial(streaming, gained=0.0)
+    assert not streams
+
+
+def test_answers_that_come_after_it_was_given_up_do_not_count_in_the_next_trial() -> None:
+    streaming = Streaming()
+    trial(streaming, gained=0.0)
+    assert [streaming.learn(9.0, 1, 1) for _ in range(TRIAL)] == [None] * TRIAL
+    assert not any(streaming.wants_next() for _ in range(REST))
+    assert trial(streaming, gained=0.0) == []
