@@ -8,6 +8,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -49,8 +50,17 @@ def environment() -> dict[str, object]:
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "commit": _commit(),
-        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "packages": _versions(),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of those that are installed; a source tree on the path is none."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _cpu_model() -> str:

@@ -1,0 +1,189 @@
+"""Agents on a real engine, side by side with a bare loop: wall time against a vLLM server on a GPU.
+
+``python -m benchmarks.gpu --url http://127.0.0.1:8000/v1``. The server has a tool-call parser and speaks the scripts
+that the prompts carry (a logits processor forces the tokens between two marks): tokens, KV blocks, batching and timing
+are real, and every answer can be checked. Contenders take turns:
+
+- *ours*: ``BatchAgent.run``, the tool declared cacheable; in flight as given
+- *bare loop*: all agents at once, a semaphore around the model call alone, so that a slot is free while a tool runs; no
+  retries, no validation, each tool call run for itself
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import aiohttp
+from pydantic import BaseModel
+
+from batch_agent import BatchAgent, Tool
+from benchmarks import report
+
+OPEN, CLOSE = "<jupyter_start>", "<jupyter_text>"  # the marks of a script
+SYSTEM = "You are one of many researchers who work from the same brief. " + (
+    "Read what you are given, look up what you do not know, and answer in one line of JSON. " * 125
+)
+
+
+class Finding(BaseModel):
+    topic: int
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    agents: int
+    inflight: int
+    tool_seconds: float  # 0: one turn, no tool
+    topics: int = 10
+
+    def __str__(self) -> str:
+        tool = (
+            f"{self.topics} distinct searches of {self.tool_seconds * 1000:.0f} ms" if self.tool_seconds else "1 turn"
+        )
+        return f"{self.agents:,} agents, {tool}, {self.inflight} in flight"
+
+    def prompt(self, agent: int) -> str:
+        topic = agent % self.topics
+        search = json.dumps({"name": "web_search", "arguments": {"query": f"topic {topic}"}})
+        answer = json.dumps({"topic": topic, "verdict": "seen before, and harmless then; nothing more to be done"})
+        turns = [f"<tool_call>\n{search}\n</tool_call>", answer] if self.tool_seconds else [answer]
+        return f"Research topic {topic} for report {agent}. {OPEN}{json.dumps(turns)}{CLOSE}"
+
+
+WORKS = (Work(20, 8, 0.4, topics=9), Work(100, 32, 0.8), Work(1_000, 256, 0.0))
+
+
+def result_of(query: str) -> str:
+    return f"What is known about {query}: " + "it was seen before, and it was harmless then. " * 8
+
+
+async def ours(work: Work, url: str) -> tuple[list[Finding | None], int]:
+    runs = 0
+
+    @Tool.define(cacheable=True)
+    async def web_search(query: str) -> str:
+        """Search the web."""
+        nonlocal runs
+        runs += 1
+        await asyncio.sleep(work.tool_seconds)
+        return result_of(query)
+
+    results = await BatchAgent.run(
+        system_prompt=SYSTEM,
+        task="{prompt}",
+        inputs=[{"prompt": work.prompt(agent)} for agent in range(work.agents)],
+        tools=[web_search] if work.tool_seconds else [],
+        output_schema=Finding,
+        backend=f"{url}?native_schema=false",
+        model="m",
+        max_inflight=work.inflight,
+    )
+    return [result.output for result in results], runs
+
+
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "web_search",
+        "description": "Search the web.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+    },
+}
+
+
+async def bare_loop(work: Work, url: str) -> tuple[list[Finding | None], int]:
+    gate = asyncio.Semaphore(work.inflight)
+    runs = 0
+    schema = f"{SYSTEM}\n\nAnswer with JSON of this schema:\n{json.dumps(Finding.model_json_schema())}"
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def ask(messages: list[dict[str, object]]) -> dict[str, object]:
+            body: dict[str, object] = {"model": "m", "messages": messages}
+            if work.tool_seconds:
+                body["tools"] = [SEARCH]
+            async with gate, session.post(f"{url}/chat/completions", json=body) as response:
+                return (await response.json())["choices"][0]["message"]  # type: ignore[no-any-return]
+
+        async def agent(number: int) -> Finding:
+            nonlocal runs
+            messages: list[dict[str, object]] = [
+                {"role": "system", "content": schema},
+                {"role": "user", "content": work.prompt(number)},
+            ]
+            while True:
+                message = await ask(messages)
+                calls = message.get("tool_calls")
+                if not isinstance(calls, list) or not calls:
+                    return Finding.model_validate_json(str(message["content"]))
+                messages.append({"role": "assistant", "content": message.get("content") or "", "tool_calls": calls})
+                for call in calls:
+                    runs += 1
+                    await asyncio.sleep(work.tool_seconds)
+                    query = json.loads(call["function"]["arguments"])["query"]
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result_of(query)})
+
+        return list(await asyncio.gather(*map(agent, range(work.agents)))), runs
+
+
+Contender = Callable[[Work, str], Awaitable[tuple[list[Finding | None], int]]]
+CONTENDERS: dict[str, Contender] = {"ours": ours, "bare loop": bare_loop}
+
+
+async def measure(work: Work, url: str, repetitions: int) -> dict[str, object]:
+    walls: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    tool_runs: dict[str, int] = {}
+    for repetition in range(repetitions + 1):  # the first warms the prefix cache, and the client
+        for name, run in CONTENDERS.items():
+            began = time.perf_counter()
+            findings, runs = await run(work, url)
+            wall = time.perf_counter() - began
+            if [finding and finding.topic for finding in findings] != [a % work.topics for a in range(work.agents)]:
+                raise SystemExit(f"{name}: the answers are not those of the rows")
+            if repetition:
+                walls[name].append(wall)
+                tool_runs[name] = runs
+    ratios = [mine / theirs for mine, theirs in zip(walls["ours"], walls["bare loop"], strict=True)]
+    return {
+        "work": str(work),
+        "wall_s": {name: report.spread(values) for name, values in walls.items()},
+        "tool_runs": tool_runs,
+        "ratio": report.spread(ratios),
+    }
+
+
+async def server_version(url: str) -> str:
+    async with aiohttp.ClientSession() as session, session.get(f"{url.removesuffix('/v1')}/version") as response:
+        return f"vLLM {(await response.json())['version']}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Agents on a real engine.")
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--hardware", default="", help="what the server runs on, for the record")
+    options = parser.parse_args()
+    env = report.environment() | {"server": asyncio.run(server_version(options.url)), "accelerator": options.hardware}
+    measurements = [asyncio.run(measure(work, options.url, options.repetitions)) for work in WORKS]
+    rows, bars = [], []
+    for item in measurements:
+        walls, runs = item["wall_s"], item["tool_runs"]
+        assert isinstance(walls, dict) and isinstance(runs, dict)
+        cells = [f"{walls[name]['median']:.2f} s, {runs[name]} tool runs" for name in CONTENDERS]
+        ratio = statistics.median(item["ratio"]["repetitions"])  # type: ignore[index]
+        rows.append((str(item["work"]), *cells, f"{ratio:.2f}"))
+        bars.append(report.Bar(f"{item['work']}: wall, ours over the bare loop", ratio, "<=", 1.0))
+    print(report.table(("work", *CONTENDERS, "ratio"), rows), "\n")
+    return report.finish("gpu", env, bars, measurements)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
