@@ -57,3 +57,48 @@ def test_a_wait_is_a_share_of_a_span_that_doubles_and_is_bounded(failures: int, 
 @given(st.integers(1, 10), st.floats(0, 1), st.floats(0, 1e6))
 def test_the_servers_retry_after_is_the_least_wait(failures: int, chance: float, after: float) -> None:
     assert retry_delay(failures, after, chance) >= after
+
+
+def test_after_a_refusal_the_limit_comes_back_fast_to_just_below_where_it_was_refused() -> None:
+    capacity = Capacity(512)
+    capacity.overloaded(0, 512)
+    assert capacity.limit == 256
+    for _ in range(224):
+        capacity.succeeded()
+    assert capacity.limit == 480
+    for _ in range(480):
+        capacity.succeeded()
+    assert capacity.limit == 481
+
+
+def test_after_an_outage_the_limit_begins_at_one_and_doubles_with_each_round_to_where_it_was() -> None:
+    capacity = Capacity(64)
+    capacity.succeeded()
+    for _ in range(3):  # refusals for load that were part of the outage
+        capacity.overloaded(capacity.generation, 64)
+    capacity.restart(64)
+    rounds = 0
+    while capacity.limit != 64:
+        for _ in range(capacity.limit or 0):
+            capacity.succeeded()
+        rounds += 1
+    assert rounds == 6
+
+
+def test_an_outage_while_the_limit_grows_back_does_not_forget_where_it_was() -> None:
+    capacity = Capacity(64)
+    capacity.succeeded()
+    capacity.restart(64)
+    capacity.succeeded()
+    capacity.restart(2)
+    for _ in range(63):
+        capacity.succeeded()
+    assert capacity.limit == 64
+
+
+def test_without_a_ceiling_the_limit_comes_back_fast_to_what_was_in_flight() -> None:
+    capacity = Capacity(None)
+    capacity.restart(100)
+    for _ in range(99):
+        capacity.succeeded()
+    assert capacity.limit == 100
