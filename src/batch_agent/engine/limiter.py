@@ -52,7 +52,7 @@ class Feed:
             self.closed = True
             self.wake()
             self._on_close()
-            self._limiter.look_ahead()
+            self._limiter.forget(self)
 
     def wake(self) -> None:
         room, self.room = self.room, None
@@ -157,16 +157,16 @@ class Limiter:
         self._feeds.append(feed)
         return feed
 
+    def forget(self, feed: Feed) -> None:
+        self._feeds.remove(feed)
+        self.look_ahead()
+
     def look_ahead(self) -> None:
         """What is still to come has changed."""
-        rows = 0
+        rows: int | None = 0
         for feed in self._feeds:
-            if feed.rows is None and not feed.closed:
-                self.scheduler.outlook.rows = None
-                break
-            rows += 0 if feed.closed else feed.rows or 0
-        else:
-            self.scheduler.outlook.rows = rows
+            rows = None if rows is None or feed.rows is None else rows + feed.rows
+        self.scheduler.outlook.rows = rows
         if self.endpoints.doubts:
             self._pump()
 
@@ -184,7 +184,7 @@ class Limiter:
     def drain(self) -> None:
         """Nothing new starts; agents under way go on."""
         self.scheduler.closed = True
-        for feed in self._feeds:
+        for feed in tuple(self._feeds):
             feed.close()
         self._pump()
 
@@ -283,7 +283,7 @@ class Limiter:
 
     @property
     def _all_fed(self) -> bool:
-        return all(feed.ended or feed.closed for feed in self._feeds)
+        return all(feed.ended for feed in self._feeds)
 
 
 def _wake(sleeper: asyncio.Future[None]) -> None:
