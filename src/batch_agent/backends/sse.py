@@ -55,12 +55,14 @@ class SSEParser:
     def _whole_events(self, chunk: bytes) -> list[Event]:
         """What nearly every chunk is: events of one data line each, from the first byte to the last. Nothing where it
         is anything else."""
-        between = self._line or self._data or self._name or self._after_cr or self._at_start
-        if between or not chunk.startswith(b"data: ") or not chunk.endswith(b"\n\n") or len(chunk) > self._limit:
+        if self._line or self._data or self._name or self._after_cr:
+            return []
+        if not chunk.startswith(b"data: ") or not chunk.endswith(b"\n\n") or len(chunk) > self._limit:
             return []
         events = chunk[6:-2].split(b"\n\ndata: ")
         if chunk.count(b"\n") != 2 * len(events) or b"\r" in chunk:
             return []
+        self._at_start = False
         return [("", data) for data in events]
 
     def close(self) -> list[Event]:
