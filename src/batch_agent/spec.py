@@ -124,8 +124,8 @@ class BatchSpec(BaseModel):
     )
     prices: Mapping[str, Number] | None = Field(
         None,
-        description="$ per million tokens as input, cached, cache_write and output, or $ per gpu_hour and how many gpus. "
-        "Not given: the public providers' prices, where genai-prices is installed.",
+        description="$ per million tokens as input, cached, cache_write and output, or $ per gpu_hour and how many "
+        "gpus. Not given: the public providers' prices, where genai-prices is installed.",
     )
     max_cost: Dollars | None = Field(None, description="$ a run may cost; at the limit it ends out of budget.")
     max_total_tokens: Count | None = Field(
