@@ -10,12 +10,14 @@ from benchmarks.workload import MODEL, SYSTEM_PROMPT, TASK, Review, Work, conten
 LOOKUP = Tool.define(cacheable=True)(lookup)
 
 
-async def run(work: Work, run_dir: Path | None = None) -> list[Review]:
+async def run(
+    work: Work, run_dir: Path | None = None, *, tool: Tool = LOOKUP, system_prompt: str = SYSTEM_PROMPT
+) -> list[Review]:
     results = await BatchAgent.run(
-        system_prompt=SYSTEM_PROMPT,
+        system_prompt=system_prompt,
         task=TASK,
         inputs=list(rows(work.agents)),
-        tools=[LOOKUP] if work.turns == 2 else [],
+        tools=[tool] if work.turns == 2 else [],
         output_schema=Review,
         model=MODEL,
         backend=work.url,

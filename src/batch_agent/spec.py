@@ -128,8 +128,8 @@ class BatchSpec(BaseModel):
     )
     prices: Mapping[str, Number] | None = Field(
         None,
-        description="$ per million tokens as input, cached and output, or $ per gpu_hour and how many gpus. "
-        "Not given: the public providers' prices, where genai-prices is installed.",
+        description="$ per million tokens as input, cached, cache_write and output, or $ per gpu_hour and how many "
+        "gpus. Not given: the public providers' prices, where genai-prices is installed.",
     )
     max_cost: Dollars | None = Field(None, description="$ a run may cost; at the limit it ends out of budget.")
     max_total_tokens: Count | None = Field(
@@ -170,7 +170,7 @@ class BatchSpec(BaseModel):
         True, description="Drop lines that vary per session (x-anthropic-*:, x-amz-*:) from the system prompt's start."
     )
     streaming_tool_dispatch: bool = Field(
-        True, description="Start a tool when its call is complete, while the model is still talking."
+        True, description="Start a tool when its call is complete, while the model is still talking, where that pays."
     )
     model_max_context: Count | None = Field(None, description="The model's context in tokens; longer inputs fail.")
     min_response_tokens: Count = Field(256, description="Tokens of the context that are kept for the answer.")

@@ -11,7 +11,7 @@ from yarl import URL
 
 from backends.wire import Exchange, WireServer, answer, hang, raw
 from batch_agent.backends.faults import Faults
-from batch_agent.backends.http import HttpClient
+from batch_agent.backends.http import FEW_STREAMS, HttpClient
 from batch_agent.errors import BadResponse, Rejected, SpecError, Timeout, Unavailable
 
 PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -250,7 +250,7 @@ STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-E
 
 
 async def test_many_streams_at_once_are_each_read_to_their_end_and_their_connections_used_again() -> None:
-    count = 40
+    count = 2 * FEW_STREAMS
 
     async def talk(exchange: Exchange) -> None:
         await exchange.send(STREAM_HEAD)
@@ -274,6 +274,39 @@ async def test_many_streams_at_once_are_each_read_to_their_end_and_their_connect
         assert server.connections == count
 
 
+async def test_a_stream_that_is_cancelled_while_it_is_left_alone_leaves_the_others_alone() -> None:
+    count, go_on = 2 * FEW_STREAMS, asyncio.Event()
+
+    async def talk(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD)
+        await exchange.event(b"one ")
+        await go_on.wait()
+        await exchange.event(b"two")
+        await exchange.send(b"0\r\n\r\n")
+
+    async with WireServer(talk) as server, HttpClient(server.url) as client, asyncio.timeout(30):
+        begun = asyncio.Semaphore(0)
+        texts: list[list[bytes]] = [[] for _ in range(count)]
+
+        async def read(chunks: list[bytes]) -> None:
+            def receive(chunk: bytes) -> bool:
+                chunks.append(chunk)
+                begun.release()
+                return False
+
+            await client.send(client.route("POST", "/ask"), b"{}", receive)
+
+        tasks = [asyncio.create_task(read(chunks)) for chunks in texts]
+        for _ in tasks:
+            await begun.acquire()
+        for task in tasks[::2]:
+            task.cancel()
+        go_on.set()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {type(end) for end in ends[::2]} == {asyncio.CancelledError}
+    assert [b"".join(chunks) for chunks in texts[1::2]] == [b"one two"] * (count // 2)
+
+
 async def test_a_stream_that_breaks_while_it_is_left_alone_is_unavailable() -> None:
     async def break_off(exchange: Exchange) -> None:
         await exchange.send(STREAM_HEAD)
@@ -282,6 +315,6 @@ async def test_a_stream_that_breaks_while_it_is_left_alone_is_unavailable() -> N
 
     async with WireServer(break_off) as server, HttpClient(server.url) as client, asyncio.timeout(30):
         route = client.route("POST", "/ask")
-        reads = [client.send(route, b"{}", lambda chunk: False) for _ in range(8)]
+        reads = [client.send(route, b"{}", lambda chunk: False) for _ in range(2 * FEW_STREAMS)]
         ends = await asyncio.gather(*reads, return_exceptions=True)
     assert {type(end) for end in ends} == {Unavailable}

@@ -19,6 +19,8 @@ def parse(*chunks: bytes) -> list[tuple[str, bytes]]:
     ("stream", "events"),
     [
         (b"data: a\n\n", [("", b"a")]),
+        (b"data: a\n\ndata: b\n\ndata: [DONE]\n\n", [("", b"a"), ("", b"b"), ("", b"[DONE]")]),
+        (b"data: a\n\n\n\ndata: \n\n", [("", b"a"), ("", b"")]),
         (b"data:a\n\ndata:  b\n\n", [("", b"a"), ("", b" b")]),
         (b"event: error\ndata: a\n\ndata: b\n\n", [("error", b"a"), ("", b"b")]),
         (b"data: a\ndata\ndata: b\n\n", [("", b"a\n\nb")]),
@@ -42,7 +44,9 @@ def test_a_stream_is_read_the_same_whole_and_byte_by_byte(stream: bytes, events:
 
 @given(
     st.lists(
-        st.sampled_from([b"data: a", b"data:", b": c", b"event: e", b"\r", b"\n", b"\r\n", b"\xef\xbb\xbf", b"x"])
+        st.sampled_from(
+            [b"data: a\n\n", b"data: a", b"data:", b": c", b"event: e", b"\r", b"\n", b"\r\n", b"\xef\xbb\xbf", b"x"]
+        )
     ),
     st.lists(st.integers(0, 200)),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batch_agent.scheduler.streaming import REST, TOKEN_SECONDS, TRIAL, Streaming
+from batch_agent.scheduler.streaming import MEMORY, REST, TOKEN_SECONDS, TRIAL, Streaming
 
 
 def trial(streaming: Streaming, gained: float, tokens: int = 100, inflight: int = 1) -> list[tuple[bool, str]]:
@@ -18,6 +18,21 @@ def test_it_is_tried_first_and_goes_on_while_it_pays() -> None:
     assert streams and "0.5 s a turn, more than" in reason
     assert trial(streaming, gained=0.5) == [], "nothing new"
     assert streaming.wants_next()
+
+
+def test_only_a_few_turns_are_streamed_until_it_is_decided() -> None:
+    streaming = Streaming()
+    wanted = [streaming.wants_next() for _ in range(512)]
+    assert sum(wanted) == 2 * TRIAL
+    for _ in range(TRIAL):
+        streaming.learn(0.5, tokens=100, inflight=512)
+    assert not streaming.wants_next(), "what it gains one costs 512"
+
+
+def test_a_trial_whose_answers_never_came_is_made_again() -> None:
+    streaming = Streaming()
+    wanted = [streaming.wants_next() for _ in range(2 * TRIAL + REST + 1)]
+    assert wanted[-1] and not any(wanted[2 * TRIAL : -1])
 
 
 def test_what_gains_nothing_is_given_up() -> None:
@@ -43,11 +58,20 @@ def test_it_is_tried_again_after_a_rest_and_a_verdict_that_stands_is_not_told_ag
     assert streams
 
 
-def test_what_stops_paying_is_given_up() -> None:
+def test_a_wave_of_last_answers_is_no_reason_to_stop() -> None:
     streaming = Streaming()
-    trial(streaming, gained=0.5)
-    [(streams, _)] = trial(streaming, gained=0.0)
-    assert not streams
+    for _ in range(20):
+        for gained in (0.5, 0.0):
+            told = [streaming.learn(gained, tokens=100, inflight=64) for _ in range(64)]
+            assert all(decision is None or decision[0] for decision in told)
+
+
+def test_what_stops_paying_is_given_up_however_long_it_paid() -> None:
+    streaming = Streaming()
+    for _ in range(1000):
+        trial(streaming, gained=0.5)
+    told = [streaming.learn(0.0, tokens=1000, inflight=64) for _ in range(2 * MEMORY)]
+    assert [decision[0] for decision in told if decision is not None] == [False]
 
 
 def test_answers_that_come_after_it_was_given_up_do_not_count_in_the_next_trial() -> None:

@@ -30,10 +30,10 @@ KEEPALIVE_SECONDS = 4.0
 STREAM_END_SECONDS = 0.25
 LARGE_BODY_BYTES = 1024 * 1024
 
-# How many events are worth one read is a matter of how many streams there are: the reads of all of them together come
-# this far apart, and a stream is never left alone for longer than the second number.
-READ_SECONDS = 0.0008
-LONGEST_PAUSE_SECONDS = 0.05
+# Few streams are read as their events come. Of many each would wake us for every token, so they are left alone between
+# two beats of the clock, and read together.
+FEW_STREAMS = 16
+BEAT_SECONDS = 0.04
 
 Receive = Callable[[bytes], bool]
 """Takes a chunk of a stream; True when the stream has said all it has to say."""
@@ -86,6 +86,7 @@ class HttpClient:
         self._secrets = [password, *values, *(value.partition(" ")[2] for value in values)]
         self._sign = sign
         self._streams = 0  # being read now
+        self._resting: list[asyncio.Transport] = []  # to be read at the next beat
         self._session: aiohttp.ClientSession | None = None
         self._proxy: URL | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -103,7 +104,7 @@ class HttpClient:
             self._users = 0
         if not self._users:
             self._proxy = _proxy_for(self._base)
-            self._session, self._loop = _open_session(), loop
+            self._session, self._loop, self._resting = _open_session(), loop, []
         self._users += 1
         return self
 
@@ -154,9 +155,8 @@ class HttpClient:
             while chunk := await content.readany():
                 if receive(chunk):
                     break
-                pause = min(self._streams * READ_SECONDS, LONGEST_PAUSE_SECONDS)
-                if pause > 2 * READ_SECONDS and not content.is_eof():
-                    await _gather_events(response, pause)
+                if self._streams > FEW_STREAMS and response.connection is not None:
+                    self._rest(response.connection.transport)
         finally:
             self._streams -= 1
         # Only a connection read to its end can be used again, and the end often comes just behind the last event.
@@ -166,18 +166,21 @@ class HttpClient:
                     while await content.readany():
                         pass
 
+    def _rest(self, transport: asyncio.Transport | None) -> None:
+        """Leaves to the kernel what comes on this connection until the next beat. A transport that is closed by
+        then, or has another stream, takes no harm from being told to go on."""
+        if transport is None:
+            return
+        transport.pause_reading()
+        self._resting.append(transport)
+        if len(self._resting) == 1:
+            loop = asyncio.get_running_loop()
+            loop.call_at((loop.time() // BEAT_SECONDS + 1) * BEAT_SECONDS, self._go_on, self._resting)
 
-async def _gather_events(response: aiohttp.ClientResponse, seconds: float) -> None:
-    """Leaves what comes in the meantime to the kernel. A model that talks writes an event for each token, and waking up
-    for one costs more than reading it."""
-    transport = response.connection.transport if response.connection is not None else None
-    if transport is None:
-        return
-    transport.pause_reading()
-    try:
-        await asyncio.sleep(seconds)
-    finally:
-        transport.resume_reading()
+    def _go_on(self, resting: list[asyncio.Transport]) -> None:
+        self._resting = []
+        for transport in resting:
+            transport.resume_reading()
 
 
 def _headers(route: Route, own: Mapping[str, str] | None, body: bytes | None) -> CIMultiDict[str]:

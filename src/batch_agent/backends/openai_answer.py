@@ -110,9 +110,11 @@ class AnswerStream:
             self._chunk(_object(data, self._faults))
 
     def _chunk(self, chunk: JsonObject) -> None:
-        if error := _error_in(chunk):
+        # Once for every token: what is usually not there is looked for before anything is made of it.
+        if ("error" in chunk or chunk.get("object") == "error") and (error := _error_in(chunk)):
             raise self._faults.reported(error)
-        self._usage = chunk.get("usage") or self._usage
+        if usage := chunk.get("usage"):
+            self._usage = usage
         choices = chunk.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             # More than one choice comes only where the user's extra_body asked for it; the first is the answer.
@@ -122,12 +124,13 @@ class AnswerStream:
                 delta = choice.get("delta")
                 if isinstance(delta, dict):
                     self._delta(delta)
-                self._finish = _reason(choice.get("finish_reason")) or self._finish
+                if finish := choice.get("finish_reason"):
+                    self._finish = _reason(finish) or self._finish
 
     def _delta(self, delta: JsonObject) -> None:
         content = delta.get("content")
         if len(delta) == 1 and content and isinstance(content, str) and self._first_token is not None:
-            self._text.append(content)  # nearly every event there is
+            self._text.append(content)  # what nearly every event is
             return
         text = _text(content, self._faults) or _string(delta.get("refusal"))
         reasoning = _reasoning(delta)

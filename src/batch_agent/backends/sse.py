@@ -29,6 +29,8 @@ class SSEParser:
 
     def feed(self, chunk: bytes) -> list[Event]:
         """The events that this chunk completes."""
+        if whole := self._whole_events(chunk):
+            return whole
         if self._after_cr and chunk:
             chunk = chunk.removeprefix(b"\n")
             self._after_cr = False
@@ -49,6 +51,19 @@ class SSEParser:
             self._line.append(rest)
             self._grow(len(rest))
         return events
+
+    def _whole_events(self, chunk: bytes) -> list[Event]:
+        """What nearly every chunk is: events of one data line each, from the first byte to the last. Nothing where it
+        is anything else."""
+        if self._line or self._data or self._name or self._after_cr:
+            return []
+        if not chunk.startswith(b"data: ") or not chunk.endswith(b"\n\n") or len(chunk) > self._limit:
+            return []
+        events = chunk[6:-2].split(b"\n\ndata: ")
+        if chunk.count(b"\n") != 2 * len(events) or b"\r" in chunk:
+            return []
+        self._at_start = False
+        return [("", data) for data in events]
 
     def close(self) -> list[Event]:
         """The stream is over: what an event lacks of its blank line, or its line of a line end, is forgiven."""
