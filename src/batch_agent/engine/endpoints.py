@@ -168,8 +168,8 @@ class Endpoints:
         """It refused for load: halve, and let nobody ask again before it said so."""
         if endpoint.capacity.overloaded(ticket.generation, endpoint.inflight):
             self._on_limit(endpoint, "the server is overloaded")
-        wait = min(error.retry_after or 0.0, LONGEST_RETRY_AFTER)
-        if wait and now + wait > endpoint.held_until:
+        wait = error.retry_after or 0.0
+        if 0.0 < wait <= LONGEST_RETRY_AFTER and now + wait > endpoint.held_until:
             endpoint.held_until = now + wait
             self.arm()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
-from batch_agent.engine.endpoints import Endpoints, OnHealth, OnLimit, OnOver
+from batch_agent.engine.endpoints import Endpoints, OnHealth, OnLimit
 from batch_agent.errors import Interrupted
 from batch_agent.events import Ended
 from batch_agent.scheduler.core import Scheduler, Ticket
@@ -61,8 +61,6 @@ class Feed:
 
 
 class Limiter:
-    """``on_over`` is told, once, when no endpoint is left to ask: how the run ends, and why."""
-
     def __init__(
         self,
         max_inflight: int | None,
@@ -72,7 +70,6 @@ class Limiter:
         endpoints: Sequence[str] = ("",),
         max_outage: float | None = None,
         on_health: OnHealth = lambda endpoint, now: None,
-        on_over: OnOver = lambda ended, reason: None,
     ) -> None:
         known = [Endpoint(name, max_inflight) for name in endpoints]
         self.scheduler = Scheduler(max_inflight, max_agents, known)
@@ -82,7 +79,6 @@ class Limiter:
         self._feeds: list[Feed] = []
         self._tools_waited_for: set[asyncio.Future[None]] = set()
         self._stopped = False
-        self._on_over = on_over
         self._refusal = ""  # why nobody gets a slot any more
         self.over: tuple[Ended, str] | None = None  # how the run ends that could not go on, and why
         self._user_paused = False
@@ -219,7 +215,6 @@ class Limiter:
     def _end(self, ended: Ended, why: str) -> None:
         """No endpoint is left to ask."""
         self.over = (ended, why)
-        self._on_over(ended, why)
         self.refuse(f"the run ended before this job was done: {why}")
 
     def stop(self) -> None:

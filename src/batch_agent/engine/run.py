@@ -108,7 +108,6 @@ class Run(Generic[T]):
             endpoints=prepared.backend.capabilities.endpoints,
             max_outage=prepared.spec.max_outage,
             on_health=self._health_changed,
-            on_over=lambda ended, why: logger.warning("%s: %s", ended, why),
         )
         spending = Spending(
             prepared.spec, prepared.prices, limiter, self._out_of_budget, lambda: limiter.refuse_now(self._too_late)
@@ -346,6 +345,7 @@ class Run(Generic[T]):
             return ("out of budget" if self.shared.spending.exhausted else "drained"), None
         ended, why = over
         if statistics.done:
+            logger.warning("%s: %s", ended, why)
             return ended, None
         return ended, RunUnreachable(why) if ended == "unreachable" else RunRejected(why)
 
