@@ -120,7 +120,7 @@ class DryRun:
             parts.append(_headed("System prompt, the same for every row", harmless_lines(self.description.system)))
         if self.description.first_prompt:
             how = "in colour" if marks == STYLED else f"between {marks[0]} and {marks[1]}"
-            title = f"First message, {how} what its row filled in"
+            title = f"First message; what its row filled in is {how}"
             parts.append(_headed(title, _marked(self.description.first_pieces, marks)))
         if self.description.unusable:
             title = f"Of the first {self.sampled:,} rows these fail before any request"

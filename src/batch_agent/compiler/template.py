@@ -201,7 +201,7 @@ def _refuse_unknown(name: str, root: str, fields: Collection[str]) -> NoReturn:
 def _refuse_other_languages(inside: str, fields: Collection[str]) -> None:
     literally = f"{{{{{inside}}}}} sends the braces as text"
     if len(inside) > 1 and inside[0] == inside[-1] == "%":
-        raise SpecError(f"task has {{{inside}}}, which is Jinja: say template='jinja', or {literally}")
+        raise SpecError(f"task has {{{inside}}}, which is Jinja: say template='jinja' ({literally})")
     at = min((inside.index(mark) for mark in "!:" if mark in inside), default=0)
     name = inside[:at]
     root = path[1] if (path := PATH.fullmatch(name)) else name
