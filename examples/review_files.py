@@ -1,46 +1,35 @@
-"""Review source files: one agent a file, each reads its file with a tool and answers in a schema.
-
-    python examples/review_files.py src/batch_agent/scheduler/*.py
-
-The backend is BATCH_AGENT_BACKEND, for instance vllm://localhost:8000.
-"""
-
-from __future__ import annotations
+"""Review files, one agent a file: python examples/review_files.py src/batch_agent/scheduler/*.py"""
 
 import asyncio
 import sys
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from batch_agent import AgentResult, BatchAgent, Tool
+from batch_agent import BatchAgent, Tool
 
 
 class Review(BaseModel):
     severity: Literal["none", "low", "high"]
-    findings: list[str]
-
-
-def show(result: AgentResult[Review]) -> None:
-    path = result.input["path"]  # type: ignore[index]
-    print(f"{path}: {result.output.severity if result.output else result.error}")
+    findings: list[str] = Field(max_length=3)
 
 
 async def main(paths: list[str]) -> None:
-    results = await BatchAgent.run(
+    worst: dict[str, list[str]] = {"high": [], "low": [], "none": [], "failed": []}
+    async for result in BatchAgent.stream(
         system_prompt="You review Python code. Report only what is wrong.",
         task="Read the file {path} and review it.",
-        inputs=[{"path": path} for path in paths],
+        inputs=({"id": path, "path": path} for path in paths),
         tools=[Tool.read_file],
         output_schema=Review,
         max_turns=6,
-        on_result=show,
-    )
-    tokens = sum(result.usage.prompt_tokens for result in results)
-    cached = sum(result.usage.cached_tokens for result in results)
-    good = sum(result.ok for result in results)
-    print(f"{good} of {len(results)} reviewed; {cached} of {tokens} prompt tokens cached")
+        max_tokens=200,
+    ):
+        review = result.output
+        worst[review.severity if review else "failed"].append(result.job_id)
+        print(f"{result.job_id}: {review.findings if review else result.error}")
+    print({severity: len(files) for severity, files in worst.items()})
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1:] or ["examples/review_files.py"]))
+    asyncio.run(main(sys.argv[1:] or ["examples/label_csv.py", "examples/review_files.py"]))

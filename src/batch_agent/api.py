@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import aclosing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult
@@ -38,6 +38,7 @@ class Options(TypedDict, total=False):
     """Every option but ``output_schema``; see BatchSpec for what each means."""
 
     task: str
+    template: Literal["braces", "jinja"]
     inputs: Iterable[object] | AsyncIterable[object]
     system_prompt: str
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str]

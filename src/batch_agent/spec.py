@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError, model_validator
 
@@ -30,6 +30,7 @@ _SERVERS = ", or None to leave it to the server"
 ALLOWED = {
     **dict.fromkeys(("task", "system_prompt"), "text"),
     **dict.fromkeys(("model", "api_key"), "text, or None"),
+    "template": "braces or jinja",
     "tools": "a list of tools",
     "on_result": "a function, or None",
     **dict.fromkeys(
@@ -73,6 +74,11 @@ class BatchSpec(BaseModel):
     )
 
     task: Text = Field(description="The message each agent gets; {field} is filled from its input.")
+    template: Literal["braces", "jinja"] = Field(
+        "braces",
+        description="The language of the task: braces, in which {field}, {field.name} and {field[0]} are filled in; or "
+        "jinja, with loops and conditions.",
+    )
     inputs: Any = Field(
         description="One agent per item: dicts, strings ({input}), pydantic models or dataclasses, in a list, "
         "iterator, generator or async iterator."

@@ -1,3 +1,4 @@
+import io
 import json
 import sys
 from pathlib import Path
@@ -33,7 +34,7 @@ def test_a_dry_run_shows_the_plan_and_the_first_prompt_and_sends_nothing(capsys:
     assert main(["run", "spec.yaml", "--inputs", "rows.jsonl", "--dry-run"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for fact in ("rows            3", "model           m", "hoisted         policy", "shared prefix", "Review 0.py"):
+    for fact in ("rows            3", "model           m", "hoisted         policy", "shared prefix", "Review «0.py»"):
         assert fact in out
 
 
@@ -50,7 +51,28 @@ def test_a_dry_run_writes_control_characters_out(capsys: pytest.CaptureFixture[s
         'task: "two\\nlines \\e[31m [bold]{input}"\nmodel: m\ninputs: [x]\nbackend: vllm://h:1\n'
     )
     assert main(["run", "spec.yaml", "--dry-run"]) == 0
-    assert "two\nlines \\x1b[31m [bold]x" in capsys.readouterr().out
+    assert "two\nlines \\x1b[31m [bold]«x»" in capsys.readouterr().out
+
+
+def test_a_dry_run_styles_what_was_filled_in_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    Path("spec.yaml").write_text('task: "Review {input}!"\nmodel: m\ninputs: ["\\e[31mx"]\nbackend: vllm://h:1\n')
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for plain, said in (("", "Review \x1b[1;36m\\x1b[31mx\x1b[0m!"), ("1", "Review «\\x1b[31mx»!")):
+        monkeypatch.setenv("NO_COLOR", plain)
+        monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+        assert main(["run", "spec.yaml", "--dry-run"]) == 0
+        assert said in terminal.getvalue()
+
+
+def test_a_dry_run_warns_of_a_task_that_uses_no_field(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("spec.yaml").write_text("task: Review it\nmodel: m\ninputs: [{path: a}, {path: b}]\nbackend: vllm://h:1\n")
+    assert main(["run", "spec.yaml", "--dry-run"]) == 0
+    assert "warning         the task uses no field of its rows (path)" in capsys.readouterr().out
 
 
 def test_a_dry_run_names_rows_that_cannot_work(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 
 import pytest
@@ -10,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.compiler.template import Template
-from batch_agent.errors import SpecError
+from batch_agent.errors import InputError, SpecError
 
 NAMES = ("path", "lang", "größe", "First Name")
 VALUES = {name: f"<{name}>" for name in NAMES}
 
 
 def fill(text: str, values: dict[str, str] = VALUES) -> str:
-    template = Template.parse(text, values.keys())
-    return template.fill([values[name] for name in template.names])
+    return Template.parse(text, values.keys()).render(values)
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,13 @@ def fill(text: str, values: dict[str, str] = VALUES) -> str:
         ('{"file": "{path}"}', '{"file": "<path>"}'),
         ('{"a": {"b": {path}}}', '{"a": {"b": <path>}}'),
         ('{"a": {"b": 1}}', '{"a": {"b": 1}}'),
-        ("{} { path } {0} {path.x} {path!r} {path:>10} {a-b}", "{} { path } {0} {path.x} {path!r} {path:>10} {a-b}"),
-        ("{{path}}", "{path}"),
+        ("{} { path } {0} {a-b} {%} {path: text}", "{} { path } {0} {a-b} {%} {path: text}"),
+        ("{other: x} {{path: x}} {{other}}", "{other: x} {path: x} {other}"),
+        ("{{path!r}} {{path:>10}} {{% for %}}", "{path!r} {path:>10} {% for %}"),
         ("{{{path}}}", "{<path>}"),
         ("{{{{path}}}}", "{{path}}"),
         ('{{"a": {{"b": "{path}"}}}}', '{"a": {"b": "<path>"}}'),
-        ('{"a": {{path}}}', '{"a": {path}}'),
+        ('{"a": {{other.x}}}', '{"a": {other.x}}'),
         ("open {{ and close }}", "open { and close }"),
         ("}} before {{", "} before {"),
         ("a lone { and {path} and }", "a lone { and <path> and }"),
@@ -55,6 +56,46 @@ def test_an_identifier_that_is_no_field_is_an_error_that_names_it_and_the_fields
     assert "path, lang" in message
     assert "Did you mean {path}?" in message
     assert "{{pth}}" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{{path}}", "task has {{path}}, and doubled braces are text here: write {path} to fill in the field"),
+        ("Review {{ path }}.", "write {path} to fill in"),
+        ("{{ path.x }}", "write {path.x} to fill in"),
+        ("{{ path[0] | upper }}", "write {path[0]} to fill in"),
+        ('{"a": {{path}}}', "template='jinja'"),
+        ("{{First Name}}", "{{{{First Name}}}} sends {{First Name}}"),
+        ("{{path}", "task has {{path}: write {path}"),
+        ("{path}}", "task has {path}}: write {path}"),
+        ("{path:>5}", "task has {path:>5}, and values go in as they are: write {path}"),
+        ("{path!r}", "{{path!r}} sends the braces as text"),
+        ("{path.x:.2f}", "write {path.x}"),
+        ("{% for x in path %}", "which is Jinja: say template='jinja'"),
+        ("{pth.x}", "task names the field {pth}, which the first input does not have"),
+        ("{pth.x}", "Did you mean {path.x}? Write {{pth.x}} to send the braces as text."),
+        ("{pth[0]}", "Did you mean {path[0]}?"),
+    ],
+)
+def test_what_another_template_language_would_fill_in_is_refused_with_what_to_write(text: str, says: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(says)):
+        fill(text)
+
+
+@given(st.text("{}path.:!>5[0] ", max_size=14))
+def test_whatever_str_format_would_fill_in_is_filled_in_the_same_or_refused(text: str) -> None:
+    try:
+        formatted = text.format(path="<path>")
+    except (ValueError, LookupError, AttributeError):
+        return
+    try:
+        filled = fill(text, {"path": "<path>"})
+    except SpecError:
+        return
+    except InputError:  # an attribute of text, say
+        return
+    assert filled == formatted
 
 
 def test_a_name_with_a_space_is_text_unless_the_input_has_exactly_that_field() -> None:
@@ -101,8 +142,11 @@ def test_json_in_a_task_is_sent_as_written(value: object, indent: int | None) ->
 
 
 @given(st.text("{}ab ", max_size=30))
-def test_any_mixture_of_braces_parses_and_text_outside_them_is_never_lost(text: str) -> None:
-    template = Template.parse(text, _words(text))
+def test_any_mixture_of_braces_is_refused_or_parses_and_text_outside_them_is_never_lost(text: str) -> None:
+    try:
+        template = Template.parse(text, _words(text))
+    except SpecError:
+        return
     filled = template.fill([f"{{{name}}}" for name in template.names])
     assert filled.replace("{", "").replace("}", "") == text.replace("{", "").replace("}", "")
 

@@ -312,6 +312,20 @@ async def test_a_callback_that_raises_is_reported_once_and_loses_nothing(
     assert len(caplog.records) == 1
 
 
+async def test_a_task_that_uses_no_field_of_its_rows_is_a_warning_before_anything_is_sent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warned: list[str] = []
+
+    def answer(request: Request) -> Say:
+        warned.append(caplog.text)
+        return Say("ok")
+
+    await BatchAgent.run(task="Say hello", inputs=iter(["a", "b"]), backend=ScriptedBackend(answer))
+    assert all("the task uses no field of its rows (input)" in text for text in warned)
+    assert len(caplog.records) == 1
+
+
 @virtual_clock
 async def test_inputs_that_raise_end_the_run_with_that_exception() -> None:
     def rows() -> object:

@@ -174,3 +174,13 @@ async def test_the_deadline_of_an_agent_is_a_worker_s_too(tmp_path: Path) -> Non
     [result] = await run(endless, ScriptedBackend(), tmp_path, timeout_per_agent=5)
     assert result.error is not None and result.error.type == "TimeoutError"
     assert RunView.of(tmp_path).state == "complete"
+
+
+async def test_a_worker_may_read_its_rows_in_its_own_way_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def echo(row: object, ctx: AgentContext) -> object:
+        return row
+
+    prepared = BatchAgent.plan(task="Say hello", inputs=["a", "b"], backend=ScriptedBackend())
+    async with Run[Any](prepared, worker=echo) as opened:
+        assert sorted([result.output async for result in opened.results()]) == ["a", "b"]
+    assert caplog.records == []

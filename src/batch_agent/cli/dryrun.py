@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncIterable, Iterable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TextIO, cast
 
 from batch_agent.compiler.plan import Description
+from batch_agent.compiler.template import Piece
 from batch_agent.engine.prepare import Prepared
 from batch_agent.files.read import LazyRows
 from batch_agent.messages import JsonObject, Usage
@@ -16,6 +18,8 @@ from batch_agent.observe.text import amount, dollars, harmless, harmless_lines
 from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS
 
 SAMPLE_ROWS = 100  # enough for a mean, little enough to be quick
+STYLED = ("\x1b[1;36m", "\x1b[0m")  # what was filled in, on a terminal
+MARKED = ("«", "»")  # and anywhere else
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +106,22 @@ class DryRun:
             },
             "system": description.system,
             "first_prompt": description.first_prompt,
+            "first_prompt_pieces": [{"text": text, "filled": filled} for text, filled in description.first_pieces],
+            "warning": description.warning,
             "sampled": self.sampled,
             "unusable": list(description.unusable),
         }
 
-    def to_text(self) -> str:
+    def to_text(self, marks: tuple[str, str] = MARKED) -> str:
+        """``marks`` go around what was filled into the first message."""
         lines = [f"  {label:<15} {harmless(text)}" for label, text in self._facts()]
         parts = ["\n".join(["Plan. Nothing was sent; token counts are estimates.", "", *lines])]
         if self.description.system:
-            parts.append(_headed("System prompt, the same for every row", self.description.system))
+            parts.append(_headed("System prompt, the same for every row", harmless_lines(self.description.system)))
         if self.description.first_prompt:
-            parts.append(_headed("First message", self.description.first_prompt))
+            how = "in colour" if marks == STYLED else f"between {marks[0]} and {marks[1]}"
+            title = f"First message; what its row filled in is {how}"
+            parts.append(_headed(title, _marked(self.description.first_pieces, marks)))
         if self.description.unusable:
             title = f"Of the first {self.sampled:,} rows these fail before any request"
             parts.append(_headed(title, "\n".join(map(harmless, self.description.unusable))))
@@ -142,6 +151,8 @@ class DryRun:
         yield "cost", f"{span}: {self._cost_basis()}" if span else self._cost_basis()
         if limits := self._limits():
             yield "ends at", limits
+        if description.warning:
+            yield "warning", description.warning
 
     def _limits(self) -> str:
         spec = self.prepared.spec
@@ -171,5 +182,14 @@ async def _first_of(inputs: AsyncIterable[object]) -> list[object]:
     return sample
 
 
+def marks_for(stream: TextIO) -> tuple[str, str]:
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "") in ("", "dumb", "unknown")
+    return STYLED if stream.isatty() and not plain else MARKED
+
+
+def _marked(pieces: Iterable[Piece], marks: tuple[str, str]) -> str:
+    return "".join(harmless_lines(text).join(marks) if filled else harmless_lines(text) for text, filled in pieces)
+
+
 def _headed(title: str, text: str) -> str:
-    return f"{title}\n{'-' * len(title)}\n{harmless_lines(text)}"
+    return f"{title}\n{'-' * len(title)}\n{text}"

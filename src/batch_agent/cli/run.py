@@ -16,7 +16,7 @@ from typing import TextIO
 
 from batch_agent.api import BatchAgent
 from batch_agent.cli.display import Display, with_expected
-from batch_agent.cli.dryrun import DryRun
+from batch_agent.cli.dryrun import DryRun, marks_for
 from batch_agent.cli.exit_status import ALL_OK, OUT_OF_BUDGET, ROWS_FAILED, RUN_FAILED, SIGNALLED, UNREACHABLE
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.models import fetch_missing
@@ -50,7 +50,7 @@ def run_command(options: argparse.Namespace) -> int:
         spec = load_spec(options)
         if options.dry_run:
             dry = DryRun.of(BatchAgent.plan(spec))
-            put(to_json(dry.to_json()).decode() if options.json else dry.to_text(), stdout)
+            put(to_json(dry.to_json()).decode() if options.json else dry.to_text(marks_for(stdout)), stdout)
             return ALL_OK
         view = choose_view(options, sys.stderr, stdout)
         prepared = prepare(spec)

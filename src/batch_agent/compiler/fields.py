@@ -2,14 +2,16 @@
 
 An input is a dict (its keys), a string (the one field ``input``), a pydantic model or a dataclass. Text goes into a
 prompt as it is; any other value as its JSON, and one whose JSON is a string (a date, a path, an enum) as that string.
-Reading an input may run its author's code (serializers, properties, ``__iter__``): whatever that raises becomes an
-InputError here.
+``user.name`` and ``items[0]`` name a place in a field's data: keys, positions, and the fields of models and
+dataclasses, never attributes or methods of anything else. Reading an input may run its author's code (serializers,
+properties, ``__iter__``): whatever that raises becomes an InputError here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import BaseModel, RootModel
 from pydantic_core import from_json, to_json
@@ -19,6 +21,12 @@ from batch_agent.foreign import describe
 
 ALLOWED = "a dict, a string, a pydantic model or a dataclass"
 NAMES_SHOWN = 20
+PATH = re.compile(r"([^\W\d]\w*)((?:\.[^\W\d]\w*|\[[^][{}]+\])+)")  # a field's name, and the steps into its data
+_STEP = re.compile(r"\.(\w+)|\[([^]]+)\]")
+
+
+class Unfillable(InputError):
+    """The input can be read, and lacks what the task asks of it."""
 
 
 def field_names(value: object) -> tuple[str, ...]:
@@ -60,6 +68,45 @@ def fields_of(value: object) -> Mapping[str, object]:
         raise
     except BaseException as error:
         raise _unreadable(error) from error
+
+
+def value_of(fields: Mapping[str, object], name: str) -> object:
+    """The value of a field, or of the place in a field's data that the name leads to. Raises InputError."""
+    if name in fields:
+        return fields[name]
+    path = PATH.fullmatch(name)
+    if path is None or path[1] not in fields:
+        raise Unfillable(f"the input has no field {name!r} (its fields: {listed(fields)})")
+    value, reached = fields[path[1]], path[1]
+    try:
+        for step in _STEP.finditer(path[2]):
+            value = _inside(value, step[1] or step[2], reached)
+            reached += step[0]
+    except (InputError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise _unreadable(error) from error
+    return value
+
+
+def _inside(value: object, key: str, reached: str) -> object:
+    match value:
+        case str() | bytes() | bytearray():
+            there = "text"
+        case Sequence():
+            there = f"a list of {len(value)}"
+            if re.fullmatch(r"-?\d+", key) and -len(value) <= int(key) < len(value):
+                return value[int(key)]
+        case type():
+            there = "a class"
+        case _ if isinstance(value, BaseModel | Mapping) or dataclasses.is_dataclass(value):
+            fields = fields_of(value)
+            if key in fields:
+                return fields[key]
+            there = f"its fields: {listed(fields)}"
+        case _:
+            there = "null" if value is None else type(value).__name__
+    raise Unfillable(f"the input has no {key!r} in {reached!r} ({there})")
 
 
 def text_of(name: str, value: object) -> str:

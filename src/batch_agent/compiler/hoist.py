@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from batch_agent.compiler.budget import estimate_tokens
-from batch_agent.compiler.fields import fields_of, text_of
+from batch_agent.compiler.fields import fields_of, text_of, value_of
 from batch_agent.compiler.template import Template
 from batch_agent.errors import InputError
 
@@ -53,10 +53,8 @@ def constants_of(rows: Sequence[object], names: Sequence[str]) -> dict[str, Cons
 
 def _compare(fields: Mapping[str, object], undecided: list[str], seen: dict[str, Constant]) -> None:
     for name in tuple(undecided):
-        if name not in fields:
-            continue
-        value = fields[name]
         with suppress(InputError):
+            value = value_of(fields, name)
             if name not in seen:
                 seen[name] = Constant(value, text_of(name, value))
             elif not seen[name].is_that_of(name, value):
@@ -66,7 +64,7 @@ def _compare(fields: Mapping[str, object], undecided: list[str], seen: dict[str,
 def check_same(hoisted: Mapping[str, Constant], fields: Mapping[str, object]) -> None:
     """InputError for a row that the hoisted values are not true of: they are what it would be sent with."""
     for name, constant in hoisted.items():
-        if not constant.is_that_of(name, fields[name]):
+        if not constant.is_that_of(name, value_of(fields, name)):
             raise InputError(
                 f"the field {name!r} is another one than when the run was planned, where it was the same in every row; "
                 "give no_hoist=True for inputs that change while they are read"

@@ -6,18 +6,18 @@ inputs shows the plan the first one with ``check_first`` and turns each into a J
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Sized
+from collections.abc import AsyncIterable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 from pydantic import BaseModel
 from pydantic_core import to_json
 
 from batch_agent.compiler.budget import Budget, estimate_tokens
-from batch_agent.compiler.fields import ALLOWED, field_names, fields_of, listed, own_id, text_of
+from batch_agent.compiler.fields import ALLOWED, Unfillable, field_names, fields_of, listed, own_id
 from batch_agent.compiler.hoist import Constant, check_same, constants_of, hoistable, reference, section
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
-from batch_agent.compiler.template import Template
+from batch_agent.compiler.template import Piece, TaskTemplate, Template
 from batch_agent.errors import InputError, InternalError, JobError, SpecError
 from batch_agent.job import Job, UnreadableRow
 from batch_agent.messages import Conversation, Message, ToolSpec
@@ -32,9 +32,11 @@ class Description:
     hoisted: tuple[str, ...]
     system: str
     first_prompt: str
+    first_pieces: tuple[Piece, ...]  # the same, with what was filled in told apart
     prefix_tokens: int  # the same for all rows, tools included
     own_tokens: int  # the mean of what a row adds, over the sample
     unusable: tuple[str, ...]  # why rows of the sample would fail before any request
+    warning: str | None  # what is probably not meant
 
 
 class Plan:
@@ -42,22 +44,22 @@ class Plan:
 
     ``system`` is the shared system text, ``own_system`` the same before anything was hoisted into it, ``shared`` the
     conversation each agent's own starts from; ``hoisted`` names the fields that moved there; ``total`` is the number of
-    inputs where it is known.
+    inputs where it is known; ``warning`` says, once the first input was seen, what is probably not meant.
     """
 
     def __init__(
         self,
         *,
-        task: str,
+        spec: BatchSpec,
         system: str,
         own_system: str,
         hoisted: Mapping[str, Constant],
         total: int | None,
-        template: Template | None,
-        unhoisted: Template | None,
+        template: TaskTemplate | None,
+        unhoisted: TaskTemplate | None,
         head: str,
+        warning: str | None,
         tool_tokens: int,
-        budget: Budget,
     ) -> None:
         self.system = system
         self.own_system = own_system
@@ -65,19 +67,21 @@ class Plan:
         self.hoisted = tuple(hoisted)
         self._hoisted = hoisted
         self.total = total
-        self._task = task
+        self._spec = spec
         self._template = template  # None until an iterator's first item has been seen
         self._unhoisted = unhoisted  # None where it is the same
         self._head = head
         self._shared_tokens = estimate_tokens(system) + tool_tokens
-        self._budget = budget
+        self._budget = Budget(spec.model_max_context, spec.min_response_tokens)
+        self.warning = warning
 
     def check_first(self, first: object) -> None:
         """Settle, on the first input that can be read, which braces of the task are fields. SpecError when one is
         missing there."""
         if self._template is None and not isinstance(first, UnreadableRow):
-            self._template = _parse(self._task, first)
-            self._head = self._template.literals[0]
+            self._template = _parse(self._spec, first)
+            self._head = self._template.head
+            self.warning = _unused(self._template, field_names(first), self.total)
 
     @property
     def prefix_tokens(self) -> int:
@@ -92,10 +96,8 @@ class Plan:
         if template is None:
             raise InternalError("a job was asked for before the plan saw the first input")
         fields = fields_of(value)
-        _check_present(template.names, fields)
-        _check_present(self.hoisted, fields)
         check_same(self._hoisted, fields)
-        prompt = template.fill([text_of(name, fields[name]) for name in template.names])
+        prompt = template.render(fields)
         self._budget.check(self._shared_tokens + estimate_tokens(prompt))
         own = own_id(fields)
         return Job(index, str(index) if own is None else own, value, prompt, own is not None)
@@ -111,17 +113,19 @@ class Plan:
         if isinstance(value, UnreadableRow) or template is None:
             raise InputError("this input asks nothing")
         fields = fields_of(value)
-        _check_present(template.names, fields)
-        return own_id(fields), template.fill([text_of(name, fields[name]) for name in template.names])
+        return own_id(fields), template.render(fields)
 
     def describe(self, sample: Sequence[object]) -> Description:
         """The plan for people; ``sample`` is the first inputs, as many as one cares to render."""
         prompts: list[str] = []
+        pieces: Sequence[Piece] = ()
         unusable: list[str] = []
         for index, value in enumerate(sample):
             self.check_first(value)
             try:
                 prompts.append(self.job(index, value).prompt)
+                if len(prompts) == 1 and self._template is not None:
+                    pieces = self._template.pieces(fields_of(value))
             except JobError as error:
                 unusable.append(f"input {index}: {error.type}: {error}")
         head_tokens = estimate_tokens(self._head)
@@ -131,9 +135,11 @@ class Plan:
             hoisted=self.hoisted,
             system=self.system,
             first_prompt=prompts[0] if prompts else "",
+            first_pieces=tuple(pieces),
             prefix_tokens=self.prefix_tokens,
             own_tokens=-(-sum(own) // len(own)) if own else 0,
             unusable=tuple(unusable),
+            warning=self.warning,
         )
 
 
@@ -149,21 +155,25 @@ def compile_plan(
     system = _system_text(spec, schema if inject_schema else None)
     _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
 
-    template, unhoisted, head = None, None, ""
+    template: TaskTemplate | None = None
+    unhoisted, head, warning = None, "", None
     moved: dict[str, Constant] = {}
     if isinstance(inputs, list | tuple) and (
         readable := [value for value in inputs if not isinstance(value, UnreadableRow)]
     ):
-        template = _parse(spec.task, readable[0])
-        constants = constants_of(readable, template.names)
-        if not spec.no_hoist:
-            moved = {name: constants[name] for name in hoistable(template, constants)}
-            unhoisted = template if moved else None
-            template = template.bind({name: reference(name) for name in moved})
-        head = template.bind({name: constant.text for name, constant in constants.items()}).literals[0]
+        template = _parse(spec, readable[0])
+        warning = _unused(template, field_names(readable[0]), len(inputs))
+        head = template.head
+        if isinstance(template, Template):  # what other languages do with a value cannot be done with a reference
+            constants = constants_of(readable, template.names)
+            if not spec.no_hoist:
+                moved = {name: constants[name] for name in hoistable(template, constants)}
+                unhoisted = template if moved else None
+                template = template.bind({name: reference(name) for name in moved})
+            head = template.bind({name: constant.text for name, constant in constants.items()}).head
 
     return Plan(
-        task=spec.task,
+        spec=spec,
         system=_join(system, *(section(name, constant.text) for name, constant in moved.items())),
         own_system=system,
         hoisted=moved,
@@ -171,8 +181,8 @@ def compile_plan(
         template=template,
         unhoisted=unhoisted,
         head=head,
+        warning=warning,
         tool_tokens=sum(map(tool_tokens, tools)),
-        budget=Budget(spec.model_max_context, spec.min_response_tokens),
     )
 
 
@@ -186,17 +196,38 @@ def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
     return inputs
 
 
-def _parse(task: str, first: object) -> Template:
+def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
+    """The task, as the first input can fill it. A first input that cannot be written at all fails by itself later."""
     try:
-        return Template.parse(task, field_names(first))
+        names = field_names(first)
     except InputError as error:
         raise SpecError(f"the first input cannot be used: {error}") from None
+    template = _jinja(spec.task) if spec.template == "jinja" else Template.parse(spec.task, names)
+    try:
+        template.render(fields_of(first))
+    except Unfillable as error:
+        raise SpecError(f"the task cannot be filled from the first input: {error}") from None
+    except InputError:
+        pass
+    return template
 
 
-def _check_present(names: Iterable[str], fields: Mapping[str, object]) -> None:
-    for name in names:
-        if name not in fields:
-            raise InputError(f"the input has no field {name!r} (its fields: {listed(fields)})")
+def _jinja(task: str) -> TaskTemplate:
+    try:
+        from batch_agent.compiler.jinja import JinjaTemplate
+    except ModuleNotFoundError as error:
+        if error.name != "jinja2":
+            raise
+        raise SpecError("template='jinja' needs the package jinja2; install it with: pip install jinja2") from None
+    return JinjaTemplate(task)
+
+
+def _unused(template: TaskTemplate, fields: Collection[str], total: int | None) -> str | None:
+    """An ``id`` names a row, and rows without fields ask for several answers to one question."""
+    own = [name for name in fields if name != "id"]
+    if template.names or not own or total == 1:
+        return None
+    return f"the task uses no field of its rows ({listed(own)}): every agent is sent the same message"
 
 
 def _system_text(spec: BatchSpec, schema: OutputSchema[object] | None) -> str:

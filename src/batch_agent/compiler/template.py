@@ -1,28 +1,52 @@
 """The task template: which braces are fields, which are text, and filling them.
 
-A brace pair is a field when what stands between is an identifier, ``{path}``, or exactly the name of a field of the
-first input, ``{First Name}``. An identifier that the input does not have is an error, because it is nearly always a
-misspelling. Every other brace is text: ``{"a": {"b": 1}}``, ``{}``, ``{a.b}``, ``{ x }`` are sent as written.
+A brace pair is a field when what stands between is an identifier, ``{path}``, a place in a field's data,
+``{user.name}`` or ``{items[0]}``, or exactly the name of a field of the first input, ``{First Name}``. One that the
+input does not have is an error, because it is nearly always a misspelling. Every other brace is text: ``{"a": {"b":
+1}}``, ``{}``, ``{a: b}``, ``{ x }`` are sent as written.
 
-Doubled braces stand for single ones, as in ``str.format``: ``{{name}}`` and ``{{"a": 1}}`` are literal. Braces count as
-doubled when two adjacent ones open and two adjacent ones close the same stretch, or when neither of two adjacent ones
-has a partner. So the ``}}`` that closes two nested JSON objects stays two braces, and a template of names and doubled
-braces that ``str.format`` accepts means the same here. Values are inserted once and never looked at: a brace in a value
-is text.
+Doubled braces stand for single ones, as in ``str.format``: ``{{"a": 1}}`` and ``{{other}}`` are literal. Braces count
+as doubled when two adjacent ones open and two adjacent ones close the same stretch, or when neither of two adjacent
+ones has a partner. So the ``}}`` that closes two nested JSON objects stays two braces. Values are inserted once and
+never looked at: a brace in a value is text.
+
+What another template language would have filled in is an error, not text: ``{{ text }}`` where ``text`` is a field,
+``{stars:>5}``, ``{text!r}``, ``{% for … %}``. So a template that ``str.format`` accepts means the same here or is
+refused.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn, Protocol
 
-from batch_agent.compiler.fields import listed
+from batch_agent.compiler.fields import PATH, listed, text_of, value_of
 from batch_agent.errors import SpecError
 
 _BRACE = re.compile(r"[{}]")
+# What str.format reads after a field's name: a conversion, a format or both. Other words after a colon are text.
+_FORMAT = re.compile(r"(![rsa])?(:(.?[<>=^])?[-+ ]?z?#?0?\d*[,_]?(\.\d+)?[bcdeEfFgGnosxX%]?)?")
 Partners = dict[int, int | None]
+Piece = tuple[str, bool]  # a stretch of a prompt, and whether it was filled in
+
+
+class TaskTemplate(Protocol):
+    """A task, ready for rows. ``names`` are what it takes from them, ``head`` is what stands in front of the first."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+    @property
+    def head(self) -> str: ...
+    def render(self, fields: Mapping[str, object]) -> str:
+        """One row's message. Raises InputError."""
+        ...
+
+    def pieces(self, fields: Mapping[str, object]) -> Sequence[Piece]:
+        """The same, with what was filled in told apart."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +58,11 @@ class Template:
 
     @classmethod
     def parse(cls, text: str, fields: Collection[str]) -> Template:
-        """SpecError for an identifier in braces that is not one of ``fields``, those of the first input."""
+        """SpecError for a name in braces that is not one of ``fields``, those of the first input."""
         partners = _partners(text)
         kept, dropped = _doubled(text, partners)
+        _refuse_doubled_fields(text, partners, kept, fields)
+        lone = {at for at, partner in partners.items() if partner is None} - kept - dropped
         literals, names = [""], []
         done = 0
         for at, close in partners.items():
@@ -48,6 +74,7 @@ class Template:
             elif close is not None and at < close and at not in kept:
                 name = text[at + 1 : close]
                 if _is_field(name, fields):
+                    _refuse_half_doubled(text, at, close, lone)
                     literals[-1] += text[done:at]
                     literals.append("")
                     names.append(name)
@@ -61,6 +88,22 @@ class Template:
         parts[::2] = self.literals
         parts[1::2] = values
         return "".join(parts)
+
+    @property
+    def head(self) -> str:
+        return self.literals[0]
+
+    def render(self, fields: Mapping[str, object]) -> str:
+        return self.fill([text_of(name, value_of(fields, name)) for name in self.names])
+
+    def pieces(self, fields: Mapping[str, object]) -> Sequence[Piece]:
+        return list(self._pieces(fields))
+
+    def _pieces(self, fields: Mapping[str, object]) -> Iterator[Piece]:
+        yield self.literals[0], False
+        for name, literal in zip(self.names, self.literals[1:], strict=True):
+            yield text_of(name, value_of(fields, name)), True
+            yield literal, False
 
     def bind(self, values: Mapping[str, str]) -> Template:
         """The template with some fields filled in for good."""
@@ -107,16 +150,63 @@ def _doubled(text: str, partners: Partners) -> tuple[set[int], set[int]]:
     return kept, dropped
 
 
+def _refuse_doubled_fields(text: str, partners: Partners, kept: set[int], fields: Collection[str]) -> None:
+    """``{{ text }}`` is how other languages fill in a field. Doubled once more it is an escape: ``{{{{text}}}}``."""
+    for at in sorted(kept):
+        close = partners[at]
+        if close is None or text[at] != "{" or text[at - 1 : at] == "{":
+            continue
+        inside, _, _ = text[at + 2 : close - 1].partition("|")  # Jinja's filters follow a bar
+        name = inside.strip()
+        path = PATH.fullmatch(name)
+        if name and (path[1] if path else name) in fields:
+            raise SpecError(
+                f"task has {text[at : close + 1]}, and doubled braces are text here: write {{{name}}} to fill in the "
+                f"field. (template='jinja' reads the task as a Jinja template; {{{{{{{{{name}}}}}}}}} sends "
+                f"{{{{{name}}}}}, and the system prompt is never filled in.)"
+            )
+
+
+def _refuse_half_doubled(text: str, at: int, close: int, lone: Collection[int]) -> None:
+    """``{{text}`` and ``{text}}``, where the brace that is too many belongs to nothing."""
+    if at - 1 in lone or close + 1 in lone:
+        written = text[at - (at - 1 in lone) : close + 1 + (close + 1 in lone)]
+        raise SpecError(f"task has {written}: write {text[at : close + 1]} to fill in the field")
+
+
 def _is_field(name: str, fields: Collection[str]) -> bool:
     if "{" in name or not name:
         return False
     if name in fields:
         return True
-    if not name.isidentifier():
-        return False
-    near = difflib.get_close_matches(name, fields, n=1)
-    hint = f"Did you mean {{{near[0]}}}? " if near else ""
+    path = PATH.fullmatch(name)
+    root = path[1] if path else name
+    if root in fields:
+        return True
+    if root.isidentifier():
+        _refuse_unknown(name, root, fields)
+    _refuse_other_languages(name, fields)
+    return False
+
+
+def _refuse_unknown(name: str, root: str, fields: Collection[str]) -> NoReturn:
+    near = difflib.get_close_matches(root, fields, n=1)
+    hint = f"Did you mean {{{near[0]}{name.removeprefix(root)}}}? " if near else ""
     raise SpecError(
-        f"task names the field {{{name}}}, which the first input does not have (its fields: {listed(fields)}). "
+        f"task names the field {{{root}}}, which the first input does not have (its fields: {listed(fields)}). "
         f"{hint}Write {{{{{name}}}}} to send the braces as text."
     )
+
+
+def _refuse_other_languages(inside: str, fields: Collection[str]) -> None:
+    literally = f"{{{{{inside}}}}} sends the braces as text"
+    if len(inside) > 1 and inside[0] == inside[-1] == "%":
+        raise SpecError(f"task has {{{inside}}}, which is Jinja: say template='jinja' ({literally})")
+    at = min((inside.index(mark) for mark in "!:" if mark in inside), default=0)
+    name = inside[:at]
+    root = path[1] if (path := PATH.fullmatch(name)) else name
+    if root in fields and _FORMAT.fullmatch(inside, at):
+        raise SpecError(
+            f"task has {{{inside}}}, and values go in as they are: write {{{name}}}, and give the rows the value as it "
+            f"is to be read ({literally})"
+        )

@@ -67,6 +67,7 @@ def fingerprint_of(prepared: Prepared, worker: Worker | None = None) -> bytes:
     kind = worker if worker is None or isinstance(worker, FunctionType) else type(worker)
     return fingerprint(
         task=prepared.spec.task,
+        template=prepared.spec.template,
         system=prepared.plan.own_system,
         shapes=(shapes.first, shapes.later, shapes.repair),
         tool_versions={tool.name: tool.version for tool in prepared.tools},

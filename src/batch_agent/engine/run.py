@@ -229,6 +229,8 @@ class Run(Generic[T]):
         """Before anything is sent: is there an input, and does it have the task's fields?"""
         for value in await self._rows.peek():
             self._prepared.plan.check_first(value)
+        if self._prepared.plan.warning and self._worker is None:  # a worker may read its rows in its own way
+            logger.warning("%s", self._prepared.plan.warning)
 
     async def _work(self, prepared: Prepared) -> None:
         spec, shared = prepared.spec, self.shared

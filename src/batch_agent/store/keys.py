@@ -31,11 +31,15 @@ def fingerprint(
     shapes: Sequence[RequestShape],
     tool_versions: Mapping[str, str | None],
     worker: str | None = None,
+    template: str = "braces",
 ) -> bytes:
-    """``system`` as it is before hoisting: moving a shared value forward does not change the question."""
+    """``system`` as it is before hoisting: moving a shared value forward does not change the question. ``template`` is
+    the language of the task."""
     asked = [SCHEME, task, system, [_shape(shape) for shape in shapes], dict(tool_versions)]
     if worker is not None:
         asked.append(worker)
+    if template != "braces":
+        asked.append({"template": template})
     text = json.dumps(from_json(to_json(asked)), sort_keys=True)
     return blake2b(text.encode("ascii"), digest_size=KEY_BYTES).digest()
 
