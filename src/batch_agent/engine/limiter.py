@@ -262,7 +262,7 @@ class Limiter:
     def _pump(self) -> None:
         """Hand out every slot that can be handed out, then see whether a new agent may start."""
         scheduler = self.scheduler
-        if (scheduler.waiting or scheduler.aside) and not self._refusal:
+        if scheduler.wanted and not self._refusal:
             now = asyncio.get_running_loop().time()
             while (ticket := scheduler.grant(now)) is not None:
                 waiter = self._waiters.pop(ticket, None)
@@ -273,7 +273,7 @@ class Limiter:
         if hungry and scheduler.has_room():
             for feed in hungry:
                 feed.wake()
-        elif self.endpoints.doubts and scheduler.idle and (self._all_fed or not scheduler.has_room()):
+        elif self.endpoints.doubts and scheduler.idle and (self._all_fed or scheduler.is_full):
             self.endpoints.clear_doubts()  # nobody who could tell is on the way
 
     @property
