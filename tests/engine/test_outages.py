@@ -133,6 +133,20 @@ async def test_outages_one_soon_after_the_other_fail_nobody() -> None:
     assert (statistics.ok, statistics.ended) == (3_000, "complete")
 
 
+@pytest.mark.parametrize("given", [{"max_outage": 60}, {"max_wall_time": 60}])
+def test_a_run_that_is_over_does_not_wait_for_requests_that_hang(given: dict[str, Any]) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        backend = ScriptedBackend(lambda _: Say("ok", latency=0.1) if loop.time() < 2 else Hang())
+        _, statistics, _ = await finish(backend, timeout_per_turn=None, **given)
+        assert statistics.ended in ("unreachable", "out of budget")
+        assert set(statistics.failures) <= {"Interrupted"}
+        assert loop.time() < 90
+
+    scenario()
+
+
 @virtual_clock
 async def test_rows_without_a_retry_left_are_not_failed_by_an_outage() -> None:
     server = Server(MODES["reset"], begins=1, lasts=30)

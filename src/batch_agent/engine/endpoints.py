@@ -150,6 +150,14 @@ class Endpoints:
             return False
         return ticket in self._doubted.get(endpoint, ()) or endpoint.refusals.is_unclear(ticket.progress)
 
+    def give_up_lost(self) -> None:
+        """Nothing more is sent: requests on their way finish, but not those at a server that is down."""
+        now = _now()
+        for ticket in self._limits:
+            assert ticket.endpoint is not None
+            if ticket.endpoint.health.is_down and not ticket.lost:
+                self._lose(ticket, now)
+
     def resize(self, ceiling: int | None) -> None:
         for endpoint in self._all:
             endpoint.capacity.resize(ceiling)

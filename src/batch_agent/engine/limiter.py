@@ -185,13 +185,14 @@ class Limiter:
         self._pump()
 
     def refuse(self, why: str) -> None:
-        """Nobody gets a slot any more: requests on their way finish, whoever waits for one or will want one is
-        Interrupted."""
+        """Nobody gets a slot any more: requests on their way finish, unless the server is down; whoever waits for a
+        slot or will want one is Interrupted."""
         self._refusal = self._refusal or why
         self._interrupt(self._waiters.values())
         self._interrupt(self._sleepers)
         self._waiters.clear()
         self.endpoints.clear_doubts(Interrupted(self._refusal))
+        self.endpoints.give_up_lost()
         self.drain()
 
     def refuse_now(self, why: str) -> None:
