@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, RunRejected
+from batch_agent.cli.main import main
 from batch_agent.errors import RunUnreachable, Unavailable
 from batch_agent.events import Event, HealthChanged
 from batch_agent.job import AgentResult
@@ -373,7 +374,9 @@ def test_many_rows_that_are_forbidden_among_good_ones_are_their_own_failures(max
     scenario()
 
 
-async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside(tmp_path: Path) -> None:
+async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[object] = []
     back = False
 
@@ -387,6 +390,7 @@ async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside
         while not (facts := RunView.of(tmp_path).facts).get("trouble"):
             await asyncio.sleep(0.05)
         seen.append(facts["trouble"])
+        assert await asyncio.to_thread(main, ["status", str(tmp_path)]) == 0
         back = True
 
     async with BatchAgent.open(
@@ -398,4 +402,5 @@ async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside
         assert len([result async for result in run.results()]) == 10
         await watching
     assert seen == ["connection refused"]
+    assert "server   down for 0:0" in capsys.readouterr().out
     assert RunView.of(tmp_path).facts["trouble"] is None

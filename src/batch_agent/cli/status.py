@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.streams import put
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
-from batch_agent.observe.text import amount, harmless
+from batch_agent.observe.text import amount, clock, harmless
 from batch_agent.store.rundir import SUMMARY, RunView
 
 
@@ -62,6 +63,9 @@ def _text(view: RunView) -> str:
     if now.resumed:
         rows += f"; {now.resumed:,} of them from the record"
     lines = [("state", view.state), ("rows", rows)]
+    trouble, since = facts.get("trouble"), facts.get("trouble_since")
+    if view.state == "running" and trouble and isinstance(since, int | float):
+        lines.append(("server", f"down for {clock(max(0.0, time.time() - since))}, trying again: {trouble}"))
     if facts.get("why"):
         lines.append(("why", str(facts["why"])))
     lines.append(("started", f"{facts.get('started')}, session {view.glance.sessions} {facts.get('session_started')}"))
