@@ -27,6 +27,7 @@ PUBLIC = [
     "JobError",
     "Message",
     "RunRejected",
+    "RunUnreachable",
     "SpecError",
     "StoreError",
     "Timings",

@@ -13,7 +13,15 @@ from batch_agent.version import __version__
 
 if TYPE_CHECKING:
     from batch_agent.api import BatchAgent
-    from batch_agent.errors import BatchAgentError, JobError, RunRejected, SpecError, StoreError, ToolError
+    from batch_agent.errors import (
+        BatchAgentError,
+        JobError,
+        RunRejected,
+        RunUnreachable,
+        SpecError,
+        StoreError,
+        ToolError,
+    )
     from batch_agent.job import AgentError, AgentResult, Timings
     from batch_agent.messages import Message, ToolCall, Usage
     from batch_agent.spec import BatchSpec
@@ -28,6 +36,7 @@ __all__ = [
     "JobError",
     "Message",
     "RunRejected",
+    "RunUnreachable",
     "SpecError",
     "StoreError",
     "Timings",
@@ -40,7 +49,7 @@ __all__ = [
 
 _HOMES = {
     "api": ("BatchAgent",),
-    "errors": ("BatchAgentError", "JobError", "RunRejected", "SpecError", "StoreError", "ToolError"),
+    "errors": ("BatchAgentError", "JobError", "RunRejected", "RunUnreachable", "SpecError", "StoreError", "ToolError"),
     "job": ("AgentError", "AgentResult", "Timings"),
     "messages": ("Message", "ToolCall", "Usage"),
     "spec": ("BatchSpec",),
