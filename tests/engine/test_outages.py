@@ -16,7 +16,7 @@ from batch_agent.events import Event, HealthChanged
 from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import Statistics
 from batch_agent.store.rundir import RunView
-from batch_agent.testing import Cut, Fail, Hang, Request, Say, ScriptedBackend, virtual_clock
+from batch_agent.testing import CallTools, Cut, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 Gone = Callable[[], object]
 
@@ -106,6 +106,31 @@ def test_answers_to_what_was_asked_before_do_not_make_an_outage_the_rows(
         )
         assert (statistics.ok, statistics.ended) == (len(rows), "complete")
         assert came <= len(rows) + 8 * max_inflight + 100
+
+    scenario()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [100, 1_000])  # at the end of the batch, and in its middle
+def test_agents_in_the_middle_of_their_turns_ride_an_outage_out(mode: str, rows: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        async def look(n: int) -> str:
+            """Looks."""
+            await asyncio.sleep(n / 10)
+            return "seen"
+
+        def script(request: Request) -> Any:
+            if 2 <= asyncio.get_running_loop().time() < 30:
+                return MODES[mode]()
+            calls = CallTools(ToolUse("look", {"n": request.number % 5}), latency=0.1)
+            return Say("ok", latency=0.2) if request.turn == 3 else calls
+
+        _, statistics, events = await finish(
+            ScriptedBackend(script), inputs=[str(n) for n in range(rows)], max_inflight=16, tools=[look]
+        )
+        assert (statistics.ok, statistics.ended) == (rows, "complete")
+        assert any(isinstance(event, HealthChanged) for event in events)
 
     scenario()
 
