@@ -29,7 +29,7 @@ def test_several_agents_do_unless_a_good_answer_comes_between() -> None:
     assert health.state == "works"
     assert not fail(health, SEVERAL - 1)
     assert health.failed("broken", "another", 0, "500", 0.0)
-    assert (health.state, health.outages, health.reason) == ("down", 1, "500")
+    assert (health.state, health.reason) == ("down", "500")
 
 
 def test_requests_that_never_arrived_count_by_themselves() -> None:

@@ -45,7 +45,6 @@ class Health:
         self._chance = chance
         self.state: State = "works"
         self.answered = False  # at least once
-        self.outages = 0  # how often it went down
         self.down_since = 0.0
         self.next_trial = 0.0
         self.trials = 0  # of this outage
@@ -99,7 +98,6 @@ class Health:
     def go_down(self, now: float, *, silent: bool = False) -> None:
         self.state = "down"
         self._silent = silent
-        self.outages += 1
         self.down_since = now
         self.trials = 0
         self._patience = 0.0
