@@ -19,7 +19,7 @@ from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
 from batch_agent.errors import BackendError, BadResponse, OutputError, Timeout, Unavailable
 from batch_agent.events import Sink, TurnFailed, TurnFinished, TurnStarted
-from batch_agent.job import Timings
+from batch_agent.job import Job, Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.scheduler.core import SUSPECT, Ticket
@@ -114,12 +114,14 @@ class EarlyCalls:
     """Tool calls started while their answer was still being streamed, by call id."""
 
     pool: ToolPool
+    job: Job
+    turn: int
     started: dict[str, PendingCall] = field(default_factory=dict)
 
     def __call__(self, call: ToolCall) -> None:
         # A write waits for the end of the answer: an answer that breaks off is asked for again.
         if len(self.started) < MOST_CALLS and self.pool.can_start_early(call.name):
-            self.started[call.id] = self.pool.start(call)
+            self.started[call.id] = self.pool.start(call, self.job, self.turn)
 
     def abandon(self) -> None:
         for pending in self.started.values():

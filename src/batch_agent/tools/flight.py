@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from batch_agent.tools.cache import Key
+from batch_agent.tools.context import ToolContext
 from batch_agent.tools.gates import Gate
 
 Source = Literal["run", "shared", "cache"]
@@ -51,6 +52,7 @@ class Flight:
     key: Key | None  # None: nobody else may join
     asked: float
     traffic: Traffic
+    context: ToolContext | None = None  # where its tool asks for one
     end: ToolOutcome | Exception | None = None  # an exception is a fault of ours, and stops whoever waits
     interested: int = 0
     task: asyncio.Task[None] | None = None
@@ -92,6 +94,8 @@ class Flight:
         """Cancels its task, once: a second time would interrupt a tool that is cleaning up."""
         if self.task is not None and not self.task.done() and not self._given_up:
             self._given_up = True
+            if self.context is not None:
+                self.context.cancelled.set()
             self.task.cancel()
             self.set_clock(ENDING_SECONDS, self._does_not_stop)
 
