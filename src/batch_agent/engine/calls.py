@@ -58,6 +58,8 @@ async def run_calls(
         r.emit(ToolStarted(now, r.run, index, turn, place, call.id, call.name))
     begun = early.started if early is not None else {}
     pending = {place: begun.get(call.id) or r.tools.start(call, job, turn) for place, call in calls.items()}
+    if r.foresight is not None:
+        r.foresight.asked(index, calls.values())
     try:
         for place, waiting in pending.items():
             waiting.on_end(partial(ended, place, calls[place]))

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
@@ -24,6 +25,7 @@ from batch_agent.engine.cancellation import outlast
 from batch_agent.engine.clock import Clock
 from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
+from batch_agent.engine.foresight import Foresight, open_foresight
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.loop import tool_loop
 from batch_agent.engine.prepare import Prepared, choose_model
@@ -105,6 +107,7 @@ class Run(Generic[T]):
         self._rows = Rows(prepared.spec.inputs)
         self._live: dict[int, Agent] = {}
         self._pool: ToolPool | None = None
+        self._foresight: Foresight | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._feeder: asyncio.Task[None] | None = None
         self._cancelled = False
@@ -146,7 +149,8 @@ class Run(Generic[T]):
         return self._prepared.schema
 
     def statistics(self) -> Statistics:
-        return self._metrics.statistics()
+        statistics = self._metrics.statistics()
+        return replace(statistics, prewarm=self._foresight.statistics()) if self._foresight is not None else statistics
 
     def tool_statistics(self) -> dict[str, ToolStatistics]:
         return self._pool.statistics() if self._pool is not None else {}
@@ -238,8 +242,12 @@ class Run(Generic[T]):
                 on_backlog=partial(self._backlog, "journal"),
             )
         spawn = asyncio.get_running_loop().create_task
-        async with ToolPool(prepared.tools, timeout=spec.timeout_per_tool, spawn=spawn) as pool:
-            self._pool = pool
+        max_age = spec.prewarm_max_age if spec.predictive_prewarm else None
+        async with (
+            ToolPool(prepared.tools, timeout=spec.timeout_per_tool, spawn=spawn, prewarm_max_age=max_age) as pool,
+            open_foresight(spec, pool) as foresight,
+        ):
+            self._pool, self._foresight = pool, foresight
             resources = Resources(
                 backend=prepared.backend,
                 limiter=self._limiter,
@@ -256,6 +264,7 @@ class Run(Generic[T]):
                 timeout_per_agent=spec.timeout_per_agent,
                 timeout_per_turn=spec.timeout_per_turn,
                 early_tools=spec.streaming_tool_dispatch and prepared.backend.capabilities.streaming,
+                foresight=foresight,
             )
             try:
                 before = await self._session.spent_before() if self._session is not None else (0, 0.0)
@@ -312,6 +321,8 @@ class Run(Generic[T]):
     async def _start(self, job: Job, trail: Trail, agents: asyncio.TaskGroup, resources: Resources) -> None:
         if trail.ended:
             await self._following.acquire()
+        if resources.foresight is not None and not trail.has_past:  # else it follows its own record
+            await resources.foresight.begin(job, self.plan.question(job))
         self._emit(JobStarted(self._clock(), self.id, job.index, job.job_id))
         agent = self._live[job.index] = Agent(job, resources, trail, self._work_on)
         if self._worker is None and not trail.has_past:  # it begins with a question to the model
@@ -334,6 +345,8 @@ class Run(Generic[T]):
             del self._live[agent.job.index]
             await self._finish(result)
         finally:
+            if resources.foresight is not None:
+                resources.foresight.end(agent.job.index)
             self._limiter.end_agent(agent.progress, agent.turns)
 
     async def _finish(self, result: AgentResult[object]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.cancellation import cancelled_by_us
+from batch_agent.engine.foresight import Foresight
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
@@ -51,6 +52,7 @@ class Resources:
     timeout_per_agent: float | None
     timeout_per_turn: float | None
     early_tools: bool  # start a tool while the model is still talking
+    foresight: Foresight | None = None
     chance: Callable[[], float] = random.random
 
 

@@ -74,6 +74,8 @@ class ToolPool:
 
     ``on_waiting`` is told how many agents' calls wait for a tool that is itself the bottleneck (for its rate, its own
     limit, a thread or a place among the async calls), whenever that number changes.
+
+    ``prewarm_max_age``, in seconds, is for how long a result that was made before anybody asked for it stays good.
     """
 
     def __init__(
@@ -83,11 +85,13 @@ class ToolPool:
         timeout: float | None,
         spawn: Spawn,
         on_waiting: Callable[[int], None] | None = None,
+        prewarm_max_age: float | None = None,
     ) -> None:
         on_loop, in_threads = Slots(ASYNC_CALLS), Slots(THREADS)
         self._offers = {t.name: _Offer(t, (*_own_gates(t), on_loop if t.is_async else in_threads)) for t in tools}
         self._timeout = timeout
         self._spawn = spawn
+        self._prewarm_max_age = prewarm_max_age
         self._traffic = Traffic(on_waiting)
         self._cache = ResultCache()
         self._flights: dict[Key, Flight] = {}
@@ -140,6 +144,26 @@ class ToolPool:
             return self._launch(offer, arguments, None, context)
         return self._share(offer, arguments, (tool.name, identity), context)
 
+    def prewarm(self, call: ToolCall) -> PendingCall | None:
+        """Begins a call that a model is expected to make. None where nothing is begun: its result could not be kept, it
+        is at hand or on its way, or there is no room at once: who asks goes before who may ask. A tool that wants to
+        know who calls it is not called for nobody."""
+        offer = self._offers.get(call.name)
+        if offer is None or self._closed or not offer.tool.cacheable or offer.tool.signature.context is not None:
+            return None
+        try:
+            arguments = offer.tool.signature.parse(call.arguments)
+            key = (call.name, offer.tool.identity(arguments))
+        except ToolError:
+            return None
+        if self._cache.get(key, asyncio.get_running_loop().time()) is not None or self._under_way(key) is not None:
+            return None
+        flight = Flight(call.name, key, asyncio.get_running_loop().time(), self._traffic, unasked=True)
+        if offer.tool.batching is None and not flight.pass_nowait(offer.gates):
+            return None
+        offer.tally.prewarmed += 1
+        return self._take_off(offer, arguments, flight)
+
     def statistics(self) -> dict[str, ToolStatistics]:
         return {name: offer.tally.statistics(name) for name, offer in self._offers.items()}
 
@@ -174,23 +198,36 @@ class ToolPool:
         now = asyncio.get_running_loop().time()
         if offer.tool.cacheable and (text := self._cache.get(key, now)) is not None:
             offer.tally.cache_hits += 1
+            offer.tally.prewarm_hits += self._cache.asked(key)
             return self._settled(ToolOutcome(text, True, "cache", 0.0))
-        flight = self._flights.get(key)
-        if flight is not None and flight.interested and flight.end is None:
+        flight = self._under_way(key)
+        if flight is not None:
             offer.tally.shared += 1
+            offer.tally.prewarm_hits += flight.unasked
+            flight.unasked = False
             return PendingCall(flight, now, joined=True)
+        if offer.tool.cacheable and self._prewarm_max_age is not None:
+            offer.tally.prewarm_misses += 1
         return self._launch(offer, arguments, key, context)
+
+    def _under_way(self, key: Key) -> Flight | None:
+        """A flight that can be joined."""
+        flight = self._flights.get(key)
+        return flight if flight is not None and flight.interested and flight.end is None else None
 
     def _settled(self, end: ToolOutcome) -> PendingCall:
         now = asyncio.get_running_loop().time()
         return PendingCall(Flight("", None, now, self._traffic, end=end), now)
 
     def _launch(self, offer: _Offer, arguments: Arguments, key: Key | None, context: ToolContext | None) -> PendingCall:
-        flight = Flight(offer.tool.name, key, asyncio.get_running_loop().time(), self._traffic, context)
+        now = asyncio.get_running_loop().time()
+        return self._take_off(offer, arguments, Flight(offer.tool.name, key, now, self._traffic, context=context))
+
+    def _take_off(self, offer: _Offer, arguments: Arguments, flight: Flight) -> PendingCall:
         fly = self._fly if offer.tool.batching is None else self._fly_along
         self._begin(flight, fly(offer, arguments, flight))
-        if key is not None:
-            self._flights[key] = flight
+        if flight.key is not None:
+            self._flights[flight.key] = flight
         return PendingCall(flight, flight.asked)
 
     def _begin(self, flight: Flight, course: Coroutine[Any, Any, None]) -> None:
@@ -263,11 +300,11 @@ class ToolPool:
         if flight.end is not None:
             return
         if end.ok and offer.tool.cacheable and flight.key is not None:
-            self._keep(offer, flight, flight.key, end.text)
+            limits = (offer.tool.ttl, self._prewarm_max_age if flight.unasked else None)
+            ttl = min((limit for limit in limits if limit is not None), default=None)
+            now = asyncio.get_running_loop().time()
+            self._cache.put(flight.key, end.text, now, ttl, unasked=flight.unasked)
         flight.land(end)
-
-    def _keep(self, offer: _Offer, flight: Flight, key: Key, text: str) -> None:
-        self._cache.put(key, text, asyncio.get_running_loop().time(), offer.tool.ttl)
 
     async def _execute(self, offer: _Offer, flight: Flight, work: Callable[[], Awaitable[T]]) -> T:
         """The time that a call may take begins here: waiting at a gate is not the tool's fault."""
