@@ -32,6 +32,7 @@ PUBLIC = [
     "Timings",
     "Tool",
     "ToolCall",
+    "ToolContext",
     "ToolError",
     "Usage",
     "__version__",

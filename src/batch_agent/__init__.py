@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from batch_agent.messages import Message, ToolCall, Usage
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
+    from batch_agent.tools.context import ToolContext
 
 __all__ = [
     "AgentError",
@@ -33,6 +34,7 @@ __all__ = [
     "Timings",
     "Tool",
     "ToolCall",
+    "ToolContext",
     "ToolError",
     "Usage",
     "__version__",
@@ -45,6 +47,7 @@ _HOMES = {
     "messages": ("Message", "ToolCall", "Usage"),
     "spec": ("BatchSpec",),
     "tools.base": ("Tool",),
+    "tools.context": ("ToolContext",),
 }
 
 if not TYPE_CHECKING:  # a checker that saw it would take any name for one of ours

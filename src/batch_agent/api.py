@@ -77,6 +77,8 @@ class Options(TypedDict, total=False):
     no_hoist: bool
     strip_preamble: bool
     streaming_tool_dispatch: bool
+    predictive_prewarm: bool | str | Path
+    prewarm_max_age: float
     model_max_context: int | None
     min_response_tokens: int
 

@@ -54,6 +54,8 @@ ALLOWED = {
     "prices": "a mapping from names to numbers, or None",
     "cache": "True, False or a directory",
     "run_dir": "a directory, or None",
+    "predictive_prewarm": "True, False or the directory of an earlier run",
+    "prewarm_max_age": "a number of seconds above 0",
     "retry_failed": "True, False, an error type or a list of them",
     **dict.fromkeys(
         ("resume", "force_resume", "no_hoist", "strip_preamble", "streaming_tool_dispatch"), "True or False"
@@ -178,6 +180,14 @@ class BatchSpec(BaseModel):
     streaming_tool_dispatch: bool = Field(
         True, description="Start a tool when its call is complete, while the model is still talking, where that pays."
     )
+    predictive_prewarm: bool | Text | Path = Field(
+        False,
+        description="Start the tool calls that a row made in an earlier run before the model asks for them: that run's "
+        "directory, or True for what run_dir holds. Cacheable tools only.",
+    )
+    prewarm_max_age: Seconds = Field(
+        60.0, description="Seconds that a result made by predictive_prewarm stays good while no model asks for it."
+    )
     model_max_context: Count | None = Field(None, description="The model's context in tokens; longer inputs fail.")
     min_response_tokens: Count = Field(256, description="Tokens of the context that are kept for the answer.")
 
@@ -212,6 +222,10 @@ class BatchSpec(BaseModel):
                 raise ValueError(f"{name} needs run_dir, the directory to resume from")
         if isinstance(self.run_dir, str) and not self.run_dir.strip():
             raise ValueError("run_dir is empty: name a directory, or leave it out to record nothing")
+        if self.predictive_prewarm is True and self.run_dir is None:
+            raise ValueError("predictive_prewarm needs an earlier run: give its directory in place of True, or run_dir")
+        if isinstance(self.predictive_prewarm, str) and not self.predictive_prewarm.strip():
+            raise ValueError("predictive_prewarm is empty: name the directory of an earlier run")
         retry = (self.retry_failed,) if isinstance(self.retry_failed, str) else self.retry_failed
         known = _error_types(JobError)
         for name in () if isinstance(retry, bool) else retry:

@@ -61,6 +61,7 @@ class SpecFile:
             "tools": self._tools,
             "output_schema": self._schema,
             "cache": self._directory,
+            "predictive_prewarm": self._directory,
         }
         options = {**self.options, **overrides}
         for name, resolve in resolvers.items():

@@ -107,6 +107,8 @@ class Batch:
         trail = trails.get(job.index, self._nowhere)
         if trail.ended:
             await self._following.acquire()
+        if self._r.foresight is not None and not trail.has_past:  # else it follows its own record
+            await self._r.foresight.begin(job, self._plan.question(job))
         agent = self.live[job.index] = Agent(job, self._r, trail, self._worker)
         if self._asks_first and not trail.has_past:
             ticket = self._r.limiter.start_agent(agent.progress)
@@ -128,6 +130,8 @@ class Batch:
             del self.live[agent.job.index]
             await self._finish(result)
         finally:
+            if self._r.foresight is not None:
+                self._r.foresight.end(agent.job.index)
             self._r.limiter.end_agent(agent.progress, agent.turns)
 
     def _publish(self, result: AgentResult[object]) -> None:

@@ -185,7 +185,8 @@ class AgentContext:
         # On the last turn no tool will be run, so there is nothing to start early.
         last = r.max_turns is not None and left <= 1
         may_stream = r.early_tools and shape.tools and shape.tool_choice != "none" and not last
-        early = EarlyCalls(r.tools) if may_stream and r.streaming.wants_next() else None
+        streams = may_stream and r.streaming.wants_next()
+        early = EarlyCalls(r.tools, self.job, self.tally.turns + 1) if streams else None
         try:
             reply = await take_turn(r, request, self.job.index, self.tally, ticket, early)
         except BaseException as error:
@@ -225,7 +226,7 @@ class AgentContext:
         try:
             if new:
                 self._leave_record()
-                await run_calls(self._r, trail, self.job.index, self.tally.turns, new, known, self._early)
+                await run_calls(self._r, trail, self.job, self.tally.turns, new, known, self._early)
         finally:
             if new:
                 self.tally.tool_wait += self._loop.time() - began

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
@@ -17,6 +18,7 @@ from batch_agent.engine.shapes import Shapes, build_shapes
 from batch_agent.errors import BackendError, RunRejected, RunUnreachable, SpecError, Timeout
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.spec import BatchSpec
+from batch_agent.store.rundir import read_run
 from batch_agent.tools.base import Tool, resolve_tools
 
 PAUSE = 2.0  # seconds between two questions for the model's name, at the most
@@ -43,6 +45,8 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     where = spec.runtime if spec.backend is None else spec.backend
     backend, model = open_backend(where, model=spec.model, api_key=spec.api_key, sends=sends)
     tools = resolve_tools(spec.tools)
+    if not isinstance(spec.predictive_prewarm, bool):
+        read_run(Path(spec.predictive_prewarm))  # is there one?
     specs = tuple(tool.spec for tool in tools)
     schema = OutputSchema.of(spec.output_schema)
     shapes = build_shapes(spec, model or "", specs, schema, backend.capabilities)

@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
@@ -26,6 +27,7 @@ from batch_agent.engine.cancellation import outlast
 from batch_agent.engine.clock import Clock
 from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
+from batch_agent.engine.foresight import Foresight, open_foresight
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.loop import tool_loop
 from batch_agent.engine.prepare import Prepared, choose_model
@@ -91,6 +93,7 @@ class Run(Generic[T]):
         self._delivery: Delivery[object] = Delivery(prepared.spec.on_result, partial(self._backlog, "delivery"))
         self._rows = Rows(prepared.spec.inputs)
         self._batch: Batch | None = None
+        self._foresight: Foresight | None = None
         self._session: Session | None = None  # its own
         self._supervisor: asyncio.Task[None] | None = None
         self._feeder: asyncio.Task[None] | None = None
@@ -150,7 +153,8 @@ class Run(Generic[T]):
         return self._prepared.schema
 
     def statistics(self) -> Statistics:
-        return self._metrics.statistics()
+        statistics = self._metrics.statistics()
+        return replace(statistics, prewarm=self._foresight.statistics()) if self._foresight is not None else statistics
 
     def tool_statistics(self) -> dict[str, ToolStatistics]:
         return self.shared.pool.statistics() if self.shared.pool is not None else {}
@@ -237,8 +241,8 @@ class Run(Generic[T]):
         if self._prepared.model is None and prepared.model is not None:
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         record = await self._begin_record(prepared)
-        async with self._tools(prepared) as pool:
-            shared.pool = pool
+        async with self._tools(prepared) as pool, open_foresight(spec, pool) as foresight:
+            shared.pool, self._foresight = pool, foresight
             resources = Resources(
                 backend=prepared.backend,
                 limiter=shared.limiter,
@@ -259,6 +263,7 @@ class Run(Generic[T]):
                     and prepared.backend.capabilities.streaming
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
+                foresight=foresight,
             )
             self._batch = batch = Batch(
                 self._rows,
@@ -297,9 +302,14 @@ class Run(Generic[T]):
         if outer is not None and outer.has(prepared.tools):
             yield outer
             return
-        spawn, limiter = asyncio.get_running_loop().create_task, self.shared.limiter
-        timeout = prepared.spec.timeout_per_tool
-        async with ToolPool(prepared.tools, timeout=timeout, spawn=spawn, on_waiting=limiter.set_at_tools) as pool:
+        spec = prepared.spec
+        async with ToolPool(
+            prepared.tools,
+            timeout=spec.timeout_per_tool,
+            spawn=asyncio.get_running_loop().create_task,
+            on_waiting=self.shared.limiter.set_at_tools,
+            prewarm_max_age=spec.prewarm_max_age if spec.predictive_prewarm else None,
+        ) as pool:
             yield pool
 
     @asynccontextmanager

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.cancellation import cancelled_by_us
+from batch_agent.engine.foresight import Foresight
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
 from batch_agent.errors import BackendError, BadResponse, OutputError, Timeout, Unavailable
 from batch_agent.events import Sink, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
-from batch_agent.job import Timings
+from batch_agent.job import Job, Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.scheduler.core import SUSPECT, Ticket
@@ -53,6 +54,7 @@ class Resources:
     timeout_per_turn: float | None
     early_tools: bool  # start a tool while the model is still talking
     streaming: Streaming = field(default_factory=Streaming)
+    foresight: Foresight | None = None
     chance: Callable[[], float] = random.random
 
 
@@ -116,12 +118,14 @@ class EarlyCalls:
     """Tool calls started while their answer was still being streamed, by call id."""
 
     pool: ToolPool
+    job: Job
+    turn: int
     started: dict[str, PendingCall] = field(default_factory=dict)
 
     def __call__(self, call: ToolCall) -> None:
         # A write waits for the end of the answer: an answer that breaks off is asked for again.
         if len(self.started) < MOST_CALLS and self.pool.can_start_early(call.name):
-            self.started[call.id] = self.pool.start(call)
+            self.started[call.id] = self.pool.start(call, self.job, self.turn)
 
     def gained(self, now: float) -> float:
         """Seconds for which the longest of them has been running."""

@@ -58,6 +58,20 @@ class Outage:
 
 
 @dataclass(frozen=True, slots=True)
+class Prewarm:
+    """Tool calls that were ``begun`` before a model asked for them, those that one then asked for (``hits``), and calls
+    that had to run although they could have been begun before (``misses``)."""
+
+    begun: int
+    hits: int
+    misses: int
+
+    @property
+    def wasted(self) -> int:
+        return self.begun - self.hits
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """A run at one moment. Every agent alive is in exactly one of ``running`` (holds an inference slot),
     ``waiting_on_tools``, ``backing_off`` (will repeat a failed request) and ``queued``."""
@@ -85,6 +99,7 @@ class Statistics:
     tool_shared: int = 0
     tool_cached: int = 0
     tool_errors: int = 0
+    prewarm: Prewarm | None = None  # where calls are begun before a model asks for them
     inference_seconds: float = 0.0  # slot-seconds of the turns that are over
     tool_wait_seconds: float = 0.0  # agent-seconds without a slot while a tool was running
     elapsed: float = 0.0

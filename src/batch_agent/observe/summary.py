@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batch_agent.messages import JsonObject
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.metrics import Prewarm, Statistics
 from batch_agent.observe.savings import savings
 from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, rows, share
 
@@ -28,6 +28,8 @@ def summary_lines(statistics: Statistics, *, output: str = "", advice: Sequence[
         lines += _labelled("cost", [_cost_line(statistics)])
     if statistics.tool_calls:
         lines += _labelled("tools", [_tool_line(statistics), *(harmless(line) for line in advice)])
+    if statistics.prewarm is not None:
+        lines += _labelled("prewarm", [_prewarm_line(statistics.prewarm)])
     lines += _labelled("saved", [f"{saving.text} ({saving.how})" for saving in savings(statistics)])
     if output:
         lines += _labelled("results", [harmless(output)])
@@ -70,6 +72,7 @@ def summary_json(statistics: Statistics, *, output: str = "", advice: Sequence[s
             "cached": statistics.tool_cached,
             "errors": statistics.tool_errors,
         },
+        "prewarm": None if statistics.prewarm is None else _prewarm_json(statistics.prewarm),
         "advice": list(advice),
         "model": statistics.model,
         "backend": statistics.backend,
@@ -129,6 +132,15 @@ def _tool_line(statistics: Statistics) -> str:
     line = f"{statistics.tool_calls:,} calls: {statistics.tool_runs:,} run"
     line += f", {statistics.tool_shared:,} shared, {statistics.tool_cached:,} cached"
     return line + (f", {statistics.tool_errors:,} failed" if statistics.tool_errors else "")
+
+
+def _prewarm_line(prewarm: Prewarm) -> str:
+    line = f"{prewarm.begun:,} calls begun before they were asked for: {prewarm.hits:,} used, {prewarm.wasted:,} wasted"
+    return f"{line}; {prewarm.misses:,} calls were not foreseen"
+
+
+def _prewarm_json(prewarm: Prewarm) -> JsonObject:
+    return {"begun": prewarm.begun, "hits": prewarm.hits, "misses": prewarm.misses, "wasted": prewarm.wasted}
 
 
 def _labelled(label: str, lines: Sequence[str]) -> list[str]:

@@ -223,6 +223,19 @@ def glance(path: Path) -> Glance:
             db.close()
 
 
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """A journal of a format that this version reads."""
+    with _explained(path, reading=True):
+        db = connect_to_read(path)
+        try:
+            if _version(db, path) is None:
+                raise _damaged(path, "it is empty")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+
 def connect_to_read(path: Path) -> sqlite3.Connection:
     """Also where nothing may be written: a journal that was closed needs no files beside it then."""
     address = path.resolve().as_uri()
