@@ -15,6 +15,7 @@ ROOT = Path(batch_agent.__file__).parent
 ORDER = [
     "version",
     "foreign",
+    "blocking",
     "messages",
     "errors",
     "job",
@@ -28,6 +29,7 @@ ORDER = [
     "files",
     "store",
     "observe",
+    "results",
     "engine",
     "testing",
     "api",

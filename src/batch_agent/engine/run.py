@@ -44,7 +44,7 @@ from batch_agent.events import (
     RunStarted,
     Sink,
 )
-from batch_agent.job import AgentError, AgentResult, Job
+from batch_agent.job import AgentError, AgentResult, Failure, Job
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
@@ -128,6 +128,7 @@ class Run(Generic[T]):
         assert self._supervisor is not None
         self.stop()
         await outlast(self._supervisor)
+        self._rows.close()
 
     async def results(self) -> AsyncGenerator[AgentResult[T], None]:
         """Each result as it finishes. Raises what the run failed with, after the results that came before it."""
@@ -454,7 +455,7 @@ def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]
     try:
         return plan.job(index, value)
     except JobError as error:
-        return AgentResult(index, str(index), value, False, None, AgentError.of(error))
+        return Failure(index, str(index), value, False, None, AgentError.of(error))
 
 
 def _is_interrupted(result: AgentResult[object]) -> bool:
