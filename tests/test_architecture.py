@@ -21,6 +21,7 @@ ORDER = [
     "job",
     "events",
     "spec",
+    "documented",
     "compiler",
     "scheduler",
     "outputs",

@@ -1,8 +1,8 @@
 """The public API: ``BatchAgent.run``, ``stream``, ``open``, ``run_sync``, ``plan``.
 
-Each takes the options of BatchSpec as keywords, or a BatchSpec. ``Options`` repeats their names for type checkers and
-editors, so that the type of ``output_schema`` reaches ``result.output``; a test keeps the two in step. The engine is
-imported by the first run, not by whoever imports this module.
+Each takes the options of BatchSpec as keywords, or a BatchSpec. ``Options`` repeats their names for type checkers, so
+that the type of ``output_schema`` reaches ``result.output``; a test keeps the two in step. The engine is imported by
+the first run, not by whoever imports this module.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from concurrent.futures import Future, wait
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
+from batch_agent.documented import documented
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult
 
@@ -92,6 +93,7 @@ class Options(TypedDict, total=False):
     min_response_tokens: int
 
 
+@documented(Options, "run", "stream", "open", "run_sync", "plan")
 class BatchAgent:
     """Run one task over many inputs. Nothing here holds state: two runs in one process share nothing."""
 
@@ -186,7 +188,11 @@ class BatchAgent:
 
     @classmethod
     def plan(cls, spec: BatchSpec | None = None, **options: Any) -> Prepared:
-        """What a run would do, fully resolved and checked; nothing is sent, so no key is needed."""
+        """What a run would do, fully resolved and checked; nothing is sent, so no key is needed.
+
+        Print it: it says how many rows there are, what all of them share, the first message in full, and what tokens
+        and cost are to be expected. An iterator is not read.
+        """
         from batch_agent.engine.prepare import prepare
 
         return prepare(_spec(spec, options), sends=False)
