@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -61,7 +62,7 @@ class Progress:
         elif sys.stderr is None or _taken(sys.stderr):
             return
         else:
-            view = LiveView(sys.stderr) if _is_terminal(sys.stderr) else PlainView(sys.stderr)
+            view = LiveView(sys.stderr) if _has_terminal() else PlainView(sys.stderr)
             self._conclude = _say
         self._display = Display(view, self._statistics)
         self._display.begin()
@@ -70,7 +71,7 @@ class Progress:
 def _suits() -> bool:
     if "PYTEST_CURRENT_TEST" in os.environ or sys.stderr is None:
         return False
-    return _in_notebook() or _is_terminal(sys.stderr)
+    return _in_notebook() or _has_terminal()
 
 
 def _in_notebook() -> bool:
@@ -80,8 +81,17 @@ def _in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
-def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM", "") not in DUMB
+def _has_terminal() -> bool:
+    """Whether the terminal is there for a view alone. At the other end of a pipe there may be somebody who writes to
+    the same terminal, and they would paint over each other."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "") not in DUMB and not _is_pipe(sys.stdout)
+
+
+def _is_pipe(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # closed, or not of the operating system
+        return False
 
 
 def _taken(stream: TextIO) -> bool:
