@@ -93,6 +93,11 @@ def test_pandas_cells_of_every_kind_become_what_json_can_carry() -> None:
     ]
 
 
+def test_a_record_batch_is_its_rows() -> None:
+    batch = pytest.importorskip("pyarrow").record_batch({"a": [1, 2]})
+    assert rows_from(batch) == [{"a": 1}, {"a": 2}]
+
+
 def test_a_subclass_of_a_frame_is_a_frame() -> None:
     pandas = pytest.importorskip("pandas")
     assert rows_from(type("Mine", (pandas.DataFrame,), {})({"a": [1]})) == [{"a": 1}]

@@ -7,7 +7,7 @@ be hoisted; a larger one a slice at a time, as its rows are needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,12 +22,23 @@ SLICE_ROWS = 256  # turned into Python at a time: little enough not to hold up a
 # The rows of a table from one place to another. What a table is, only its own package could say.
 _Slice: TypeAlias = Callable[[Any, int, int], Iterable[dict[object, object]]]
 
+
+def _from_columns(columns: Mapping[object, Sequence[object]]) -> Iterator[dict[object, object]]:
+    return (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
+
+
 _SLICES: dict[tuple[str, str], _Slice] = {
     ("pandas", "DataFrame"): lambda frame, start, end: frame.iloc[start:end].to_dict("records"),
     ("polars", "DataFrame"): lambda frame, start, end: frame[start:end].to_dicts(),
     ("pyarrow", "Table"): lambda table, start, end: table.slice(start, end - start).to_pylist(),
     ("pyarrow", "RecordBatch"): lambda batch, start, end: batch.slice(start, end - start).to_pylist(),
-    ("datasets", "Dataset"): lambda dataset, start, end: dataset.with_format(None).select(range(start, end)),
+    ("datasets", "Dataset"): lambda dataset, start, end: _from_columns(dataset.with_format(None)[start:end]),
+}
+_COLUMNS: dict[str, Callable[[Any], Iterable[object]]] = {
+    "pandas": lambda frame: frame.columns,
+    "polars": lambda frame: frame.columns,
+    "pyarrow": lambda table: table.schema.names,
+    "datasets": lambda dataset: dataset.column_names,
 }
 _INSTEAD = {
     ("polars", "LazyFrame"): "inputs is a polars LazyFrame: collect() it first",
@@ -64,9 +75,7 @@ def rows_of_frame(value: object) -> list[Row] | FrameRows | None:
 
 
 def _rows(table: Any, name: tuple[str, str]) -> list[Row] | FrameRows:
-    columns = [str(column) for column in (table.column_names if name[0] in ("pyarrow", "datasets") else table.columns)]
-    if name == ("pyarrow", "RecordBatch"):
-        columns = [str(column) for column in table.schema.names]
+    columns = [str(column) for column in _COLUMNS[name[0]](table)]
     refuse_twice(columns, f"the {name[0]} {name[1]}")
     if not columns:
         raise SpecError(f"the {name[0]} {name[1]} given as inputs has no columns")
