@@ -4,7 +4,7 @@ import asyncio
 import gzip
 import json
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +124,13 @@ def test_a_result_made_by_hand_is_a_success_or_a_failure() -> None:
     for result in (good, bad):
         assert pickle.loads(pickle.dumps(result)) == result
     assert good.as_failure(error) == Failure(0, "0", "x", False, None, error)
+
+
+def test_a_success_does_not_become_a_failure_by_a_change_of_a_field() -> None:
+    good = Success(0, "0", "x", True, "y")
+    assert replace(good, output="z") == Success(0, "0", "x", True, "z")
+    with pytest.raises(TypeError, match="a Success cannot have ok=False; see as_failure"):
+        replace(good, ok=False)
 
 
 def test_a_list_of_some_results_has_the_summary_they_add_up_to() -> None:

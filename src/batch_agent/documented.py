@@ -14,8 +14,6 @@ from typing import Any, Final, ForwardRef, TypeVar
 C = TypeVar("C")
 
 WIDTH = 100
-
-
 OUTPUT_SCHEMA = "type[T] | Mapping[str, JsonValue] | None"  # which has overloads of its own
 
 

@@ -90,11 +90,13 @@ class BaseResult(Generic[T_co]):
     resumed: bool = False  # it was in the record of an earlier session; nothing was sent for it in this one
 
     def __new__(
-        cls, index: int = 0, job_id: str = "", input: object = None, ok: bool = True, *rest: Any, **named: Any
+        cls, index: int = 0, job_id: str = "", input: object = None, ok: bool | None = None, *rest: Any, **named: Any
     ) -> Self:
         kind: Any = cls
         if cls is BaseResult:
             kind = Success if ok else Failure
+        elif ok is not None and ok != (cls is Success):  # as dataclasses.replace would make it
+            raise TypeError(f"a {cls.__name__} cannot have ok={ok}; see as_failure")
         made: Self = object.__new__(kind)
         return made
 
