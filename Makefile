@@ -30,6 +30,7 @@ lint: $(VENV)/.ready  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .

@@ -14,8 +14,9 @@ from batch_agent.version import __version__
 if TYPE_CHECKING:
     from batch_agent.api import BatchAgent
     from batch_agent.errors import BatchAgentError, JobError, RunRejected, SpecError, StoreError, ToolError
-    from batch_agent.job import AgentError, AgentResult, Timings
+    from batch_agent.job import AgentError, AgentResult, Failure, Success, Timings
     from batch_agent.messages import Message, ToolCall, Usage
+    from batch_agent.results import Results
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
     from batch_agent.tools.context import ToolContext
@@ -26,11 +27,14 @@ __all__ = [
     "BatchAgent",
     "BatchAgentError",
     "BatchSpec",
+    "Failure",
     "JobError",
     "Message",
+    "Results",
     "RunRejected",
     "SpecError",
     "StoreError",
+    "Success",
     "Timings",
     "Tool",
     "ToolCall",
@@ -43,8 +47,9 @@ __all__ = [
 _HOMES = {
     "api": ("BatchAgent",),
     "errors": ("BatchAgentError", "JobError", "RunRejected", "SpecError", "StoreError", "ToolError"),
-    "job": ("AgentError", "AgentResult", "Timings"),
+    "job": ("AgentError", "AgentResult", "Failure", "Success", "Timings"),
     "messages": ("Message", "ToolCall", "Usage"),
+    "results": ("Results",),
     "spec": ("BatchSpec",),
     "tools.base": ("Tool",),
     "tools.context": ("ToolContext",),

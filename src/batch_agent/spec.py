@@ -82,8 +82,9 @@ class BatchSpec(BaseModel):
         "jinja, with loops and conditions.",
     )
     inputs: Any = Field(
-        description="One agent per item: dicts, strings ({input}), pydantic models or dataclasses, in a list, "
-        "iterator, generator or async iterator."
+        description="One agent per row: dicts, strings ({input}), pydantic models or dataclasses, in a list, "
+        "iterator, generator or async iterator; or a DataFrame, an Arrow table, a Hugging Face dataset, an open text "
+        "file, or the path of a file or directory."
     )
     system_prompt: Text = Field("", description="The same for all agents; everything shared belongs here.")
     tools: Sequence[Any] = Field((), description="Tools the agents may call: Tool values or plain functions.")

@@ -10,7 +10,7 @@ import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from batch_agent.cli.blocking import in_thread
+from batch_agent.blocking import in_thread
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.read import LazyRows, read_inputs
 from batch_agent.files.rows import BOM, Row, parse_line

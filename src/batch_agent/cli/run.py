@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TextIO
 
 from batch_agent.api import BatchAgent
-from batch_agent.cli.display import Display, with_expected
-from batch_agent.cli.dryrun import DryRun, marks_for
 from batch_agent.cli.exit_status import ALL_OK, OUT_OF_BUDGET, ROWS_FAILED, RUN_FAILED, SIGNALLED, UNREACHABLE
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.models import fetch_missing
@@ -26,6 +24,7 @@ from batch_agent.cli.results import ResultWriter, open_results
 from batch_agent.cli.rows import STDIN, read_rows
 from batch_agent.cli.specfile import SpecFile, read_specfile
 from batch_agent.cli.streams import put, say
+from batch_agent.engine.dryrun import DryRun, marks_for
 from batch_agent.engine.prepare import prepare
 from batch_agent.engine.run import Run
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
@@ -33,6 +32,7 @@ from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
 from batch_agent.files.rows import as_row
+from batch_agent.observe.display import Display, with_expected
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.terminal import LiveView, NoView, PlainView, View

@@ -189,7 +189,7 @@ def compile_plan(
 def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
     if isinstance(inputs, str | bytes | bytearray | Mapping | BaseModel):
         raise SpecError(
-            f"inputs is one {type(inputs).__name__}: it must be a list or iterator of inputs, each {ALLOWED}"
+            f"inputs is one {type(inputs).__name__}, not rows: give a list or iterator of them, each {ALLOWED}"
         )
     if not isinstance(inputs, Iterable | AsyncIterable):
         raise SpecError(f"inputs must be a list, iterator or async iterator, not {type(inputs).__name__}")

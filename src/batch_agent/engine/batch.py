@@ -14,7 +14,7 @@ from batch_agent.engine.rows import Rows
 from batch_agent.engine.turn import Resources
 from batch_agent.errors import Interrupted, JobError
 from batch_agent.events import JobFinished, JobStarted
-from batch_agent.job import AgentError, AgentResult, Job
+from batch_agent.job import AgentError, AgentResult, Failure, Job
 from batch_agent.scheduler.core import Ticket
 from batch_agent.store.session import Record
 from batch_agent.store.trail import Trail
@@ -169,7 +169,7 @@ def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]
     try:
         return plan.job(index, value)
     except JobError as error:
-        return AgentResult(index, str(index), value, False, None, AgentError.of(error))
+        return Failure(index, str(index), value, False, None, AgentError.of(error))
 
 
 def _is_interrupted(result: AgentResult[object]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.endpoints import NEVER_ANSWERED
 from batch_agent.engine.shapes import Shapes, build_shapes
 from batch_agent.errors import BackendError, RunRejected, RunUnreachable, SpecError, Timeout
+from batch_agent.observe.text import rows
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.spec import BatchSpec
 from batch_agent.store.rundir import read_run
@@ -25,8 +27,10 @@ PAUSE = 2.0  # seconds between two questions for the model's name, at the most
 AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # alive at once, where the user names no number
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Prepared:
+    """A run that has not begun. Printed, it says what would be sent."""
+
     spec: BatchSpec
     backend: Backend
     model: str | None  # None: the backend is asked when the run starts
@@ -37,6 +41,19 @@ class Prepared:
     max_inflight: int | None
     max_agents: int | None
     prices: Prices | None  # None: what a token costs is not known
+
+    def __str__(self) -> str:
+        from batch_agent.engine.dryrun import DryRun
+
+        return DryRun.untouched(self).to_text()
+
+    def __repr__(self) -> str:
+        total = "rows" if self.plan.total is None else rows(self.plan.total)
+        model = self.model or "its model"
+        return f"<Prepared: {total} for {model} at {self.backend.name}; print it for what would be sent>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:

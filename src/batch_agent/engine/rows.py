@@ -7,6 +7,7 @@ from collections.abc import AsyncIterable, Iterable
 from itertools import islice
 
 from batch_agent.engine.cancellation import cancelled_by_us
+from batch_agent.files.read import LazyRows
 from batch_agent.foreign import describe
 
 _END = object()
@@ -16,6 +17,7 @@ class Rows:
     """A plain iterator is advanced on the event loop: one that waits for something should be async."""
 
     def __init__(self, inputs: Iterable[object] | AsyncIterable[object]) -> None:
+        self._file = inputs if isinstance(inputs, LazyRows) else None
         self._async = aiter(inputs) if isinstance(inputs, AsyncIterable) else None
         self._plain = iter(()) if isinstance(inputs, AsyncIterable) else iter(inputs)
         self._peeked: list[object] = []
@@ -41,6 +43,11 @@ class Rows:
             raise RuntimeError(f"the inputs ended in {describe(error)}") from error
         self.seen = self.seen or bool(values)
         return values
+
+    def close(self) -> None:
+        """Nobody reads on; a generator of the user's own is the user's to close."""
+        if self._file is not None:
+            self._file.close()
 
     async def _next(self) -> list[object]:
         assert self._async is not None

@@ -135,6 +135,7 @@ class Run(Generic[T]):
         assert self._supervisor is not None
         self.stop()
         await outlast(self._supervisor)
+        self._rows.close()
 
     async def results(self) -> AsyncGenerator[AgentResult[T], None]:
         """Each result as it finishes. Raises what the run failed with, after the results that came before it."""

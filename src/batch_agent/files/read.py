@@ -19,7 +19,7 @@ from batch_agent.files.compression import format_of
 from batch_agent.files.folder import open_folder
 from batch_agent.files.json_array import parse_json
 from batch_agent.files.reading import Reading
-from batch_agent.files.rows import Row, parse_jsonl
+from batch_agent.files.rows import Row, parse_jsonl, parse_text
 from batch_agent.files.source import Source
 from batch_agent.files.table import parse_csv, parse_tsv
 
@@ -32,6 +32,7 @@ _LINE_PARSERS: dict[str, _Parser] = {
     ".ndjson": parse_jsonl,
     ".csv": parse_csv,
     ".tsv": parse_tsv,
+    ".txt": parse_text,
 }
 KNOWN = (*_LINE_PARSERS, ".json", ".parquet")
 
@@ -77,14 +78,15 @@ class LazyRows(Iterator[Row]):
     def __init__(self, reading: Reading, limit: int | None = None) -> None:
         self._reading, self._limit = reading, limit
         self._taken = 0
-        self._closed = False
+        self._expected: int | None = 0  # how many there are, once nothing more is read
         try:
             # What is wrong with the whole file (its header, say) shows at its first row: take it now.
-            first = list(itertools.islice(reading.rows, 1))
+            self.first = list(itertools.islice(reading.rows, 1))[:limit]  # for those who only look
         except SpecError:
             reading.close()
             raise
-        self._rows = itertools.islice(itertools.chain(first, reading.rows), limit)
+        self._expected = None
+        self._rows = itertools.islice(itertools.chain(self.first, reading.rows), limit)
 
     def __next__(self) -> Row:
         try:
@@ -92,18 +94,24 @@ class LazyRows(Iterator[Row]):
         except SpecError as error:  # too late for one: jobs have started
             raise BatchAgentError(f"after {self._taken:,} rows: {error}") from None
         if row is None:
-            self.close()
+            self._end(self._taken)
             raise StopIteration
         self._taken += 1
         return row
 
     def close(self) -> None:
-        self._closed = True
-        self._reading.close()
+        if self._expected is None:
+            self._end(self.expected_rows())
+
+    __del__ = close
 
     def expected_rows(self) -> int:
         """How many there are, judged by those read so far; exact at the end."""
-        if self._closed:
-            return self._taken
+        if self._expected is not None:
+            return self._expected
         expected = self._reading.expected(self._taken)
         return expected if self._limit is None else min(expected, self._limit)
+
+    def _end(self, expected: int) -> None:
+        self._expected = expected
+        self._reading.close()

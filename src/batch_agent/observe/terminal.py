@@ -6,6 +6,7 @@ interprets text of users, models or servers as markup.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Protocol, Self, TextIO
 
@@ -40,9 +41,11 @@ class LiveView:
 
     def __init__(self, stream: TextIO) -> None:
         console = Console(file=stream, markup=False, highlight=False, emoji=False)
-        # What anybody prints meanwhile (a tool, a warning) appears above the view instead of tearing it.
+        # What anybody prints meanwhile (a tool, a warning) appears above the view instead of tearing it. What goes to a
+        # file or a pipe goes on to it.
+        shared = sys.stdout is not None and sys.stdout.isatty()
         self._live = Live(
-            console=console, auto_refresh=False, transient=True, redirect_stdout=True, redirect_stderr=True
+            console=console, auto_refresh=False, transient=True, redirect_stdout=shared, redirect_stderr=True
         )
 
     def __enter__(self) -> Self:
