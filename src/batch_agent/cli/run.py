@@ -166,13 +166,12 @@ class _Reporter:
         self._stdout = stdout if options.output is not None else None
 
     def summary(self, statistics: Statistics, tools: Mapping[str, ToolStatistics], writer: ResultWriter) -> None:
-        advice = [tool.advice for tool in tools.values() if tool.advice]
         if self._json:
-            record = summary_json(statistics, output=writer.destination, advice=advice)
+            record = summary_json(statistics, output=writer.destination, tools=tools)
             text = to_json(record).decode()
             say(text) if self._stdout is None else put(text, self._stdout)
         else:
-            say("\n".join(summary_lines(statistics, output=writer.destination, advice=advice)))
+            say("\n".join(summary_lines(statistics, output=writer.destination, tools=tools)))
 
     def resume(self, statistics: Statistics, spec: BatchSpec) -> None:
         """How to do what was left undone."""

@@ -33,6 +33,7 @@ from batch_agent.engine.spending import Spending
 from batch_agent.engine.turn import Resources
 from batch_agent.errors import BatchAgentError, Interrupted, JobError, RunRejected, RunUnreachable, SpecError
 from batch_agent.events import (
+    DrainStarted,
     Ended,
     Event,
     HealthChanged,
@@ -166,6 +167,8 @@ class Run(Generic[T]):
 
     def drain(self) -> None:
         """Start nothing new; agents under way finish, and ``results`` ends after them."""
+        if not self._limiter.scheduler.closed:
+            self._emit(DrainStarted(self._clock(), self.id))
         self._limiter.drain()
         self._stop_feeding()
 

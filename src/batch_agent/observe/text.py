@@ -6,6 +6,8 @@ the screen nor change the direction of a line.
 
 from __future__ import annotations
 
+import textwrap
+
 _BARE_SECONDS = 10
 
 
@@ -71,5 +73,45 @@ def dollars(cost: float) -> str:
     return f"${cost:,.2f}" if cost >= 1 else f"${cost:.2g}"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """``1 turn``, ``2,000 turns``, ``3 retries``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def rows(number: int) -> str:
-    return f"{number:,} row" if number == 1 else f"{number:,} rows"
+    return counted(number, "row")
+
+
+def cut(text: str, width: int) -> str:
+    """The words of ``text`` that fit into so many characters; ``…`` stands for the others. A word that alone is too
+    long is cut itself."""
+    if len(text) <= width:
+        return text
+    head = text[: max(0, width - 1)]
+    whole, _, _ = head.rpartition(" ")
+    kept = head if text[len(head)] == " " else whole if len(whole.strip()) > width // 2 else head
+    return kept.rstrip() + "…"[:width]
+
+
+def wrapped(text: str, width: int | None, indent: int = 2) -> str:
+    """Lines of ``text`` that are broken between words, each continued below its own beginning, ``indent`` further in; a
+    line of ``  label    words`` below its words. Words are never torn, so that a path stays one to copy."""
+    if width is None:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        start = len(line) - len(line.lstrip())
+        words = line.strip().partition("  ")[2].lstrip()
+        if start and words:
+            start = line.index(words) - indent
+        margin = " " * (start + indent)
+        lines += textwrap.wrap(
+            line,
+            max(width, len(margin) + 20),
+            subsequent_indent=margin,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        ) or [""]
+    return "\n".join(lines)
