@@ -83,7 +83,7 @@ def test_what_the_command_line_says_counts_also_where_the_spec_has_the_options_o
     ("arguments", "message"),
     [
         (["gone.yaml"], "batch-agent: cannot read the spec gone.yaml: No such file or directory"),
-        (["spec.yaml"], "batch-agent: spec.yaml: there are no inputs; give --inputs FILE, or inputs in the spec"),
+        (["spec.yaml"], "batch-agent: spec.yaml: there are no inputs; name a file of rows, or - for standard input"),
         (["spec.yaml", "--inputs", "gone.jsonl"], "cannot read the inputs gone.jsonl: No such file"),
         (["spec.yaml", "--inputs", "rows.jsonl", "--backend", "nowhere"], "nowhere"),
         (["spec.yaml", "--inputs", "rows.jsonl", "--output", "./rows.jsonl"], "is the file of the inputs"),
@@ -120,8 +120,7 @@ def test_what_a_users_module_prints_does_not_reach_standard_output(capsys: pytes
     "arguments",
     [
         [],
-        ["run"],
-        ["run", "a.yaml", "--spec", "b.yaml"],
+        ["run", "a.yaml", "--format", "xlsx"],
         ["run", "a.yaml", "--limit", "0"],
         ["run", "a.yaml", "--limit", "-1"],
         ["run", "a.yaml", "--max-inflight", "many"],

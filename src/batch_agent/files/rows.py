@@ -33,6 +33,18 @@ def parse_jsonl(lines: Iterable[bytes], name: str) -> Iterator[Row]:
             yield row
 
 
+def parse_text(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    """A row for each line that is not blank."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            text = line.decode().rstrip("\r\n")
+        except UnicodeDecodeError:
+            yield UnreadableRow(f"{name} line {number} is not UTF-8")
+            continue
+        if text.strip():
+            yield text
+
+
 def parse_line(line: bytes, where: str) -> Row | None:
     """None for a blank line."""
     if not line.strip():

@@ -6,7 +6,6 @@ interprets text of users, models or servers as markup.
 
 from __future__ import annotations
 
-import os
 from typing import Protocol, Self, TextIO
 
 from rich.console import Console, Group
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from batch_agent.observe.metrics import RecentError, Statistics
 from batch_agent.observe.screen import Screen
-from batch_agent.observe.text import duration, rate, wrapped
+from batch_agent.observe.text import duration, rate, terminal_width, wrapped
 from batch_agent.observe.words import (
     error_line,
     failing_tools,
@@ -129,11 +128,3 @@ def progress_line(statistics: Statistics) -> str:
         parts.append(f"{statistics.rejected:,} answers rejected")
     parts += [*map(outage_line, statistics.outages), *failing_tools(statistics)]
     return f"[{duration(statistics.elapsed)}] " + ", ".join(parts)
-
-
-def terminal_width(stream: TextIO) -> int | None:
-    """None where lines are nobody's to wrap: no terminal, or one that does not tell."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else None
-    except (OSError, ValueError):
-        return None

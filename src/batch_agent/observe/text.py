@@ -6,7 +6,9 @@ the screen nor change the direction of a line.
 
 from __future__ import annotations
 
+import os
 import textwrap
+from typing import TextIO
 
 _BARE_SECONDS = 10
 
@@ -115,3 +117,11 @@ def wrapped(text: str, width: int | None, indent: int = 2) -> str:
             drop_whitespace=True,
         ) or [""]
     return "\n".join(lines)
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """None where lines are nobody's to wrap: no terminal, or one that does not tell."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else None
+    except (OSError, ValueError):
+        return None
