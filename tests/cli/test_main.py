@@ -149,7 +149,7 @@ def test_a_wrong_use_exits_with_1_because_2_means_failed_rows(
         ),
         (["resume", "runs/x", "--max-wall=3", "--retry"], "there is no argument --retry"),
         (["run", "spec.yaml", "another.yaml"], "there is no argument another.yaml"),
-        ([], "run a spec file over its inputs"),
+        ([], "run a task over rows, from a spec file or from flags"),
     ],
 )
 def test_a_slip_is_answered_with_what_was_probably_meant(

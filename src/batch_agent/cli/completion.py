@@ -53,8 +53,13 @@ def _bash(flags: Mapping[str, list[Flag]]) -> str:
         f"        {name}) flags={shlex.quote(' '.join(word for flag in known for word in flag.names))} ;;"
         for name, known in flags.items()
     )
-    choices = {word: flag.choices for known in flags.values() for flag in known for word in flag.names if flag.choices}
-    values = "\n".join(f"        {word}) values={shlex.quote(' '.join(few))} ;;" for word, few in choices.items())
+    values = "\n".join(
+        f"        {shlex.quote(f'{name} {word}')}) values={shlex.quote(' '.join(flag.choices))} ;;"
+        for name, known in flags.items()
+        for flag in known
+        for word in flag.names
+        if flag.choices
+    )
     return f"""\
 _batch_agent() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" flags="" values=""
@@ -63,7 +68,7 @@ _batch_agent() {{
         COMPREPLY=($(compgen -W {shlex.quote(" ".join([*COMMANDS, "--help", "--version"]))} -- "$word"))
         return
     fi
-    case "$before" in
+    case "${{COMP_WORDS[1]}} $before" in
 {values}
     esac
     if [ -n "$values" ]; then

@@ -14,10 +14,11 @@ from batch_agent.cli.streams import put, say
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
-from batch_agent.observe.text import amount, dollars, harmless
+from batch_agent.observe.text import amount, dollars, harmless, terminal_width
 from batch_agent.store.rundir import RUN, RunView
 
-HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "TOKENS", "COST", "STARTED", "MODEL")
+HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
+NEEDED = 3  # columns that stay, however narrow the terminal is
 
 
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def runs_command(options: argparse.Namespace) -> int:
     if options.json:
         put(to_json([_json(view) for view in views]).decode(), sys.stdout)
     elif views:
-        put(_table([HEADINGS, *map(_cells, views)]), sys.stdout)
+        put(_table([HEADINGS, *map(_cells, views)], terminal_width(sys.stdout)), sys.stdout)
     else:
         say(f"there are no runs in {directory}")
     for words in unreadable:
@@ -74,9 +75,9 @@ def _cells(view: RunView) -> tuple[str, ...]:
         view.state,
         f"{now.ok + now.failed:,}{of}",
         f"{now.failed:,}",
+        _local(str(facts.get("started"))),
         amount(now.tokens),
         "" if now.cost is None else dollars(now.cost),
-        _local(str(facts.get("started"))),
         harmless(str(facts.get("model") or "")),
     )
 
@@ -88,8 +89,14 @@ def _local(time: str) -> str:
         return harmless(time)
 
 
-def _table(lines: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+def _table(lines: Sequence[tuple[str, ...]], width: int | None) -> str:
+    """Columns that hold nothing are left out; on a narrow terminal so are the last ones."""
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    while width is not None and len(columns) > NEEDED and sum(widths) + 2 * len(widths) - 2 > width:
+        columns.pop()
+        widths.pop()
+    rows = zip(*columns, strict=True)
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows
     )

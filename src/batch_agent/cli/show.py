@@ -18,14 +18,14 @@ from pathlib import Path
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.export import RunRecords
 from batch_agent.cli.streams import put, say
-from batch_agent.cli.transcript_text import row_text
+from batch_agent.cli.transcript_text import Page, row_text
 from batch_agent.cli.transcripts import open_journal, prepared_again
 from batch_agent.engine.prepare import Prepared
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.columns import Record
 from batch_agent.files.read import LazyRows
 from batch_agent.messages import JsonObject
-from batch_agent.observe.text import rows
+from batch_agent.observe.text import rows, terminal_width
 from batch_agent.store.base import Identity
 from batch_agent.store.keys import row_of
 from batch_agent.store.rundir import JOURNAL, RunView
@@ -62,12 +62,12 @@ def show_command(options: argparse.Namespace) -> int:
         prepared = _prepared(view.path, view.facts)
     if not (view.path / JOURNAL).exists():
         raise SpecError(f"the journal of {view.path} is gone: there is nothing to show")
-    shown = 0
+    shown, page = 0, Page(options.full, terminal_width(sys.stdout))
     with closing(open_journal(view.path / JOURNAL)) as journal:
         journal.sort_by("row")
         for row in _chosen(view, journal, prepared, options):
             put(
-                ("\n" if shown else "") + row_text(row.record, row.past, row.prompts, row.value, options.full),
+                ("\n" if shown else "") + row_text(row.record, row.past, row.prompts, row.value, page),
                 sys.stdout,
             )
             shown += 1

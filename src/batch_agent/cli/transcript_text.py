@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from batch_agent.files.columns import Record
 from batch_agent.files.results import to_json
@@ -16,8 +17,29 @@ CUT_CHARACTERS = 2000  # of a text, unless it is wanted in full
 INDENT = "    "
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """How much of a text is shown, and how wide the lines may be; None: as they are."""
+
+    full: bool = False
+    width: int | None = None
+
+    def said(self, label: str, text: str) -> str:
+        if not self.full and len(text) > CUT_CHARACTERS:
+            text = f"{text[:CUT_CHARACTERS]}… ({len(text) - CUT_CHARACTERS:,} characters more, --full shows them)"
+        lines = harmless_lines(text).split("\n")
+        return "\n".join(["", label, *(f"{INDENT}{part}" for line in lines for part in self._parts(line))])
+
+    def _parts(self, line: str) -> list[str]:
+        """A line broken between its words."""
+        if self.width is None or len(line) + len(INDENT) <= self.width:
+            return [line]
+        room = max(20, self.width - len(INDENT))
+        return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
+
+
 def row_text(
-    record: Record | None, past: Past | None, prompts: tuple[str, str] | None, value: object, full: bool
+    record: Record | None, past: Past | None, prompts: tuple[str, str] | None, value: object, page: Page
 ) -> str:
     """``prompts`` are the system's and the user's, where they are known; ``value`` is the input of a row that has no
     result yet."""
@@ -25,15 +47,15 @@ def row_text(
     value = record.get("input") if record and "input" in record else value
     if prompts is not None:
         system, user = prompts
-        parts += [_said("system", system, full)] if system else []
-        parts.append(_said("user", user, full))
+        parts += [page.said("system", system)] if system else []
+        parts.append(page.said("user", user))
     elif value is not None:
-        parts.append(_said("input", value if isinstance(value, str) else to_json(value).decode(), full))
+        parts.append(page.said("input", value if isinstance(value, str) else to_json(value).decode()))
     if past is None:
-        parts.append(_said("answers", "not in the journal", full))
+        parts.append(page.said("answers", "not in the journal"))
     else:
-        parts += _conversation(past, full)
-    parts += _end(record, past, full)
+        parts += _conversation(past, page)
+    parts += _end(record, past, page)
     return "\n".join(parts)
 
 
@@ -66,7 +88,7 @@ def _state(record: Record | None, past: Past | None) -> str:
     return "not done" if past is None or not past.done else "ok"
 
 
-def _conversation(past: Past, full: bool) -> Iterator[str]:
+def _conversation(past: Past, page: Page) -> Iterator[str]:
     before = Spent()
     for number, turn in enumerate(past.turns, start=1):
         reply = turn.reply
@@ -75,21 +97,21 @@ def _conversation(past: Past, full: bool) -> Iterator[str]:
         label = f"assistant, turn {number}, {took}, {usage}"
         before = turn.spent
         if reply.reasoning:
-            yield _said("reasoning", reply.reasoning, full)
+            yield page.said("reasoning", reply.reasoning)
         if reply.text or not reply.tool_calls:
-            yield _said(label, reply.text, full)
+            yield page.said(label, reply.text)
             label = ""
-        yield from _calls(turn, label, full)
+        yield from _calls(turn, label, page)
 
 
-def _calls(turn: PastTurn, label: str, full: bool) -> Iterator[str]:
+def _calls(turn: PastTurn, label: str, page: Page) -> Iterator[str]:
     for place, call in enumerate(turn.reply.tool_calls):
-        yield _said(f"{label}: calls" if label and not place else "calls", _call(call), full)
+        yield page.said(f"{label}: calls" if label and not place else "calls", _call(call))
         outcome = turn.outcomes.get(place)
         if outcome is not None:
-            yield _said(f"{harmless(call.name)} answers", outcome, full)
+            yield page.said(f"{harmless(call.name)} answers", outcome)
         else:
-            yield _said(f"{harmless(call.name)}", "was begun" if place in turn.begun else "has no outcome yet", full)
+            yield page.said(f"{harmless(call.name)}", "was begun" if place in turn.begun else "has no outcome yet")
 
 
 def _call(call: ToolCall) -> str:
@@ -103,19 +125,13 @@ def _call(call: ToolCall) -> str:
     return f"{call.name}({', '.join(given)})"
 
 
-def _end(record: Record | None, past: Past | None, full: bool) -> Iterator[str]:
+def _end(record: Record | None, past: Past | None, page: Page) -> Iterator[str]:
     error = (record or {}).get("error")
     failed = past.failed.error if past is not None and past.failed is not None else None
     if isinstance(error, dict):
-        yield _said("failed", f"{error.get('type')}: {error.get('message')}", full)
+        yield page.said("failed", f"{error.get('type')}: {error.get('message')}")
     elif failed is not None and not (record or {}).get("ok"):
-        yield _said("failed", str(failed), full)
+        yield page.said("failed", str(failed))
     output = (record or {}).get("output")
     if output is not None and not isinstance(output, str):
-        yield _said("output", to_json(output).decode(), full)
-
-
-def _said(label: str, text: str, full: bool) -> str:
-    if not full and len(text) > CUT_CHARACTERS:
-        text = f"{text[:CUT_CHARACTERS]}… ({len(text) - CUT_CHARACTERS:,} characters more, --full shows them)"
-    return f"\n{label}\n{textwrap.indent(harmless_lines(text), INDENT)}"
+        yield page.said("output", to_json(output).decode())

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from batch_agent.observe.metrics import RecentError, Statistics
 from batch_agent.observe.screen import Screen
-from batch_agent.observe.text import duration, rate, terminal_width, wrapped
+from batch_agent.observe.text import counted, duration, rate, terminal_width, wrapped
 from batch_agent.observe.words import (
     error_line,
     failing_tools,
@@ -125,6 +125,6 @@ def progress_line(statistics: Statistics) -> str:
     parts += [words for words in (time_left(statistics), phase(statistics)) if words]
     parts.append(f"tokens {tokens(statistics)}")
     if statistics.rejected:
-        parts.append(f"{statistics.rejected:,} answers rejected")
+        parts.append(f"{counted(statistics.rejected, 'answer')} rejected")
     parts += [*map(outage_line, statistics.outages), *failing_tools(statistics)]
     return f"[{duration(statistics.elapsed)}] " + ", ".join(parts)
