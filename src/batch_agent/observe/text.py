@@ -11,6 +11,7 @@ import textwrap
 from typing import TextIO
 
 _BARE_SECONDS = 10
+LONG_WORD = 20  # characters
 
 
 def harmless(text: str, limit: int | None = None) -> str:
@@ -85,13 +86,13 @@ def rows(number: int) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """The words of ``text`` that fit into so many characters; ``…`` stands for the others. A word that alone is too
-    long is cut itself."""
+    """The words of ``text`` that fit into so many characters; ``…`` stands for the others. A word that is too long to
+    do without, such as an address, is cut itself."""
     if len(text) <= width:
         return text
     head = text[: max(0, width - 1)]
-    whole, _, _ = head.rpartition(" ")
-    kept = head if text[len(head)] == " " else whole if len(whole.strip()) > width // 2 else head
+    whole, _, torn = head.rpartition(" ")
+    kept = whole if whole.strip() and len(torn) <= LONG_WORD and text[len(head)] != " " else head
     return kept.rstrip() + "…"[:width]
 
 
