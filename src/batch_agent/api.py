@@ -240,8 +240,7 @@ async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None) -> Resul
         return with_expected(run.statistics(), expected)
 
     def summary() -> Summary:
-        tools = run.tool_statistics().values()
-        return Summary(statistics(), tuple(tool.advice for tool in tools if tool.advice))
+        return Summary(statistics(), run.tool_statistics())
 
     view = Progress(progress, statistics)
     taken: list[AgentResult[R]] = []

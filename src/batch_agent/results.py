@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import dollars, rows
+from batch_agent.tools.latency import ToolStatistics
 
 if TYPE_CHECKING:
     import pandas
@@ -43,13 +44,13 @@ class Summary:
     """How a run went; prints as the lines that the command line ends with."""
 
     statistics: Statistics
-    advice: tuple[str, ...] = ()  # what declaring the tools' effects would have saved
+    tools: Mapping[str, ToolStatistics] = field(default_factory=dict)
 
     def to_json(self) -> JsonObject:
-        return summary_json(self.statistics, advice=self.advice)
+        return summary_json(self.statistics, tools=self.tools)
 
     def __str__(self) -> str:
-        return "\n".join(summary_lines(self.statistics, advice=self.advice))
+        return "\n".join(summary_lines(self.statistics, tools=self.tools))
 
     __repr__ = __str__
 

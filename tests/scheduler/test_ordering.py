@@ -189,3 +189,12 @@ def test_whoever_waits_is_taken_once_and_in_the_order_of_its_line(
             gone = list(waiting)[number % len(waiting)]
             queue.remove(gone, waiting.pop(gone))
     assert {queue.take(slots) for _ in range(len(waiting))} == set(waiting)
+
+
+def test_somebody_goes_next_also_while_there_is_no_slot_but_a_trial() -> None:
+    outlook = outlook_of([3])
+    outlook.rows = 5
+    queue: Queue[str] = Queue(outlook)
+    queue.add("on a long way", 1)
+    queue.add("about to end", 2)
+    assert queue.take(slots=0) == "about to end"

@@ -13,7 +13,7 @@ import re
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,8 @@ REFERENCE = re.compile(r"[\w.]+:[\w.]+")
 
 @dataclass(frozen=True, slots=True)
 class SpecFile:
-    """What a spec file says, its references not yet followed."""
+    """What a spec file says, its references not yet followed. Without a ``text`` there is no file: what the command
+    line says, whose references are looked up beside ``path``."""
 
     path: Path
     text: str
@@ -41,6 +42,8 @@ class SpecFile:
 
     def error(self, message: str) -> SpecError:
         """A SpecError that names this file and the line of the option that the message is about."""
+        if not self.text:  # there is no file
+            return SpecError(message)
         line = self._line(message)
         return SpecError(f"{self.path}{f' line {line}' if line else ''}: {message}")
 
@@ -55,6 +58,16 @@ class SpecFile:
 
     def resolve(self, overrides: Mapping[str, object]) -> BatchSpec:
         """The spec, with the references of the file followed and ``overrides`` in place of what the file says."""
+        options = {**self.followed(leaving_out=overrides), **overrides}
+        try:
+            return BatchSpec(**options)
+        except SpecError as error:
+            if re.match(r"\w*", str(error))[0] in overrides:  # type: ignore[index]
+                raise  # it is not the file's
+            raise self.error(str(error)) from None
+
+    def followed(self, leaving_out: Container[str] = ()) -> dict[str, object]:
+        """The options, with what they refer to in place of references."""
         resolvers: dict[str, Callable[[object], object]] = {
             "task": self._text,
             "system_prompt": self._text,
@@ -63,17 +76,13 @@ class SpecFile:
             "cache": self._directory,
             "predictive_prewarm": self._directory,
         }
-        options = {**self.options, **overrides}
-        for name, resolve in resolvers.items():
-            if name in options:
-                try:
-                    options[name] = resolve(options[name])
-                except SpecError as error:
-                    raise self.error(f"{name}: {error}") from None
-        try:
-            return BatchSpec(**options)
-        except SpecError as error:
-            raise self.error(str(error)) from None
+        options = {name: value for name, value in self.options.items() if name not in leaving_out}
+        for name in options.keys() & resolvers.keys():
+            try:
+                options[name] = resolvers[name](options[name])
+            except SpecError as error:
+                raise self.error(f"{name}: {error}") from None
+        return options
 
     def inputs_path(self) -> str | None:
         """Where the inputs are, when the file names a place; None when it lists them or says nothing."""

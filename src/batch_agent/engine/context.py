@@ -17,6 +17,7 @@ from batch_agent.engine.calls import run_calls
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.turn import MOST_CALLS, EarlyCalls, Resources, Tally, take_turn
 from batch_agent.errors import BackendError, JobError, LimitExceeded, OutputError
+from batch_agent.events import AnswerRejected
 from batch_agent.job import AgentError, Job
 from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
@@ -129,6 +130,9 @@ class AgentContext:
         if schema is None or (self._repairs - self._forgiven >= self._r.max_retries and not trail.forgives):
             raise error
         self.say(repair_prompt(error, schema))
+        if trail.fresh:
+            r, index, turn = self._r, self.job.index, self.tally.turns
+            r.emit(AnswerRejected(r.clock(), r.run, index, turn, error.type, str(error)))
         self._repairs += 1
         self.tally.again = True
 

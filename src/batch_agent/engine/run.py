@@ -38,6 +38,7 @@ from batch_agent.engine.spending import Spending
 from batch_agent.engine.turn import Resources
 from batch_agent.errors import RunRejected, RunUnreachable, SpecError
 from batch_agent.events import (
+    DrainStarted,
     Ended,
     HealthChanged,
     LimitChanged,
@@ -175,7 +176,9 @@ class Run(Generic[T]):
 
     def drain(self) -> None:
         """Start nothing new; agents under way finish, and ``results`` ends after them."""
-        self._feed.close()
+        if not self._feed.closed:
+            self._emit(DrainStarted(self.shared.clock(), self.id))
+            self._feed.close()
 
     def cancel(self) -> None:
         """Stop now. Agents under way end as failed results of type Interrupted."""

@@ -27,21 +27,24 @@ AT_ONCE_BYTES = 16 * 2**20
 COMPRESSION = 8  # text may be this much larger than its compressed file
 
 _Parser: TypeAlias = Callable[[Iterable[bytes], str], Iterator[Row]]
-_LINE_PARSERS: dict[str, _Parser] = {
+LINE_PARSERS: dict[str, _Parser] = {
     ".jsonl": parse_jsonl,
     ".ndjson": parse_jsonl,
     ".csv": parse_csv,
     ".tsv": parse_tsv,
     ".txt": parse_text,
 }
-KNOWN = (*_LINE_PARSERS, ".json", ".parquet")
+KNOWN = (*LINE_PARSERS, ".json", ".parquet")
+PARSERS = {**LINE_PARSERS, ".text": parse_text}  # the last where somebody says that it is text
+SPREADSHEETS = (".xlsx", ".xls", ".ods")
 
 
 def read_inputs(
-    path: str | Path, limit: int | None = None, *, at_once_bytes: int = AT_ONCE_BYTES
+    path: str | Path, limit: int | None = None, *, kind: str | None = None, at_once_bytes: int = AT_ONCE_BYTES
 ) -> list[Row] | LazyRows:
-    """The rows of a file or directory, the first ``limit`` of them, for ``BatchAgent.run(inputs=…)``."""
-    reading = _open(Path(path))
+    """The rows of a file or directory, the first ``limit`` of them, for ``BatchAgent.run(inputs=…)``. ``kind`` is one
+    of PARSERS, in place of the path's extension."""
+    reading = _open(Path(path), kind)
     if reading.memory_bytes > at_once_bytes:
         return LazyRows(reading, limit)
     try:
@@ -50,7 +53,7 @@ def read_inputs(
         reading.close()
 
 
-def _open(path: Path) -> Reading:
+def _open(path: Path, asked: str | None) -> Reading:
     try:
         status = path.stat()
     except OSError as error:
@@ -58,12 +61,15 @@ def _open(path: Path) -> Reading:
     if stat.S_ISDIR(status.st_mode):
         return open_dataset(path) if is_dataset(path) else open_folder(path)
     kind, compression = format_of(path)
+    kind = asked or kind
     if kind == ".parquet" and not compression:
         return open_parquet(path)
-    if kind != ".json" and kind not in _LINE_PARSERS:
+    if kind in SPREADSHEETS:
+        raise SpecError(f"{path} is a spreadsheet, which is not read: save it as CSV. There are {' '.join(KNOWN)}")
+    if kind != ".json" and kind not in PARSERS:
         raise SpecError(f"cannot tell what kind of rows {path} holds; rename it to one of {' '.join(KNOWN)}")
     source = Source(path)
-    parts, parse = (source.chunks(), parse_json) if kind == ".json" else (source.lines(), _LINE_PARSERS[kind])
+    parts, parse = (source.chunks(), parse_json) if kind == ".json" else (source.lines(), PARSERS[kind])
 
     def expected(taken: int) -> int:
         return max(taken, round(taken / max(source.fraction_read(), 1e-9)))

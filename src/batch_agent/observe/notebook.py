@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import Self, TypeAlias
 
 from batch_agent.observe.metrics import Statistics
-from batch_agent.observe.terminal import error_line, outage_line, progress_line
+from batch_agent.observe.terminal import progress_line
+from batch_agent.observe.words import error_line, outage_line
 
 # A text for each MIME type, and whether it takes the place of what was shown before.
 Publish: TypeAlias = Callable[[Mapping[str, str], bool], None]

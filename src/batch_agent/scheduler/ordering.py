@@ -61,7 +61,7 @@ class Queue(Generic[Waiting]):
             oldest = min(lines, key=self._joined)
             if self._taken - self._joined(oldest) >= PATIENCE:
                 return oldest
-        if self._taken % 2 and slots is not None:
+        if self._taken % 2 and slots:  # none while every endpoint is down and one is tried
             longest = max(lines, key=outlook.turns_left)
             if outlook.ending(longest, slots):
                 return longest

@@ -202,6 +202,15 @@ class SqliteJournal:
             # Given out before. Most never are sought again: only those that are cost a write.
             self._db.execute("DELETE FROM past WHERE sought = ? AND rank = ? AND place = ?", (sought, rank, place))
 
+    def under_way(self) -> list[tuple[bytes, int]]:
+        """The agents that have begun and have not ended: the hash of each one's row, and its number."""
+        with _explained(self._path):
+            found = self._db.execute(
+                "SELECT row, agent FROM (SELECT row, agent, kind, max(id) FROM record GROUP BY agent) "
+                f"WHERE kind NOT IN ({DONE}, {ENDED}, {FAILED}) ORDER BY agent"
+            ).fetchall()
+            return [(bytes(row), int(agent)) for row, agent in found]
+
     def close(self) -> None:
         self._db.close()
 
