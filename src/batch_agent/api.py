@@ -10,10 +10,20 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future, wait
 from contextlib import aclosing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult
@@ -27,6 +37,7 @@ if TYPE_CHECKING:
     from batch_agent.engine.prepare import Prepared
     from batch_agent.engine.run import Run
     from batch_agent.events import Sink
+    from batch_agent.messages import Message
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
 
@@ -78,6 +89,10 @@ class Options(TypedDict, total=False):
     streaming_tool_dispatch: bool
     model_max_context: int | None
     min_response_tokens: int
+    oversized: Literal["fail", "chunk", "truncate"]
+    compaction: Literal["auto", "off"] | Callable[[Sequence[Message]], str | Awaitable[str]]
+    compaction_backend: str | Mapping[str, JsonValue] | Backend | None
+    compaction_model: str | None
 
 
 class BatchAgent:

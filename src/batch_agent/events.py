@@ -89,6 +89,20 @@ class TurnFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextCompacted:
+    """A conversation was cut before this turn, as the answer shows it. ``before_tokens`` is what the prompt would have
+    had; of the ``after_tokens`` that it had the server still knew ``cached_tokens``."""
+
+    at: float
+    run: str
+    index: int
+    turn: int
+    before_tokens: int
+    after_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ToolStarted:
     """``call_id`` is what the model called it, which need not be unique."""
 
@@ -180,6 +194,7 @@ Event = (
     | TurnStarted
     | TurnFinished
     | TurnFailed
+    | ContextCompacted
     | ToolStarted
     | ToolFinished
     | JobFinished

@@ -7,7 +7,7 @@ inputs shows the plan the first one with ``check_first`` and turns each into a J
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -15,6 +15,8 @@ from pydantic_core import to_json
 from batch_agent.compiler.budget import Budget, estimate_tokens
 from batch_agent.compiler.fields import ALLOWED, field_names, fields_of, listed, own_id, text_of
 from batch_agent.compiler.hoist import Constant, check_same, constants_of, hoistable, reference, section
+from batch_agent.compiler.merge import groups, merge_prompt
+from batch_agent.compiler.oversized import Sizing, longest
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
 from batch_agent.compiler.template import Template
@@ -57,7 +59,7 @@ class Plan:
         unhoisted: Template | None,
         head: str,
         tool_tokens: int,
-        budget: Budget,
+        sizing: Sizing,
     ) -> None:
         self.system = system
         self.own_system = own_system
@@ -70,7 +72,7 @@ class Plan:
         self._unhoisted = unhoisted  # None where it is the same
         self._head = head
         self._shared_tokens = estimate_tokens(system) + tool_tokens
-        self._budget = budget
+        self._sizing = sizing
 
     def check_first(self, first: object) -> None:
         """Settle, on the first input that can be read, which braces of the task are fields. SpecError when one is
@@ -95,10 +97,45 @@ class Plan:
         _check_present(template.names, fields)
         _check_present(self.hoisted, fields)
         check_same(self._hoisted, fields)
-        prompt = template.fill([text_of(name, fields[name]) for name in template.names])
-        self._budget.check(self._shared_tokens + estimate_tokens(prompt))
-        own = own_id(fields)
-        return Job(index, str(index) if own is None else own, value, prompt, own is not None)
+        texts = _texts(fields, template.names)
+        prompt, own = _fill(template, texts), own_id(fields)
+        job = Job(index, str(index) if own is None else own, value, prompt, own is not None)
+        tokens = self._tokens(prompt)
+        if self._sizing.fits(tokens):
+            return job
+        if self._sizing.how == "fail":
+            self._sizing.budget.check(tokens)
+        cut = self._sizing.cut(template.names, texts, tokens)
+        if self._sizing.how == "truncate":
+            return replace(job, prompt=_fill(template, cut[0]), shortened=True)
+        parts = [
+            Job(
+                index,
+                f"{job.job_id}#{number}",
+                part["input"] if isinstance(value, str) else {**fields, **part},
+                _fill(template, part),
+                job.identified,
+            )
+            for number, part in enumerate(cut, start=1)
+        ]
+        return replace(job, parts=tuple(parts))
+
+    def merging(self, job: Job, answers: Sequence[str]) -> list[Job]:
+        """What is asked to make one answer of those to the parts of a job: all of them in one message, or, where they
+        do not fit, some in each of several, whose answers are merged in turn."""
+        template = self._template
+        assert template is not None
+        texts = _texts(fields_of(job.input), template.names)
+        cut = longest(template.names, texts)
+        task = _fill(template, {**texts, cut: f"[{cut}: read in parts]"})
+        room = self._sizing.room - self._tokens(merge_prompt(task, ()))
+        return [
+            Job(job.index, f"{job.job_id}#merge", job.input, merge_prompt(task, group), job.identified)
+            for group in groups(answers, room)
+        ]
+
+    def _tokens(self, prompt: str) -> int:
+        return self._shared_tokens + estimate_tokens(prompt)
 
     def question(self, job: Job) -> str:
         """The job's prompt as it reads when nothing is hoisted: two jobs ask the same when these are the same, however
@@ -112,7 +149,14 @@ class Plan:
             raise InputError("this input asks nothing")
         fields = fields_of(value)
         _check_present(template.names, fields)
-        return own_id(fields), template.fill([text_of(name, fields[name]) for name in template.names])
+        texts = _texts(fields, template.names)
+        sent = self._template
+        if self._sizing.how == "truncate" and sent is not None:  # what was cut off is no part of the question
+            own = {name: texts[name] for name in sent.names}
+            tokens = self._tokens(_fill(sent, own))
+            if not self._sizing.fits(tokens):
+                texts |= self._sizing.cut(sent.names, own, tokens)[0]
+        return own_id(fields), _fill(template, texts)
 
     def describe(self, sample: Sequence[object]) -> Description:
         """The plan for people; ``sample`` is the first inputs, as many as one cares to render."""
@@ -148,6 +192,8 @@ def compile_plan(
     inputs = _checked_inputs(spec.inputs)
     system = _system_text(spec, schema if inject_schema else None)
     _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
+    budget = Budget(spec.model_max_context, spec.min_response_tokens)
+    sizing = Sizing(spec.oversized, budget, spec.max_tokens, tools=bool(tools))
 
     template, unhoisted, head = None, None, ""
     moved: dict[str, Constant] = {}
@@ -158,6 +204,8 @@ def compile_plan(
         constants = constants_of(readable, template.names)
         if not spec.no_hoist:
             moved = {name: constants[name] for name in hoistable(template, constants)}
+            if sizing.how != "fail":  # what is to be cut stays in its row
+                moved = {name: moved[name] for name in moved if estimate_tokens(moved[name].text) < sizing.room // 2}
             unhoisted = template if moved else None
             template = template.bind({name: reference(name) for name in moved})
         head = template.bind({name: constant.text for name, constant in constants.items()}).literals[0]
@@ -172,7 +220,7 @@ def compile_plan(
         unhoisted=unhoisted,
         head=head,
         tool_tokens=sum(map(tool_tokens, tools)),
-        budget=Budget(spec.model_max_context, spec.min_response_tokens),
+        sizing=sizing,
     )
 
 
@@ -184,6 +232,14 @@ def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
     if not isinstance(inputs, Iterable | AsyncIterable):
         raise SpecError(f"inputs must be a list, iterator or async iterator, not {type(inputs).__name__}")
     return inputs
+
+
+def _texts(fields: Mapping[str, object], names: Iterable[str]) -> dict[str, str]:
+    return {name: text_of(name, fields[name]) for name in names}
+
+
+def _fill(template: Template, texts: Mapping[str, str]) -> str:
+    return template.fill([texts[name] for name in template.names])
 
 
 def _parse(task: str, first: object) -> Template:
