@@ -204,3 +204,22 @@ async def test_an_answer_that_cannot_be_written_fails_its_row() -> None:
     assert result.error is not None
     assert result.error.type == "Invalid"
     assert not any("<answer" in request.text for request in backend.requests)
+
+
+@virtual_clock
+async def test_a_row_in_parts_is_one_row_in_the_view() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def look(request: Request) -> Say:
+        statistics = running.statistics()
+        seen.append((statistics.running, statistics.queued))
+        return read(request)
+
+    options: dict[str, Any] = {"model_max_context": CONTEXT, "oversized": "chunk", "max_inflight": 4}
+    async with BatchAgent.open(task="{input}", inputs=[book(40)], backend=ScriptedBackend(look), **options) as running:
+        [result] = [result async for result in running.results()]
+        statistics = running.statistics()
+    assert set(seen) == {(1, 0)}
+    assert (statistics.total, statistics.done, statistics.ok) == (1, 1, 1)
+    assert (statistics.running, statistics.queued) == (0, 0)
+    assert statistics.turns == result.turns == result.chunks + 1
