@@ -278,3 +278,14 @@ async def test_the_server_is_not_asked_too_much_by_a_prompt_that_was_foreseen() 
         [result] = [result async for result in running.results()]
     assert result.ok
     assert not any(isinstance(event, TurnFailed) for event in events)
+
+
+@virtual_clock
+async def test_a_model_for_summaries_that_the_server_does_not_have_does_not_stop_the_run() -> None:
+    def script(request: Request) -> Any:
+        return Fail(404) if request.model == "small" else looks(request)
+
+    results, backend, events = await run(script, inputs=["a", "b", "c"], compaction_model="small", max_inflight=2)
+    assert all(result.ok for result in results)
+    assert len(events) > 3
+    assert "- look({" in str(backend.requests[-1].messages[1]["content"])
