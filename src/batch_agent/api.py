@@ -13,6 +13,7 @@ import threading
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
+    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from batch_agent.engine.prepare import Prepared
     from batch_agent.engine.run import Run
     from batch_agent.events import Sink
+    from batch_agent.messages import Message
     from batch_agent.observe.metrics import Statistics
     from batch_agent.results import Results
     from batch_agent.spec import BatchSpec
@@ -94,6 +96,10 @@ class Options(TypedDict, total=False):
     prewarm_max_age: float
     model_max_context: int | None
     min_response_tokens: int
+    oversized: Literal["fail", "chunk", "truncate"]
+    compaction: Literal["auto", "off"] | Callable[[Sequence[Message]], str | Awaitable[str]]
+    compaction_backend: str | Mapping[str, JsonValue] | Backend | None
+    compaction_model: str | None
 
 
 @documented(Options, "run", "stream", "open", "run_sync", "plan")

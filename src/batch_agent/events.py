@@ -101,6 +101,20 @@ class AnswerRejected:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextCompacted:
+    """A conversation was cut before this turn, as the answer shows it. ``before_tokens`` is what the prompt would have
+    had; of the ``after_tokens`` that it had the server still knew ``cached_tokens``."""
+
+    at: float
+    run: str
+    index: int
+    turn: int
+    before_tokens: int
+    after_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ToolStarted:
     """``call_id`` is what the model called it, which need not be unique."""
 
@@ -212,6 +226,7 @@ Event = (
     | TurnFinished
     | TurnFailed
     | AnswerRejected
+    | ContextCompacted
     | ToolStarted
     | ToolFinished
     | JobFinished

@@ -27,6 +27,8 @@ class Job:
     input: object
     prompt: str
     identified: bool = False  # job_id is the input's own, not its position
+    parts: tuple[Job, ...] = ()  # it does not fit, and these are done instead and merged
+    shortened: bool = False  # its longest field was cut to fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class BaseResult(Generic[T_co]):
     raw_text: str = ""  # the model's last text, before any parsing
     repaired: bool = False  # the output was read from JSON that had to be mended
     resumed: bool = False  # it was in the record of an earlier session; nothing was sent for it in this one
+    chunks: int = 1  # the parts that the input was done in, where it did not fit (oversized="chunk")
+    shortened: bool = False  # the input did not fit, and only its beginning was sent (oversized="truncate")
 
     def __new__(
         cls, index: int = 0, job_id: str = "", input: object = None, ok: bool | None = None, *rest: Any, **named: Any

@@ -45,6 +45,9 @@ ALLOWED = {
     "max_cost": f"a number of dollars above 0{_NO_LIMIT}",
     "max_tokens": f"a whole number above 0{_SERVERS}",
     "min_response_tokens": "a whole number above 0",
+    "oversized": "fail, chunk or truncate",
+    "compaction": "auto, off, or a function",
+    "compaction_model": "text, or None",
     "temperature": f"a number from 0 to 10{_SERVERS}",
     "top_p": f"a number above 0 and at most 1{_SERVERS}",
     "seed": f"a whole number{_SERVERS}",
@@ -189,8 +192,24 @@ class BatchSpec(BaseModel):
     prewarm_max_age: Seconds = Field(
         60.0, description="Seconds that a result made by predictive_prewarm stays good while no model asks for it."
     )
-    model_max_context: Count | None = Field(None, description="The model's context in tokens; longer inputs fail.")
+    model_max_context: Count | None = Field(None, description="The model's context in tokens.")
     min_response_tokens: Count = Field(256, description="Tokens of the context that are kept for the answer.")
+    oversized: Literal["fail", "chunk", "truncate"] = Field(
+        "fail",
+        description="What becomes of an input that does not fit model_max_context: it fails, its longest field is done "
+        "in parts whose answers are merged, or only the beginning of that field is sent.",
+    )
+    compaction: Literal["auto", "off"] | Callable[..., Any] = Field(
+        "auto",
+        description="A conversation that is about to outgrow the context is made shorter: auto, off, or a function "
+        "from the messages that are left out to the text that stands for them; may be async.",
+    )
+    compaction_backend: Any = Field(
+        None, description="Where a model writes that text: a URL, a mapping with a url, or a Backend.", repr=False
+    )
+    compaction_model: Text | None = Field(
+        None, description="The model that writes it; on compaction_backend, or, without one, on backend."
+    )
 
     def __init__(self, **options: Any) -> None:
         if options.get("checkpoint_dir") is not None:
@@ -238,6 +257,11 @@ class BatchSpec(BaseModel):
             raise ValueError("model is empty: name one, or leave it out for the one model the server has")
         if self.model_max_context is not None and self.model_max_context <= self.min_response_tokens:
             raise ValueError("model_max_context must be larger than min_response_tokens, which is kept for the answer")
+        if self.oversized != "fail" and self.model_max_context is None:
+            raise ValueError(f"oversized={self.oversized!r} needs model_max_context: what fits is not known without it")
+        given = [name for name in ("compaction_backend", "compaction_model") if getattr(self, name) is not None]
+        if given and self.compaction != "auto":
+            raise ValueError(f"{given[0]} names a model to write what compaction, which is not auto, does without")
         return self
 
     def given(self, name: str) -> bool:

@@ -67,6 +67,8 @@ def transcript_lines(
         while jobs := [_job(prepared, record) for record in islice(good, AT_ONCE)]:
             found = journal.claim([keys.identity(job, plan.question(job)) for job in jobs])
             for job, past in zip(jobs, found, strict=True):
+                if job.parts:  # its answer is that of many conversations
+                    continue
                 if past is None:
                     raise StoreError(f"the journal in {directory} does not have row {job.index}, whose result is there")
                 messages = transcript(job, plan.shared, prepared.schema, past)

@@ -89,6 +89,7 @@ class Agent:
             raw_text=context.text,
             repaired=context.repaired and self._verdict is None,
             resumed=not self._trail.fresh,
+            shortened=self.job.shortened,
         )
         return cast("AgentResult[object]", result)
 

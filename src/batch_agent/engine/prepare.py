@@ -41,6 +41,7 @@ class Prepared:
     max_inflight: int | None
     max_agents: int | None
     prices: Prices | None  # None: what a token costs is not known
+    summaries: tuple[Backend, str | None] | None = None  # who writes them, where that is a model, and its name
 
     def __str__(self) -> str:
         from batch_agent.engine.dryrun import DryRun
@@ -74,7 +75,15 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     agents = spec.max_agents if spec.given("max_agents") else _enough_agents(inflight)
     prices = find_prices(spec.prices, model=model, backend=backend.name)
     _check_budget(spec, prices, model, backend.name)
-    return Prepared(spec, _cached(spec, backend), model, tools, schema, shapes, plan, inflight, agents, prices)
+    answering = _cached(spec, backend)
+    summaries = _summaries(spec, answering, sends=sends)
+    return Prepared(spec, answering, model, tools, schema, shapes, plan, inflight, agents, prices, summaries)
+
+
+def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backend, str | None] | None:
+    if spec.compaction_backend is not None:
+        return open_backend(spec.compaction_backend, model=spec.compaction_model, api_key=None, sends=sends)
+    return None if spec.compaction_model is None else (backend, spec.compaction_model)
 
 
 def _enough_agents(max_inflight: int | None) -> int | None:
@@ -106,15 +115,20 @@ async def choose_model(prepared: Prepared) -> Prepared:
     """The one model an entered backend serves, where the user named none."""
     if prepared.model is not None:
         return prepared
+    return with_model(prepared, await only_model(prepared.backend, prepared.spec, "model"))
+
+
+async def only_model(backend: Backend, spec: BatchSpec, option: str) -> str:
+    """``option`` is what would name one."""
     try:
-        names = await _ask_for_models(prepared.backend, prepared.spec)
+        names = await _ask_for_models(backend, spec)
     except BackendError as error:
         if error.unreached:
             raise RunUnreachable(f"the server never answered: {error}") from None
-        raise RunRejected(f"no model is named, and asking {prepared.backend.name} for one failed: {error}") from None
+        raise RunRejected(f"no model is named, and asking {backend.name} for one failed: {error}") from None
     if len(names) != 1:
-        raise SpecError(f"model: {prepared.backend.name} serves {', '.join(names) or 'none'}; name one with model=")
-    return with_model(prepared, names[0])
+        raise SpecError(f"{option}: {backend.name} serves {', '.join(names) or 'none'}; name one with {option}=")
+    return names[0]
 
 
 def with_model(prepared: Prepared, name: str) -> Prepared:

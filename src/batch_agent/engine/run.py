@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -25,6 +25,7 @@ from batch_agent.engine.agent import bounded
 from batch_agent.engine.batch import Batch
 from batch_agent.engine.cancellation import outlast
 from batch_agent.engine.clock import Clock
+from batch_agent.engine.compacting import open_compactor
 from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
 from batch_agent.engine.foresight import Foresight, open_foresight
@@ -245,7 +246,11 @@ class Run(Generic[T]):
         if self._prepared.model is None and prepared.model is not None:
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         record = await self._begin_record(prepared)
-        async with self._tools(prepared) as pool, open_foresight(spec, pool) as foresight:
+        async with (
+            self._tools(prepared) as pool,
+            open_foresight(spec, pool) as foresight,
+            AsyncExitStack() as extent,
+        ):
             shared.pool, self._foresight = pool, foresight
             resources = Resources(
                 backend=prepared.backend,
@@ -269,6 +274,7 @@ class Run(Generic[T]):
                 ),
                 foresight=foresight,
             )
+            resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
             self._batch = batch = Batch(
                 self._rows,
                 prepared.plan,
@@ -278,6 +284,7 @@ class Run(Generic[T]):
                 record,
                 self._work_on,
                 asks_first=self._worker is None,
+                parts_record=self._record_of_parts(prepared),
             )
             async with self._budget(), asyncio.TaskGroup() as agents:
                 self._feeder = agents.create_task(batch.feed(agents))
@@ -298,6 +305,10 @@ class Run(Generic[T]):
         )
         self.shared.session = self._session
         return self._session
+
+    def _record_of_parts(self, prepared: Prepared) -> Record | None:
+        session = self.shared.session
+        return None if session is None else session.part(fingerprint_of(prepared, self._worker))
 
     @asynccontextmanager
     async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
@@ -28,6 +29,9 @@ from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
 from batch_agent.scheduler.streaming import Streaming
 from batch_agent.store.steps import Spent
 from batch_agent.tools.pool import PendingCall, ToolPool
+
+if TYPE_CHECKING:
+    from batch_agent.engine.compacting import Compactor
 
 # Calls of one answer that are run. Models that plan ask for a handful at once; one that writes hundreds is in a loop,
 # and each of its calls would be a task, an outcome in the record and a message in the conversation.
@@ -55,6 +59,7 @@ class Resources:
     early_tools: bool  # start a tool while the model is still talking
     streaming: Streaming = field(default_factory=Streaming)
     foresight: Foresight | None = None
+    compactor: Compactor | None = None  # None: what is asked is never cut
     chance: Callable[[], float] = random.random
 
 

@@ -37,6 +37,10 @@ def result_line(result: AgentResult[object]) -> bytes:
         record["cost"] = result.cost
     if result.repaired:
         record["repaired"] = True
+    if result.chunks > 1:
+        record["chunks"] = result.chunks
+    if result.shortened:
+        record["shortened"] = True
     if not result.ok:
         record["raw_text"] = result.raw_text
     return record_line(record)

@@ -189,12 +189,13 @@ _QUEUED, _RUNNING, _WAITING, _BACKING_OFF = range(4)
 
 
 class _Agent:
-    __slots__ = ("began", "since", "state", "tools_open")
+    __slots__ = ("began", "since", "state", "tools_open", "turns_open")
 
     def __init__(self, at: float) -> None:
         self.state = _QUEUED
         self.began = self.since = at
         self.tools_open = 0
+        self.turns_open = 0  # more than one where a row is done in parts
 
 
 class Metrics:
@@ -323,6 +324,8 @@ class Metrics:
             self._run = replace(self._run, total=total)
 
     def _turn_started(self, event: TurnStarted) -> None:
+        if (agent := self._agents.get((event.run, event.index))) is not None:
+            agent.turns_open += 1
         self._move((event.run, event.index), _RUNNING, event.at)
         if self._counts[_RUNNING] > self._peak_running:
             self._peak_running = self._counts[_RUNNING]
@@ -334,7 +337,9 @@ class Metrics:
             self._cache_hits += 1
             self._saved += event.saved
         agent = self._agents.get((event.run, event.index))
-        self._move((event.run, event.index), _WAITING if agent is not None and agent.tools_open else _QUEUED, event.at)
+        self._answered(
+            (event.run, event.index), _WAITING if agent is not None and agent.tools_open else _QUEUED, event.at
+        )
 
     def _pay(self, usage: Usage, cost: float | None) -> None:
         self._prompt += usage.prompt_tokens
@@ -352,11 +357,11 @@ class Metrics:
         if agent is not None:
             agent.tools_open = 0  # what the broken answer had already asked for is abandoned
         if event.retry_in is None:
-            self._move((event.run, event.index), _QUEUED, event.at)
+            self._answered((event.run, event.index), _QUEUED, event.at)
         else:
             self._retries += 1
             self._remember(event.index, event.error_type, event.message, retried=True)
-            self._move((event.run, event.index), _BACKING_OFF, event.at)
+            self._answered((event.run, event.index), _BACKING_OFF, event.at)
 
     def _answer_rejected(self, event: AnswerRejected) -> None:
         self._rejected += 1
@@ -436,6 +441,14 @@ class Metrics:
             self._seconds[agent.state] += at - agent.since
             self._counts[state] += 1
             agent.state, agent.since = state, at
+
+    def _answered(self, agent_of: tuple[str, int], state: int, at: float) -> None:
+        """A turn of the agent is over; another may be in flight, of another part of its row."""
+        agent = self._agents.get(agent_of)
+        if agent is not None:
+            agent.turns_open = max(0, agent.turns_open - 1)
+            if not agent.turns_open:
+                self._move(agent_of, state, at)
 
     def _remember(self, index: int, kind: str, message: str, *, retried: bool) -> None:
         message = message[:MESSAGE_CHARACTERS]

@@ -26,7 +26,7 @@ from typing import Literal
 
 from batch_agent.errors import InternalError
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.ordering import Queue
+from batch_agent.scheduler.ordering import LAST, Queue
 from batch_agent.scheduler.outlook import Outlook, Progress
 
 MOST_AT_TOOLS = 1024  # agents that may wait for busy tools where the number of slots has no limit
@@ -51,6 +51,11 @@ class Ticket:
     broke: bool = False  # one of the doubtful ones may have been what brought the server down
     hits: int = 0  # outages that began while it was in flight
     lost: bool = False  # its request was given up, once, because its answer was lost in an outage
+
+    @property
+    def chore(self) -> bool:
+        """A request beside the agents' own turns, which says nothing about what they will be told."""
+        return self.progress.turns == LAST
 
     @property
     def suspect(self) -> bool:
