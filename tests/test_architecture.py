@@ -29,6 +29,7 @@ ORDER = [
     "store",
     "observe",
     "engine",
+    "topology",
     "testing",
     "api",
     "__init__",

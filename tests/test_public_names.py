@@ -26,6 +26,7 @@ PUBLIC = [
     "BatchSpec",
     "JobError",
     "Message",
+    "Pipeline",
     "RunRejected",
     "SpecError",
     "StoreError",

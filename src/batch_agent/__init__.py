@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from batch_agent.messages import Message, ToolCall, Usage
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
+    from batch_agent.topology.pipeline import Pipeline
 
 __all__ = [
     "AgentError",
@@ -27,6 +28,7 @@ __all__ = [
     "BatchSpec",
     "JobError",
     "Message",
+    "Pipeline",
     "RunRejected",
     "SpecError",
     "StoreError",
@@ -45,6 +47,7 @@ _HOMES = {
     "messages": ("Message", "ToolCall", "Usage"),
     "spec": ("BatchSpec",),
     "tools.base": ("Tool",),
+    "topology.pipeline": ("Pipeline",),
 }
 
 if not TYPE_CHECKING:  # a checker that saw it would take any name for one of ours

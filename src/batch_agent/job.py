@@ -30,6 +30,14 @@ class UnreadableRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """Stands in a batch's inputs for a row whose index is not the place where it comes; no two have the same."""
+
+    index: int
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
 class AgentError:
     """Why a job failed. ``type`` is one of a fixed set of strings, listed in docs/errors.md."""
 

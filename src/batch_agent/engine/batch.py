@@ -14,7 +14,7 @@ from batch_agent.engine.rows import Rows
 from batch_agent.engine.turn import Resources
 from batch_agent.errors import Interrupted, JobError
 from batch_agent.events import JobFinished, JobStarted
-from batch_agent.job import AgentError, AgentResult, Job
+from batch_agent.job import AgentError, AgentResult, Job, Placed
 from batch_agent.scheduler.core import Ticket
 from batch_agent.store.session import Record
 from batch_agent.store.trail import Trail
@@ -62,13 +62,13 @@ class Batch:
                 self._feed.end()
                 return
             for value in values:
-                self._plan.check_first(value)
+                self._plan.check_first(value.value if isinstance(value, Placed) else value)
             jobs = [_compile(self._plan, index + place, value) for place, value in enumerate(values)]
             trails = await self._trails([job for job in jobs if isinstance(job, Job)])
             for job in jobs:
                 if not await self._feed.wait_room():
                     return
-                self._feed.expect(None if total is None else max(0, total - index - 1))
+                self._feed.expect(self._rows.waiting if total is None else max(0, total - index - 1))
                 await self._begin(job, trails, agents)
                 index += 1
                 if index % BREATHER == 0:
@@ -162,6 +162,8 @@ class Batch:
 
 def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:
     """A row's job; or, for one that cannot be rendered, the result it ends in."""
+    if isinstance(value, Placed):
+        index, value = value.index, value.value
     try:
         return plan.job(index, value)
     except JobError as error:
