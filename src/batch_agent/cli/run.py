@@ -25,6 +25,7 @@ from batch_agent.cli.recorded import command_of, recording_of
 from batch_agent.cli.results import ResultWriter, open_results
 from batch_agent.cli.rows import STDIN, read_rows
 from batch_agent.cli.specfile import SpecFile, read_specfile
+from batch_agent.cli.stages import STAGES, read_stages
 from batch_agent.cli.streams import put, say
 from batch_agent.engine.prepare import prepare
 from batch_agent.engine.run import Run
@@ -38,6 +39,7 @@ from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.terminal import LiveView, NoView, PlainView, View
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.latency import ToolStatistics
+from batch_agent.topology.flow import Flow
 
 # How a run ends that stopped before it was done, other than at a person's word.
 ENDS: Mapping[Ended | None, int] = {"out of budget": OUT_OF_BUDGET, "unreachable": UNREACHABLE, "failed": RUN_FAILED}
@@ -47,6 +49,8 @@ def run_command(options: argparse.Namespace) -> int:
     stdout = sys.stdout
     # Standard output belongs to results: what a user's module or tool prints goes to standard error.
     with redirect_stdout(sys.stderr):
+        if says_stages(options):
+            return _run_stages(options, stdout)
         spec = load_spec(options)
         if options.dry_run:
             dry = DryRun.of(BatchAgent.plan(spec))
@@ -63,7 +67,11 @@ def run_command(options: argparse.Namespace) -> int:
 def load_spec(options: argparse.Namespace) -> BatchSpec:
     """The file's spec, with what the command line says in its place."""
     file = read_specfile(Path(options.spec or options.spec_path))
-    overrides: dict[str, object] = {"inputs": _inputs(file, options)}
+    return file.resolve({"inputs": _inputs(file, options), **_overrides(file, options)})
+
+
+def _overrides(file: SpecFile, options: argparse.Namespace) -> dict[str, object]:
+    overrides: dict[str, object] = {}
     for name in ("model", "backend", "max_inflight", "max_cost", "max_total_tokens", "max_wall_time", "max_outage"):
         if getattr(options, name) is not None:
             overrides[name] = getattr(options, name)
@@ -71,8 +79,53 @@ def load_spec(options: argparse.Namespace) -> BatchSpec:
         overrides["cache"] = options.cache if options.cache is True else Path(options.cache).absolute()
     if options.no_hoist:
         overrides["no_hoist"] = True
-    overrides |= recording_of(options, file)
-    return file.resolve(overrides)
+    return overrides | recording_of(options, file)
+
+
+def says_stages(options: argparse.Namespace) -> bool:
+    """Whether the spec file says a pipeline."""
+    return STAGES in read_specfile(Path(options.spec or options.spec_path)).options
+
+
+def load_flow(options: argparse.Namespace, *, sends: bool = True) -> Flow:
+    """The pipeline of the file, with what the command line says in its place."""
+    file = read_specfile(Path(options.spec or options.spec_path))
+    pipeline = read_stages(file, _inputs(file, options), lambda named: _rows(file, named, options))
+    whole = {name: value for name, value in file.options.items() if name not in (STAGES, "inputs")}
+    try:
+        known = file.followed(whole) | _overrides(file, options)
+        return Flow(pipeline.inputs, pipeline.stages, known, command=command_of(options), sends=sends)
+    except SpecError as error:
+        raise file.error(str(error)) from None
+
+
+def _run_stages(options: argparse.Namespace, stdout: TextIO) -> int:
+    flow = load_flow(options, sends=not options.dry_run)
+    if options.dry_run:
+        stages = {node.name: (node.prepared.model, node.prepared.backend.name) for node in flow.nodes}
+        lines = [f"{name}: {model or 'the one model'} at {backend}" for name, (model, backend) in stages.items()]
+        put(to_json({STAGES: stages}).decode() if options.json else "\n".join(lines), stdout)
+        return ALL_OK
+    for node in flow.nodes:
+        fetch_missing(node.prepared.backend.name, sys.stderr)
+    view = choose_view(options, sys.stderr, stdout)
+    inputs = flow.inputs
+    closed = closing(inputs) if isinstance(inputs, LazyRows) else nullcontext()
+    with closed, _open_output(options, flow.spec) as writer:
+        return asyncio.run(_finish(flow, writer, view, _Reporter(options, stdout)))
+
+
+async def _finish(flow: Flow, writer: ResultWriter, view: View, report: _Reporter) -> int:
+    """What comes out of the last stage is the output; the other stages are in the run directory."""
+    async with flow:
+        with Interrupts(flow) as interrupts:
+            async with Display(view, flow.statistics):
+                await flow.finish()
+        for result in flow.results():
+            await writer.write(plainly(result, flow.nodes[-1].prepared.schema))
+    report.summary(flow.statistics(), {}, writer)
+    report.resume(flow.statistics(), flow.spec)
+    return exit_code(flow.statistics()) if interrupts.stopped_by is None else SIGNALLED + interrupts.stopped_by
 
 
 def _inputs(file: SpecFile, options: argparse.Namespace) -> object:
@@ -81,12 +134,17 @@ def _inputs(file: SpecFile, options: argparse.Namespace) -> object:
         if options.output and path != STDIN:
             refuse_overwriting(Path(options.output), Path(path), "inputs")
         return read_rows(path, options.limit)
-    inline = file.options.get("inputs")
-    if inline is None:
+    if file.options.get("inputs") is None:
         raise SpecError(f"{file.path}: there are no inputs; give --inputs FILE, or inputs in the spec")
-    if not isinstance(inline, list):
+    return _rows(file, file.options["inputs"], options)
+
+
+def _rows(file: SpecFile, named: object, options: argparse.Namespace) -> object:
+    if isinstance(named, str):
+        return read_rows(str(file.path.parent / named), options.limit)
+    if not isinstance(named, list):
         raise file.error("inputs must be a list of rows or the path of a file")
-    return [as_row(item, f"{file.path} input {number}") for number, item in enumerate(inline[: options.limit], 1)]
+    return [as_row(item, f"{file.path} input {number}") for number, item in enumerate(named[: options.limit], 1)]
 
 
 def _open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -55,24 +56,28 @@ class SpecFile:
 
     def resolve(self, overrides: Mapping[str, object]) -> BatchSpec:
         """The spec, with the references of the file followed and ``overrides`` in place of what the file says."""
+        try:
+            return BatchSpec(**self.followed({**self.options, **overrides}))
+        except SpecError as error:
+            raise self.error(str(error)) from None
+
+    def followed(self, options: Mapping[str, object]) -> dict[str, Any]:
+        """These options with their references followed."""
         resolvers: dict[str, Callable[[object], object]] = {
             "task": self._text,
+            "prompt": self._text,
             "system_prompt": self._text,
             "tools": self._tools,
             "output_schema": self._schema,
             "cache": self._directory,
         }
-        options = {**self.options, **overrides}
-        for name, resolve in resolvers.items():
-            if name in options:
-                try:
-                    options[name] = resolve(options[name])
-                except SpecError as error:
-                    raise self.error(f"{name}: {error}") from None
-        try:
-            return BatchSpec(**options)
-        except SpecError as error:
-            raise self.error(str(error)) from None
+        followed = dict(options)
+        for name in resolvers.keys() & options.keys():
+            try:
+                followed[name] = resolvers[name](options[name])
+            except SpecError as error:
+                raise SpecError(f"{name}: {error}") from None
+        return followed
 
     def inputs_path(self) -> str | None:
         """Where the inputs are, when the file names a place; None when it lists them or says nothing."""
@@ -103,16 +108,16 @@ class SpecFile:
     def _tool(self, item: object) -> object:
         if not isinstance(item, str):
             raise SpecError(f"{item!r} is not the name of a tool")
-        return self._import(item) if ":" in item else item
+        return self.imported(item) if ":" in item else item
 
     def _schema(self, value: object) -> object:
         if isinstance(value, str):
             if ":" not in value:
                 raise SpecError(f"{value!r} must be a JSON schema or module:Class")
-            return self._import(value)
+            return self.imported(value)
         return value
 
-    def _import(self, reference: str) -> object:
+    def imported(self, reference: str) -> object:
         if not REFERENCE.fullmatch(reference):
             raise SpecError(f"{reference!r} must be module:name")
         module_name, _, names = reference.partition(":")

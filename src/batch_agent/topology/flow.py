@@ -22,8 +22,9 @@ from batch_agent.engine.prepare import Prepared, prepare
 from batch_agent.engine.run import Run
 from batch_agent.engine.together import run_together
 from batch_agent.errors import Interrupted, SpecError
-from batch_agent.events import Sink
-from batch_agent.observe.metrics import Statistics
+from batch_agent.events import Event, JobFinished, JobStarted, Sink
+from batch_agent.job import AgentResult
+from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.spec import BatchSpec
 from batch_agent.topology.items import Receiver
 from batch_agent.topology.nodes import AgentNode, Collector, FilterNode, FlatMapNode, JoinNode, Source
@@ -57,6 +58,7 @@ class Flow:
         sends: bool = True,
     ) -> None:
         check_options_of_the_whole(options)
+        self.inputs = inputs
         self.collector = Collector()
         self.nodes: list[AgentNode | ReduceNode] = []  # those before come before
         self._options, self._sends = dict(options), sends
@@ -67,7 +69,9 @@ class Flow:
         self.nodes.reverse()
         if not self.nodes:
             raise SpecError("a pipeline needs a stage that asks a model: map or reduce")
-        self._run: Run[Any] = Run(self._outermost(), sinks, command, worker=self._work)
+        self._prepared = self._outermost()
+        self._run: Run[Any] = Run(self._prepared, [self._observe, *sinks], command, worker=self._work)
+        self._metrics = Metrics(self._run.shared.clock)
         for node in self.nodes:  # in this order: of those that want to start something, the last one goes first
             node.run = Run(node.prepared, within=self._run.shared)
 
@@ -88,8 +92,8 @@ class Flow:
             raise self._failure
 
     def statistics(self) -> Statistics:
-        """Of all stages together, and the pipeline itself as one row more."""
-        return self._run.statistics()
+        """Of all stages together."""
+        return self._metrics.statistics()
 
     def pause(self) -> None:
         self._run.pause()
@@ -106,10 +110,26 @@ class Flow:
         self._run.cancel()
 
     @property
+    def spec(self) -> BatchSpec:
+        """That of the whole."""
+        return self._prepared.spec
+
+    def results(self) -> list[AgentResult[Any]]:
+        """Of the last stage that asks a model."""
+        last = self.nodes[-1]
+        if isinstance(last, ReduceNode):
+            return [] if last.reduction is None else [last.reduction]
+        return sorted(last.results, key=lambda result: result.index)
+
+    @property
     def reductions(self) -> dict[str, Reduction[Any]]:
         """Of the reductions that have ended."""
         ended = ((node.name, node.reduction) for node in self.nodes if isinstance(node, ReduceNode))
         return {name: reduction for name, reduction in ended if reduction is not None}
+
+    def _observe(self, event: Event) -> None:
+        if not (isinstance(event, JobStarted | JobFinished) and event.run == self._run.id):  # its own row is no work
+            self._metrics(event)
 
     # At work
 

@@ -62,6 +62,7 @@ class ReduceNode:
         self._count = 0  # rows put
         self._sent: dict[int, Part] = {}
         self._requests = 0
+        self._broken: AgentError | None = None  # what the first part that could not be reduced failed with
 
     # Rows in
 
@@ -85,7 +86,7 @@ class ReduceNode:
                 self._inlet.put(Placed(number, {"id": part.name, "prompt": wording(self._prompt, part)}))
             else:  # no model is asked to make something of nothing
                 message = f"all of results {part.rows[0].first} to {part.rows[-1].last} failed"
-                self._settle(part, AgentError.of(InputError(message)))
+                self._settle(part, self._broken or AgentError.of(InputError(message)))
 
     # Answers
 
@@ -118,6 +119,8 @@ class ReduceNode:
     def _settle(self, part: Part, error: AgentError, result: AgentResult[Any] | None = None) -> None:
         """A part has no answer."""
         row = part.lost(*_line(_head("error", part), error=_told(error)))
+        if result is not None:
+            self._broken = self._broken or error
         if part.last:
             failed: AgentResult[Any] = AgentResult(0, part.name, None, False, None, error)
             self._finish(result or failed, row, part.level)
