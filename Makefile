@@ -38,6 +38,7 @@ format: $(VENV)/.ready
 bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; needs a C compiler
 	-$(BIN)/python -m benchmarks.scheduler
 	-$(BIN)/python -m benchmarks.ending
+	-$(BIN)/python -m benchmarks.reduce
 	-$(BIN)/python -m benchmarks.throughput
 	-$(BIN)/python -m benchmarks.memory
 

@@ -47,7 +47,8 @@ async def research(topic: str, n_questions: int, backend: str | None) -> str:
     sources = sorted({source for finding in findings if finding.output for source in finding.output.sources})
     if isinstance(survey, AgentResult):  # the findings are there all the same
         parts = [f"# {topic}", f"There is no survey: {survey.error}"]
-        parts += [f"## {finding.input['item']}\n\n{finding.output.answer}" for finding in findings if finding.output]
+        answers = [finding.output.answer for finding in findings if finding.output]
+        parts += [f"## Finding {number}\n\n{answer}" for number, answer in enumerate(answers, 1)]
     else:
         parts = [f"# {survey.title}", survey.markdown]
     return "\n\n".join([*parts, "## Sources", "\n".join(f"- {source}" for source in sources) or "none"]) + "\n"

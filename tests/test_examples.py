@@ -49,13 +49,13 @@ def plays_along(request: Request) -> Say:
     answers: dict[str, JsonValue] = {
         "Review": {"bugs": [{"line": 1, "severity": "high", "what": "it is wrong"}]},
         "Here are the bug reports": {"worst_file": "login.py", "advice": "Bind parameters."},
-        "These are notes": {"themes": ["drift"], "text": "Instruments drift."},
+        "Write a short survey": {"survey": "Instruments drift. " * 5},
         "Write 2 questions": {"items": ["What is it?", "What is it for?"]},
         "Research this question": {"answer": "A thing.", "sources": ["https://example.org"]},
         "Write a survey of": {"title": "Things", "markdown": "They are things."},
     }
     said = next((answer for start, answer in answers.items() if request.text.startswith(start)), None)
-    return Say(json.dumps(said if said is not None else {"method": "a sensor", "finding": "it drifts, " * 14}))
+    return Say(json.dumps(said if said is not None else {"summary": "It drifts. " * 14}))
 
 
 async def test_the_code_review_example_sums_up_its_reports() -> None:
@@ -74,7 +74,7 @@ async def test_the_papers_example_makes_one_survey_by_a_tree(tmp_path: Path) -> 
         status, _, err = await run(command, server)
     assert status == 0, err
     [line] = output.read_text().splitlines()
-    assert json.loads(line)["output"] == {"themes": ["drift"], "text": "Instruments drift."}
+    assert json.loads(line)["output"] == {"survey": "Instruments drift. " * 5}
     assert len((tmp_path / "run" / "read" / "results.jsonl").read_text().splitlines()) == 12
     assert len(server.requests) > 12 + 2
 

@@ -165,6 +165,32 @@ async def test_what_is_on_the_map_alone_does_not_reach_the_reducer() -> None:
 
 
 @virtual_clock
+async def test_another_backend_has_slots_of_its_own_and_another_model_its_own_prices() -> None:
+    at_once: list[int] = []
+
+    def priced(request: Request) -> ScriptedReply:
+        at_once.append(here.inflight + there.inflight)
+        text = json.dumps({"words": ["x"]} if is_reduction(request) else {"text": "x"})
+        return Say(text, latency=1, usage=Usage(1_000_000, 0, 0))
+
+    here, there = ScriptedBackend(priced), Elsewhere(priced)
+    outcome = await reduced(
+        here,
+        list("abcdefgh"),
+        max_inflight=1,
+        reduce_tree=2,
+        reducer_backend=there,
+        prices={"input": 1, "output": 1},
+        reducer_prices={"input": 10, "output": 10},
+        max_cost=1_000,
+    )
+    assert [result.cost for result in outcome[0]] == [1] * 8
+    assert outcome.reduction.cost == 10
+    assert (here.peak_inflight, there.peak_inflight, len(there.requests)) == (1, 1, 7)
+    assert max(at_once) == 2
+
+
+@virtual_clock
 async def test_the_whole_has_one_budget() -> None:
     backend = ScriptedBackend(lambda request: Say('{"text": "x"}', usage=Usage(100, 0, 10)))
     results, summary = await reduced(

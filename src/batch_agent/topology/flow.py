@@ -202,7 +202,8 @@ class Flow:
 
     def _shared_backend(self, spec: BatchSpec, prepared: Prepared) -> Prepared:
         """Stages at the same place use one backend: its connections, and its weights where it has them."""
-        place = spec.backend if isinstance(spec.backend, str | None) else id(spec.backend)
+        where = spec.runtime if spec.backend is None else spec.backend
+        place = where if isinstance(where, str | None) else id(where)
         key = (prepared.backend.name, place, spec.api_key, spec.cache)
         return replace(prepared, backend=self._known.setdefault(key, prepared.backend))
 

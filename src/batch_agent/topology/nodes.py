@@ -14,7 +14,7 @@ from batch_agent.engine.inlet import Inlet
 from batch_agent.engine.prepare import Prepared
 from batch_agent.engine.rows import Rows
 from batch_agent.engine.run import Run
-from batch_agent.errors import BatchAgentError, InputError, JobError, SpecError, WorkerFailed
+from batch_agent.errors import BatchAgentError, InputError, Interrupted, JobError, SpecError, WorkerFailed
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, Placed, UnreadableRow
 from batch_agent.observe.metrics import Statistics
@@ -172,10 +172,12 @@ class JoinNode:
         self._ends.append(why)
         if len(self._ends) < 2:
             return
+        why = next(filter(None, self._ends), "")
         for key, items in self._waiting.items():
+            missed: JobError = Interrupted(why) if why else InputError(f"join: no row has the key {key!r}")
             for item in items:
-                self._out.put(replace(item, error=AgentError.of(InputError(f"join: no row has the key {key!r}"))))
-        self._out.close(next(filter(None, self._ends), ""))
+                self._out.put(replace(item, error=AgentError.of(missed)))
+        self._out.close(why)
 
 
 class OtherSide:

@@ -16,7 +16,16 @@ from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.engine.inlet import Inlet
 from batch_agent.engine.prepare import Prepared
 from batch_agent.engine.run import Run
-from batch_agent.errors import BatchAgentError, ContextOverflow, InputError, Interrupted, Invalid, Oversized, SpecError
+from batch_agent.errors import (
+    BatchAgentError,
+    ContextOverflow,
+    InputError,
+    InternalError,
+    Interrupted,
+    Invalid,
+    Oversized,
+    SpecError,
+)
 from batch_agent.files.results import to_json
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, Placed
@@ -134,6 +143,8 @@ class ReduceNode:
 
     def fail(self, error: BatchAgentError) -> None:
         """What was paid for is not lost to it: the results that were to be reduced are there."""
+        if isinstance(error, InternalError):
+            raise error
         if self.reduction is None:
             self._fail(error_of(error))
 
