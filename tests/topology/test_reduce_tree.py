@@ -72,7 +72,7 @@ async def test_parts_say_which_results_they_are_and_merges_say_that_they_merge()
     first, second, merge = [request.text for request in backend.requests if rows_of(request)]
     assert first.startswith("Join 2\n\nThese are results 0 to 1 of a longer list.")
     assert second.startswith("Join 2\n\nThese are results 2 to 3 of a longer list.")
-    assert merge.startswith("Join 4\n\nThe list was too long to be read at once.")
+    assert merge.startswith("Join 4\n\nThe list was too long to be read at once: ")
     assert rows_of(backend.requests[-1])[1] == {"status": "ok", "index": 1, "results": [2, 3], "output": "2,3"}
 
 

@@ -35,13 +35,9 @@ from batch_agent.topology.tree import Part, Row, Shape, Tree
 
 FULL = 0.75  # of the room that rows may fill: tokens are estimated
 TOO_LONG = (ContextOverflow.type, Oversized.type)
-PARTIAL = (
-    "These are results {first} to {last} of a longer list. The others are worked on in the same way, and the answers "
-    "are put together later."
-)
+PARTIAL = "These are results {first} to {last} of a longer list."
 MERGE = (
-    "The list was too long to be read at once. Each line below is the answer for a part of it, to this same request. "
-    "Give one answer for all of them."
+    "The list was too long to be read at once: each line below is the answer for a part of it. Give one answer for all."
 )
 T_co = TypeVar("T_co", covariant=True)
 
