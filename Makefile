@@ -40,6 +40,7 @@ bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; 
 	-$(BIN)/python -m benchmarks.scheduler
 	-$(BIN)/python -m benchmarks.ending
 	-$(BIN)/python -m benchmarks.contexts
+	-$(BIN)/python -m benchmarks.reduce
 	-$(BIN)/python -m benchmarks.throughput
 	-$(BIN)/python -m benchmarks.streaming
 	-$(BIN)/python -m benchmarks.memory

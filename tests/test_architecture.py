@@ -32,6 +32,7 @@ ORDER = [
     "observe",
     "results",
     "engine",
+    "topology",
     "testing",
     "api",
     "__init__",

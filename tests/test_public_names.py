@@ -27,6 +27,7 @@ PUBLIC = [
     "Failure",
     "JobError",
     "Message",
+    "Pipeline",
     "Results",
     "RunRejected",
     "SpecError",

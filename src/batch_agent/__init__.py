@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
     from batch_agent.tools.context import ToolContext
+    from batch_agent.topology.pipeline import Pipeline
 
 __all__ = [
     "AgentError",
@@ -30,6 +31,7 @@ __all__ = [
     "Failure",
     "JobError",
     "Message",
+    "Pipeline",
     "Results",
     "RunRejected",
     "SpecError",
@@ -53,6 +55,7 @@ _HOMES = {
     "spec": ("BatchSpec",),
     "tools.base": ("Tool",),
     "tools.context": ("ToolContext",),
+    "topology.pipeline": ("Pipeline",),
 }
 
 if not TYPE_CHECKING:  # a checker that saw it would take any name for one of ours

@@ -1,4 +1,5 @@
-"""The public API: ``BatchAgent.run``, ``stream``, ``open``, ``run_sync``, ``plan``.
+"""The public API: ``BatchAgent.run``, ``stream``, ``open``, ``run_sync``, ``plan``; its ``run_with_reduce`` and
+``run_with_map_reduce`` are in ``topology.methods``.
 
 Each takes the options of BatchSpec as keywords, or a BatchSpec. ``Options`` repeats their names for type checkers, so
 that the type of ``output_schema`` reaches ``result.output``; a test keeps the two in step. The engine is imported by
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, over
 from batch_agent.documented import documented
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult
+from batch_agent.topology.methods import MapReduce
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,7 +105,7 @@ class Options(TypedDict, total=False):
 
 
 @documented(Options, "run", "stream", "open", "run_sync", "plan")
-class BatchAgent:
+class BatchAgent(MapReduce):
     """Run one task over many inputs. Nothing here holds state: two runs in one process share nothing."""
 
     @overload

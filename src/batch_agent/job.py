@@ -39,6 +39,14 @@ class UnreadableRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """Stands in a batch's inputs for a row whose index is not the place where it comes; no two have the same."""
+
+    index: int
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
 class AgentError:
     """Why a job failed. ``type`` is one of a fixed set of strings, listed in docs/errors.md."""
 
@@ -99,7 +107,8 @@ class BaseResult(Generic[T_co]):
         kind: Any = cls
         if cls is BaseResult:
             kind = Success if ok else Failure
-        elif ok is not None and ok != (cls is Success):  # as dataclasses.replace would make it
+        # As dataclasses.replace would make it.
+        elif ok is not None and issubclass(cls, Success | Failure) and ok != issubclass(cls, Success):
             raise TypeError(f"a {cls.__name__} cannot have ok={ok}; see as_failure")
         made: Self = object.__new__(kind)
         return made

@@ -19,7 +19,7 @@ from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.recorded import KEPT, command_again, refuse_left_out
 from batch_agent.cli.rows import STDIN
 from batch_agent.cli.run import run_command
-from batch_agent.cli.said import load_spec, take_settings
+from batch_agent.cli.said import load_spec, says_stages, take_settings
 from batch_agent.cli.streams import put, say
 from batch_agent.engine.prepare import with_model
 from batch_agent.engine.recording import fingerprint_of
@@ -64,7 +64,7 @@ def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> ar
 
 def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
     rows = view.facts.get("rows")
-    if options.inputs == STDIN or not isinstance(rows, dict) or rows.get("failed"):
+    if options.inputs == STDIN or says_stages(options) or not isinstance(rows, dict) or rows.get("failed"):
         return False
     prepared = BatchAgent.plan(load_spec(options))
     inputs = prepared.spec.inputs

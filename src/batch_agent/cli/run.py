@@ -24,7 +24,7 @@ from batch_agent.cli.overwriting import refuse_in_run_directory, refuse_overwrit
 from batch_agent.cli.recorded import command_of
 from batch_agent.cli.report import Reporter
 from batch_agent.cli.results import ResultWriter, open_results
-from batch_agent.cli.said import load_spec, settle, take_settings
+from batch_agent.cli.said import load_spec, says_stages, settle, take_settings
 from batch_agent.cli.sent import logged
 from batch_agent.cli.streams import put, say
 from batch_agent.engine.dryrun import DryRun, marks_for
@@ -53,6 +53,10 @@ def run_command(options: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr), ExitStack() as files:
         take_settings(options)
         settle(options)
+        if says_stages(options):
+            from batch_agent.cli.pipeline import run_stages
+
+            return run_stages(options, stdout)
         spec = load_spec(options)
         if options.dry_run:
             dry = DryRun.of(BatchAgent.plan(spec))
@@ -66,11 +70,11 @@ def run_command(options: argparse.Namespace) -> int:
         command = {**command_of(options), ASKED: asked(prepared)}
         prepared = logged(prepared, verbose=options.verbose, log_file=options.log_file, files=files)
         run: Run[object] = Run(prepared, command=command)
-        with _open_output(options, spec) as writer:
+        with open_output(options, spec) as writer:
             return asyncio.run(_run(run, spec, writer, view, Reporter(options, spec, writer, stdout)))
 
 
-def _open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:
+def open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:
     if options.output is None:
         return open_results(None, ordered=options.ordered)
     output = Path(options.output)

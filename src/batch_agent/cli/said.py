@@ -15,7 +15,7 @@ from batch_agent.cli.overwriting import refuse_overwriting
 from batch_agent.cli.recorded import recording_of
 from batch_agent.cli.rows import STDIN, read_rows
 from batch_agent.cli.shorthand import schema_of
-from batch_agent.cli.specfile import NOT_IN_FILES, SpecFile, read_specfile
+from batch_agent.cli.specfile import NOT_IN_FILES, STAGES, SpecFile, read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.files.rows import as_row
 from batch_agent.spec import BatchSpec
@@ -77,27 +77,42 @@ def load_spec(options: argparse.Namespace) -> BatchSpec:
     if options.env_file is not None:
         load_env_file(Path(options.env_file))
     file = spec_file(options)
-    overrides: dict[str, object] = {**said(options), "inputs": _inputs(file, options)}
+    return file.resolve({"inputs": inputs_of(file, options), **overrides_of(file, options)})
+
+
+def overrides_of(file: SpecFile, options: argparse.Namespace) -> dict[str, object]:
+    """What the command line says in place of the file, the rows aside."""
+    overrides = said(options)
     if options.cache is not None:
         overrides["cache"] = options.cache if options.cache is True else Path(options.cache).absolute()
     if options.no_hoist:
         overrides["no_hoist"] = True
-    overrides |= recording_of(options, file)
-    return file.resolve(overrides)
+    return overrides | recording_of(options, file)
 
 
-def _inputs(file: SpecFile, options: argparse.Namespace) -> object:
+def says_stages(options: argparse.Namespace) -> bool:
+    """Whether the spec file says a pipeline."""
+    return options.spec is not None and STAGES in read_specfile(Path(options.spec)).options
+
+
+def inputs_of(file: SpecFile, options: argparse.Namespace) -> object:
     path = options.inputs or file.inputs_path()
     if path is not None:
         if options.output and path != STDIN:
             refuse_overwriting(Path(options.output), Path(path), "inputs")
         return read_rows(path, options.limit, options.format)
-    inline = file.options.get("inputs")
-    if inline is None:
+    if file.options.get("inputs") is None:
         raise file.error("there are no inputs; name a file of rows, or - for standard input")
-    if not isinstance(inline, list):
+    return rows_of(file, file.options["inputs"], options)
+
+
+def rows_of(file: SpecFile, named: object, options: argparse.Namespace) -> object:
+    """The rows that are listed in a file, or in one that it names."""
+    if isinstance(named, str):
+        return read_rows(str(file.path.parent / named), options.limit)
+    if not isinstance(named, list):
         raise file.error("inputs must be a list of rows or the path of a file")
-    return [as_row(item, f"{file.path} input {number}") for number, item in enumerate(inline[: options.limit], 1)]
+    return [as_row(item, f"{file.path} input {number}") for number, item in enumerate(named[: options.limit], 1)]
 
 
 def spec_file(options: argparse.Namespace) -> SpecFile:

@@ -16,7 +16,7 @@ from batch_agent.engine.rows import Rows
 from batch_agent.engine.turn import Resources
 from batch_agent.errors import Interrupted, JobError
 from batch_agent.events import JobFinished, JobStarted
-from batch_agent.job import AgentError, AgentResult, Failure, Job
+from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
 from batch_agent.scheduler.core import Ticket
 from batch_agent.store.base import Identity
 from batch_agent.store.session import Record
@@ -67,13 +67,13 @@ class Batch:
                 self._feed.end()
                 return
             for value in values:
-                self._plan.check_first(value)
+                self._plan.check_first(value.value if isinstance(value, Placed) else value)
             jobs = [_compile(self._plan, index + place, value) for place, value in enumerate(values)]
             trails = await self._trails([job for job in jobs if isinstance(job, Job)])
             for job in jobs:
                 if not await self._feed.wait_room():
                     return
-                left = None if total is None else max(0, total - index - 1)
+                left = self._rows.waiting if total is None else max(0, total - index - 1)
                 self._feed.expect(left)
                 if isinstance(job, Job) and job.parts:
                     await self._begin_parts(job, left, agents)
@@ -241,6 +241,8 @@ class Batch:
 
 def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:
     """A row's job; or, for one that cannot be rendered, the result it ends in."""
+    if isinstance(value, Placed):
+        index, value = value.index, value.value
     try:
         return plan.job(index, value)
     except JobError as error:

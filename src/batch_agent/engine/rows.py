@@ -1,4 +1,4 @@
-"""Inputs read as they are needed: a list, an iterator, a generator or their async kin."""
+"""Inputs read as they are needed: a list, an iterator, a generator, their async kin, or what another run hands on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterable, Iterable
 from itertools import islice
 
 from batch_agent.engine.cancellation import cancelled_by_us
+from batch_agent.engine.inlet import Inlet
 from batch_agent.files.read import LazyRows
 from batch_agent.foreign import describe
 
@@ -18,10 +19,16 @@ class Rows:
 
     def __init__(self, inputs: Iterable[object] | AsyncIterable[object]) -> None:
         self._file = inputs if isinstance(inputs, LazyRows) else None
+        self.inlet = inputs if isinstance(inputs, Inlet) else None
         self._async = aiter(inputs) if isinstance(inputs, AsyncIterable) else None
         self._plain = iter(()) if isinstance(inputs, AsyncIterable) else iter(inputs)
         self._peeked: list[object] = []
         self.seen = False  # there was at least one
+
+    @property
+    def waiting(self) -> int | None:
+        """Rows that are there to be read; None where nobody knows."""
+        return None if self.inlet is None else self.inlet.waiting
 
     async def peek(self) -> list[object]:
         """The first input, or nothing; ``read`` gives it again."""

@@ -48,7 +48,7 @@ from batch_agent.events import (
     RunStarted,
     Sink,
 )
-from batch_agent.job import AgentResult
+from batch_agent.job import AgentResult, Placed
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
@@ -89,11 +89,13 @@ class Run(Generic[T]):
         clock = Clock() if within is None else within.clock
         self._metrics = Metrics(clock)
         self._emit = Sinks([self._metrics, *sinks] if within is None else [self._metrics, *sinks, within.emit])
-        self.shared = Shared(clock, self._emit, *self._slots_and_budget(within))
+        self.shared = self._share(clock, within)
         self._feed = self.shared.limiter.feed(self._stop_feeding)
         self._backlogs: set[str] = set()
         self._delivery: Delivery[object] = Delivery(prepared.spec.on_result, partial(self._backlog, "delivery"))
         self._rows = Rows(prepared.spec.inputs)
+        if self._rows.inlet is not None:
+            self._feed.take_from(self._rows.inlet)
         self._batch: Batch | None = None
         self._foresight: Foresight | None = None
         self._session: Session | None = None  # its own
@@ -102,11 +104,17 @@ class Run(Generic[T]):
         self._cancelled = False
         self._failed_by: BaseException | None = None
 
-    def _slots_and_budget(self, within: Shared | None) -> tuple[Limiter, Spending]:
-        if within is not None:
-            return within.limiter, within.spending
+    def _share(self, clock: Clock, within: Shared | None) -> Shared:
+        """Slots belong to a backend, money to the whole."""
+        name = self._prepared.backend.name
+        limiters = {} if within is None else within.limiters
+        limiter = limiters.get(name) or limiters.setdefault(name, self._new_limiter())
+        spending = self._new_spending(limiter, limiters) if within is None else within.spending
+        return Shared(clock, self._emit, limiter, spending, limiters)
+
+    def _new_limiter(self) -> Limiter:
         prepared = self._prepared
-        limiter = Limiter(
+        return Limiter(
             prepared.max_inflight,
             prepared.max_agents,
             self._limit_changed,
@@ -114,10 +122,14 @@ class Run(Generic[T]):
             max_outage=prepared.spec.max_outage,
             on_health=self._health_changed,
         )
-        spending = Spending(
-            prepared.spec, prepared.prices, limiter, self._out_of_budget, lambda: limiter.refuse_now(self._too_late)
-        )
-        return limiter, spending
+
+    def _new_spending(self, limiter: Limiter, limiters: Mapping[str, Limiter]) -> Spending:
+        def time_is_up() -> None:
+            for each in limiters.values():
+                each.refuse_now(self._too_late)
+
+        prepared = self._prepared
+        return Spending(prepared.spec, prepared.prices, limiter, self._out_of_budget, time_is_up)
 
     # What a user does with a run
 
@@ -164,10 +176,12 @@ class Run(Generic[T]):
 
     def pause(self) -> None:
         """Send nothing more until ``resume``; requests on their way and tools go on."""
-        self.shared.limiter.pause()
+        for limiter in self.shared.limiters.values():
+            limiter.pause()
 
     def resume(self) -> None:
-        self.shared.limiter.resume()
+        for limiter in self.shared.limiters.values():
+            limiter.resume()
 
     def resize(self, max_inflight: int | None) -> None:
         """Change ``max_inflight``. Lowered, it is reached as answers come in; nothing is interrupted."""
@@ -190,7 +204,8 @@ class Run(Generic[T]):
         """Nobody wants the results any more: not one more request leaves, and everything under way is cancelled."""
         self._feed.close()
         if self._outer is None:
-            self.shared.limiter.stop()
+            for limiter in self.shared.limiters.values():
+                limiter.stop()
         if self._supervisor is not None:
             self._supervisor.cancel()
 
@@ -222,7 +237,8 @@ class Run(Generic[T]):
         finally:
             self._feed.close()
             if self._outer is None:
-                self.shared.limiter.close()
+                for limiter in self.shared.limiters.values():
+                    limiter.close()
             reason = self._why(ended)
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
             failure = await self._end_session(ended, reason, failure) or failure
@@ -237,7 +253,7 @@ class Run(Generic[T]):
     async def _check_first(self) -> None:
         """Before anything is sent: is there an input, and does it have the task's fields?"""
         for value in await self._rows.peek():
-            self._prepared.plan.check_first(value)
+            self._prepared.plan.check_first(value.value if isinstance(value, Placed) else value)
         if self._prepared.plan.warning and self._worker is None:  # a worker may read its rows in its own way
             logger.warning("%s", self._prepared.plan.warning)
 
@@ -245,6 +261,7 @@ class Run(Generic[T]):
         spec, shared = prepared.spec, self.shared
         if self._prepared.model is None and prepared.model is not None:
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
+        shared.spending.set_prices(prepared.shapes, prepared.prices)
         record = await self._begin_record(prepared)
         async with (
             self._tools(prepared) as pool,
@@ -386,7 +403,8 @@ class Run(Generic[T]):
 
     def _out_of_budget(self, limit: str) -> None:
         logger.warning("out of budget: %s; calls in flight finish and no new one is sent", limit)
-        self.shared.limiter.drain()
+        for limiter in self.shared.limiters.values():
+            limiter.drain()
 
     @property
     def _too_late(self) -> str:

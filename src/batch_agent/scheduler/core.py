@@ -90,13 +90,13 @@ class Scheduler:
         if self.max_agents is not None and self.agents >= self.max_agents:
             return False
         spare = self._spare()
-        if len(self.aside) >= MOST_ASIDE and not self._slots():
+        if len(self.aside) >= MOST_ASIDE and not self.slots:
             return False
         if self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
         if not self.waiting and spare > self.backing_off:
             return True
-        slots = self._slots()
+        slots = self.slots
         return slots is not None and slots > 0 and self.outlook.ending(0, slots)
 
     def _spare(self) -> float:
@@ -104,7 +104,8 @@ class Scheduler:
         spare = sum(endpoint.spare for endpoint in self.endpoints)
         return spare if self.max_inflight is None else min(spare, self.max_inflight - self.inflight)
 
-    def _slots(self) -> int | None:
+    @property
+    def slots(self) -> int | None:
         """Slots in all, at endpoints that work; None: no end of them."""
         slots = 0
         for endpoint in self.endpoints:
@@ -189,7 +190,7 @@ class Scheduler:
     def _next(self) -> Ticket | None:
         if self.waiting:
             self.waiting -= 1
-            return self._queue.take(self._slots())
+            return self._queue.take(self.slots)
         if self._suspect_in_flight is not None:
             return None
         ticket = self.aside.popleft()
