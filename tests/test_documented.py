@@ -3,14 +3,14 @@
 import inspect
 import pydoc
 import typing
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 from pydantic import JsonValue
 
-from batch_agent import AgentResult, BatchAgent, BatchSpec
+from batch_agent import AgentResult, BatchAgent, BatchSpec, Message
 from batch_agent.api import Options
 from batch_agent.backends.base import Backend
 from batch_agent.spec import OLD_NAMES
@@ -21,17 +21,27 @@ NAMES = {
     "AgentResult": AgentResult,
     "Any": Any,
     "AsyncIterable": AsyncIterable,
+    "Awaitable": Awaitable,
     "Backend": Backend,
     "Callable": Callable,
     "Iterable": Iterable,
     "JsonValue": JsonValue,
     "Mapping": Mapping,
+    "Message": Message,
     "Path": Path,
     "Sequence": Sequence,
     "Sized": Sized,
     "Tool": Tool,
 }
-FREE = {"inputs", "tools", "backend", "runtime", "on_result"}  # whose value is resolved by others; the spec takes any
+FREE = {
+    "inputs",
+    "tools",
+    "backend",
+    "runtime",
+    "on_result",
+    "compaction",
+    "compaction_backend",
+}  # whose value is resolved by others; the spec takes any
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -82,6 +82,71 @@ def test_a_server_that_goes_away_and_comes_back_costs_no_row(mode: str, lasts: f
     scenario()
 
 
+@pytest.mark.parametrize("mode", ["500", "503", "reset", "refusing"])
+@pytest.mark.parametrize("max_inflight", [1, 2, 8, 64])
+@pytest.mark.parametrize("max_retries", [0, 3])
+def test_answers_to_what_was_asked_before_do_not_make_an_outage_the_rows(
+    mode: str, max_inflight: int, max_retries: int
+) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        came = 0
+
+        def script(request: Request) -> Any:
+            nonlocal came
+            came += 1
+            if 3 <= asyncio.get_running_loop().time() < 30:
+                return MODES[mode]()
+            return Say("ok", latency=0.1 + request.number % 7 / 5)  # so that some are answered when others have failed
+
+        rows = [str(n) for n in range(20 * max_inflight)]
+        _, statistics, _ = await finish(
+            ScriptedBackend(script), inputs=rows, max_inflight=max_inflight, max_retries=max_retries
+        )
+        assert (statistics.ok, statistics.ended) == (len(rows), "complete")
+        assert came <= len(rows) + 8 * max_inflight + 100
+
+    scenario()
+
+
+@virtual_clock
+async def test_a_server_that_asks_for_patience_fails_no_row_without_a_retry() -> None:
+    def script(request: Request) -> Any:
+        if 3 <= asyncio.get_running_loop().time() < 12:
+            return Fail(503, headers={"Retry-After": "4"})
+        return Say("ok", latency=0.1)
+
+    for max_inflight in (1, 2, 8):
+        rows = [str(n) for n in range(40 * max_inflight)]
+        _, statistics, _ = await finish(ScriptedBackend(script), inputs=rows, max_inflight=max_inflight, max_retries=0)
+        assert statistics.ok == len(rows)
+
+
+@virtual_clock
+async def test_outages_one_soon_after_the_other_fail_nobody() -> None:
+    def script(request: Request) -> Any:
+        now = asyncio.get_running_loop().time()
+        works = now < 2 or 8 <= now < 9 or 15 <= now < 16 or now >= 600
+        return Say("ok", latency=0.3) if works else Fail(500)
+
+    _, statistics, _ = await finish(ScriptedBackend(script))
+    assert (statistics.ok, statistics.ended) == (3_000, "complete")
+
+
+@pytest.mark.parametrize("given", [{"max_outage": 60}, {"max_wall_time": 60}])
+def test_a_run_that_is_over_does_not_wait_for_requests_that_hang(given: dict[str, Any]) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        backend = ScriptedBackend(lambda _: Say("ok", latency=0.1) if loop.time() < 2 else Hang())
+        _, statistics, _ = await finish(backend, timeout_per_turn=None, **given)
+        assert statistics.ended in ("unreachable", "out of budget")
+        assert set(statistics.failures) <= {"Interrupted"}
+        assert loop.time() < 90
+
+    scenario()
+
+
 @virtual_clock
 async def test_rows_without_a_retry_left_are_not_failed_by_an_outage() -> None:
     server = Server(MODES["reset"], begins=1, lasts=30)
@@ -243,6 +308,22 @@ def test_a_refusal_of_one_row_is_that_rows_failure_wherever_it_stands(status: in
         results, statistics, _ = await finish(ScriptedBackend(script), inputs=rows, run_dir=tmp_path, resume=True)
         assert (statistics.ok, statistics.failures, statistics.ended) == (99, {"Rejected": 1}, "complete")
         assert len(results) == 100
+
+    scenario()
+
+
+@pytest.mark.parametrize("max_inflight", [1, 8, 64])
+def test_many_rows_that_are_forbidden_among_good_ones_are_their_own_failures(max_inflight: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        # A moderator answers at once, the model does not, and now and then it has to refuse three in a row.
+        bad = {str(n) for n in range(3_000) if n % 30 in (3, 4, 5)}
+
+        def script(request: Request) -> Any:
+            return Fail(403) if request.text in bad else Say("ok", latency=1)
+
+        _, statistics, _ = await finish(ScriptedBackend(script), max_inflight=max_inflight)
+        assert (statistics.failures, statistics.ended) == ({"Rejected": len(bad)}, "complete")
 
     scenario()
 

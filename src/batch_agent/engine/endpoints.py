@@ -44,7 +44,7 @@ class Endpoints:
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
         self._wake, self._rejoin = wake, rejoin
         self._doubted: dict[Endpoint, set[Ticket]] = {}  # failed since the endpoint's last good answer
-        self.doubts: list[tuple[Endpoint, asyncio.Future[None]]] = []  # those who wait to learn whose fault it was
+        self.doubts: list[tuple[Ticket, asyncio.Future[None]]] = []  # those who wait to learn whose fault it was
         self._limits: dict[Ticket, asyncio.Timeout] = {}  # of requests on their way
         self._timer: asyncio.TimerHandle | None = None
         self._due = inf
@@ -73,16 +73,19 @@ class Endpoints:
         self._limits.pop(ticket, None)
 
     def answered(self, ticket: Ticket, seconds: float) -> None:
-        """A good answer."""
+        """A good answer: what failed although it was asked no later has failed by itself. Of what was asked later it
+        says nothing: a server may finish what it has and take nothing new."""
         endpoint = ticket.endpoint
         assert endpoint is not None
-        self._is_alive(endpoint, seconds)
-        endpoint.refusals.answered()
-        if self._doubted or self.doubts:
-            for other in self._doubted.pop(endpoint, ()):
+        self._is_alive(endpoint, ticket, seconds)
+        endpoint.refusals.answered(ticket.sent_at)
+        if doubted := self._doubted.get(endpoint):
+            for other in [other for other in doubted if other.sent_at <= ticket.sent_at]:
                 other.doubtful, other.broke = 0, False
-            self.clear_doubts(endpoint=endpoint)
-        if endpoint.capacity.succeeded():
+                doubted.remove(other)
+        if self.doubts:
+            self._tell_what_is_known(endpoint)
+        if not endpoint.health.is_down and endpoint.capacity.succeeded():
             self._on_limit(endpoint, "answers are good")
 
     def failed(self, ticket: Ticket, error: BackendError) -> None:
@@ -94,7 +97,7 @@ class Endpoints:
             return  # it was we who ended it
         if kind is None:
             ticket.failures += 1
-            self._is_alive(endpoint, now - ticket.sent_at)
+            self._is_alive(endpoint, ticket, now - ticket.sent_at)
             if isinstance(error, Rejected) and not isinstance(error, ContextOverflow) and not ticket.chore:
                 self._refused(endpoint, ticket, error)
             return
@@ -116,29 +119,44 @@ class Endpoints:
                 health.trial_over()
                 self._trial_failed(endpoint, now)
 
-    def is_unclear(self, ticket: Ticket, error: BackendError) -> bool:
-        """Whether it is not known yet whose fault this failure was."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None
-        if isinstance(error, Rejected):
-            return not endpoint.given_up and endpoint.refusals.is_unclear(ticket.progress)
-        return ticket in self._doubted.get(endpoint, ())
-
     async def learn(self, ticket: Ticket) -> None:
-        """Until it is known. Raises Interrupted when the run is over."""
+        """Until it is known whose fault the ticket's failure was. Raises Interrupted when the run is over."""
         assert ticket.endpoint is not None
+        if not self._in_doubt(ticket.endpoint, ticket):
+            return
         known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.doubts.append((ticket.endpoint, known))
+        self.doubts.append((ticket, known))
         self._wake()
         await known
 
-    def clear_doubts(self, error: Interrupted | None = None, *, endpoint: Endpoint | None = None) -> None:
-        """Whatever is known by now is all that will be; of one endpoint, or of all."""
-        doubts = self.doubts
-        self.doubts = [] if endpoint is None else [doubt for doubt in doubts if doubt[0] is not endpoint]
-        for about, known in doubts:
-            if (endpoint is None or about is endpoint) and not known.done():
+    def clear_doubts(self, error: Interrupted | None = None) -> None:
+        """Whatever is known by now is all that will be."""
+        doubts, self.doubts = self.doubts, []
+        for _, known in doubts:
+            if not known.done():
                 known.set_result(None) if error is None else known.set_exception(error)
+
+    def _tell_what_is_known(self, endpoint: Endpoint) -> None:
+        """To those who wait to learn it, and are no longer in doubt."""
+        doubts, self.doubts = self.doubts, []
+        for ticket, known in doubts:
+            if ticket.endpoint is not endpoint or self._in_doubt(endpoint, ticket):
+                self.doubts.append((ticket, known))
+            elif not known.done():
+                known.set_result(None)
+
+    def _in_doubt(self, endpoint: Endpoint, ticket: Ticket) -> bool:
+        if endpoint.given_up:
+            return False
+        return ticket in self._doubted.get(endpoint, ()) or endpoint.refusals.is_unclear(ticket.progress)
+
+    def give_up_lost(self) -> None:
+        """Nothing more is sent: requests on their way finish, but not those at a server that is down."""
+        now = _now()
+        for ticket in self._limits:
+            assert ticket.endpoint is not None
+            if ticket.endpoint.health.is_down and not ticket.lost:
+                self._lose(ticket, now)
 
     def resize(self, ceiling: int | None) -> None:
         for endpoint in self._all:
@@ -151,14 +169,14 @@ class Endpoints:
 
     # An endpoint's ups and downs
 
-    def _is_alive(self, endpoint: Endpoint, seconds: float) -> None:
+    def _is_alive(self, endpoint: Endpoint, ticket: Ticket, seconds: float) -> None:
         now = _now()
         began = endpoint.health.down_since
-        if endpoint.health.answered_after(seconds, now):
+        if endpoint.health.answered_after(seconds, ticket.sent_at, now):
             endpoint.held_until = 0.0
-            for ticket in self._limits:
-                if ticket.endpoint is endpoint and ticket.sent_at < began and not ticket.lost:
-                    self._lose(ticket, now + endpoint.health.grace)
+            for other in self._limits:
+                if other.endpoint is endpoint and other.sent_at < began and not other.lost:
+                    self._lose(other, now + endpoint.health.grace)
             self._on_health(endpoint, now)
             self._rejoin()
             self.arm()
@@ -178,7 +196,7 @@ class Endpoints:
         self._forgive(endpoint)
         self._on_limit(endpoint, "the server is down")
         self._on_health(endpoint, now)
-        self.clear_doubts(endpoint=endpoint)
+        self._tell_what_is_known(endpoint)
         self.arm()
 
     def _trial_failed(self, endpoint: Endpoint, now: float) -> None:
@@ -195,7 +213,8 @@ class Endpoints:
             ticket.doubtful, ticket.broke = 0, False
 
     def _refused(self, endpoint: Endpoint, ticket: Ticket, error: Rejected) -> None:
-        if endpoint.refusals.refused(ticket.progress, error.status, str(error)) == "all":
+        left = endpoint.inflight - 1
+        if endpoint.refusals.refused(ticket.progress, error.status, str(error), ticket.sent_at, left) == "all":
             self._give_up(endpoint, "failed", f"the run stopped at a refusal that concerns every row: {error}")
 
     def _give_up(self, endpoint: Endpoint, ended: Ended, why: str) -> None:
@@ -204,7 +223,7 @@ class Endpoints:
         endpoint.given_up = why
         if all(other.given_up for other in self._all):
             self._on_over(ended, why)
-        self.clear_doubts(endpoint=endpoint)
+        self._tell_what_is_known(endpoint)
 
     # Time
 
@@ -238,7 +257,7 @@ class Endpoints:
             if endpoint.held_until <= now:
                 endpoint.held_until = 0.0
             if health.is_silent(endpoint.inflight, now):
-                health.go_down(now)
+                health.go_down(now, silent=True)
                 health.reason = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
                 self._goes_down(endpoint, now)
                 self._give_up_oldest(endpoint, now)

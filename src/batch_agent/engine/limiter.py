@@ -196,13 +196,14 @@ class Limiter:
         self._pump()
 
     def refuse(self, why: str) -> None:
-        """Nobody gets a slot any more: requests on their way finish, whoever waits for one or will want one is
-        Interrupted."""
+        """Nobody gets a slot any more: requests on their way finish, unless the server is down; whoever waits for a
+        slot or will want one is Interrupted."""
         self._refusal = self._refusal or why
         self._interrupt(self._waiters.values())
         self._interrupt(self._sleepers)
         self._waiters.clear()
         self.endpoints.clear_doubts(Interrupted(self._refusal))
+        self.endpoints.give_up_lost()
         self.drain()
 
     def refuse_now(self, why: str) -> None:
@@ -273,7 +274,7 @@ class Limiter:
     def _pump(self) -> None:
         """Hand out every slot that can be handed out, then see whether a new agent may start."""
         scheduler = self.scheduler
-        if (scheduler.waiting or scheduler.aside) and not self._refusal:
+        if scheduler.wanted and not self._refusal:
             now = asyncio.get_running_loop().time()
             while (ticket := scheduler.grant(now)) is not None:
                 waiter = self._waiters.pop(ticket, None)
@@ -286,7 +287,7 @@ class Limiter:
             slots = scheduler.slots
             for feed in sorted(hungry, key=lambda feed: feed.yields(slots)):
                 feed.wake()
-        elif self.endpoints.doubts and scheduler.idle and (self._all_fed or not scheduler.has_room()):
+        elif self.endpoints.doubts and scheduler.idle and (self._all_fed or scheduler.is_full):
             self.endpoints.clear_doubts()  # nobody who could tell is on the way
 
     @property

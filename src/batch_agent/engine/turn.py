@@ -155,8 +155,7 @@ async def take_turn(
         if early is not None:
             early.abandon()
         now = asyncio.get_running_loop().time()
-        final = not error.retryable or ticket.failures > r.max_retries
-        if final and r.limiter.endpoints.is_unclear(ticket, error):
+        if not error.retryable or ticket.failures > r.max_retries:  # before it is the last word
             await r.limiter.endpoints.learn(ticket)
         delay = _delay(r, ticket, error)
         cost = (tally.cost or 0.0) - paid

@@ -11,7 +11,7 @@ Which ready agent goes first is ``ordering``'s part, and what may be expected of
 
 While every endpoint is down, one turn after another is its trial. A turn whose trial failed is set aside, so that not
 one row alone decides; where those are few, a new agent may start to be tried. A turn that was in flight when its
-endpoint went down, twice, is a suspect: it may be what brings the server down. It goes when nobody else waits, and
+endpoint went down, twice, is a suspect: it may be what brings the server down. It goes when there is nobody else, and
 never beside another suspect.
 
 Everything here is synchronous and is told the time. ``engine.limiter`` wakes the coroutines that ``grant`` names.
@@ -77,7 +77,8 @@ class Scheduler:
         self.waiting = 0  # suspects aside
         self.backing_off = 0  # agents that will repeat a request and hold no slot meanwhile
         self.at_tools = 0  # agents whose call waits for a tool that is busy enough without it
-        self.aside: deque[Ticket] = deque()
+        self.aside: deque[Ticket] = deque()  # turns whose trial failed
+        self.suspects: deque[Ticket] = deque()
         self.outlook = Outlook()
         self._queue: Queue[Ticket] = Queue(self.outlook)
         self._suspect_in_flight: Ticket | None = None
@@ -116,9 +117,20 @@ class Scheduler:
         return slots if self.max_inflight is None else min(slots, self.max_inflight)
 
     @property
+    def is_full(self) -> bool:
+        """No agent may start, and no time that passes will change that."""
+        passing = self.paused or self.backlogged or any(e.held_until and not e.given_up for e in self.endpoints)
+        return not passing and not self.has_room()
+
+    @property
     def idle(self) -> bool:
         """Nothing is in flight, and nobody wants a slot."""
-        return not (self.inflight or self.waiting or self.backing_off or self.aside)
+        return not (self.inflight or self.backing_off or self.wanted)
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody is ready for a slot."""
+        return bool(self.waiting or self.aside or self.suspects)
 
     def start_agent(self) -> None:
         self.agents += 1
@@ -143,16 +155,14 @@ class Scheduler:
         """A turn whose request failed joins the queue again, before its equals; or is set aside."""
         if ticket.suspect or ticket.trial:
             ticket.state = "set aside"
-            self.aside.append(ticket)
+            (self.suspects if ticket.suspect else self.aside).append(ticket)
         else:
             self._rejoin(ticket)
 
     def rejoin(self) -> None:
         """An endpoint is back: those whose trial failed had nothing to do with it."""
-        aside, self.aside = self.aside, deque(ticket for ticket in self.aside if ticket.suspect)
-        for ticket in aside:
-            if not ticket.suspect:
-                self._rejoin(ticket)
+        while self.aside:
+            self._rejoin(self.aside.pop())
 
     def _rejoin(self, ticket: Ticket) -> None:
         ticket.state = "waiting"
@@ -162,7 +172,7 @@ class Scheduler:
     def grant(self, now: float = 0.0) -> Ticket | None:
         """The next ticket that may go, now held, with the endpoint it goes to; None when no slot is free or nobody
         waits."""
-        if self.paused or not (self.waiting or self.aside):
+        if self.paused or not self.wanted:
             return None
         if self.max_inflight is not None and self.inflight >= self.max_inflight:
             return None
@@ -191,12 +201,12 @@ class Scheduler:
         if self.waiting:
             self.waiting -= 1
             return self._queue.take(self.slots)
-        if self._suspect_in_flight is not None:
-            return None
-        ticket = self.aside.popleft()
-        if ticket.suspect:
-            self._suspect_in_flight = ticket
-        return ticket
+        if self.aside:
+            return self.aside.popleft()
+        if self._suspect_in_flight is None:
+            self._suspect_in_flight = self.suspects.popleft()
+            return self._suspect_in_flight
+        return None
 
     def give_back(self, ticket: Ticket) -> None:
         """The ticket's turn is over, or its agent no longer wants it. Giving back twice is harmless."""
@@ -209,7 +219,7 @@ class Scheduler:
             if ticket.trial:
                 ticket.endpoint.health.trial_over()
         elif ticket.state == "set aside":
-            self.aside.remove(ticket)
+            (self.suspects if ticket.suspect else self.aside).remove(ticket)
         elif ticket.state == "waiting":
             self.waiting -= 1
             self._queue.remove(ticket, ticket.progress.turns)

@@ -48,6 +48,7 @@ class Health:
         self.trials = 0  # of this outage
         self.reason = ""  # the latest failure, for people
         self.heard = 0.0  # when the last request left or was answered
+        self._silent = False  # it is down because it said nothing
         self._troubled: set[Hashable] = set()  # agents that failed since the last good answer
         self._unreached = 0
         self._good = 0
@@ -57,8 +58,9 @@ class Health:
     def is_down(self) -> bool:
         return self.state in ("down", "on trial")
 
-    def answered_after(self, seconds: float, now: float) -> bool:
-        """A good answer, or a refusal that only a server which works can give. True when it ends an outage."""
+    def answered_after(self, seconds: float, sent_at: float, now: float) -> bool:
+        """A good answer, or a refusal that only a server which works can give, to a request that left at ``sent_at``.
+        True when it ends an outage."""
         self.heard = now
         self.answered = True
         self._good += 1
@@ -66,6 +68,8 @@ class Health:
         if self.state == "works":
             return False
         was_down = self.is_down
+        if was_down and sent_at < self.down_since and not self._silent:
+            return False  # it finishes what it had before, and may take nothing new
         self.state, self._unreached = "works", 0
         self._troubled.clear()
         return was_down
@@ -87,8 +91,9 @@ class Health:
             self.go_down(now)
         return down
 
-    def go_down(self, now: float) -> None:
+    def go_down(self, now: float, *, silent: bool = False) -> None:
         self.state = "down"
+        self._silent = silent
         self.outages += 1
         self.down_since = now
         self.trials = 0
