@@ -284,8 +284,10 @@ class Limiter:
         # The youngest first: what comes of others' results, and brings the whole to its end.
         hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]
         if hungry and scheduler.has_room():
-            slots = scheduler.slots
-            for feed in sorted(hungry, key=lambda feed: feed.yields(slots)):
+            if len(hungry) > 1:
+                slots = scheduler.slots
+                hungry.sort(key=lambda feed: feed.yields(slots))
+            for feed in hungry:
                 feed.wake()
         elif self.endpoints.doubts and scheduler.idle and (self._all_fed or scheduler.is_full):
             self.endpoints.clear_doubts()  # nobody who could tell is on the way

@@ -93,7 +93,7 @@ class Scheduler:
         spare = self._spare()
         if len(self.aside) >= MOST_ASIDE and not self.slots:
             return False
-        if self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
+        if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
         if not self.waiting and spare > self.backing_off:
             return True
@@ -102,7 +102,8 @@ class Scheduler:
 
     def _spare(self) -> float:
         """Slots that stay idle if nobody takes them."""
-        spare = sum(endpoint.spare for endpoint in self.endpoints)
+        one = len(self.endpoints) == 1  # as nearly always, and on the hot path
+        spare = self.endpoints[0].spare if one else sum(endpoint.spare for endpoint in self.endpoints)
         return spare if self.max_inflight is None else min(spare, self.max_inflight - self.inflight)
 
     @property
