@@ -30,6 +30,7 @@ PUBLIC = [
     "Pipeline",
     "Results",
     "RunRejected",
+    "RunUnreachable",
     "SpecError",
     "StoreError",
     "Success",

@@ -13,7 +13,15 @@ from batch_agent.version import __version__
 
 if TYPE_CHECKING:
     from batch_agent.api import BatchAgent
-    from batch_agent.errors import BatchAgentError, JobError, RunRejected, SpecError, StoreError, ToolError
+    from batch_agent.errors import (
+        BatchAgentError,
+        JobError,
+        RunRejected,
+        RunUnreachable,
+        SpecError,
+        StoreError,
+        ToolError,
+    )
     from batch_agent.job import AgentError, AgentResult, Failure, Success, Timings
     from batch_agent.messages import Message, ToolCall, Usage
     from batch_agent.results import Results
@@ -34,6 +42,7 @@ __all__ = [
     "Pipeline",
     "Results",
     "RunRejected",
+    "RunUnreachable",
     "SpecError",
     "StoreError",
     "Success",
@@ -48,7 +57,7 @@ __all__ = [
 
 _HOMES = {
     "api": ("BatchAgent",),
-    "errors": ("BatchAgentError", "JobError", "RunRejected", "SpecError", "StoreError", "ToolError"),
+    "errors": ("BatchAgentError", "JobError", "RunRejected", "RunUnreachable", "SpecError", "StoreError", "ToolError"),
     "job": ("AgentError", "AgentResult", "Failure", "Success", "Timings"),
     "messages": ("Message", "ToolCall", "Usage"),
     "results": ("Results",),

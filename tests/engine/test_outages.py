@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, RunRejected
+from batch_agent.cli.main import main
 from batch_agent.errors import RunUnreachable, Unavailable
 from batch_agent.events import Event, HealthChanged
 from batch_agent.job import AgentResult
@@ -133,6 +134,47 @@ async def test_outages_one_soon_after_the_other_fail_nobody() -> None:
     assert (statistics.ok, statistics.ended) == (3_000, "complete")
 
 
+@pytest.mark.parametrize("mode", ["500", "hanging", "refusing"])
+@pytest.mark.parametrize("seconds", [5, 60])
+def test_a_server_that_comes_back_slow_is_found_to_be_back(mode: str, seconds: float) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+
+        def script(request: Request) -> Any:
+            if 1 <= loop.time() < 30:
+                return MODES[mode]()
+            return Say("ok", latency=0.1 if loop.time() < 1 else seconds)
+
+        _, statistics, _ = await finish(ScriptedBackend(script), inputs=[str(n) for n in range(1_000)])
+        assert (statistics.ok, statistics.ended) == (1_000, "complete")
+        assert loop.time() < 60 + 15 * seconds
+
+    scenario()
+
+
+@virtual_clock
+async def test_rows_that_fail_each_time_do_not_hide_that_the_server_answers_others() -> None:
+    def script(request: Request) -> Any:
+        return Fail(500, latency=1) if int(request.text) % 2 else Say("ok", latency=1)
+
+    _, statistics, _ = await finish(ScriptedBackend(script), inputs=[str(n) for n in range(200)])
+    assert statistics.ok == 100
+
+
+@pytest.mark.parametrize("asked", [2_000, 7_200])
+def test_a_server_that_asks_for_too_much_patience_is_unreachable_and_fails_nobody(asked: int) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        no = Fail(429, headers={"Retry-After": str(asked)})
+        _, statistics, _ = await finish(ScriptedBackend(lambda _: Say("ok", latency=0.1) if loop.time() < 2 else no))
+        assert (statistics.ended, statistics.failures.keys() - {"Interrupted"}) == ("unreachable", set())
+        assert loop.time() < 1_000
+
+    scenario()
+
+
 @pytest.mark.parametrize("given", [{"max_outage": 60}, {"max_wall_time": 60}])
 def test_a_run_that_is_over_does_not_wait_for_requests_that_hang(given: dict[str, Any]) -> None:
     @virtual_clock
@@ -210,8 +252,8 @@ def test_a_server_that_never_answered_is_given_up_soon_and_the_error_says_what_w
     assert scenario() < 20
 
 
-@virtual_clock
-async def test_a_row_that_brings_the_server_down_each_time_fails_by_itself() -> None:
+@pytest.mark.parametrize("bad", ["0", "1500", "2999"])
+def test_a_row_that_brings_the_server_down_each_time_fails_by_itself(bad: str) -> None:
     back_at = 0.0
 
     def script(request: Request) -> Any:
@@ -219,9 +261,9 @@ async def test_a_row_that_brings_the_server_down_each_time_fails_by_itself() -> 
         now = asyncio.get_running_loop().time()
         if now < back_at:
             refuse()
-        if request.text == "1500":
+        if request.text == bad:
             back_at = now + 5
-        return Cut(latency=0.05) if request.text == "1500" else Say("ok", latency=0.1)
+        return Cut(latency=0.05) if request.text == bad else Say("ok", latency=0.1)
 
     class Crashing(ScriptedBackend):
         """Whatever is in flight when the server dies, dies with it."""
@@ -233,10 +275,14 @@ async def test_a_row_that_brings_the_server_down_each_time_fails_by_itself() -> 
                 raise Unavailable("connection reset")
             return reply
 
-    results, statistics, _ = await finish(Crashing(script))
-    assert statistics.ok == 2_999
-    [failed] = [result for result in results if not result.ok]
-    assert (failed.input, failed.error and failed.error.type) == ("1500", "Unavailable")
+    @virtual_clock
+    async def scenario() -> None:
+        results, statistics, _ = await finish(Crashing(script))
+        assert statistics.ok == 2_999
+        [failed] = [result for result in results if not result.ok]
+        assert (failed.input, failed.error and failed.error.type) == (bad, "Unavailable")
+
+    scenario()
 
 
 @virtual_clock
@@ -328,7 +374,9 @@ def test_many_rows_that_are_forbidden_among_good_ones_are_their_own_failures(max
     scenario()
 
 
-async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside(tmp_path: Path) -> None:
+async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[object] = []
     back = False
 
@@ -342,6 +390,7 @@ async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside
         while not (facts := RunView.of(tmp_path).facts).get("trouble"):
             await asyncio.sleep(0.05)
         seen.append(facts["trouble"])
+        assert await asyncio.to_thread(main, ["status", str(tmp_path)]) == 0
         back = True
 
     async with BatchAgent.open(
@@ -353,4 +402,5 @@ async def test_a_run_whose_server_is_down_says_so_to_those_who_look_from_outside
         assert len([result async for result in run.results()]) == 10
         await watching
     assert seen == ["connection refused"]
+    assert "server   down for 0:0" in capsys.readouterr().out
     assert RunView.of(tmp_path).facts["trouble"] is None

@@ -13,7 +13,7 @@ from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.streams import put
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
-from batch_agent.observe.text import amount, dollars, duration, harmless, rate, terminal_width, wrapped
+from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, terminal_width, wrapped
 from batch_agent.store.rundir import SUMMARY, RunView
 
 EVERY = 2.0  # seconds between two looks: another process cannot be waited for
@@ -108,9 +108,11 @@ def _text(view: RunView) -> str:
     speed, left = pace(view, datetime.now(UTC))
     if speed:
         lines.append(("rate", rate(speed) + (f", {duration(left)} left" if left is not None else "")))
-    for name in ("trouble", "why"):
-        if facts.get(name):
-            lines.append((name, str(facts[name])))
+    trouble, since = facts.get("trouble"), facts.get("trouble_since")
+    if view.state == "running" and trouble and isinstance(since, int | float):
+        lines.append(("server", f"down for {clock(max(0.0, time.time() - since))}, trying again: {trouble}"))
+    if facts.get("why"):
+        lines.append(("why", str(facts["why"])))
     lines.append(("started", f"{facts.get('started')}, session {view.glance.sessions} {facts.get('session_started')}"))
     if facts.get("ended"):
         lines.append(("ended", str(facts["ended"])))

@@ -27,7 +27,8 @@ OnOver = Callable[["Ended", str], None]
 
 
 class Endpoints:
-    """``wake`` is called when somebody who waits for a slot may get one, ``rejoin`` when an endpoint is back."""
+    """``wake`` is called when somebody who waits for a slot may get one, ``rejoin`` when an endpoint is back.
+    ``are_few`` says whether the agents that are left are too few to put an endpoint down."""
 
     def __init__(
         self,
@@ -38,14 +39,16 @@ class Endpoints:
         on_over: OnOver,
         wake: Callable[[], None],
         rejoin: Callable[[], None],
+        are_few: Callable[[], bool],
     ) -> None:
         self._all = endpoints
         self._max_outage = inf if max_outage is None else max_outage
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
-        self._wake, self._rejoin = wake, rejoin
+        self._wake, self._rejoin, self._are_few = wake, rejoin, are_few
         self._doubted: dict[Endpoint, set[Ticket]] = {}  # failed since the endpoint's last good answer
         self.doubts: list[tuple[Ticket, asyncio.Future[None]]] = []  # those who wait to learn whose fault it was
         self._limits: dict[Ticket, asyncio.Timeout] = {}  # of requests on their way
+        self._patient: dict[Endpoint, Ticket] = {}  # the trial that may be waited for beside the next ones
         self._timer: asyncio.TimerHandle | None = None
         self._due = inf
 
@@ -55,22 +58,26 @@ class Endpoints:
         assert ticket.endpoint is not None
         if ticket.trial:
             self._on_health(ticket.endpoint, ticket.sent_at)
-        if self._due == inf:
+        if ticket.trial or self._due == inf:
             self.arm()
 
     def limit(self, ticket: Ticket, seconds: float | None) -> asyncio.Timeout:
         """The time limit of one request; ``finished`` must follow. An endpoint on trial has to answer in the time that
         it usually takes, and an answer that was lost in an outage is not waited for."""
-        assert ticket.endpoint is not None
-        if ticket.trial:
-            trial = ticket.endpoint.health.trial_seconds(ticket.sent_at)
-            seconds = min(trial or inf, seconds or inf)
-        limit = asyncio.timeout(None if seconds == inf else seconds)
+        endpoint = ticket.endpoint
+        assert endpoint is not None
+        if ticket.trial and (trial := endpoint.health.trial_seconds(ticket.sent_at)) is not None:
+            if self._patient.setdefault(endpoint, ticket) is ticket:
+                trial = endpoint.health.patient_seconds(ticket.sent_at)
+            seconds = min(trial, seconds or inf)
+        limit = asyncio.timeout(seconds)
         self._limits[ticket] = limit
         return limit
 
     def finished(self, ticket: Ticket) -> None:
         self._limits.pop(ticket, None)
+        if ticket.trial and ticket.endpoint is not None and self._patient.get(ticket.endpoint) is ticket:
+            del self._patient[ticket.endpoint]
 
     def answered(self, ticket: Ticket, seconds: float) -> None:
         """A good answer: what failed although it was asked no later has failed by itself. Of what was asked later it
@@ -93,7 +100,7 @@ class Endpoints:
         endpoint, now = ticket.endpoint, _now()
         assert endpoint is not None
         kind, health = trouble_of(error), endpoint.health
-        if ticket.lost and ticket.sent_at < health.down_since:
+        if ticket.lost and (ticket.overdue or ticket.sent_at < health.down_since):
             return  # it was we who ended it
         if kind is None:
             ticket.failures += 1
@@ -101,7 +108,7 @@ class Endpoints:
             if isinstance(error, Rejected) and not isinstance(error, ContextOverflow) and not ticket.chore:
                 self._refused(endpoint, ticket, error)
             return
-        if kind == "overload" and not health.is_down:
+        if kind == "overload":
             self._overloaded(endpoint, ticket, error, now)
         if kind != "unreached" and ticket.failures > ticket.doubtful and not health.is_down:
             ticket.failures += 1  # it has failed while others were answered: it says nothing about the server
@@ -114,8 +121,10 @@ class Endpoints:
         if health.failed(kind, ticket.progress, endpoint.inflight - 1, str(error), now):
             self._goes_down(endpoint, now)
         elif health.is_down:
+            if ticket.trial and not ticket.suspect and self._are_few():
+                ticket.hits += ticket.broke  # there are not enough to tell an outage from a bad row
             self._forgive(endpoint)
-            if ticket.trial:
+            if ticket.trial and not ticket.overdue:
                 health.trial_over()
                 self._trial_failed(endpoint, now)
 
@@ -155,7 +164,7 @@ class Endpoints:
         now = _now()
         for ticket in self._limits:
             assert ticket.endpoint is not None
-            if ticket.endpoint.health.is_down and not ticket.lost:
+            if ticket.endpoint.health.is_down:
                 self._lose(ticket, now)
 
     def resize(self, ceiling: int | None) -> None:
@@ -175,7 +184,7 @@ class Endpoints:
         if endpoint.health.answered_after(seconds, ticket.sent_at, now):
             endpoint.held_until = 0.0
             for other in self._limits:
-                if other.endpoint is endpoint and other.sent_at < began and not other.lost:
+                if other.endpoint is endpoint and (other.overdue or (other.sent_at < began and not other.lost)):
                     self._lose(other, now + endpoint.health.grace)
             self._on_health(endpoint, now)
             self._rejoin()
@@ -184,7 +193,7 @@ class Endpoints:
 
     def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
         """It refused for load: halve, and let nobody ask again before it said so."""
-        if endpoint.capacity.overloaded(ticket.generation, endpoint.inflight):
+        if not endpoint.health.is_down and endpoint.capacity.overloaded(ticket.generation, endpoint.inflight):
             self._on_limit(endpoint, "the server is overloaded")
         wait = error.retry_after or 0.0
         if 0.0 < wait <= LONGEST_RETRY_AFTER and now + wait > endpoint.held_until:
@@ -239,8 +248,10 @@ class Endpoints:
     def _dues(self, endpoint: Endpoint) -> tuple[float, ...]:
         """When something is to be done about an endpoint, if nothing happens before."""
         health = endpoint.health
-        if endpoint.given_up or health.state == "on trial":
+        if endpoint.given_up:
             return ()
+        if health.state == "on trial":
+            return (health.trial_ends,)
         if health.state == "down":
             return health.next_trial, endpoint.held_until, self._patience_ends(endpoint)
         return endpoint.held_until, health.silent_at if endpoint.inflight else inf
@@ -261,15 +272,31 @@ class Endpoints:
                 health.reason = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
                 self._goes_down(endpoint, now)
                 self._give_up_oldest(endpoint, now)
+            elif health.state == "on trial" and now >= health.trial_ends:
+                self._wait_beside(endpoint, now)
             # Without a trial nobody has asked yet, and nobody knows.
-            elif health.state == "down" and health.trials and now >= self._patience_ends(endpoint):
+            elif (
+                health.state == "down"
+                and (health.trials or endpoint.held_until)
+                and now >= self._patience_ends(endpoint)
+            ):
                 self._give_up(endpoint, "unreachable", self._what_was_tried(endpoint, now))
         self._wake()
         self.arm()
 
+    def _wait_beside(self, endpoint: Endpoint, now: float) -> None:
+        """The trial takes longer than usual. Where it may, it goes on, while others are tried."""
+        ticket = self._patient.get(endpoint)
+        if ticket is not None and not ticket.overdue:
+            ticket.overdue = True
+            endpoint.health.trial_over()
+            self._give_up_oldest(endpoint, now)
+            self._trial_failed(endpoint, now)
+
     def _give_up_oldest(self, endpoint: Endpoint, now: float) -> None:
-        """Of the requests that wait in silence one is taken back, to be the trial: all slots may be theirs."""
-        waiting = [ticket for ticket in self._limits if ticket.endpoint is endpoint and not ticket.lost]
+        """Of the requests from before the outage one is taken back, to be the trial: all slots may be theirs."""
+        began = endpoint.health.down_since
+        waiting = [t for t in self._limits if t.endpoint is endpoint and t.sent_at < began and not t.lost]
         if waiting:
             self._lose(min(waiting, key=lambda ticket: ticket.sent_at), now)
 

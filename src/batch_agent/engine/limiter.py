@@ -15,6 +15,7 @@ from batch_agent.errors import Interrupted
 from batch_agent.events import Ended
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.health import SEVERAL
 from batch_agent.scheduler.outlook import Progress
 
 
@@ -84,7 +85,9 @@ class Limiter:
     ) -> None:
         known = [Endpoint(name, max_inflight) for name in endpoints]
         self.scheduler = Scheduler(max_inflight, max_agents, known)
-        self.endpoints = Endpoints(known, max_outage, on_health, on_limit, self._end, self._pump, self.scheduler.rejoin)
+        self.endpoints = Endpoints(
+            known, max_outage, on_health, on_limit, self._end, self._pump, self.scheduler.rejoin, self._are_few
+        )
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._sleepers: set[asyncio.Future[None]] = set()
         self._feeds: list[Feed] = []
@@ -291,6 +294,9 @@ class Limiter:
                 feed.wake()
         elif self.endpoints.doubts and scheduler.idle and (self._all_fed or scheduler.is_full):
             self.endpoints.clear_doubts()  # nobody who could tell is on the way
+
+    def _are_few(self) -> bool:
+        return self.scheduler.agents < SEVERAL and self._all_fed
 
     @property
     def _all_fed(self) -> bool:

@@ -123,7 +123,7 @@ async def only_model(backend: Backend, spec: BatchSpec, option: str) -> str:
     try:
         names = await _ask_for_models(backend, spec)
     except BackendError as error:
-        if error.unreached:
+        if error.retryable:
             raise RunUnreachable(f"the server never answered: {error}") from None
         raise RunRejected(f"no model is named, and asking {backend.name} for one failed: {error}") from None
     if len(names) != 1:
@@ -158,7 +158,6 @@ async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
         except BackendError as failure:
             error = failure
         failures += 1
-        over = asyncio.get_running_loop().time() - began >= patience
-        if not error.retryable or (over if error.unreached else failures > spec.max_retries):
+        if not error.retryable or asyncio.get_running_loop().time() - began >= patience:
             raise error
         await asyncio.sleep(min(PAUSE, retry_delay(failures, error.retry_after, random.random())))

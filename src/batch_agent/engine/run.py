@@ -433,7 +433,7 @@ class Run(Generic[T]):
             since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.held_until))
         self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
         if self._session is not None and health.state != "on trial":
-            self._session.say_trouble(health.reason if health.is_down else None)
+            self._session.say_trouble(health.reason if health.is_down else None, since)
 
 
 def _first(error: BaseException) -> BaseException:

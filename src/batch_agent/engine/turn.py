@@ -155,8 +155,8 @@ async def take_turn(
         if early is not None:
             early.abandon()
         now = asyncio.get_running_loop().time()
-        if not error.retryable or ticket.failures > r.max_retries:  # before it is the last word
-            await r.limiter.endpoints.learn(ticket)
+        if not error.retryable or ticket.failures > r.max_retries or _asks_too_much(error):
+            await r.limiter.endpoints.learn(ticket)  # before it is the last word
         delay = _delay(r, ticket, error)
         cost = (tally.cost or 0.0) - paid
         turn = tally.turns + 1
@@ -183,9 +183,13 @@ def _delay(r: Resources, ticket: Ticket, error: BackendError) -> float | None:
         return None
     if endpoint.health.is_down or ticket.lost:
         return 0.0
-    if (error.retry_after or 0.0) > LONGEST_RETRY_AFTER:
+    if _asks_too_much(error):
         return None
     return retry_delay(max(1, ticket.failures), error.retry_after, r.chance())
+
+
+def _asks_too_much(error: BackendError) -> bool:
+    return (error.retry_after or 0.0) > LONGEST_RETRY_AFTER
 
 
 async def _send(

@@ -10,7 +10,8 @@ When the batch comes to its end, what is left starts at once.
 Which ready agent goes first is ``ordering``'s part, and what may be expected of an agent is ``outlook``'s.
 
 While every endpoint is down, one turn after another is its trial. A turn whose trial failed is set aside, so that not
-one row alone decides; where those are few, a new agent may start to be tried. A turn that was in flight when its
+one row alone decides; where those are few, a new agent may start to be tried, and later now and then another. A turn
+that was in flight when its
 endpoint went down, twice, is a suspect: it may be what brings the server down. It goes when there is nobody else, and
 never beside another suspect.
 
@@ -30,7 +31,7 @@ from batch_agent.scheduler.ordering import LAST, Queue
 from batch_agent.scheduler.outlook import Outlook, Progress
 
 MOST_AT_TOOLS = 1024  # agents that may wait for busy tools where the number of slots has no limit
-MOST_ASIDE = 8  # turns whose trial failed, before no new agent is started to be tried
+MOST_ASIDE = 8  # turns whose trial failed, before a new agent is started only for every so many trials
 SUSPECT = 2  # outages at whose beginning a turn was in flight
 
 State = Literal["waiting", "set aside", "held", "gone"]
@@ -46,6 +47,7 @@ class Ticket:
     sent_at: float = 0.0  # when
     generation: int = 0  # of the endpoint's capacity then
     trial: bool = False  # the endpoint was down, and this is the request that finds out
+    overdue: bool = False  # it did not find out in time, and is waited for beside the next
     failures: int = 0  # its own, as far as is known
     doubtful: int = 0  # of these, since its endpoint's last good answer
     broke: bool = False  # one of the doubtful ones may have been what brought the server down
@@ -92,7 +94,9 @@ class Scheduler:
             return False
         spare = self._spare()
         if len(self.aside) >= MOST_ASIDE and not self.slots:
-            return False
+            trials = max(endpoint.health.trials for endpoint in self.endpoints)
+            if len(self.aside) >= MOST_ASIDE + trials // MOST_ASIDE:
+                return False
         if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
         if not self.waiting and spare > self.backing_off:
@@ -187,7 +191,7 @@ class Scheduler:
         ticket.endpoint = endpoint
         ticket.sent_at = now
         ticket.generation = endpoint.capacity.generation
-        ticket.trial = endpoint.take(now)
+        ticket.trial, ticket.overdue = endpoint.take(now), False
         self.inflight += 1
         return ticket
 
@@ -217,7 +221,7 @@ class Scheduler:
             ticket.endpoint.inflight -= 1
             if ticket is self._suspect_in_flight:
                 self._suspect_in_flight = None
-            if ticket.trial:
+            if ticket.trial and not ticket.overdue:
                 ticket.endpoint.health.trial_over()
         elif ticket.state == "set aside":
             (self.suspects if ticket.suspect else self.aside).remove(ticket)

@@ -12,12 +12,15 @@ a server that refuses for load is down only when nothing is. A server that says 
 flight and for much longer than it ever took, is down too.
 
 While an endpoint is down it gets one real request at a time, its trial. The pause between two trials grows with the
-outage, so that what is lost after the server's return stays a small share of the outage itself.
+outage, so that what is lost after the server's return stays a small share of the outage itself. A trial that is not
+answered in the usual time may have been lost, or the server may have become slow: one such request is waited for
+beside the next trials, each time for twice as long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from math import inf
 from random import random
 from typing import Literal
 
@@ -46,9 +49,11 @@ class Health:
         self.down_since = 0.0
         self.next_trial = 0.0
         self.trials = 0  # of this outage
+        self.trial_ends = 0.0  # when the latest one has taken too long
         self.reason = ""  # the latest failure, for people
         self.heard = 0.0  # when the last request left or was answered
         self._silent = False  # it is down because it said nothing
+        self._patience = 0.0  # seconds that a trial was waited for
         self._troubled: set[Hashable] = set()  # agents that failed since the last good answer
         self._unreached = 0
         self._good = 0
@@ -97,6 +102,7 @@ class Health:
         self.outages += 1
         self.down_since = now
         self.trials = 0
+        self._patience = 0.0
         self.next_trial = now + self._pause(now)
 
     def is_silent(self, in_flight: int, now: float) -> bool:
@@ -121,6 +127,7 @@ class Health:
         self.state = "on trial"
         self.trials += 1
         self.next_trial = now + self._pause(now)
+        self.trial_ends = now + (self.trial_seconds(now) or inf)
 
     def _pause(self, now: float) -> float:
         """Spread, so that the trials of many runs do not fall together."""
@@ -132,6 +139,11 @@ class Health:
         if not self.answered:
             return None
         return max(SHORTEST_TRIAL, 2 * self._slowest, (now - self.down_since) * TRIAL_SHARE)
+
+    def patient_seconds(self, now: float) -> float:
+        """How long a trial is waited for beside the next ones."""
+        self._patience = 2 * max(self._patience, self.trial_seconds(now) or 0.0)
+        return self._patience
 
     def trial_over(self) -> None:
         """It failed, or was withdrawn."""

@@ -161,10 +161,10 @@ class Session:
                 self._directory.path,
             )
 
-    def say_trouble(self, trouble: str | None) -> None:
-        """What keeps the run from going on just now, for those who look at it from outside."""
+    def say_trouble(self, trouble: str | None, since: float) -> None:
+        """What keeps the run from going on just now, and since when, for those who look at it from outside."""
         if self._journal is not None and self._facts.get("trouble") != trouble:
-            self._facts["trouble"] = trouble
+            self._facts["trouble"], self._facts["trouble_since"] = trouble, since if trouble else None
             facts = dict(self._facts)
             self._run(lambda: self._directory.write_run(facts)).add_done_callback(_heard)
 
