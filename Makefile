@@ -30,6 +30,7 @@ lint: $(VENV)/.ready  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
@@ -38,6 +39,8 @@ format: $(VENV)/.ready
 bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; needs a C compiler
 	-$(BIN)/python -m benchmarks.scheduler
 	-$(BIN)/python -m benchmarks.ending
+	-$(BIN)/python -m benchmarks.contexts
+	-$(BIN)/python -m benchmarks.reduce
 	-$(BIN)/python -m benchmarks.throughput
 	-$(BIN)/python -m benchmarks.streaming
 	-$(BIN)/python -m benchmarks.memory

@@ -11,7 +11,21 @@ from benchmarks.report import RESULTS
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"
-NAMES = ("throughput", "scheduler", "memory", "embedded")
+NAMES = (
+    "throughput",
+    "scheduler",
+    "ending",
+    "outages",
+    "streaming",
+    "startup",
+    "gpu",
+    "reduce",
+    "contexts",
+    "batching",
+    "prewarm",
+    "memory",
+    "embedded",
+)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
         StoreError,
         ToolError,
     )
-    from batch_agent.job import AgentError, AgentResult, Timings
+    from batch_agent.job import AgentError, AgentResult, Failure, Success, Timings
     from batch_agent.messages import Message, ToolCall, Usage
+    from batch_agent.results import Results
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
+    from batch_agent.tools.context import ToolContext
+    from batch_agent.topology.pipeline import Pipeline
 
 __all__ = [
     "AgentError",
@@ -33,15 +36,20 @@ __all__ = [
     "BatchAgent",
     "BatchAgentError",
     "BatchSpec",
+    "Failure",
     "JobError",
     "Message",
+    "Pipeline",
+    "Results",
     "RunRejected",
     "RunUnreachable",
     "SpecError",
     "StoreError",
+    "Success",
     "Timings",
     "Tool",
     "ToolCall",
+    "ToolContext",
     "ToolError",
     "Usage",
     "__version__",
@@ -50,10 +58,13 @@ __all__ = [
 _HOMES = {
     "api": ("BatchAgent",),
     "errors": ("BatchAgentError", "JobError", "RunRejected", "RunUnreachable", "SpecError", "StoreError", "ToolError"),
-    "job": ("AgentError", "AgentResult", "Timings"),
+    "job": ("AgentError", "AgentResult", "Failure", "Success", "Timings"),
     "messages": ("Message", "ToolCall", "Usage"),
+    "results": ("Results",),
     "spec": ("BatchSpec",),
     "tools.base": ("Tool",),
+    "tools.context": ("ToolContext",),
+    "topology.pipeline": ("Pipeline",),
 }
 
 if not TYPE_CHECKING:  # a checker that saw it would take any name for one of ours

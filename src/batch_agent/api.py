@@ -1,8 +1,9 @@
-"""The public API: ``BatchAgent.run``, ``stream``, ``open``, ``run_sync``, ``plan``.
+"""The public API: ``BatchAgent.run``, ``stream``, ``open``, ``run_sync``, ``plan``; its ``run_with_reduce`` and
+``run_with_map_reduce`` are in ``topology.methods``.
 
-Each takes the options of BatchSpec as keywords, or a BatchSpec. ``Options`` repeats their names for type checkers and
-editors, so that the type of ``output_schema`` reaches ``result.output``; a test keeps the two in step. The engine is
-imported by the first run, not by whoever imports this module.
+Each takes the options of BatchSpec as keywords, or a BatchSpec. ``Options`` repeats their names for type checkers, so
+that the type of ``output_schema`` reaches ``result.output``; a test keeps the two in step. The engine is imported by
+the first run, not by whoever imports this module.
 """
 
 from __future__ import annotations
@@ -10,13 +11,26 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from concurrent.futures import Future, wait
 from contextlib import aclosing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
+from batch_agent.documented import documented
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult
+from batch_agent.topology.methods import MapReduce
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,6 +41,9 @@ if TYPE_CHECKING:
     from batch_agent.engine.prepare import Prepared
     from batch_agent.engine.run import Run
     from batch_agent.events import Sink
+    from batch_agent.messages import Message
+    from batch_agent.observe.metrics import Statistics
+    from batch_agent.results import Results
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
 
@@ -39,7 +56,7 @@ class Options(TypedDict, total=False):
 
     task: str
     template: Literal["braces", "jinja"]
-    inputs: Iterable[object] | AsyncIterable[object]
+    inputs: Iterable[object] | AsyncIterable[object] | Sized | Path
     system_prompt: str
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str]
     model: str | None
@@ -77,38 +94,47 @@ class Options(TypedDict, total=False):
     no_hoist: bool
     strip_preamble: bool
     streaming_tool_dispatch: bool
+    predictive_prewarm: bool | str | Path
+    prewarm_max_age: float
     model_max_context: int | None
     min_response_tokens: int
+    oversized: Literal["fail", "chunk", "truncate"]
+    compaction: Literal["auto", "off"] | Callable[[Sequence[Message]], str | Awaitable[str]]
+    compaction_backend: str | Mapping[str, JsonValue] | Backend | None
+    compaction_model: str | None
 
 
-class BatchAgent:
+@documented(Options, "run", "stream", "open", "run_sync", "plan")
+class BatchAgent(MapReduce):
     """Run one task over many inputs. Nothing here holds state: two runs in one process share nothing."""
 
     @overload
     @classmethod
-    async def run(cls, *, output_schema: type[T], **options: Unpack[Options]) -> list[AgentResult[T]]: ...
+    async def run(
+        cls, *, output_schema: type[T], progress: bool | None = None, **options: Unpack[Options]
+    ) -> Results[T]: ...
     @overload
     @classmethod
-    async def run(cls, *, output_schema: None = None, **options: Unpack[Options]) -> list[AgentResult[str]]: ...
+    async def run(
+        cls, *, output_schema: None = None, progress: bool | None = None, **options: Unpack[Options]
+    ) -> Results[str]: ...
     @overload
     @classmethod
-    async def run(cls, spec: BatchSpec) -> list[AgentResult[Any]]: ...
+    async def run(cls, spec: BatchSpec, *, progress: bool | None = None) -> Results[Any]: ...
     @overload
     @classmethod
-    async def run(cls, *, output_schema: Any, **options: Unpack[Options]) -> list[AgentResult[Any]]: ...
+    async def run(
+        cls, *, output_schema: Any, progress: bool | None = None, **options: Unpack[Options]
+    ) -> Results[Any]: ...
     @classmethod
-    async def run(cls, spec: BatchSpec | None = None, **options: Any) -> list[AgentResult[Any]]:
-        """All results, in input order. Failed jobs are results too; only a run that cannot go on raises."""
-        async with cls._open(spec, options) as run:
-            results: list[AgentResult[Any]] = []
-            try:
-                async for result in run.results():
-                    results.append(result)
-            except Exception as error:
-                with suppress(AttributeError, TypeError):  # an exception of foreign code may have no room for it
-                    error.results = sorted(results, key=_index)  # type: ignore[attr-defined]
-                raise
-        return sorted(results, key=_index)
+    async def run(cls, spec: BatchSpec | None = None, *, progress: bool | None = None, **options: Any) -> Results[Any]:
+        """All results, in input order. Failed jobs are results too; only a run that cannot go on raises.
+
+        ``progress`` shows the run as it goes, on standard error or in the notebook: True from its start, False never;
+        not given, where there is a terminal or a notebook and the run takes more than a moment.
+        """
+        checked = _spec(spec, options)
+        return await _collect(cls._open(checked), checked, progress)
 
     @overload
     @classmethod
@@ -127,7 +153,7 @@ class BatchAgent:
     @classmethod
     def stream(cls, spec: BatchSpec | None = None, **options: Any) -> AsyncGenerator[AgentResult[Any], None]:
         """Each result as it finishes. Leaving the loop early cancels what is left."""
-        return ResultStream(cls._open(spec, options))
+        return ResultStream(cls._open(_spec(spec, options)))
 
     @overload
     @classmethod
@@ -146,54 +172,102 @@ class BatchAgent:
     @classmethod
     def open(cls, spec: BatchSpec | None = None, *, sinks: Sequence[Sink] = (), **options: Any) -> Run[Any]:
         """A run to steer: ``async with BatchAgent.open(...) as run``. ``sinks`` are called with every event."""
-        return cls._open(spec, options, sinks)
+        return cls._open(_spec(spec, options), sinks)
 
     @overload
     @classmethod
-    def run_sync(cls, *, output_schema: type[T], **options: Unpack[Options]) -> list[AgentResult[T]]: ...
+    def run_sync(
+        cls, *, output_schema: type[T], progress: bool | None = None, **options: Unpack[Options]
+    ) -> Results[T]: ...
     @overload
     @classmethod
-    def run_sync(cls, *, output_schema: None = None, **options: Unpack[Options]) -> list[AgentResult[str]]: ...
+    def run_sync(
+        cls, *, output_schema: None = None, progress: bool | None = None, **options: Unpack[Options]
+    ) -> Results[str]: ...
     @overload
     @classmethod
-    def run_sync(cls, spec: BatchSpec) -> list[AgentResult[Any]]: ...
+    def run_sync(cls, spec: BatchSpec, *, progress: bool | None = None) -> Results[Any]: ...
     @overload
     @classmethod
-    def run_sync(cls, *, output_schema: Any, **options: Unpack[Options]) -> list[AgentResult[Any]]: ...
+    def run_sync(
+        cls, *, output_schema: Any, progress: bool | None = None, **options: Unpack[Options]
+    ) -> Results[Any]: ...
     @classmethod
-    def run_sync(cls, spec: BatchSpec | None = None, **options: Any) -> list[AgentResult[Any]]:
+    def run_sync(cls, spec: BatchSpec | None = None, *, progress: bool | None = None, **options: Any) -> Results[Any]:
         """``run`` for scripts and notebooks, also where an event loop is already running."""
-        return _run_anywhere(cls.run(_spec(spec, options)))
+        return _run_anywhere(cls.run(_spec(spec, options), progress=progress))
 
     @classmethod
     def plan(cls, spec: BatchSpec | None = None, **options: Any) -> Prepared:
-        """What a run would do, fully resolved and checked; nothing is sent, so no key is needed."""
+        """What a run would do, fully resolved and checked; nothing is sent, so no key is needed.
+
+        Print it: it says how many rows there are, what all of them share, the first message in full, and what tokens
+        and cost are to be expected. An iterator is not read.
+        """
         from batch_agent.engine.prepare import prepare
 
         return prepare(_spec(spec, options), sends=False)
 
     @staticmethod
-    def _open(spec: BatchSpec | None, options: dict[str, Any], sinks: Sequence[Sink] = ()) -> Run[Any]:
+    def _open(spec: BatchSpec, sinks: Sequence[Sink] = ()) -> Run[Any]:
         from batch_agent.engine.prepare import prepare
         from batch_agent.engine.run import Run
 
-        return Run(prepare(_spec(spec, options)), sinks)
-
-
-def _index(result: AgentResult[Any]) -> int:
-    return result.index
+        return Run(prepare(spec), sinks)
 
 
 def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:
     from batch_agent.spec import BatchSpec
 
     if spec is None:
-        return BatchSpec(**options)
+        return _with_rows(BatchSpec(**options))
     if not isinstance(spec, BatchSpec):
         raise SpecError(f"a run takes keywords or a BatchSpec, not {type(spec).__name__}")
     if options:
         raise SpecError(f"give a BatchSpec or keywords, not both: {', '.join(options)}")
-    return spec
+    return _with_rows(spec)
+
+
+def _with_rows(spec: BatchSpec) -> BatchSpec:
+    """Paths and tables are looked at once, when the run is prepared."""
+    if isinstance(spec.inputs, list | tuple):
+        return spec
+    from batch_agent.files.inputs import rows_from
+
+    return spec.model_copy(update={"inputs": rows_from(spec.inputs)})
+
+
+async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None) -> Results[R]:
+    from batch_agent.files.read import LazyRows
+    from batch_agent.observe.display import with_expected
+    from batch_agent.observe.progress import Progress
+    from batch_agent.results import Results, Summary
+
+    def statistics() -> Statistics:
+        expected = spec.inputs.expected_rows() if isinstance(spec.inputs, LazyRows) else None
+        return with_expected(run.statistics(), expected)
+
+    def summary() -> Summary:
+        return Summary(statistics(), run.tool_statistics())
+
+    view = Progress(progress, statistics)
+    taken: list[AgentResult[R]] = []
+
+    def results() -> Results[R]:
+        return Results(sorted(taken, key=lambda result: result.index), summary(), spec.output_schema)
+
+    try:
+        async with run, view:
+            async for result in run.results():
+                taken.append(result)
+    except BaseException as error:
+        if statistics().done:  # how far it came
+            view.conclude(str(summary()))
+        with suppress(AttributeError, TypeError):  # an exception of foreign code may have no room for it
+            error.results = results()  # type: ignore[attr-defined]
+        raise
+    view.conclude(str(summary()))
+    return results()
 
 
 class ResultStream(AsyncGenerator[AgentResult[R], None]):

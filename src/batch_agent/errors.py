@@ -23,7 +23,8 @@ by whoever raises and never contain a secret.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from typing import Literal, cast
 
 from batch_agent.messages import Usage
 
@@ -57,9 +58,9 @@ class InternalError(BatchAgentError):
 class JobError(BatchAgentError):
     """One job cannot go on. ``str(error)`` is the message for people."""
 
-    stage: ClassVar[Stage] = "run"
-    type: ClassVar[str] = "JobError"
-    retryable: ClassVar[bool] = False
+    stage: Stage = "run"
+    type: str = "JobError"
+    retryable: bool = False
 
 
 class InputError(JobError):
@@ -207,3 +208,18 @@ class Interrupted(JobError):
     """The run was stopped before this job finished."""
 
     type = "Interrupted"
+
+
+def error_of(kind: str, message: str, stage: str, retryable: bool) -> JobError:
+    """An error as its record tells of it: of the class above that has this type and stage; where there is none, a
+    JobError that carries them."""
+    classes = (known for known in _family(JobError) if known.__module__ == __name__)
+    error = next((known for known in classes if (known.type, known.stage) == (kind, stage)), JobError)(message)
+    error.type, error.stage, error.retryable = kind, cast("Stage", stage), retryable
+    return error
+
+
+def _family(error: type[JobError]) -> Iterator[type[JobError]]:
+    yield error
+    for child in error.__subclasses__():
+        yield from _family(child)

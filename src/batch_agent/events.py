@@ -89,6 +89,32 @@ class TurnFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerRejected:
+    """The answer of a turn does not fit the output schema; the model is shown what is wrong and asked again."""
+
+    at: float
+    run: str
+    index: int
+    turn: int
+    error_type: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCompacted:
+    """A conversation was cut before this turn, as the answer shows it. ``before_tokens`` is what the prompt would have
+    had; of the ``after_tokens`` that it had the server still knew ``cached_tokens``."""
+
+    at: float
+    run: str
+    index: int
+    turn: int
+    before_tokens: int
+    after_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ToolStarted:
     """``call_id`` is what the model called it, which need not be unique."""
 
@@ -175,6 +201,14 @@ class StreamingDecided:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """No new row starts; those under way finish."""
+
+    at: float
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinished:
     """``reason`` says which limit it was, for a run that is out of budget; why, for one that is unreachable or that the
     server refuses."""
@@ -191,6 +225,8 @@ Event = (
     | TurnStarted
     | TurnFinished
     | TurnFailed
+    | AnswerRejected
+    | ContextCompacted
     | ToolStarted
     | ToolFinished
     | JobFinished
@@ -198,6 +234,7 @@ Event = (
     | HealthChanged
     | StreamingDecided
     | ModelChosen
+    | DrainStarted
     | RunFinished
 )
 Sink = Callable[[Event], None]

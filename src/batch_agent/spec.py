@@ -45,6 +45,9 @@ ALLOWED = {
     "max_cost": f"a number of dollars above 0{_NO_LIMIT}",
     "max_tokens": f"a whole number above 0{_SERVERS}",
     "min_response_tokens": "a whole number above 0",
+    "oversized": "fail, chunk or truncate",
+    "compaction": "auto, off, or a function",
+    "compaction_model": "text, or None",
     "temperature": f"a number from 0 to 10{_SERVERS}",
     "top_p": f"a number above 0 and at most 1{_SERVERS}",
     "seed": f"a whole number{_SERVERS}",
@@ -54,6 +57,8 @@ ALLOWED = {
     "prices": "a mapping from names to numbers, or None",
     "cache": "True, False or a directory",
     "run_dir": "a directory, or None",
+    "predictive_prewarm": "True, False or the directory of an earlier run",
+    "prewarm_max_age": "a number of seconds above 0",
     "retry_failed": "True, False, an error type or a list of them",
     **dict.fromkeys(
         ("resume", "force_resume", "no_hoist", "strip_preamble", "streaming_tool_dispatch"), "True or False"
@@ -80,8 +85,9 @@ class BatchSpec(BaseModel):
         "jinja, with loops and conditions.",
     )
     inputs: Any = Field(
-        description="One agent per item: dicts, strings ({input}), pydantic models or dataclasses, in a list, "
-        "iterator, generator or async iterator."
+        description="One agent per row: dicts, strings ({input}), pydantic models or dataclasses, in a list, "
+        "iterator, generator or async iterator; or a DataFrame, an Arrow table, a Hugging Face dataset, an open text "
+        "file, or the path of a file or directory."
     )
     system_prompt: Text = Field("", description="The same for all agents; everything shared belongs here.")
     tools: Sequence[Any] = Field((), description="Tools the agents may call: Tool values or plain functions.")
@@ -178,8 +184,32 @@ class BatchSpec(BaseModel):
     streaming_tool_dispatch: bool = Field(
         True, description="Start a tool when its call is complete, while the model is still talking, where that pays."
     )
-    model_max_context: Count | None = Field(None, description="The model's context in tokens; longer inputs fail.")
+    predictive_prewarm: bool | Text | Path = Field(
+        False,
+        description="Start the tool calls that a row made in an earlier run before the model asks for them: that run's "
+        "directory, or True for what run_dir holds. Cacheable tools only.",
+    )
+    prewarm_max_age: Seconds = Field(
+        60.0, description="Seconds that a result made by predictive_prewarm stays good while no model asks for it."
+    )
+    model_max_context: Count | None = Field(None, description="The model's context in tokens.")
     min_response_tokens: Count = Field(256, description="Tokens of the context that are kept for the answer.")
+    oversized: Literal["fail", "chunk", "truncate"] = Field(
+        "fail",
+        description="What becomes of an input that does not fit model_max_context: it fails, its longest field is done "
+        "in parts whose answers are merged, or only the beginning of that field is sent.",
+    )
+    compaction: Literal["auto", "off"] | Callable[..., Any] = Field(
+        "auto",
+        description="A conversation that is about to outgrow the context is made shorter: auto, off, or a function "
+        "from the messages that are left out to the text that stands for them; may be async.",
+    )
+    compaction_backend: Any = Field(
+        None, description="Where a model writes that text: a URL, a mapping with a url, or a Backend.", repr=False
+    )
+    compaction_model: Text | None = Field(
+        None, description="The model that writes it; on compaction_backend, or, without one, on backend."
+    )
 
     def __init__(self, **options: Any) -> None:
         if options.get("checkpoint_dir") is not None:
@@ -212,6 +242,10 @@ class BatchSpec(BaseModel):
                 raise ValueError(f"{name} needs run_dir, the directory to resume from")
         if isinstance(self.run_dir, str) and not self.run_dir.strip():
             raise ValueError("run_dir is empty: name a directory, or leave it out to record nothing")
+        if self.predictive_prewarm is True and self.run_dir is None:
+            raise ValueError("predictive_prewarm needs an earlier run: give its directory in place of True, or run_dir")
+        if isinstance(self.predictive_prewarm, str) and not self.predictive_prewarm.strip():
+            raise ValueError("predictive_prewarm is empty: name the directory of an earlier run")
         retry = (self.retry_failed,) if isinstance(self.retry_failed, str) else self.retry_failed
         known = _error_types(JobError)
         for name in () if isinstance(retry, bool) else retry:
@@ -223,6 +257,11 @@ class BatchSpec(BaseModel):
             raise ValueError("model is empty: name one, or leave it out for the one model the server has")
         if self.model_max_context is not None and self.model_max_context <= self.min_response_tokens:
             raise ValueError("model_max_context must be larger than min_response_tokens, which is kept for the answer")
+        if self.oversized != "fail" and self.model_max_context is None:
+            raise ValueError(f"oversized={self.oversized!r} needs model_max_context: what fits is not known without it")
+        given = [name for name in ("compaction_backend", "compaction_model") if getattr(self, name) is not None]
+        if given and self.compaction != "auto":
+            raise ValueError(f"{given[0]} names a model to write what compaction, which is not auto, does without")
         return self
 
     def given(self, name: str) -> bool:

@@ -105,7 +105,7 @@ def test_what_the_command_line_says_counts_also_where_the_spec_has_the_options_o
     ("arguments", "message"),
     [
         (["gone.yaml"], "batch-agent: cannot read the spec gone.yaml: No such file or directory"),
-        (["spec.yaml"], "batch-agent: spec.yaml: there are no inputs; give --inputs FILE, or inputs in the spec"),
+        (["spec.yaml"], "batch-agent: spec.yaml: there are no inputs; name a file of rows, or - for standard input"),
         (["spec.yaml", "--inputs", "gone.jsonl"], "cannot read the inputs gone.jsonl: No such file"),
         (["spec.yaml", "--inputs", "rows.jsonl", "--backend", "nowhere"], "nowhere"),
         (["spec.yaml", "--inputs", "rows.jsonl", "--output", "./rows.jsonl"], "is the file of the inputs"),
@@ -142,8 +142,7 @@ def test_what_a_users_module_prints_does_not_reach_standard_output(capsys: pytes
     "arguments",
     [
         [],
-        ["run"],
-        ["run", "a.yaml", "--spec", "b.yaml"],
+        ["run", "a.yaml", "--format", "xlsx"],
         ["run", "a.yaml", "--limit", "0"],
         ["run", "a.yaml", "--limit", "-1"],
         ["run", "a.yaml", "--max-inflight", "many"],
@@ -172,7 +171,7 @@ def test_a_wrong_use_exits_with_1_because_2_means_failed_rows(
         ),
         (["resume", "runs/x", "--max-wall=3", "--retry"], "there is no argument --retry"),
         (["run", "spec.yaml", "another.yaml"], "there is no argument another.yaml"),
-        ([], "run a spec file over its inputs"),
+        ([], "run a task over rows, from a spec file or from flags"),
     ],
 )
 def test_a_slip_is_answered_with_what_was_probably_meant(

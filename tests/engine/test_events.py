@@ -6,7 +6,16 @@ import asyncio
 import time
 
 from batch_agent import BatchAgent, Tool
-from batch_agent.events import Event, JobFinished, RunFinished, RunStarted, ToolFinished, ToolStarted
+from batch_agent.events import (
+    AnswerRejected,
+    DrainStarted,
+    Event,
+    JobFinished,
+    RunFinished,
+    RunStarted,
+    ToolFinished,
+    ToolStarted,
+)
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 
@@ -77,3 +86,34 @@ async def test_events_hold_no_prompt_no_answer_and_no_result_of_a_tool() -> None
         assert private not in told
     [first, _] = [event for event in events if isinstance(event, JobFinished)]
     assert (first.ok, first.turns, first.resumed, first.usage.completion_tokens > 0) == (True, 3, False, True)
+
+
+@virtual_clock
+async def test_an_answer_that_is_rejected_and_asked_for_again_is_told() -> None:
+    events: list[Event] = []
+    answers = {0: "seven", 1: "7"}
+    async with BatchAgent.open(
+        task="Count {input}",
+        inputs=["a"],
+        output_schema=int,
+        backend=ScriptedBackend(lambda request: Say(answers[request.turn])),
+        sinks=[events.append],
+    ) as run:
+        assert [result.output async for result in run.results()] == [7]
+        assert run.statistics().rejected == 1
+    [rejected] = [event for event in events if isinstance(event, AnswerRejected)]
+    assert (rejected.index, rejected.turn, rejected.error_type) == (0, 1, "NotJSON")
+
+
+@virtual_clock
+async def test_draining_is_told_once() -> None:
+    events: list[Event] = []
+    async with BatchAgent.open(
+        task="Say {input}", inputs=["a"], backend=ScriptedBackend(lambda _: Say("x")), sinks=[events.append]
+    ) as run:
+        run.drain()
+        run.drain()
+        assert run.statistics().draining
+        async for _ in run.results():
+            pass
+    assert len([event for event in events if isinstance(event, DrainStarted)]) == 1

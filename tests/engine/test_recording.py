@@ -198,7 +198,7 @@ async def test_a_row_that_is_on_its_way_to_the_disk_when_the_run_is_cancelled_is
         return disk
 
     def script(request: Request) -> Any:
-        return {"good": Say("answer"), "bad": Fail(400), "slow": Hang()}[request.text]
+        return {"good": Say("answer"), "bad": Say("cut", finish_reason="length"), "slow": Hang()}[request.text]
 
     prepared = BatchAgent.plan(
         task="{input}", inputs=["bad", "good", "slow"], backend=ScriptedBackend(script), run_dir=tmp_path
@@ -210,7 +210,7 @@ async def test_a_row_that_is_on_its_way_to_the_disk_when_the_run_is_cancelled_is
         results = {result.input: result async for result in stopped.results()}
     assert {row: result.error and result.error.type for row, result in results.items()} == {
         "good": None,
-        "bad": "Rejected",
+        "bad": "Truncated",
         "slow": "Interrupted",
     }
     assert results["good"].output == "answer"

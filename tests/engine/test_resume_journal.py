@@ -1,7 +1,7 @@
-"""A journal of format 1, as it was written before there was another, is resumed like one of today.
+"""A journal of an older format, as it was written before there was the next, is resumed like one of today.
 
-``format-1.db`` holds four rows: one that is done after a tool call, one that was repaired, one that the server refused
-after a tool call, and one that was interrupted while its second call, a write, was running.
+``format-1.db`` and ``format-2.db`` hold four rows each: one that is done after a tool call, one that was repaired, one
+that the server refused after a tool call, and one that was interrupted while its second call, a write, was running.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent import AgentResult, BatchAgent, Tool
-from batch_agent.store.codec import FORMAT
+from batch_agent.store.codec import FORMAT, OLDEST
 from batch_agent.store.sqlite import SqliteJournal, glance
 from batch_agent.testing import Request, Say, ScriptedBackend
 
-JOURNAL = Path(__file__).parent.parent / "store" / "journals" / "format-1.db"
+JOURNALS = Path(__file__).parent.parent / "store" / "journals"
 ROWS = ["done", "mended", "failed", "unfinished"]
 ran: list[str] = []
 
@@ -43,10 +43,10 @@ async def send(to: str) -> str:
     return "sent"
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
+@pytest.fixture(params=range(OLDEST, FORMAT))
+def directory(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     ran.clear()
-    shutil.copy(JOURNAL, tmp_path / "journal.db")
+    shutil.copy(JOURNALS / f"format-{request.param}.db", tmp_path / "journal.db")
     return tmp_path
 
 
@@ -87,8 +87,10 @@ async def test_what_it_holds_is_not_asked_again_and_the_rest_goes_on(directory: 
 
 async def test_it_becomes_one_of_this_format_when_a_session_begins_and_not_before(directory: Path) -> None:
     path = directory / "journal.db"
+    before = version(path)
     SqliteJournal.open(path).close()
-    assert (glance(path).sessions, version(path)) == (1, 1)
+    assert (glance(path).sessions, version(path)) == (1, before)
+    assert before < FORMAT
     await resume(directory)
     assert (glance(path).sessions, version(path)) == (2, FORMAT)
     _, requests = await resume(directory)

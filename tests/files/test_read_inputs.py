@@ -98,7 +98,7 @@ def test_a_quote_that_is_never_closed_does_not_take_the_rest_of_a_large_file(tmp
         ("rows.csv", b"a,b\r1,2\r3,4\r", r"a carriage return outside of quotes; save the file with lines that end"),
         ("rows.tsv", b"a\tb\r1\t2\r", "a carriage return outside of quotes"),
         ("rows.csv", b'"a' + b"x" * (CELL_CHARACTERS + 1) + b"\n", "its first line .*field larger"),
-        ("rows.xlsx", b"PK", "cannot tell what kind of rows .* rename it to one of .jsonl"),
+        ("rows.xlsx", b"PK", r"is a spreadsheet, which is not read: save it as CSV\. There are \.jsonl"),
         ("rows", b"", "cannot tell what kind of rows"),
         ("rows.gz", gzip.compress(b"", mtime=0), "cannot tell what kind of rows"),
         ("rows.parquet.gz", b"", "cannot tell what kind of rows"),

@@ -17,7 +17,7 @@ from batch_agent.events import (
 )
 from batch_agent.job import AgentError, Timings
 from batch_agent.messages import Usage
-from batch_agent.observe.metrics import MESSAGE_CHARACTERS, RECENT_ERRORS, Metrics, Statistics
+from batch_agent.observe.metrics import MESSAGE_CHARACTERS, RECENT_ERRORS, TOOLS, Metrics, Statistics, ToolUse
 
 
 class Recorder:
@@ -40,8 +40,8 @@ def record() -> Recorder:
     return recorder
 
 
-def finished(at: float, index: int, error: AgentError | None = None) -> JobFinished:
-    return JobFinished(at, "run", index, f"job-{index}", error, 1, 1, Usage(), None, Timings(), resumed=False)
+def finished(at: float, index: int, error: AgentError | None = None, *, resumed: bool = False) -> JobFinished:
+    return JobFinished(at, "run", index, f"job-{index}", error, 1, 1, Usage(), None, Timings(), resumed=resumed)
 
 
 def test_nothing_has_happened_yet() -> None:
@@ -187,3 +187,26 @@ def test_the_clock_stops_with_the_run(record: Recorder) -> None:
     record.now = 500.0
     last = record()
     assert (last.elapsed, last.ended, last.max_inflight, last.eta) == (5.0, "drained", 32, None)
+
+
+def test_rows_from_the_record_have_no_part_in_rates_and_times(record: Recorder) -> None:
+    for index in range(8):
+        record(finished(100.5, index, resumed=True))
+    record(JobStarted(101.0, "run", 8, "i"), JobStarted(104.0, "run", 9, "j"), finished(109.0, 8))
+    record.now = 110.0
+    now = record()
+    assert (now.done, now.resumed, now.fresh) == (9, 8, 1)
+    assert now.recent_rate == now.overall_rate == pytest.approx(0.1)
+    assert (now.row_seconds, now.youngest, now.alive) == (8.0, 6.0, 1)
+    assert now.eta == pytest.approx(2.0)
+    assert sum(now.pace.rows) == 1
+
+
+def test_tools_are_counted_by_name_and_not_without_bound(record: Recorder) -> None:
+    record(ToolFinished(101.0, "run", 0, 1, 0, "id", "look", 3.0, True, "run"))
+    record(ToolFinished(101.0, "run", 0, 1, 0, "id", "look", 3.0, False, "shared"))
+    for number in range(2 * TOOLS):
+        record(ToolFinished(102.0, "run", 0, 1, 0, "id", f"invented-{number}", 0.0, False, "run"))
+    tools = record().tools
+    assert tools["look"] == ToolUse(2, 1, 3.0)
+    assert len(tools) == TOOLS

@@ -1,47 +1,13 @@
 import io
 
 import pytest
-from rich.console import Console
+from drawing import BUSY, drawn, tool
 
-from batch_agent.messages import Usage
 from batch_agent.observe.metrics import RecentError, Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
-from batch_agent.observe.terminal import LiveView, PlainView, error_line, progress_line, render
+from batch_agent.observe.terminal import LiveView, PlainView, progress_line
 from batch_agent.observe.text import amount, duration, harmless, harmless_lines, rate
-
-HOSTILE = "\x1b[31mred\x1b[0m [bold]x[/bold] [/nonsense] :smile:\r\n\x07\u202e\ud800 end"
-BUSY = Statistics(
-    backend="vllm://gpu-1:8000",
-    model="[link=x]some/model",
-    total=1000,
-    done=412,
-    ok=409,
-    failures={"RateLimited": 2, "OVERSIZED": 1},
-    running=64,
-    waiting_on_tools=12,
-    backing_off=2,
-    turns=900,
-    retries=3,
-    usage=Usage(1_203_442, 1_010_221, 88_120),
-    tool_runs=310,
-    tool_shared=402,
-    tool_cached=492,
-    elapsed=33.4,
-    recent_rate=12.3,
-    max_inflight=64,
-    recent_errors=(
-        RecentError(17, "RateLimited", HOSTILE, 3, True),
-        RecentError(18, "OVERSIZED", "too long", 1, False),
-    ),
-)
-
-
-def drawn(statistics: Statistics, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, emoji=False, highlight=False)
-    console.print(render(statistics))
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue()
+from batch_agent.observe.words import error_line
 
 
 def test_the_live_view_says_what_a_person_wants_to_know() -> None:
@@ -112,14 +78,15 @@ def test_a_progress_line_without_a_total_counts_rows() -> None:
 
 
 def test_the_summary_names_failures_tokens_tools_advice_and_the_file() -> None:
-    lines = "\n".join(summary_lines(BUSY, output="out\x1b.jsonl", advice=["look_up ran twice"]))
+    tools = {"look_up": tool("look_up", saveable=2)}
+    lines = "\n".join(summary_lines(BUSY, output="out\x1b.jsonl", tools=tools))
     for fact in (
         "412 rows in 0:33: 409 ok, 3 failed",
         "2 RateLimited, 1 OVERSIZED",
         "OVERSIZED, for example row 18: too long",
         "3 requests sent again",
         "1,204 calls: 310 run, 402 shared, 492 cached",
-        "look_up ran twice",
+        "look_up ran 2 times more than needed",
         "results  out\\x1b.jsonl",
     ):
         assert fact in lines

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.ordering import PATIENCE, Queue
+from batch_agent.scheduler.ordering import LAST, PATIENCE, Queue
 from batch_agent.scheduler.outlook import Outlook, Progress
 
 
@@ -189,3 +189,25 @@ def test_whoever_waits_is_taken_once_and_in_the_order_of_its_line(
             gone = list(waiting)[number % len(waiting)]
             queue.remove(gone, waiting.pop(gone))
     assert {queue.take(slots) for _ in range(len(waiting))} == set(waiting)
+
+
+def test_somebody_goes_next_also_while_there_is_no_slot_but_a_trial() -> None:
+    outlook = outlook_of([3])
+    outlook.rows = 5
+    queue: Queue[str] = Queue(outlook)
+    queue.add("on a long way", 1)
+    queue.add("about to end", 2)
+    assert queue.take(slots=0) == "about to end"
+
+
+def test_a_chore_goes_when_nobody_else_waits_and_after_long_enough_all_the_same() -> None:
+    outlook = outlook_of([3] * 4)
+    queue: Queue[str] = Queue(outlook)
+    queue.add("chore", LAST)
+    for turns in (0, 1, 2):
+        queue.add(f"turn {turns}", turns)
+    assert [queue.take(4) for _ in range(4)] == ["turn 2", "turn 1", "turn 0", "chore"]
+    queue.add("chore", LAST)
+    for number in range(2 * PATIENCE + 1):
+        queue.add(str(number), 0)
+    assert "chore" in [queue.take(4) for _ in range(2 * PATIENCE)]

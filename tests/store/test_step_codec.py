@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
 from batch_agent.messages import Reply, Sealed, ToolCall, Usage
-from batch_agent.store.codec import BEGUN, DONE, ENDED, FAILED, OUTCOME, SLOWLY, TURN, decode, encode
-from batch_agent.store.steps import Begun, Done, Ended, Failed, Outcome, Spent, Step, Turn, read_past
+from batch_agent.store.codec import BEGUN, COMPACTED, DONE, ENDED, FAILED, OUTCOME, SLOWLY, TURN, decode, encode
+from batch_agent.store.steps import Begun, Compacted, Done, Ended, Failed, Outcome, Spent, Step, Turn, read_past
 
 # Lone surrogates and integers beyond 64 bits included: models and servers do write them.
 texts = st.text(st.characters(exclude_categories=()))
@@ -33,6 +34,7 @@ steps = st.one_of(
     st.builds(Outcome, positions, texts),
     st.builds(Failed, errors, texts, spents),
     st.builds(Ended, spents),
+    st.builds(Compacted, st.builds(Cut, positions, texts, st.dictionaries(positions, texts)), usages),
 )
 
 
@@ -56,7 +58,7 @@ def test_what_was_never_encoded_is_an_error_and_never_a_step(kind: int, body: by
     assert encode(step)[0] == kind
 
 
-@pytest.mark.parametrize("kind", [TURN, DONE, OUTCOME, FAILED, ENDED])
+@pytest.mark.parametrize("kind", [TURN, DONE, OUTCOME, FAILED, ENDED, COMPACTED])
 @pytest.mark.parametrize("body", [b"[]", b"{}", b"null", b'["text"]', b"[[],[]]", b"7", b"[0,1]", b'"text"', b"[true]"])
 def test_a_record_of_another_form_is_a_value_error(kind: int, body: bytes) -> None:
     with pytest.raises(ValueError, match=r"form|expected"):

@@ -1,11 +1,12 @@
-"""Read by the type checker alone: the type of ``output_schema`` reaches ``result.output``."""
+"""Read by type checkers alone, mypy and pyright: the type of ``output_schema`` reaches ``result.output``, and a test of
+the result settles whether there is one."""
 
 from dataclasses import dataclass
-from typing import assert_type
+from typing import Any, assert_type
 
 from pydantic import BaseModel
 
-from batch_agent import AgentResult, BatchAgent, Tool
+from batch_agent import AgentError, AgentResult, BatchAgent, BatchSpec, Failure, Results, Success, Tool
 
 
 class Review(BaseModel):
@@ -24,16 +25,55 @@ def double(number: int) -> int:
 
 async def outputs() -> None:
     reviews = await BatchAgent.run(task="t", inputs=[], output_schema=Review)
-    assert_type(reviews, list[AgentResult[Review]])
+    assert_type(reviews, Results[Review])
+    assert_type(reviews[0], Success[Review] | Failure)
     assert_type(reviews[0].output, Review | None)
-    points = await BatchAgent.run(task="t", inputs=[], output_schema=list[Point])
+    points = await BatchAgent.run(task="t", inputs=[], output_schema=list[Point], progress=True)
     assert_type(points[0].output, list[Point] | None)
-    texts = await BatchAgent.run(task="t", inputs=[], tools=[double, len, "read_file"])
+    texts = await BatchAgent.run(task="t", inputs="rows.csv", tools=[double, len, "read_file"])
     assert_type(texts[0].output, str | None)
+    anything = await BatchAgent.run(BatchSpec(task="t", inputs=[]), progress=False)
+    assert_type(anything, Results[Any])
     async for result in BatchAgent.stream(task="t", inputs=[], output_schema=Review):
-        assert_type(result, AgentResult[Review])
+        assert_type(result.output, Review | None)
     async with BatchAgent.open(task="t", inputs=[], output_schema=Review) as run:
         async for result in run.results():
-            assert_type(result, AgentResult[Review])
-    assert_type(BatchAgent.run_sync(task="t", inputs=[], output_schema=Point), list[AgentResult[Point]])
+            assert_type(result.output, Review | None)
+    assert_type(BatchAgent.run_sync(task="t", inputs=[], output_schema=Point), Results[Point])
     assert_type(double(2), int)
+
+
+def lists(results: Results[Review]) -> None:
+    known: list[AgentResult[Review]] = results
+    assert_type(known[0].unwrap(), Review)
+    assert_type(results.ok, list[Success[Review]])
+    assert_type(results.failed, list[Failure])
+    assert_type(results.outputs, list[Review])
+    assert_type(results.cost, float | None)
+
+
+def narrowed(result: AgentResult[Review]) -> list[str]:
+    if result:
+        assert_type(result.output, Review)
+        assert_type(result.error, None)
+    else:
+        assert_type(result.output, None)
+        assert_type(result.error, AgentError)
+    if result.ok is True:
+        assert_type(result.output, Review)
+    if result.error is None:
+        return result.output.findings
+    assert_type(result.error, AgentError)
+    return []
+
+
+def matched(result: AgentResult[Review]) -> str:
+    match result:
+        case Success(output=review):
+            return assert_type(review, Review).findings[0]
+        case Failure(error=error):
+            return assert_type(error, AgentError).message
+
+
+def widened(result: AgentResult[Review]) -> AgentResult[object]:
+    return result

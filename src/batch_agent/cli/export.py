@@ -12,10 +12,12 @@ from typing import cast
 
 from batch_agent.cli.overwriting import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.recorded import read_by
+from batch_agent.cli.rows import STDIN
 from batch_agent.cli.streams import say, writing
 from batch_agent.cli.transcripts import prepared_again, transcript_lines
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.columns import Record
+from batch_agent.files.compression import format_of
 from batch_agent.files.order import InputOrder
 from batch_agent.files.results import to_json
 from batch_agent.files.tables import (
@@ -31,33 +33,61 @@ from batch_agent.files.tables import (
     write_table,
 )
 from batch_agent.messages import JsonObject
+from batch_agent.observe.text import counted
 from batch_agent.store.rundir import FAILURES, RESULTS, read_run
 
 TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET}
-MESSAGES = "messages"
+JSONL, MESSAGES = "jsonl", "messages"
 
 
 def add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument("directory", metavar="DIR", help="the run directory")
-    export.add_argument("--format", required=True, choices=[*TABLES, MESSAGES], help="a table, or the conversations")
-    export.add_argument("--output", metavar="FILE", help="where it goes (default: standard output)")
+    export.add_argument(
+        "--format",
+        choices=[JSONL, *TABLES, MESSAGES],
+        help="every row as a line or in a table, or the conversations of those that are ok "
+        "(default: as the output's name says, or jsonl)",
+    )
+    export.add_argument("--output", metavar="FILE", help="where it goes; - is standard output (default)")
 
 
 def export_command(options: argparse.Namespace) -> int:
-    directory, output = Path(options.directory), options.output and Path(options.output)
+    directory = Path(options.directory)
+    output = None if options.output in (None, STDIN) else Path(options.output)
+    kind = options.format or _kind_of(output)
     facts = read_run(directory)
     if output is not None:
         refuse_in_run_directory(output, directory)
         for what, path in read_by(facts):
             refuse_overwriting(output, path, what)
     records = RunRecords(directory)
-    if options.format == MESSAGES:
+    if kind == MESSAGES:
         _export_messages(directory, facts, records, output)
+    elif kind == JSONL:
+        _write_lines((to_json(record) + b"\n" for record in records), output)
     else:
-        _export_table(records, TABLES[options.format], output)
+        _export_table(records, TABLES[kind], output)
     if records.torn:
-        say(f"batch-agent: left out {records.torn} lines that are not complete")
+        say(f"batch-agent: left out {counted(records.torn, 'line')} that {_are(records.torn)} not complete")
+    if kind == MESSAGES and records.failed:
+        say(f"batch-agent: left out {counted(records.failed, 'row')} that failed; --format jsonl has them")
     return 0
+
+
+def _kind_of(output: Path | None) -> str:
+    """The format that a file's name says; SpecError where it says none."""
+    if output is None:
+        return JSONL
+    extension = format_of(output)[0].removeprefix(".")
+    if extension not in (JSONL, *TABLES):
+        raise SpecError(
+            f"cannot tell the format from {output}: name it .jsonl, .csv, .tsv or .parquet, or give --format"
+        )
+    return extension
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 class RunRecords:
@@ -66,6 +96,7 @@ class RunRecords:
     def __init__(self, directory: Path) -> None:
         self._results = ResultFile(directory / RESULTS)
         self._failures = ResultFile(directory / FAILURES)
+        self.failed = 0  # rows of the latest pass
 
     @property
     def torn(self) -> int:
@@ -80,8 +111,17 @@ class RunRecords:
 
     def _unordered(self) -> Iterator[Record]:
         yield from self._results
+        self.failed = 0
         for failure in self._failures:
-            yield {**failure, "ok": False, "error": {name: failure.get(name) for name in ("type", "message")}}
+            self.failed += 1
+            yield _as_result(failure)
+
+
+def _as_result(failure: Record) -> Record:
+    """A line of the failures in the form of a result line."""
+    error = {name: failure.pop(name, None) for name in ("stage", "type", "message", "retryable")}
+    first = {name: failure.pop(name, None) for name in ("index", "job_id")}
+    return {**first, "ok": False, "output": None, "error": error, **failure}
 
 
 def _records(lines: Iterator[bytes]) -> Iterator[Record]:
@@ -103,7 +143,10 @@ def _export_table(records: RunRecords, kind: str, output: Path | None) -> None:
 def _export_messages(directory: Path, facts: JsonObject, records: RunRecords, output: Path | None) -> None:
     with redirect_stdout(sys.stderr):  # what a user's module prints when it is imported
         prepared = prepared_again(directory, facts)
-    lines = transcript_lines(directory, facts, prepared, records)
+    _write_lines(transcript_lines(directory, facts, prepared, records), output)
+
+
+def _write_lines(lines: Iterator[bytes], output: Path | None) -> None:
     if output is None:
         with writing(sys.stdout):
             sys.stdout.buffer.writelines(lines)

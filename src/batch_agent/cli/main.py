@@ -32,9 +32,15 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "init": Command(
+        "write a spec, a schema, a tool and rows to start from",
+        "Write files to start from: a spec, its output schema and a tool, and a few rows. Nothing is overwritten.",
+        adds="init:add_init_arguments",
+        does="init:init_command",
+    ),
     "run": Command(
-        "run a spec file over its inputs",
-        "Run the task of a spec file over its inputs.",
+        "run a task over rows, from a spec file or from flags",
+        "Run the task of a spec file, or of --task, over its inputs.",
         adds="arguments:add_run_arguments",
         does="run:run_command",
     ),
@@ -56,6 +62,19 @@ COMMANDS: Mapping[str, Command] = {
         "How far a recorded run is, also while another process works on it.",
         adds="status:add_status_arguments",
         does="status:status_command",
+    ),
+    "runs": Command(
+        "list recorded runs",
+        "The runs that are recorded in a directory, the latest first.",
+        adds="runs:add_runs_arguments",
+        does="runs:runs_command",
+    ),
+    "show": Command(
+        "what was said in a recorded run",
+        "Rows of a recorded run as a person reads them: prompts, answers, tool calls with their results, times and "
+        "tokens. Without further words, the first row.",
+        adds="show:add_show_arguments",
+        does="show:show_command",
     ),
     "export": Command(
         "make a table of the results in a run directory",
@@ -87,6 +106,13 @@ COMMANDS: Mapping[str, Command] = {
         "Serve a simulated inference engine over HTTP: its answers and its timings are made up.",
         adds="simulate:add_simulate_arguments",
         does="simulate:simulate_command",
+    ),
+    "completion": Command(
+        "completion for bash, zsh or fish",
+        'Print what makes a shell complete this command\'s words. bash: eval "$(batch-agent completion bash)"; zsh: '
+        "the same, after compinit; fish: batch-agent completion fish | source.",
+        adds="completion:add_completion_arguments",
+        does="completion:completion_command",
     ),
 }
 
@@ -123,7 +149,8 @@ def _do(options: argparse.Namespace) -> int:
         return SIGNALLED + signal.SIGINT
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and those of the commands, which have no arguments yet: ``add_arguments`` gives them theirs."""
     parser = _Parser(prog="batch-agent", description="Run one task over many inputs with tool-using LLM agents.")
     parser.add_argument("--version", action="version", version=f"batch-agent {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -131,13 +158,22 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         name: commands.add_parser(name, help=command.help, description=command.description)
         for name, command in COMMANDS.items()
     }
+    return parser, parsers
+
+
+def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
+    add: Callable[[argparse.ArgumentParser], None] = resolve_name(f"batch_agent.cli.{COMMANDS[name].adds}")
+    add(parser)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser, parsers = build_parser()
     if not arguments:
         parser.print_help(sys.stderr)
         parser.exit(RUN_FAILED)
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
     if name in COMMANDS:
-        add: Callable[[argparse.ArgumentParser], None] = resolve_name(f"batch_agent.cli.{COMMANDS[name].adds}")
-        add(parsers[name])
+        add_arguments(name, parsers[name])
     elif name:
         parser.error(f"there is no command {name!r}{_meant(name, COMMANDS)}")
     options, unknown = parser.parse_known_args(arguments)

@@ -18,7 +18,15 @@ from batch_agent.messages import JsonObject
 
 # What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
 KEPT = (
+    "task",
+    "system",
+    "schema",
+    "tool",
+    "temperature",
+    "set",
     "inputs",
+    "format",
+    "env_file",
     "output",
     "ordered",
     "limit",
@@ -32,7 +40,8 @@ KEPT = (
     "cache",
     "no_hoist",
 )
-PATHS = ("inputs", "output", "cache")
+PATHS = ("inputs", "output", "cache", "env_file")
+DIRECTORY = "directory"  # where the command was given
 LEFT_OUT = "left_out"  # the names of those that were given and are not kept
 
 
@@ -63,14 +72,17 @@ def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Pat
         return spec_path.parent / str(named)
     if options.resume:
         raise SpecError("--resume needs --run-dir, the directory to go on with")
-    stem = f"{spec_path.stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    stem = f"{spec_path.name.partition('.')[0] or 'run'}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     taken = (Path(RUNS) / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1_000_000))
     return next(path for path in taken if not path.exists())
 
 
 def command_of(options: argparse.Namespace) -> dict[str, JsonValue]:
     """How to start this run again, from any directory."""
-    kept: dict[str, JsonValue] = {"spec": str(Path(options.spec or options.spec_path).absolute())}
+    kept: dict[str, JsonValue] = {
+        "spec": None if options.spec is None else str(Path(options.spec).absolute()),
+        DIRECTORY: options.directory or str(Path.cwd()),
+    }
     for name in KEPT:
         value = getattr(options, name)
         if name in PATHS and isinstance(value, str) and value != STDIN:
@@ -97,14 +109,20 @@ def refuse_left_out(command: Mapping[str, JsonValue], options: argparse.Namespac
 def read_by(facts: JsonObject) -> list[tuple[str, Path]]:
     """What the command of a recorded run read, as far as that can still be told: its spec and its inputs."""
     command = facts.get("command")
-    spec = command.get("spec") if isinstance(command, dict) else None
-    if not isinstance(command, dict) or not isinstance(spec, str):
+    if not isinstance(command, dict):
         return []
-    inputs = command.get("inputs")
-    if inputs is None:
+    spec, inputs = command.get("spec"), command.get("inputs")
+    read = [("spec", Path(spec))] if isinstance(spec, str) else []
+    if inputs is None and isinstance(spec, str):
         with suppress(SpecError):  # it is gone, or no spec any more
             inputs = read_specfile(Path(spec)).inputs_path()
-    read = [("spec", Path(spec))]
     if isinstance(inputs, str) and inputs != STDIN:
         read.append(("inputs", Path(inputs)))
     return read
+
+
+def command_again(command: Mapping[str, JsonValue]) -> argparse.Namespace:
+    """The arguments of a recorded command, as far as they were kept."""
+    kept = argparse.Namespace(**{name: command.get(name) for name in KEPT})
+    kept.spec, kept.spec_path, kept.directory = command.get("spec"), None, command.get(DIRECTORY)
+    return kept

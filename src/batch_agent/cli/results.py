@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Protocol, Self
 
-from batch_agent.cli.blocking import in_thread
+from batch_agent.blocking import in_thread
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.files.compression import Codec
 from batch_agent.files.order import InputOrder

@@ -16,9 +16,10 @@ from pydantic import JsonValue
 
 from batch_agent.api import BatchAgent
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.recorded import KEPT, refuse_left_out
+from batch_agent.cli.recorded import KEPT, command_again, refuse_left_out
 from batch_agent.cli.rows import STDIN
-from batch_agent.cli.run import load_spec, run_command
+from batch_agent.cli.run import run_command
+from batch_agent.cli.said import load_spec, says_stages, take_settings
 from batch_agent.cli.streams import put, say
 from batch_agent.engine.prepare import with_model
 from batch_agent.engine.recording import fingerprint_of
@@ -47,12 +48,14 @@ def resume_command(options: argparse.Namespace) -> int:
 
 
 def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> argparse.Namespace:
+    take_settings(options)
     refuse_left_out(command, options)
-    merged = argparse.Namespace(**vars(options))
-    merged.spec, merged.spec_path = command.get("spec"), None
+    kept = command_again(command)
+    merged = argparse.Namespace(**{**vars(options), **vars(kept)})
     for name in KEPT:
-        if getattr(options, name) in (None, False):
-            setattr(merged, name, command.get(name))
+        if getattr(options, name) not in (None, False):
+            setattr(merged, name, getattr(options, name))
+    merged.set = [*(kept.set or ()), *(options.set or ())] or None  # the last word counts
     if merged.inputs == STDIN and options.inputs != STDIN:
         raise SpecError(f"{options.run_dir} read its rows from standard input: pipe them in again, with --inputs -")
     merged.resume = True
@@ -61,7 +64,7 @@ def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> ar
 
 def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
     rows = view.facts.get("rows")
-    if options.inputs == STDIN or not isinstance(rows, dict) or rows.get("failed"):
+    if options.inputs == STDIN or says_stages(options) or not isinstance(rows, dict) or rows.get("failed"):
         return False
     prepared = BatchAgent.plan(load_spec(options))
     inputs = prepared.spec.inputs

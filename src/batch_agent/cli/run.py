@@ -1,4 +1,4 @@
-"""``batch-agent run``: a spec file and rows in, one line of JSON per result out."""
+"""``batch-agent run``: a task and rows in, one line of JSON per result out."""
 
 from __future__ import annotations
 
@@ -6,47 +6,57 @@ import argparse
 import asyncio
 import os
 import signal
+import stat
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
-from contextlib import closing, nullcontext, redirect_stdout
+from contextlib import ExitStack, closing, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from batch_agent.api import BatchAgent
-from batch_agent.cli.display import Display, with_expected
-from batch_agent.cli.dryrun import DryRun, marks_for
+from batch_agent.cli.changes import ASKED, asked, outlook
 from batch_agent.cli.exit_status import ALL_OK, OUT_OF_BUDGET, ROWS_FAILED, RUN_FAILED, SIGNALLED, UNREACHABLE
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.models import fetch_missing
 from batch_agent.cli.overwriting import refuse_in_run_directory, refuse_overwriting
-from batch_agent.cli.recorded import command_of, recording_of
+from batch_agent.cli.recorded import command_of
+from batch_agent.cli.report import Reporter
 from batch_agent.cli.results import ResultWriter, open_results
-from batch_agent.cli.rows import STDIN, read_rows
-from batch_agent.cli.specfile import SpecFile, read_specfile
+from batch_agent.cli.said import load_spec, says_stages, settle, take_settings
+from batch_agent.cli.sent import logged
 from batch_agent.cli.streams import put, say
+from batch_agent.engine.dryrun import DryRun, marks_for
 from batch_agent.engine.prepare import prepare
 from batch_agent.engine.run import Run
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.events import Ended
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
-from batch_agent.files.rows import as_row
-from batch_agent.observe.metrics import Statistics
-from batch_agent.observe.summary import summary_json, summary_lines
+from batch_agent.job import AgentResult
+from batch_agent.observe.display import Display, with_expected
+from batch_agent.observe.metrics import RecentResult, Statistics
 from batch_agent.observe.terminal import LiveView, NoView, PlainView, View
 from batch_agent.spec import BatchSpec
-from batch_agent.tools.latency import ToolStatistics
 
 # How a run ends that stopped before it was done, other than at a person's word.
 ENDS: Mapping[Ended | None, int] = {"out of budget": OUT_OF_BUDGET, "unreachable": UNREACHABLE, "failed": RUN_FAILED}
+
+RECENT_RESULTS = 40  # that a large terminal can show
+SHOWN_CHARACTERS = 300
 
 
 def run_command(options: argparse.Namespace) -> int:
     stdout = sys.stdout
     # Standard output belongs to results: what a user's module or tool prints goes to standard error.
-    with redirect_stdout(sys.stderr):
+    with redirect_stdout(sys.stderr), ExitStack() as files:
+        take_settings(options)
+        settle(options)
+        if says_stages(options):
+            from batch_agent.cli.pipeline import run_stages
+
+            return run_stages(options, stdout)
         spec = load_spec(options)
         if options.dry_run:
             dry = DryRun.of(BatchAgent.plan(spec))
@@ -54,54 +64,31 @@ def run_command(options: argparse.Namespace) -> int:
             return ALL_OK
         view = choose_view(options, sys.stderr, stdout)
         prepared = prepare(spec)
+        if options.resume and (words := outlook(prepared, force=options.force_resume)):
+            say(f"batch-agent: {words}")
         fetch_missing(prepared.backend.name, sys.stderr)
-        run: Run[object] = Run(prepared, command=command_of(options))
-        with _open_output(options, spec) as writer:
-            return asyncio.run(_run(run, spec, writer, view, _Reporter(options, stdout)))
+        command = {**command_of(options), ASKED: asked(prepared)}
+        prepared = logged(prepared, verbose=options.verbose, log_file=options.log_file, files=files)
+        run: Run[object] = Run(prepared, command=command)
+        with open_output(options, spec) as writer:
+            return asyncio.run(_run(run, spec, writer, view, Reporter(options, spec, writer, stdout)))
 
 
-def load_spec(options: argparse.Namespace) -> BatchSpec:
-    """The file's spec, with what the command line says in its place."""
-    file = read_specfile(Path(options.spec or options.spec_path))
-    overrides: dict[str, object] = {"inputs": _inputs(file, options)}
-    for name in ("model", "backend", "max_inflight", "max_cost", "max_total_tokens", "max_wall_time", "max_outage"):
-        if getattr(options, name) is not None:
-            overrides[name] = getattr(options, name)
-    if options.cache is not None:
-        overrides["cache"] = options.cache if options.cache is True else Path(options.cache).absolute()
-    if options.no_hoist:
-        overrides["no_hoist"] = True
-    overrides |= recording_of(options, file)
-    return file.resolve(overrides)
-
-
-def _inputs(file: SpecFile, options: argparse.Namespace) -> object:
-    path = options.inputs or file.inputs_path()
-    if path is not None:
-        if options.output and path != STDIN:
-            refuse_overwriting(Path(options.output), Path(path), "inputs")
-        return read_rows(path, options.limit)
-    inline = file.options.get("inputs")
-    if inline is None:
-        raise SpecError(f"{file.path}: there are no inputs; give --inputs FILE, or inputs in the spec")
-    if not isinstance(inline, list):
-        raise file.error("inputs must be a list of rows or the path of a file")
-    return [as_row(item, f"{file.path} input {number}") for number, item in enumerate(inline[: options.limit], 1)]
-
-
-def _open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:
+def open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:
     if options.output is None:
         return open_results(None, ordered=options.ordered)
     output = Path(options.output)
-    refuse_overwriting(output, Path(options.spec or options.spec_path), "spec")
+    if options.spec is not None:
+        refuse_overwriting(output, Path(options.spec), "spec")
     if spec.run_dir is not None:
         refuse_in_run_directory(output, Path(spec.run_dir))
     return open_results(output, ordered=options.ordered)
 
 
 def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> View:
-    # Result lines scrolling through a live view would destroy both.
+    # Result lines scrolling through a live view would destroy both; so would those of `| jq` on the same terminal.
     shared = options.output is None and stdout.isatty()
+    piped = options.output is None and _is_pipe(stdout)
     able = stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
     if options.dashboard and able:
         if shared:
@@ -109,16 +96,25 @@ def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> 
         return LiveView(stderr)
     if options.json and not options.dashboard:
         return NoView()
-    return LiveView(stderr) if able and not shared else PlainView(stderr)
+    return LiveView(stderr) if able and not shared and not piped else PlainView(stderr)
 
 
-async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: View, report: _Reporter) -> int:
+def _is_pipe(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # it has no file
+        return False
+
+
+async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: View, report: Reporter) -> int:
     with closing(spec.inputs) if isinstance(spec.inputs, LazyRows) else nullcontext():
         async with run:
             unwritten = 0
+            recent: deque[AgentResult[object]] = deque(maxlen=RECENT_RESULTS)
 
             def statistics() -> Statistics:
-                return _statistics(run, spec.inputs, unwritten)
+                now = _statistics(run, spec.inputs, unwritten)
+                return replace(now, recent_results=tuple(map(_in_short, recent)))
 
             try:
                 with Interrupts(run) as interrupts:
@@ -127,17 +123,27 @@ async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: Vi
                             shown = plainly(result, run.schema)
                             faithful = await writer.write(shown)
                             unwritten += result.ok and not (shown.ok and faithful)
+                            recent.append(replace(shown, messages=()))
             except BrokenPipeError:  # `| head` has seen enough
+                report.broke_off(statistics())
                 return SIGNALLED + signal.SIGPIPE
             except BatchAgentError:
-                report.written(statistics(), writer)
-                report.resume(statistics(), spec)
+                report.broke_off(statistics())
                 raise
-            report.summary(statistics(), run.tool_statistics(), writer)
-            report.resume(statistics(), spec)
+            report.finished(statistics(), run.tool_statistics())
             if interrupts.stopped_by is not None:
                 return SIGNALLED + interrupts.stopped_by
             return exit_code(statistics())
+
+
+def _in_short(result: AgentResult[object]) -> RecentResult:
+    """For the view of those who watch."""
+    if result.error is not None:
+        text = str(result.error)
+    else:
+        output = result.output
+        text = output[:SHOWN_CHARACTERS] if isinstance(output, str) else to_json(output).decode(errors="replace")
+    return RecentResult(result.index, result.ok, text[:SHOWN_CHARACTERS], result.timings.total)
 
 
 def _statistics(run: Run[object], rows: object, unwritten: int) -> Statistics:
@@ -155,32 +161,3 @@ def exit_code(statistics: Statistics) -> int:
         return ENDS[statistics.ended]
     undone = statistics.ended == "drained" and statistics.done != statistics.total
     return ROWS_FAILED if statistics.failed or undone else ALL_OK
-
-
-class _Reporter:
-    """Says how the run went: lines for people on standard error; with --json one object, on standard output unless the
-    results are there."""
-
-    def __init__(self, options: argparse.Namespace, stdout: TextIO) -> None:
-        self._json: bool = options.json
-        self._stdout = stdout if options.output is not None else None
-
-    def summary(self, statistics: Statistics, tools: Mapping[str, ToolStatistics], writer: ResultWriter) -> None:
-        advice = [tool.advice for tool in tools.values() if tool.advice]
-        if self._json:
-            record = summary_json(statistics, output=writer.destination, advice=advice)
-            text = to_json(record).decode()
-            say(text) if self._stdout is None else put(text, self._stdout)
-        else:
-            say("\n".join(summary_lines(statistics, output=writer.destination, advice=advice)))
-
-    def resume(self, statistics: Statistics, spec: BatchSpec) -> None:
-        """How to do what was left undone."""
-        undone = statistics.ended != "complete" or statistics.failed
-        if undone and statistics.done and spec.run_dir is not None and not self._json:
-            say(f"  go on    batch-agent resume {spec.run_dir}")
-
-    def written(self, statistics: Statistics, writer: ResultWriter) -> None:
-        """What a run that failed leaves behind."""
-        if statistics.done and writer.destination and not self._json:
-            say(f"{statistics.done:,} results are in {writer.destination}")

@@ -13,9 +13,10 @@ import re
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,6 +25,7 @@ from batch_agent.errors import SpecError
 from batch_agent.foreign import describe
 from batch_agent.spec import BatchSpec
 
+STAGES = "stages"  # of a file that says a pipeline
 NOT_IN_FILES = {
     "on_result": "it is a Python function; the command line writes every result to --output",
     "runtime": "it is a Python object; write backend",
@@ -33,7 +35,8 @@ REFERENCE = re.compile(r"[\w.]+:[\w.]+")
 
 @dataclass(frozen=True, slots=True)
 class SpecFile:
-    """What a spec file says, its references not yet followed."""
+    """What a spec file says, its references not yet followed. Without a ``text`` there is no file: what the command
+    line says, whose references are looked up beside ``path``."""
 
     path: Path
     text: str
@@ -41,6 +44,8 @@ class SpecFile:
 
     def error(self, message: str) -> SpecError:
         """A SpecError that names this file and the line of the option that the message is about."""
+        if not self.text:  # there is no file
+            return SpecError(message)
         line = self._line(message)
         return SpecError(f"{self.path}{f' line {line}' if line else ''}: {message}")
 
@@ -55,24 +60,40 @@ class SpecFile:
 
     def resolve(self, overrides: Mapping[str, object]) -> BatchSpec:
         """The spec, with the references of the file followed and ``overrides`` in place of what the file says."""
+        options = {**self.followed(leaving_out=overrides), **overrides}
+        try:
+            return BatchSpec(**options)
+        except SpecError as error:
+            if re.match(r"\w*", str(error))[0] in overrides:  # type: ignore[index]
+                raise  # it is not the file's
+            raise self.error(str(error)) from None
+
+    def followed(self, *, leaving_out: Container[str] = ()) -> dict[str, Any]:
+        """The options, with what they refer to in place of references."""
+        own = {name: value for name, value in self.options.items() if name not in leaving_out}
+        try:
+            return self.follow(own)
+        except SpecError as error:
+            raise self.error(str(error)) from None
+
+    def follow(self, options: Mapping[str, object]) -> dict[str, Any]:
+        """These options in the same way. A SpecError does not name the file."""
         resolvers: dict[str, Callable[[object], object]] = {
             "task": self._text,
+            "prompt": self._text,
             "system_prompt": self._text,
             "tools": self._tools,
             "output_schema": self._schema,
             "cache": self._directory,
+            "predictive_prewarm": self._directory,
         }
-        options = {**self.options, **overrides}
-        for name, resolve in resolvers.items():
-            if name in options:
-                try:
-                    options[name] = resolve(options[name])
-                except SpecError as error:
-                    raise self.error(f"{name}: {error}") from None
-        try:
-            return BatchSpec(**options)
-        except SpecError as error:
-            raise self.error(str(error)) from None
+        followed = dict(options)
+        for name in resolvers.keys() & options.keys():
+            try:
+                followed[name] = resolvers[name](options[name])
+            except SpecError as error:
+                raise SpecError(f"{name}: {error}") from None
+        return followed
 
     def inputs_path(self) -> str | None:
         """Where the inputs are, when the file names a place; None when it lists them or says nothing."""
@@ -103,16 +124,16 @@ class SpecFile:
     def _tool(self, item: object) -> object:
         if not isinstance(item, str):
             raise SpecError(f"{item!r} is not the name of a tool")
-        return self._import(item) if ":" in item else item
+        return self.imported(item) if ":" in item else item
 
     def _schema(self, value: object) -> object:
         if isinstance(value, str):
             if ":" not in value:
                 raise SpecError(f"{value!r} must be a JSON schema or module:Class")
-            return self._import(value)
+            return self.imported(value)
         return value
 
-    def _import(self, reference: str) -> object:
+    def imported(self, reference: str) -> object:
         if not REFERENCE.fullmatch(reference):
             raise SpecError(f"{reference!r} must be module:name")
         module_name, _, names = reference.partition(":")

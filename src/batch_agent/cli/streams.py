@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from batch_agent.errors import BatchAgentError
+from batch_agent.observe.text import terminal_width, wrapped
 
 
 def ensure_streams() -> None:
@@ -31,10 +32,10 @@ def ensure_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a prompt may have what the locale's encoding lacks
 
 
-def say(text: str) -> None:
-    """A line, or several, for people."""
+def say(text: str, *, wrap: bool = True) -> None:
+    """A line, or several, for people: on a terminal broken between words, unless somebody may want to copy it."""
     with suppress(OSError, ValueError):  # full, gone, or closed by a tool
-        print(text, file=sys.stderr)
+        print(wrapped(text, terminal_width(sys.stderr)) if wrap else text, file=sys.stderr)
     flush_words()
 
 

@@ -6,7 +6,6 @@ that the run was started with.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import cast
 
 from batch_agent.api import BatchAgent
-from batch_agent.cli.recorded import KEPT
-from batch_agent.cli.run import load_spec
+from batch_agent.cli.recorded import command_again
+from batch_agent.cli.said import load_spec
 from batch_agent.engine.prepare import Prepared, with_model
 from batch_agent.engine.recording import fingerprint_of
 from batch_agent.engine.transcript import transcript
@@ -41,9 +40,8 @@ def prepared_again(directory: Path, facts: JsonObject) -> Prepared:
             f"{directory} was not started by the command line, so its prompts are not known here; in Python, "
             "result.messages has the conversation of each result, also after resume=True"
         )
-    options = argparse.Namespace(**{name: command.get(name) for name in KEPT})
-    options.spec, options.spec_path, options.output = command.get("spec"), None, None
-    options.no_run_dir, options.dry_run = True, True
+    options = command_again(command)
+    options.output, options.no_run_dir, options.dry_run = None, True, True
     prepared = BatchAgent.plan(load_spec(options))
     if isinstance(prepared.spec.inputs, LazyRows):
         prepared.spec.inputs.close()  # only a list has a part in the shared prompt
@@ -51,8 +49,8 @@ def prepared_again(directory: Path, facts: JsonObject) -> Prepared:
         prepared = with_model(prepared, str(facts.get("model")))
     if fingerprint_of(prepared).hex() != facts.get("fingerprint"):
         raise SpecError(
-            f"the task, model, schema or tools in {options.spec} have changed since {directory} was recorded, so its "
-            "prompts cannot be told any more"
+            f"the task, model, schema or tools in {options.spec or 'its modules'} have changed since {directory} was "
+            "recorded, so its prompts cannot be told any more"
         )
     return prepared
 
@@ -64,11 +62,13 @@ def transcript_lines(
     plan, keys = prepared.plan, Keys(fingerprint_of(prepared))
     tools = [{"type": "function", "function": dataclasses.asdict(tool.spec)} for tool in prepared.tools]
     good = (record for record in records if record.get("ok"))
-    with closing(_open_journal(directory / JOURNAL)) as journal:
+    with closing(open_journal(directory / JOURNAL)) as journal:
         journal.sort_by("row" if facts.get("forced") else "key")
         while jobs := [_job(prepared, record) for record in islice(good, AT_ONCE)]:
             found = journal.claim([keys.identity(job, plan.question(job)) for job in jobs])
             for job, past in zip(jobs, found, strict=True):
+                if job.parts:  # its answer is that of many conversations
+                    continue
                 if past is None:
                     raise StoreError(f"the journal in {directory} does not have row {job.index}, whose result is there")
                 messages = transcript(job, plan.shared, prepared.schema, past)
@@ -82,6 +82,6 @@ def _job(prepared: Prepared, record: Record) -> Job:
     return prepared.plan.job(cast(int, record["index"]), value)
 
 
-def _open_journal(path: Path) -> SqliteJournal:
+def open_journal(path: Path) -> SqliteJournal:
     glance(path)  # is it one that this version reads?
     return SqliteJournal(connect_to_read(path), path)

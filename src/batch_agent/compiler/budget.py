@@ -45,13 +45,16 @@ class Budget:
     model_max_context: int | None
     min_response_tokens: int
 
-    def check(self, tokens: int) -> None:
-        if self.model_max_context is None:
-            return
-        room = self.model_max_context - self.min_response_tokens
-        if tokens > room:
+    @property
+    def room(self) -> int | None:
+        """None where the context is not known, and nothing is too long."""
+        return None if self.model_max_context is None else self.model_max_context - self.min_response_tokens
+
+    def check(self, tokens: int, hint: str = "") -> None:
+        room = self.room
+        if room is not None and tokens > room:
             raise Oversized(
                 f"about {tokens:,} tokens of system prompt, tools and message (estimated) do not fit: "
                 f"model_max_context {self.model_max_context:,} less min_response_tokens "
-                f"{self.min_response_tokens:,} leaves {room:,}"
+                f"{self.min_response_tokens:,} leaves {room:,}{hint}"
             )

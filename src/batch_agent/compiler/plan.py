@@ -7,14 +7,16 @@ inputs shows the plan the first one with ``check_first`` and turns each into a J
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Collection, Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import BaseModel
 from pydantic_core import to_json
 
 from batch_agent.compiler.budget import Budget, estimate_tokens
-from batch_agent.compiler.fields import ALLOWED, Unfillable, field_names, fields_of, listed, own_id
+from batch_agent.compiler.fields import ALLOWED, Unfillable, field_names, fields_of, listed, own_id, text_of, value_of
 from batch_agent.compiler.hoist import Constant, check_same, constants_of, hoistable, reference, section
+from batch_agent.compiler.merge import groups, merge_prompt
+from batch_agent.compiler.oversized import Sizing, longest
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
 from batch_agent.compiler.template import Piece, TaskTemplate, Template
@@ -60,6 +62,7 @@ class Plan:
         head: str,
         warning: str | None,
         tool_tokens: int,
+        sizing: Sizing,
     ) -> None:
         self.system = system
         self.own_system = own_system
@@ -72,7 +75,7 @@ class Plan:
         self._unhoisted = unhoisted  # None where it is the same
         self._head = head
         self._shared_tokens = estimate_tokens(system) + tool_tokens
-        self._budget = Budget(spec.model_max_context, spec.min_response_tokens)
+        self._sizing = sizing
         self.warning = warning
 
     def check_first(self, first: object) -> None:
@@ -97,10 +100,45 @@ class Plan:
             raise InternalError("a job was asked for before the plan saw the first input")
         fields = fields_of(value)
         check_same(self._hoisted, fields)
-        prompt = template.render(fields)
-        self._budget.check(self._shared_tokens + estimate_tokens(prompt))
-        own = own_id(fields)
-        return Job(index, str(index) if own is None else own, value, prompt, own is not None)
+        prompt, own = template.render(fields), own_id(fields)
+        job = Job(index, str(index) if own is None else own, value, prompt, own is not None)
+        tokens = self._tokens(prompt)
+        if self._sizing.fits(tokens):
+            return job
+        if self._sizing.how == "fail" or not isinstance(template, Template):
+            self._sizing.budget.check(tokens)
+            return job
+        cut = self._sizing.cut(template.names, _texts(template, fields), tokens)
+        if self._sizing.how == "truncate":
+            return replace(job, prompt=_fill(template, cut[0]), shortened=True)
+        parts = [
+            Job(
+                index,
+                f"{job.job_id}#{number}",
+                part["input"] if isinstance(value, str) else {**fields, **part},
+                _fill(template, part),
+                job.identified,
+            )
+            for number, part in enumerate(cut, start=1)
+        ]
+        return replace(job, parts=tuple(parts))
+
+    def merging(self, job: Job, answers: Sequence[str]) -> list[Job]:
+        """What is asked to make one answer of those to the parts of a job: all of them in one message, or, where they
+        do not fit, some in each of several, whose answers are merged in turn."""
+        template = self._template
+        assert isinstance(template, Template)
+        texts = _texts(template, fields_of(job.input))
+        cut = longest(template.names, texts)
+        task = _fill(template, {**texts, cut: f"[{cut}: read in parts]"})
+        room = self._sizing.room - self._tokens(merge_prompt(task, ()))
+        return [
+            Job(job.index, f"{job.job_id}#merge", job.input, merge_prompt(task, group), job.identified)
+            for group in groups(answers, room)
+        ]
+
+    def _tokens(self, prompt: str) -> int:
+        return self._shared_tokens + estimate_tokens(prompt)
 
     def question(self, job: Job) -> str:
         """The job's prompt as it reads when nothing is hoisted: two jobs ask the same when these are the same, however
@@ -113,6 +151,12 @@ class Plan:
         if isinstance(value, UnreadableRow) or template is None:
             raise InputError("this input asks nothing")
         fields = fields_of(value)
+        sent = self._template
+        if self._sizing.how == "truncate" and isinstance(sent, Template):  # what was cut off is no part of the question
+            own = _texts(sent, fields)
+            tokens = self._tokens(_fill(sent, own))
+            if not self._sizing.fits(tokens):
+                fields = {**fields, **self._sizing.cut(sent.names, own, tokens)[0]}
         return own_id(fields), template.render(fields)
 
     def describe(self, sample: Sequence[object]) -> Description:
@@ -154,6 +198,12 @@ def compile_plan(
     inputs = _checked_inputs(spec.inputs)
     system = _system_text(spec, schema if inject_schema else None)
     _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
+    if spec.oversized != "fail" and spec.template != "braces":
+        raise SpecError(
+            f"oversized={spec.oversized!r} needs a task with braces: what Jinja makes of a field cannot be cut"
+        )
+    budget = Budget(spec.model_max_context, spec.min_response_tokens)
+    sizing = Sizing(spec.oversized, budget, spec.max_tokens, tools=bool(tools))
 
     template: TaskTemplate | None = None
     unhoisted, head, warning = None, "", None
@@ -168,6 +218,10 @@ def compile_plan(
             constants = constants_of(readable, template.names)
             if not spec.no_hoist:
                 moved = {name: constants[name] for name in hoistable(template, constants)}
+                if sizing.how != "fail":  # what is to be cut stays in its row
+                    moved = {
+                        name: moved[name] for name in moved if estimate_tokens(moved[name].text) < sizing.room // 2
+                    }
                 unhoisted = template if moved else None
                 template = template.bind({name: reference(name) for name in moved})
             head = template.bind({name: constant.text for name, constant in constants.items()}).head
@@ -183,17 +237,26 @@ def compile_plan(
         head=head,
         warning=warning,
         tool_tokens=sum(map(tool_tokens, tools)),
+        sizing=sizing,
     )
 
 
 def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
     if isinstance(inputs, str | bytes | bytearray | Mapping | BaseModel):
         raise SpecError(
-            f"inputs is one {type(inputs).__name__}: it must be a list or iterator of inputs, each {ALLOWED}"
+            f"inputs is one {type(inputs).__name__}, not rows: give a list or iterator of them, each {ALLOWED}"
         )
     if not isinstance(inputs, Iterable | AsyncIterable):
         raise SpecError(f"inputs must be a list, iterator or async iterator, not {type(inputs).__name__}")
     return inputs
+
+
+def _texts(template: Template, fields: Mapping[str, object]) -> dict[str, str]:
+    return {name: text_of(name, value_of(fields, name)) for name in template.names}
+
+
+def _fill(template: Template, texts: Mapping[str, str]) -> str:
+    return template.fill([texts[name] for name in template.names])
 
 
 def _parse(spec: BatchSpec, first: object) -> TaskTemplate:

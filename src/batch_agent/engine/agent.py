@@ -8,13 +8,14 @@ and stops the run.
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 from batch_agent.engine.cancellation import cancelled_by_us
 from batch_agent.engine.context import AgentContext, Worker
 from batch_agent.engine.turn import Resources
 from batch_agent.errors import AgentTimeout, Interrupted, JobError, StoreError, WorkerFailed
 from batch_agent.foreign import describe
-from batch_agent.job import AgentError, AgentResult, Job
+from batch_agent.job import AgentError, AgentResult, BaseResult, Job
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.outlook import Progress
 from batch_agent.store.trail import FailedBefore, Trail
@@ -72,7 +73,7 @@ class Agent:
 
     def result(self) -> AgentResult[object]:
         context, tally = self._context, self._context.tally
-        return AgentResult(
+        result: BaseResult[object] = BaseResult(
             index=self.job.index,
             job_id=self.job.job_id,
             input=self.job.input,
@@ -88,7 +89,9 @@ class Agent:
             raw_text=context.text,
             repaired=context.repaired and self._verdict is None,
             resumed=not self._trail.fresh,
+            shortened=self.job.shortened,
         )
+        return cast("AgentResult[object]", result)
 
     @property
     def progress(self) -> Progress:

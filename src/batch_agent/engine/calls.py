@@ -10,6 +10,7 @@ from functools import partial
 from batch_agent.engine.turn import EarlyCalls, Resources
 from batch_agent.errors import StoreError
 from batch_agent.events import ToolFinished, ToolStarted
+from batch_agent.job import Job
 from batch_agent.messages import ToolCall
 from batch_agent.store.steps import Begun, Outcome
 from batch_agent.store.trail import Trail
@@ -19,7 +20,7 @@ from batch_agent.tools.pool import ToolOutcome
 async def run_calls(
     r: Resources,
     trail: Trail,
-    index: int,
+    job: Job,
     turn: int,
     calls: Mapping[int, ToolCall],
     known: dict[int, str],
@@ -32,6 +33,7 @@ async def run_calls(
         # A write that was begun must never be taken for one that was not.
         trail.add(Begun(writes))
         await trail.settle()
+    index = job.index
     every, left = asyncio.get_running_loop().create_future(), len(calls)
 
     def ended(place: int, call: ToolCall, outcome: ToolOutcome | Exception) -> None:
@@ -54,7 +56,9 @@ async def run_calls(
     for place, call in calls.items():
         r.emit(ToolStarted(now, r.run, index, turn, place, call.id, call.name))
     begun = early.started if early is not None else {}
-    pending = {place: begun.get(call.id) or r.tools.start(call) for place, call in calls.items()}
+    pending = {place: begun.get(call.id) or r.tools.start(call, job, turn) for place, call in calls.items()}
+    if r.foresight is not None:
+        r.foresight.asked(index, calls.values())
     try:
         for place, waiting in pending.items():
             waiting.on_end(partial(ended, place, calls[place]))

@@ -14,9 +14,12 @@ from typing import TypeAlias
 
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.engine.calls import run_calls
+from batch_agent.engine.compacting import Compactor
+from batch_agent.engine.history import History
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.turn import MOST_CALLS, EarlyCalls, Resources, Tally, take_turn
-from batch_agent.errors import BackendError, JobError, LimitExceeded, OutputError
+from batch_agent.errors import BackendError, ContextOverflow, JobError, LimitExceeded, OutputError
+from batch_agent.events import AnswerRejected, ContextCompacted
 from batch_agent.job import AgentError, Job
 from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
@@ -38,13 +41,14 @@ class AgentContext:
         "_answer",
         "_began",
         "_called",
+        "_cut_from",
         "_early",
         "_forgiven",
+        "_history",
         "_loop",
         "_r",
         "_repairs",
         "_trail",
-        "conversation",
         "failure",
         "job",
         "progress",
@@ -56,7 +60,6 @@ class AgentContext:
 
     def __init__(self, job: Job, resources: Resources, trail: Trail) -> None:
         self.job = job
-        self.conversation = Conversation((Message("user", job.prompt),), parent=resources.shared)
         self.tally = Tally()
         self.progress = Progress()
         self.text = ""
@@ -64,6 +67,8 @@ class AgentContext:
         self.failure: JobError | None = None
         self.ticket: Ticket | None = None  # a claim to a slot that was made already
         self._r = resources
+        self._history = History(resources.shared, job.prompt)
+        self._cut_from: int | None = None  # tokens, where the conversation was cut since the latest answer
         self._trail = trail
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
@@ -76,6 +81,11 @@ class AgentContext:
     @property
     def shapes(self) -> Shapes:
         return self._r.shapes
+
+    @property
+    def conversation(self) -> Conversation:
+        """All that was said, also what is no longer sent because the conversation was cut."""
+        return self._history.said
 
     def turns_left(self) -> int:
         limit = self._turn_limit
@@ -93,7 +103,7 @@ class AgentContext:
             self.failure = error
             raise
         self.text = reply.text
-        self.conversation.append(reply.message())
+        self._history.answered(reply)
         self._called = 0
         return reply
 
@@ -109,7 +119,7 @@ class AgentContext:
 
     def say(self, text: str) -> None:
         """What the model is told with the next question."""
-        self.conversation.append(Message("user", text))
+        self._history.append(Message("user", text))
 
     def read(self, reply: Reply) -> object:
         """The answer as a value of the output schema; as text without one. Raises OutputError."""
@@ -129,6 +139,9 @@ class AgentContext:
         if schema is None or (self._repairs - self._forgiven >= self._r.max_retries and not trail.forgives):
             raise error
         self.say(repair_prompt(error, schema))
+        if trail.fresh:
+            r, index, turn = self._r, self.job.index, self.tally.turns
+            r.emit(AnswerRejected(r.clock(), r.run, index, turn, error.type, str(error)))
         self._repairs += 1
         self.tally.again = True
 
@@ -161,6 +174,9 @@ class AgentContext:
     # Asking
 
     async def _next_answer(self, shape: RequestShape | None) -> Reply:
+        if (compacted := self._trail.compacted) is not None:
+            self.tally.pay(compacted.usage, None)
+            self._history.compact(compacted.cut)
         past = self._trail.next_turn()
         if past is not None:
             self.tally.follow(past.reply, past.spent)
@@ -171,9 +187,44 @@ class AgentContext:
         if shape is None:
             shape = self.shapes.later if self.tally.turns else self.shapes.first
         self.close()
-        reply = await self._send(shape)
+        reply = await self._send_fitting(shape)
         self._answer = reply if self._trail.records else None
         return reply
+
+    async def _send_fitting(self, shape: RequestShape) -> Reply:
+        """Cut what is about to outgrow the context; what the server finds too long all the same is sent once more."""
+        compactor, history = self._r.compactor, self._history
+        if compactor is None:
+            return await self._send(shape)
+        if excess := compactor.excess(history):
+            await self._cut(compactor, excess)
+        try:
+            reply = await self._send(compactor.fitted(shape, history.foreseen()))
+        except ContextOverflow as error:
+            again, excess = compactor.after(error, shape, history)
+            if again is shape and not (excess and await self._cut(compactor, excess)):
+                raise
+            self.tally.again = True
+            reply = await self._send(again)
+        self._tell_of_cut(reply)
+        return reply
+
+    async def _cut(self, compactor: Compactor, excess: int) -> bool:
+        before = self._history.foreseen()
+        compacted = await compactor.compact(self._history, excess, self.job, self.tally)
+        if compacted is None:
+            return False
+        self._cut_from = before or 0
+        self._trail.add(compacted)
+        return True
+
+    def _tell_of_cut(self, reply: Reply) -> None:
+        if self._cut_from is None:
+            return
+        r, usage, before = self._r, reply.usage, self._cut_from
+        self._cut_from = None
+        turn, index = self.tally.turns, self.job.index
+        r.emit(ContextCompacted(r.clock(), r.run, index, turn, before, usage.prompt_tokens, usage.cached_tokens))
 
     async def _send(self, shape: RequestShape) -> Reply:
         r, ticket, left = self._r, self.ticket, self.turns_left()
@@ -181,11 +232,12 @@ class AgentContext:
             await self._trail.settle()  # before more is built on it
             ticket = r.limiter.claim(self.progress, self.tally.turns)
         self.ticket = None
-        request = ModelRequest(shape, self.conversation, self.job.job_id, left, self.job.index)
+        request = ModelRequest(shape, self._history.asked, self.job.job_id, left, self.job.index)
         # On the last turn no tool will be run, so there is nothing to start early.
         last = r.max_turns is not None and left <= 1
         may_stream = r.early_tools and shape.tools and shape.tool_choice != "none" and not last
-        early = EarlyCalls(r.tools) if may_stream and r.streaming.wants_next() else None
+        streams = may_stream and r.streaming.wants_next()
+        early = EarlyCalls(r.tools, self.job, self.tally.turns + 1) if streams else None
         try:
             reply = await take_turn(r, request, self.job.index, self.tally, ticket, early)
         except BaseException as error:
@@ -225,7 +277,7 @@ class AgentContext:
         try:
             if new:
                 self._leave_record()
-                await run_calls(self._r, trail, self.job.index, self.tally.turns, new, known, self._early)
+                await run_calls(self._r, trail, self.job, self.tally.turns, new, known, self._early)
         finally:
             if new:
                 self.tally.tool_wait += self._loop.time() - began
@@ -239,7 +291,7 @@ class AgentContext:
             if place not in known:
                 break
             texts.append(known[place])
-            self.conversation.append(Message("tool", known[place], tool_call_id=call.id, tool_name=call.name))
+            self._history.append(Message("tool", known[place], tool_call_id=call.id, tool_name=call.name))
         return texts
 
     def _refuse(self, count: int, first: int, known: dict[int, str]) -> None:

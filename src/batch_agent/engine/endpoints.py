@@ -105,7 +105,7 @@ class Endpoints:
         if kind is None:
             ticket.failures += 1
             self._is_alive(endpoint, ticket, now - ticket.sent_at)
-            if isinstance(error, Rejected) and not isinstance(error, ContextOverflow):
+            if isinstance(error, Rejected) and not isinstance(error, ContextOverflow) and not ticket.chore:
                 self._refused(endpoint, ticket, error)
             return
         if kind == "overload":

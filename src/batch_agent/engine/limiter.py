@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from batch_agent.engine.endpoints import Endpoints, OnHealth, OnLimit
+from batch_agent.engine.inlet import Inlet
 from batch_agent.errors import Interrupted
 from batch_agent.events import Ended
 from batch_agent.scheduler.core import Scheduler, Ticket
@@ -28,6 +29,7 @@ class Feed:
         self.closed = False  # no new agents, ever
         self.ended = False  # every input was read
         self.rows: int | None = None  # still to be started; None where nobody knows how many
+        self.inlet: Inlet | None = None  # where its rows come from runs that share this limiter
         self.room: asyncio.Future[None] | None = None
 
     async def wait_room(self) -> bool:
@@ -38,6 +40,15 @@ class Feed:
             self.room = asyncio.get_running_loop().create_future()
             await self.room
         return False
+
+    def take_from(self, inlet: Inlet) -> None:
+        """What is not there yet is not counted: it comes from rows that are."""
+        self.inlet, self.rows = inlet, 0
+
+    def yields(self, slots: int | None) -> bool:
+        """Whether it leaves its room to others."""
+        inlet = self.inlet
+        return inlet is not None and inlet.patient and (slots is None or inlet.waiting + 1 < slots)
 
     def expect(self, rows: int | None) -> None:
         self.rows = rows
@@ -273,8 +284,12 @@ class Limiter:
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
                 self.endpoints.sent(ticket)
-        hungry = [feed for feed in self._feeds if feed.room is not None]
+        # The youngest first: what comes of others' results, and brings the whole to its end.
+        hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]
         if hungry and scheduler.has_room():
+            if len(hungry) > 1:
+                slots = scheduler.slots
+                hungry.sort(key=lambda feed: feed.yields(slots))
             for feed in hungry:
                 feed.wake()
         elif self.endpoints.doubts and scheduler.idle and (self._all_fed or scheduler.is_full):
@@ -285,7 +300,7 @@ class Limiter:
 
     @property
     def _all_fed(self) -> bool:
-        return all(feed.ended for feed in self._feeds)
+        return all(feed.ended or (feed.inlet is not None and feed.room is None) for feed in self._feeds)
 
 
 def _wake(sleeper: asyncio.Future[None]) -> None:

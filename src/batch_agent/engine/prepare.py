@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
@@ -15,16 +17,20 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.endpoints import NEVER_ANSWERED
 from batch_agent.engine.shapes import Shapes, build_shapes
 from batch_agent.errors import BackendError, RunRejected, RunUnreachable, SpecError, Timeout
+from batch_agent.observe.text import rows
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.spec import BatchSpec
+from batch_agent.store.rundir import read_run
 from batch_agent.tools.base import Tool, resolve_tools
 
 PAUSE = 2.0  # seconds between two questions for the model's name, at the most
 AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # alive at once, where the user names no number
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Prepared:
+    """A run that has not begun. Printed, it says what would be sent."""
+
     spec: BatchSpec
     backend: Backend
     model: str | None  # None: the backend is asked when the run starts
@@ -35,6 +41,20 @@ class Prepared:
     max_inflight: int | None
     max_agents: int | None
     prices: Prices | None  # None: what a token costs is not known
+    summaries: tuple[Backend, str | None] | None = None  # who writes them, where that is a model, and its name
+
+    def __str__(self) -> str:
+        from batch_agent.engine.dryrun import DryRun
+
+        return DryRun.untouched(self).to_text()
+
+    def __repr__(self) -> str:
+        total = "rows" if self.plan.total is None else rows(self.plan.total)
+        model = self.model or "its model"
+        return f"<Prepared: {total} for {model} at {self.backend.name}; print it for what would be sent>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
@@ -43,6 +63,8 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     where = spec.runtime if spec.backend is None else spec.backend
     backend, model = open_backend(where, model=spec.model, api_key=spec.api_key, sends=sends)
     tools = resolve_tools(spec.tools)
+    if not isinstance(spec.predictive_prewarm, bool):
+        read_run(Path(spec.predictive_prewarm))  # is there one?
     specs = tuple(tool.spec for tool in tools)
     schema = OutputSchema.of(spec.output_schema)
     shapes = build_shapes(spec, model or "", specs, schema, backend.capabilities)
@@ -53,7 +75,15 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     agents = spec.max_agents if spec.given("max_agents") else _enough_agents(inflight)
     prices = find_prices(spec.prices, model=model, backend=backend.name)
     _check_budget(spec, prices, model, backend.name)
-    return Prepared(spec, _cached(spec, backend), model, tools, schema, shapes, plan, inflight, agents, prices)
+    answering = _cached(spec, backend)
+    summaries = _summaries(spec, answering, sends=sends)
+    return Prepared(spec, answering, model, tools, schema, shapes, plan, inflight, agents, prices, summaries)
+
+
+def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backend, str | None] | None:
+    if spec.compaction_backend is not None:
+        return open_backend(spec.compaction_backend, model=spec.compaction_model, api_key=None, sends=sends)
+    return None if spec.compaction_model is None else (backend, spec.compaction_model)
 
 
 def _enough_agents(max_inflight: int | None) -> int | None:
@@ -85,15 +115,20 @@ async def choose_model(prepared: Prepared) -> Prepared:
     """The one model an entered backend serves, where the user named none."""
     if prepared.model is not None:
         return prepared
+    return with_model(prepared, await only_model(prepared.backend, prepared.spec, "model"))
+
+
+async def only_model(backend: Backend, spec: BatchSpec, option: str) -> str:
+    """``option`` is what would name one."""
     try:
-        names = await _ask_for_models(prepared.backend, prepared.spec)
+        names = await _ask_for_models(backend, spec)
     except BackendError as error:
         if error.retryable:
             raise RunUnreachable(f"the server never answered: {error}") from None
-        raise RunRejected(f"no model is named, and asking {prepared.backend.name} for one failed: {error}") from None
+        raise RunRejected(f"no model is named, and asking {backend.name} for one failed: {error}") from None
     if len(names) != 1:
-        raise SpecError(f"model: {prepared.backend.name} serves {', '.join(names) or 'none'}; name one with model=")
-    return with_model(prepared, names[0])
+        raise SpecError(f"{option}: {backend.name} serves {', '.join(names) or 'none'}; name one with {option}=")
+    return names[0]
 
 
 def with_model(prepared: Prepared, name: str) -> Prepared:

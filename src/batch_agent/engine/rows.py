@@ -1,4 +1,4 @@
-"""Inputs read as they are needed: a list, an iterator, a generator or their async kin."""
+"""Inputs read as they are needed: a list, an iterator, a generator, their async kin, or what another run hands on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import AsyncIterable, Iterable
 from itertools import islice
 
 from batch_agent.engine.cancellation import cancelled_by_us
+from batch_agent.engine.inlet import Inlet
+from batch_agent.files.read import LazyRows
 from batch_agent.foreign import describe
 
 _END = object()
@@ -16,10 +18,17 @@ class Rows:
     """A plain iterator is advanced on the event loop: one that waits for something should be async."""
 
     def __init__(self, inputs: Iterable[object] | AsyncIterable[object]) -> None:
+        self._file = inputs if isinstance(inputs, LazyRows) else None
+        self.inlet = inputs if isinstance(inputs, Inlet) else None
         self._async = aiter(inputs) if isinstance(inputs, AsyncIterable) else None
         self._plain = iter(()) if isinstance(inputs, AsyncIterable) else iter(inputs)
         self._peeked: list[object] = []
         self.seen = False  # there was at least one
+
+    @property
+    def waiting(self) -> int | None:
+        """Rows that are there to be read; None where nobody knows."""
+        return None if self.inlet is None else self.inlet.waiting
 
     async def peek(self) -> list[object]:
         """The first input, or nothing; ``read`` gives it again."""
@@ -41,6 +50,11 @@ class Rows:
             raise RuntimeError(f"the inputs ended in {describe(error)}") from error
         self.seen = self.seen or bool(values)
         return values
+
+    def close(self) -> None:
+        """Nobody reads on; a generator of the user's own is the user's to close."""
+        if self._file is not None:
+            self._file.close()
 
     async def _next(self) -> list[object]:
         assert self._async is not None

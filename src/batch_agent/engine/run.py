@@ -11,7 +11,8 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
@@ -24,8 +25,10 @@ from batch_agent.engine.agent import bounded
 from batch_agent.engine.batch import Batch
 from batch_agent.engine.cancellation import outlast
 from batch_agent.engine.clock import Clock
+from batch_agent.engine.compacting import open_compactor
 from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
+from batch_agent.engine.foresight import Foresight, open_foresight
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.loop import tool_loop
 from batch_agent.engine.prepare import Prepared, choose_model
@@ -36,6 +39,7 @@ from batch_agent.engine.spending import Spending
 from batch_agent.engine.turn import Resources
 from batch_agent.errors import RunRejected, RunUnreachable, SpecError
 from batch_agent.events import (
+    DrainStarted,
     Ended,
     HealthChanged,
     LimitChanged,
@@ -44,7 +48,7 @@ from batch_agent.events import (
     RunStarted,
     Sink,
 )
-from batch_agent.job import AgentResult
+from batch_agent.job import AgentResult, Placed
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
@@ -85,23 +89,32 @@ class Run(Generic[T]):
         clock = Clock() if within is None else within.clock
         self._metrics = Metrics(clock)
         self._emit = Sinks([self._metrics, *sinks] if within is None else [self._metrics, *sinks, within.emit])
-        self.shared = Shared(clock, self._emit, *self._slots_and_budget(within))
+        self.shared = self._share(clock, within)
         self._feed = self.shared.limiter.feed(self._stop_feeding)
         self._backlogs: set[str] = set()
         self._delivery: Delivery[object] = Delivery(prepared.spec.on_result, partial(self._backlog, "delivery"))
         self._rows = Rows(prepared.spec.inputs)
+        if self._rows.inlet is not None:
+            self._feed.take_from(self._rows.inlet)
         self._batch: Batch | None = None
+        self._foresight: Foresight | None = None
         self._session: Session | None = None  # its own
         self._supervisor: asyncio.Task[None] | None = None
         self._feeder: asyncio.Task[None] | None = None
         self._cancelled = False
         self._failed_by: BaseException | None = None
 
-    def _slots_and_budget(self, within: Shared | None) -> tuple[Limiter, Spending]:
-        if within is not None:
-            return within.limiter, within.spending
+    def _share(self, clock: Clock, within: Shared | None) -> Shared:
+        """Slots belong to a backend, money to the whole."""
+        name = self._prepared.backend.name
+        limiters = {} if within is None else within.limiters
+        limiter = limiters.get(name) or limiters.setdefault(name, self._new_limiter())
+        spending = self._new_spending(limiter, limiters) if within is None else within.spending
+        return Shared(clock, self._emit, limiter, spending, limiters)
+
+    def _new_limiter(self) -> Limiter:
         prepared = self._prepared
-        limiter = Limiter(
+        return Limiter(
             prepared.max_inflight,
             prepared.max_agents,
             self._limit_changed,
@@ -109,10 +122,14 @@ class Run(Generic[T]):
             max_outage=prepared.spec.max_outage,
             on_health=self._health_changed,
         )
-        spending = Spending(
-            prepared.spec, prepared.prices, limiter, self._out_of_budget, lambda: limiter.refuse_now(self._too_late)
-        )
-        return limiter, spending
+
+    def _new_spending(self, limiter: Limiter, limiters: Mapping[str, Limiter]) -> Spending:
+        def time_is_up() -> None:
+            for each in limiters.values():
+                each.refuse_now(self._too_late)
+
+        prepared = self._prepared
+        return Spending(prepared.spec, prepared.prices, limiter, self._out_of_budget, time_is_up)
 
     # What a user does with a run
 
@@ -132,6 +149,7 @@ class Run(Generic[T]):
         assert self._supervisor is not None
         self.stop()
         await outlast(self._supervisor)
+        self._rows.close()
 
     async def results(self) -> AsyncGenerator[AgentResult[T], None]:
         """Each result as it finishes. Raises what the run failed with, after the results that came before it."""
@@ -150,17 +168,20 @@ class Run(Generic[T]):
         return self._prepared.schema
 
     def statistics(self) -> Statistics:
-        return self._metrics.statistics()
+        statistics = self._metrics.statistics()
+        return replace(statistics, prewarm=self._foresight.statistics()) if self._foresight is not None else statistics
 
     def tool_statistics(self) -> dict[str, ToolStatistics]:
         return self.shared.pool.statistics() if self.shared.pool is not None else {}
 
     def pause(self) -> None:
         """Send nothing more until ``resume``; requests on their way and tools go on."""
-        self.shared.limiter.pause()
+        for limiter in self.shared.limiters.values():
+            limiter.pause()
 
     def resume(self) -> None:
-        self.shared.limiter.resume()
+        for limiter in self.shared.limiters.values():
+            limiter.resume()
 
     def resize(self, max_inflight: int | None) -> None:
         """Change ``max_inflight``. Lowered, it is reached as answers come in; nothing is interrupted."""
@@ -170,7 +191,9 @@ class Run(Generic[T]):
 
     def drain(self) -> None:
         """Start nothing new; agents under way finish, and ``results`` ends after them."""
-        self._feed.close()
+        if not self._feed.closed:
+            self._emit(DrainStarted(self.shared.clock(), self.id))
+            self._feed.close()
 
     def cancel(self) -> None:
         """Stop now. Agents under way end as failed results of type Interrupted."""
@@ -181,7 +204,8 @@ class Run(Generic[T]):
         """Nobody wants the results any more: not one more request leaves, and everything under way is cancelled."""
         self._feed.close()
         if self._outer is None:
-            self.shared.limiter.stop()
+            for limiter in self.shared.limiters.values():
+                limiter.stop()
         if self._supervisor is not None:
             self._supervisor.cancel()
 
@@ -213,7 +237,8 @@ class Run(Generic[T]):
         finally:
             self._feed.close()
             if self._outer is None:
-                self.shared.limiter.close()
+                for limiter in self.shared.limiters.values():
+                    limiter.close()
             reason = self._why(ended)
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
             failure = await self._end_session(ended, reason, failure) or failure
@@ -228,7 +253,7 @@ class Run(Generic[T]):
     async def _check_first(self) -> None:
         """Before anything is sent: is there an input, and does it have the task's fields?"""
         for value in await self._rows.peek():
-            self._prepared.plan.check_first(value)
+            self._prepared.plan.check_first(value.value if isinstance(value, Placed) else value)
         if self._prepared.plan.warning and self._worker is None:  # a worker may read its rows in its own way
             logger.warning("%s", self._prepared.plan.warning)
 
@@ -236,9 +261,14 @@ class Run(Generic[T]):
         spec, shared = prepared.spec, self.shared
         if self._prepared.model is None and prepared.model is not None:
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
+        shared.spending.set_prices(prepared.shapes, prepared.prices)
         record = await self._begin_record(prepared)
-        async with self._tools(prepared) as pool:
-            shared.pool = pool
+        async with (
+            self._tools(prepared) as pool,
+            open_foresight(spec, pool) as foresight,
+            AsyncExitStack() as extent,
+        ):
+            shared.pool, self._foresight = pool, foresight
             resources = Resources(
                 backend=prepared.backend,
                 limiter=shared.limiter,
@@ -259,7 +289,9 @@ class Run(Generic[T]):
                     and prepared.backend.capabilities.streaming
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
+                foresight=foresight,
             )
+            resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
             self._batch = batch = Batch(
                 self._rows,
                 prepared.plan,
@@ -269,6 +301,7 @@ class Run(Generic[T]):
                 record,
                 self._work_on,
                 asks_first=self._worker is None,
+                parts_record=self._record_of_parts(prepared),
             )
             async with self._budget(), asyncio.TaskGroup() as agents:
                 self._feeder = agents.create_task(batch.feed(agents))
@@ -290,6 +323,10 @@ class Run(Generic[T]):
         self.shared.session = self._session
         return self._session
 
+    def _record_of_parts(self, prepared: Prepared) -> Record | None:
+        session = self.shared.session
+        return None if session is None else session.part(fingerprint_of(prepared, self._worker))
+
     @asynccontextmanager
     async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:
         """The outer run's pool, where that has the same tools; so that they share calls, results and limits."""
@@ -297,9 +334,14 @@ class Run(Generic[T]):
         if outer is not None and outer.has(prepared.tools):
             yield outer
             return
-        spawn, limiter = asyncio.get_running_loop().create_task, self.shared.limiter
-        timeout = prepared.spec.timeout_per_tool
-        async with ToolPool(prepared.tools, timeout=timeout, spawn=spawn, on_waiting=limiter.set_at_tools) as pool:
+        spec = prepared.spec
+        async with ToolPool(
+            prepared.tools,
+            timeout=spec.timeout_per_tool,
+            spawn=asyncio.get_running_loop().create_task,
+            on_waiting=self.shared.limiter.set_at_tools,
+            prewarm_max_age=spec.prewarm_max_age if spec.predictive_prewarm else None,
+        ) as pool:
             yield pool
 
     @asynccontextmanager
@@ -361,7 +403,8 @@ class Run(Generic[T]):
 
     def _out_of_budget(self, limit: str) -> None:
         logger.warning("out of budget: %s; calls in flight finish and no new one is sent", limit)
-        self.shared.limiter.drain()
+        for limiter in self.shared.limiters.values():
+            limiter.drain()
 
     @property
     def _too_late(self) -> str:

@@ -33,12 +33,13 @@ class Sinks:
 
 @dataclass(slots=True, eq=False)
 class Shared:
-    """``pool`` and ``session`` are there while the outermost run is at work, the session only where it has a run
-    directory."""
+    """``limiters`` are those of all backends, by name; ``limiter`` is this run's. ``pool`` and ``session`` are there
+    while the outermost run is at work, the session only where it has a run directory."""
 
     clock: Clock
     emit: Sink
     limiter: Limiter
     spending: Spending
+    limiters: dict[str, Limiter]
     pool: ToolPool | None = None
     session: Session | None = None

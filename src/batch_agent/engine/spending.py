@@ -21,6 +21,7 @@ from batch_agent.compiler.budget import content_bytes, size_bytes
 from batch_agent.compiler.plan import tool_text
 from batch_agent.compiler.prices import Prices
 from batch_agent.engine.limiter import Limiter
+from batch_agent.engine.shapes import Shapes
 from batch_agent.errors import BackendError, Interrupted
 from batch_agent.messages import Usage
 from batch_agent.scheduler.budget import Amount, Estimator, Ledger, TimeShare
@@ -34,6 +35,7 @@ MESSAGE_BYTES = 16  # a role, an id and the marks that a template writes around 
 class Call:
     """One request from its reservation to its settlement."""
 
+    prices: Prices | None = None
     prompt_bytes: int = 0
     max_tokens: int | None = None
     amount: Amount = NOTHING  # reserved for it
@@ -69,6 +71,7 @@ class Spending:
         self._time_limit = ""
         self._estimator = Estimator()
         self._shares = TimeShare()
+        self._prices_of: WeakKeyDictionary[RequestShape, Prices | None] = WeakKeyDictionary()
         self._shape_bytes: WeakKeyDictionary[RequestShape, int] = WeakKeyDictionary()
         self._waiters: deque[tuple[Call, asyncio.Future[None]]] = deque()
         self.time_is_up = False
@@ -114,22 +117,28 @@ class Spending:
         if self._timer is not None:
             self._timer.cancel()
 
+    def set_prices(self, shapes: Shapes, prices: Prices | None) -> None:
+        """What requests of these shapes cost: those of a run inside may go to another model."""
+        for shape in (shapes.first, shapes.later, shapes.repair):
+            self._prices_of[shape] = prices
+
     async def reserve(self, request: ModelRequest) -> Call:
         """Until the call may be sent. Raises Interrupted when it may not."""
+        prices = self._prices_of.get(request.shape, self._prices)
         if self._counting:
-            call = Call(self._prompt_bytes(request), request.shape.max_tokens)
+            call = Call(prices, self._prompt_bytes(request), request.shape.max_tokens)
             await self._wait(call)
         else:
             if self.time_is_up:
                 raise self.refusal()
-            call = Call()
+            call = Call(prices)
         if self._per_second:
             call.share = self._shares.begin(asyncio.get_running_loop().time())
         return call
 
     def settle(self, call: Call, usage: Usage, *, cached: bool = False) -> float | None:
         """The answer is there. What it cost, in $, where that is known."""
-        cost = self._prices.cost(usage) if self._prices is not None else None
+        cost = call.prices.cost(usage) if call.prices is not None else None
         spent = _amount(usage, cost)
         if self._counting and not cached:
             self._estimator.learn(call.prompt_bytes, usage)
@@ -201,7 +210,7 @@ class Spending:
     def _expected(self, call: Call) -> Amount:
         alone = not self._ledger.in_flight
         expected = self._estimator.expect(call.prompt_bytes, call.max_tokens, alone=alone)
-        return _amount(expected, self._prices.cost(expected) if self._prices is not None else None)
+        return _amount(expected, call.prices.cost(expected) if call.prices is not None else None)
 
     def refusal(self) -> Interrupted:
         """What an agent ends with whose next call comes after the run's time is up."""

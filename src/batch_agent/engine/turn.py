@@ -10,16 +10,18 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.cancellation import cancelled_by_us
+from batch_agent.engine.foresight import Foresight
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
 from batch_agent.errors import BackendError, BadResponse, OutputError, Timeout, Unavailable
 from batch_agent.events import Sink, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
-from batch_agent.job import Timings
+from batch_agent.job import Job, Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.scheduler.core import SUSPECT, Ticket
@@ -27,6 +29,9 @@ from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
 from batch_agent.scheduler.streaming import Streaming
 from batch_agent.store.steps import Spent
 from batch_agent.tools.pool import PendingCall, ToolPool
+
+if TYPE_CHECKING:
+    from batch_agent.engine.compacting import Compactor
 
 # Calls of one answer that are run. Models that plan ask for a handful at once; one that writes hundreds is in a loop,
 # and each of its calls would be a task, an outcome in the record and a message in the conversation.
@@ -53,6 +58,8 @@ class Resources:
     timeout_per_turn: float | None
     early_tools: bool  # start a tool while the model is still talking
     streaming: Streaming = field(default_factory=Streaming)
+    foresight: Foresight | None = None
+    compactor: Compactor | None = None  # None: what is asked is never cut
     chance: Callable[[], float] = random.random
 
 
@@ -116,12 +123,14 @@ class EarlyCalls:
     """Tool calls started while their answer was still being streamed, by call id."""
 
     pool: ToolPool
+    job: Job
+    turn: int
     started: dict[str, PendingCall] = field(default_factory=dict)
 
     def __call__(self, call: ToolCall) -> None:
         # A write waits for the end of the answer: an answer that breaks off is asked for again.
         if len(self.started) < MOST_CALLS and self.pool.can_start_early(call.name):
-            self.started[call.id] = self.pool.start(call)
+            self.started[call.id] = self.pool.start(call, self.job, self.turn)
 
     def gained(self, now: float) -> float:
         """Seconds for which the longest of them has been running."""

@@ -6,12 +6,9 @@ A dataset on disk is a folder of Arrow files and two JSON files that describe th
 
 from __future__ import annotations
 
-import base64
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from datetime import date, datetime, time, timedelta
-from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol, Self
@@ -19,6 +16,7 @@ from typing import Protocol, Self
 import orjson
 
 from batch_agent.errors import SpecError
+from batch_agent.files.cells import plain
 from batch_agent.files.extras import extra
 from batch_agent.files.reading import Reading
 from batch_agent.files.rows import Row
@@ -133,30 +131,9 @@ def _rows(path: Path, batches: Iterable[_Batch], pyarrow: ModuleType) -> Iterato
     try:
         for batch in batches:
             for row in batch.to_pylist():
-                yield {name: _plain(value) for name, value in row.items()}
+                yield {name: plain(value) for name, value in row.items()}
     except (OSError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
-
-
-def _plain(value: object) -> object:
-    match value:
-        case None | str() | int() | float():
-            return value
-        case dict():
-            return {str(name): _plain(item) for name, item in value.items()}
-        case list() | tuple():
-            return [_plain(item) for item in value]
-        case bytes():
-            try:
-                return value.decode()
-            except UnicodeDecodeError:
-                return base64.b64encode(value).decode("ascii")
-        case datetime() | date() | time():
-            return value.isoformat()
-        case timedelta():
-            return value.total_seconds()
-        case Decimal() | _:
-            return str(value)
 
 
 def _unreadable(path: Path, error: Exception) -> SpecError:

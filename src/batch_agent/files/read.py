@@ -19,7 +19,7 @@ from batch_agent.files.compression import format_of
 from batch_agent.files.folder import open_folder
 from batch_agent.files.json_array import parse_json
 from batch_agent.files.reading import Reading
-from batch_agent.files.rows import Row, parse_jsonl
+from batch_agent.files.rows import Row, parse_jsonl, parse_text
 from batch_agent.files.source import Source
 from batch_agent.files.table import parse_csv, parse_tsv
 
@@ -27,20 +27,24 @@ AT_ONCE_BYTES = 16 * 2**20
 COMPRESSION = 8  # text may be this much larger than its compressed file
 
 _Parser: TypeAlias = Callable[[Iterable[bytes], str], Iterator[Row]]
-_LINE_PARSERS: dict[str, _Parser] = {
+LINE_PARSERS: dict[str, _Parser] = {
     ".jsonl": parse_jsonl,
     ".ndjson": parse_jsonl,
     ".csv": parse_csv,
     ".tsv": parse_tsv,
+    ".txt": parse_text,
 }
-KNOWN = (*_LINE_PARSERS, ".json", ".parquet")
+KNOWN = (*LINE_PARSERS, ".json", ".parquet")
+PARSERS = {**LINE_PARSERS, ".text": parse_text}  # the last where somebody says that it is text
+SPREADSHEETS = (".xlsx", ".xls", ".ods")
 
 
 def read_inputs(
-    path: str | Path, limit: int | None = None, *, at_once_bytes: int = AT_ONCE_BYTES
+    path: str | Path, limit: int | None = None, *, kind: str | None = None, at_once_bytes: int = AT_ONCE_BYTES
 ) -> list[Row] | LazyRows:
-    """The rows of a file or directory, the first ``limit`` of them, for ``BatchAgent.run(inputs=…)``."""
-    reading = _open(Path(path))
+    """The rows of a file or directory, the first ``limit`` of them, for ``BatchAgent.run(inputs=…)``. ``kind`` is one
+    of PARSERS, in place of the path's extension."""
+    reading = _open(Path(path), kind)
     if reading.memory_bytes > at_once_bytes:
         return LazyRows(reading, limit)
     try:
@@ -49,7 +53,7 @@ def read_inputs(
         reading.close()
 
 
-def _open(path: Path) -> Reading:
+def _open(path: Path, asked: str | None) -> Reading:
     try:
         status = path.stat()
     except OSError as error:
@@ -57,12 +61,15 @@ def _open(path: Path) -> Reading:
     if stat.S_ISDIR(status.st_mode):
         return open_dataset(path) if is_dataset(path) else open_folder(path)
     kind, compression = format_of(path)
+    kind = asked or kind
     if kind == ".parquet" and not compression:
         return open_parquet(path)
-    if kind != ".json" and kind not in _LINE_PARSERS:
+    if kind in SPREADSHEETS:
+        raise SpecError(f"{path} is a spreadsheet, which is not read: save it as CSV. There are {' '.join(KNOWN)}")
+    if kind != ".json" and kind not in PARSERS:
         raise SpecError(f"cannot tell what kind of rows {path} holds; rename it to one of {' '.join(KNOWN)}")
     source = Source(path)
-    parts, parse = (source.chunks(), parse_json) if kind == ".json" else (source.lines(), _LINE_PARSERS[kind])
+    parts, parse = (source.chunks(), parse_json) if kind == ".json" else (source.lines(), PARSERS[kind])
 
     def expected(taken: int) -> int:
         return max(taken, round(taken / max(source.fraction_read(), 1e-9)))
@@ -77,14 +84,15 @@ class LazyRows(Iterator[Row]):
     def __init__(self, reading: Reading, limit: int | None = None) -> None:
         self._reading, self._limit = reading, limit
         self._taken = 0
-        self._closed = False
+        self._expected: int | None = 0  # how many there are, once nothing more is read
         try:
             # What is wrong with the whole file (its header, say) shows at its first row: take it now.
-            first = list(itertools.islice(reading.rows, 1))
+            self.first = list(itertools.islice(reading.rows, 1))[:limit]  # for those who only look
         except SpecError:
             reading.close()
             raise
-        self._rows = itertools.islice(itertools.chain(first, reading.rows), limit)
+        self._expected = None
+        self._rows = itertools.islice(itertools.chain(self.first, reading.rows), limit)
 
     def __next__(self) -> Row:
         try:
@@ -92,18 +100,24 @@ class LazyRows(Iterator[Row]):
         except SpecError as error:  # too late for one: jobs have started
             raise BatchAgentError(f"after {self._taken:,} rows: {error}") from None
         if row is None:
-            self.close()
+            self._end(self._taken)
             raise StopIteration
         self._taken += 1
         return row
 
     def close(self) -> None:
-        self._closed = True
-        self._reading.close()
+        if self._expected is None:
+            self._end(self.expected_rows())
+
+    __del__ = close
 
     def expected_rows(self) -> int:
         """How many there are, judged by those read so far; exact at the end."""
-        if self._closed:
-            return self._taken
+        if self._expected is not None:
+            return self._expected
         expected = self._reading.expected(self._taken)
         return expected if self._limit is None else min(expected, self._limit)
+
+    def _end(self, expected: int) -> None:
+        self._expected = expected
+        self._reading.close()

@@ -37,6 +37,10 @@ def result_line(result: AgentResult[object]) -> bytes:
         record["cost"] = result.cost
     if result.repaired:
         record["repaired"] = True
+    if result.chunks > 1:
+        record["chunks"] = result.chunks
+    if result.shortened:
+        record["shortened"] = True
     if not result.ok:
         record["raw_text"] = result.raw_text
     return record_line(record)
@@ -57,7 +61,7 @@ def record_line(record: Mapping[str, object]) -> bytes:
 def plainly(result: AgentResult[object], schema: OutputSchema[object] | None) -> AgentResult[object]:
     """The result with its output as its schema writes it, which may be more than JSON can tell by itself; or as a
     failure, where it cannot be written."""
-    if schema is None or result.output is None:
+    if schema is None or not result.ok or result.output is None:
         return result
     try:
         return dataclasses.replace(result, output=schema.to_plain(result.output))
@@ -69,7 +73,7 @@ def plainly(result: AgentResult[object], schema: OutputSchema[object] | None) ->
 
 def unwritten(result: AgentResult[object], error: Invalid) -> AgentResult[object]:
     """The result as a failure, for one whose output cannot be written."""
-    return dataclasses.replace(result, ok=False, output=None, error=AgentError.of(error))
+    return result.as_failure(AgentError.of(error))
 
 
 def to_json(value: object) -> bytes:

@@ -33,6 +33,16 @@ def parse_jsonl(lines: Iterable[bytes], name: str) -> Iterator[Row]:
             yield row
 
 
+def parse_text(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+    """Each line a row, blank ones left out."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield line.decode().rstrip("\r\n")
+            except UnicodeDecodeError:
+                yield UnreadableRow(f"{name} line {number} is not UTF-8")
+
+
 def parse_line(line: bytes, where: str) -> Row | None:
     """None for a blank line."""
     if not line.strip():

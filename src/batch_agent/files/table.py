@@ -51,16 +51,19 @@ def refuse_twice(columns: list[str], name: str) -> None:
 
 def _parse(lines: Iterable[bytes], name: str, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(CELL_CHARACTERS)
-    # A byte that is not UTF-8 must spoil its own row only.
-    reader = csv.reader((line.decode("utf-8", "surrogateescape") for line in lines), delimiter=delimiter)
+    source = _Lines(lines)
+    reader = csv.reader(source, delimiter=delimiter)
     try:
         first = next(reader, None)
     except csv.Error as error:
         raise SpecError(f"{name}: its first line is not one of names: {_in_words(error)}") from None
     if first is None:
         return
+    _refuse_unclosed(source, name, 1)
+    _refuse_other_delimiter(first, name, delimiter)
     header = _Header(first, name)
     while True:
+        begins = reader.line_num + 1
         try:
             cells = next(reader, None)
         except csv.Error as error:
@@ -68,8 +71,38 @@ def _parse(lines: Iterable[bytes], name: str, delimiter: str) -> Iterator[Row]:
             continue
         if cells is None:
             return
+        _refuse_unclosed(source, name, begins)
         if cells:
             yield header.row(cells, reader.line_num)
+
+
+class _Lines(Iterator[str]):
+    """Lines of text that remember whether more were asked for than there are: inside a row, that is a quote which is
+    never closed."""
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self._lines = iter(lines)
+        self.ended = False
+
+    def __next__(self) -> str:
+        for line in self._lines:
+            return line.decode("utf-8", "surrogateescape")  # a byte that is not UTF-8 must spoil its own row only
+        self.ended = True
+        raise StopIteration
+
+
+def _refuse_unclosed(source: _Lines, name: str, line: int) -> None:
+    if source.ended:
+        raise SpecError(f"{name} line {line}: a quote opens in this row and is not closed before the file ends")
+
+
+def _refuse_other_delimiter(first: list[str], name: str, delimiter: str) -> None:
+    """A line of names that is one name, with what separates cells elsewhere in it."""
+    others = {";": "semicolons", "\t": "tabs", ",": "commas"}
+    used = next((mark for mark in others if mark != delimiter and len(first) == 1 and mark in first[0]), None)
+    if used is not None:
+        save = "save it with commas" if used == ";" else "name it .tsv" if used == "\t" else "name it .csv"
+        raise SpecError(f"{name} line 1: its columns are separated by {others[used]}, not {others[delimiter]}: {save}")
 
 
 def _in_words(error: csv.Error) -> str:

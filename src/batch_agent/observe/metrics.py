@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from batch_agent.errors import Interrupted
 from batch_agent.events import (
+    AnswerRejected,
+    DrainStarted,
     Ended,
     Event,
     HealthChanged,
@@ -29,10 +31,12 @@ from batch_agent.events import (
     TurnStarted,
 )
 from batch_agent.messages import Usage
+from batch_agent.observe.history import History, Pace
 
 WINDOW = 30  # seconds over which the recent rate is taken
 RECENT_ERRORS = 5
 MESSAGE_CHARACTERS = 500
+TOOLS = 64  # that are counted by name: a model may invent any number of names
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,25 @@ class RecentError:
 
 
 @dataclass(frozen=True, slots=True)
+class RecentResult:
+    """A row that is done, in a few words: its output, or its error."""
+
+    index: int
+    ok: bool
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """A tool's calls that are over. ``seconds`` are those of the ones that ran, summed."""
+
+    calls: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Outage:
     """A server that does not answer. Seconds."""
 
@@ -55,6 +78,20 @@ class Outage:
     lasted: float
     next_trial: float  # from now; 0 while one is on its way
     reason: str  # its latest failure
+
+
+@dataclass(frozen=True, slots=True)
+class Prewarm:
+    """Tool calls that were ``begun`` before a model asked for them, those that one then asked for (``hits``), and calls
+    that had to run although they could have been begun before (``misses``)."""
+
+    begun: int
+    hits: int
+    misses: int
+
+    @property
+    def wasted(self) -> int:
+        return self.begun - self.hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +122,22 @@ class Statistics:
     tool_shared: int = 0
     tool_cached: int = 0
     tool_errors: int = 0
+    prewarm: Prewarm | None = None  # where calls are begun before a model asks for them
+    tools: Mapping[str, ToolUse] = field(default_factory=dict)
+    rejected: int = 0  # answers that did not validate, and were asked for again
+    last_rejected: RecentError | None = None
     inference_seconds: float = 0.0  # slot-seconds of the turns that are over
     tool_wait_seconds: float = 0.0  # agent-seconds without a slot while a tool was running
     elapsed: float = 0.0
-    recent_rate: float = 0.0  # rows per second
+    recent_rate: float = 0.0  # rows of this session per second
+    pace: Pace = field(default_factory=Pace)
+    row_seconds: float | None = None  # that a row takes from start to end, the mean of this session
+    youngest: float = 0.0  # seconds since the latest row began
+    draining: bool = False  # no new row starts
     peak_running: int = 0
     max_inflight: int | None = None
     recent_errors: tuple[RecentError, ...] = ()  # the latest last
+    recent_results: tuple[RecentResult, ...] = ()  # the latest last; for whoever sees results to fill in
     outages: tuple[Outage, ...] = ()  # of now
     outage_seconds: float = 0.0  # that a server was down, all outages together
     ended: Ended | None = None
@@ -106,16 +152,36 @@ class Statistics:
         return self.tool_runs + self.tool_shared + self.tool_cached
 
     @property
+    def fresh(self) -> int:
+        """Rows done in this session."""
+        return self.done - self.resumed
+
+    @property
+    def alive(self) -> int:
+        return self.running + self.waiting_on_tools + self.backing_off + self.queued
+
+    @property
+    def left(self) -> int | None:
+        """Rows that this session is still to do; None where nobody knows."""
+        if self.draining:
+            return self.alive
+        return None if self.total is None else max(0, self.total - self.done)
+
+    @property
     def overall_rate(self) -> float:
-        return self.done / self.elapsed if self.elapsed > 0 else 0.0
+        return self.fresh / self.elapsed if self.elapsed > 0 else 0.0
 
     @property
     def eta(self) -> float | None:
         """Seconds to go at the recent rate; None while nothing can be said."""
-        rate = self.recent_rate or self.overall_rate
-        if self.total is None or not rate or self.ended:
+        rate, left = self.recent_rate or self.overall_rate, self.left
+        if left is None or not rate or self.ended or self.outages:
             return None
-        return max(0, self.total - self.done) / rate
+        by_rate = left / rate
+        if left > self.alive or self.row_seconds is None:
+            return by_rate
+        # Every row that is left has begun: it takes no longer than a row takes.
+        return min(by_rate, max(0.0, self.row_seconds - self.youngest))
 
 
 # Where a live agent is. Plain ints that index the counts: this is the hot path.
@@ -123,12 +189,13 @@ _QUEUED, _RUNNING, _WAITING, _BACKING_OFF = range(4)
 
 
 class _Agent:
-    __slots__ = ("since", "state", "tools_open")
+    __slots__ = ("began", "since", "state", "tools_open", "turns_open")
 
     def __init__(self, at: float) -> None:
         self.state = _QUEUED
-        self.since = at
+        self.began = self.since = at
         self.tools_open = 0
+        self.turns_open = 0  # more than one where a row is done in parts
 
 
 class Metrics:
@@ -152,6 +219,13 @@ class Metrics:
         self._saved = Usage()
         self._tool_sources = {"run": 0, "shared": 0, "cache": 0}
         self._tool_errors = 0
+        self._tools: dict[str, list[float]] = {}  # calls, failed, seconds
+        self._rejected = 0
+        self._last_rejected: RecentError | None = None
+        self._draining = False
+        self._latest_start = self._row_seconds = 0.0
+        self._timed_rows = 0
+        self._history = History()
         self._max_inflight: int | None = None
         self._down: dict[str, HealthChanged] = {}
         self._outage_seconds = 0.0
@@ -168,6 +242,7 @@ class Metrics:
                 self._started += 1
                 self._counts[_QUEUED] += 1
                 self._agents[event.run, event.index] = _Agent(event.at)
+                self._latest_start = event.at
             case JobFinished():
                 self._job_finished(event)
             case ToolStarted():
@@ -176,6 +251,8 @@ class Metrics:
                 self._tool_finished(event)
             case TurnFailed():
                 self._turn_failed(event)
+            case AnswerRejected():
+                self._answer_rejected(event)
             case LimitChanged():
                 self._max_inflight = event.max_inflight
             case HealthChanged():
@@ -184,6 +261,8 @@ class Metrics:
                 self._run_started(event)
             case ModelChosen():
                 self._run = self._run and replace(self._run, model=event.model)
+            case DrainStarted():
+                self._draining = True
             case RunFinished():
                 if self._run is not None and event.run == self._run.run:
                     self._finished = event
@@ -216,10 +295,17 @@ class Metrics:
             tool_shared=self._tool_sources["shared"],
             tool_cached=self._tool_sources["cache"],
             tool_errors=self._tool_errors,
+            tools={name: ToolUse(int(use[0]), int(use[1]), use[2]) for name, use in self._tools.items()},
+            rejected=self._rejected,
+            last_rejected=self._last_rejected,
             inference_seconds=self._seconds[_RUNNING],
             tool_wait_seconds=self._seconds[_WAITING],
             elapsed=elapsed,
             recent_rate=self._recent_rate(elapsed),
+            pace=self._history.pace(elapsed) if run else Pace(),
+            row_seconds=self._row_seconds / self._timed_rows if self._timed_rows else None,
+            youngest=now - self._latest_start if self._agents else 0.0,
+            draining=self._draining,
             peak_running=self._peak_running,
             max_inflight=self._max_inflight,
             recent_errors=tuple(self._errors.values()),
@@ -238,6 +324,8 @@ class Metrics:
             self._run = replace(self._run, total=total)
 
     def _turn_started(self, event: TurnStarted) -> None:
+        if (agent := self._agents.get((event.run, event.index))) is not None:
+            agent.turns_open += 1
         self._move((event.run, event.index), _RUNNING, event.at)
         if self._counts[_RUNNING] > self._peak_running:
             self._peak_running = self._counts[_RUNNING]
@@ -249,7 +337,9 @@ class Metrics:
             self._cache_hits += 1
             self._saved += event.saved
         agent = self._agents.get((event.run, event.index))
-        self._move((event.run, event.index), _WAITING if agent is not None and agent.tools_open else _QUEUED, event.at)
+        self._answered(
+            (event.run, event.index), _WAITING if agent is not None and agent.tools_open else _QUEUED, event.at
+        )
 
     def _pay(self, usage: Usage, cost: float | None) -> None:
         self._prompt += usage.prompt_tokens
@@ -267,11 +357,16 @@ class Metrics:
         if agent is not None:
             agent.tools_open = 0  # what the broken answer had already asked for is abandoned
         if event.retry_in is None:
-            self._move((event.run, event.index), _QUEUED, event.at)
+            self._answered((event.run, event.index), _QUEUED, event.at)
         else:
             self._retries += 1
             self._remember(event.index, event.error_type, event.message, retried=True)
-            self._move((event.run, event.index), _BACKING_OFF, event.at)
+            self._answered((event.run, event.index), _BACKING_OFF, event.at)
+
+    def _answer_rejected(self, event: AnswerRejected) -> None:
+        self._rejected += 1
+        message = event.message[:MESSAGE_CHARACTERS]
+        self._last_rejected = RecentError(event.index, event.error_type, message, self._rejected, True)
 
     def _health_changed(self, event: HealthChanged) -> None:
         before = self._down.pop(event.endpoint, None)
@@ -291,6 +386,13 @@ class Metrics:
         self._tool_sources[event.source] += 1
         if not event.ok:
             self._tool_errors += 1
+        use = self._tools.get(event.tool)
+        if use is None and len(self._tools) < TOOLS:
+            use = self._tools[event.tool] = [0, 0, 0.0]
+        if use is not None:
+            use[0] += 1
+            use[1] += not event.ok
+            use[2] += event.seconds if event.source == "run" else 0.0
         agent = self._agents.get((event.run, event.index))
         if agent is not None and agent.tools_open:
             agent.tools_open -= 1
@@ -316,7 +418,17 @@ class Metrics:
         else:
             self._failures[error.type] = self._failures.get(error.type, 0) + 1
             self._remember(event.index, error.type, error.message, retried=False)
-        rows, second = self._rows_by_second, int(event.at - self._began)
+        if not event.resumed:
+            self._work_done(event)
+
+    def _work_done(self, event: JobFinished) -> None:
+        """A row of this session: what rates and times left are made of."""
+        agent, elapsed = self._agents.get((event.run, event.index)), event.at - self._began
+        if agent is not None and event.turns:
+            self._row_seconds += event.at - agent.began
+            self._timed_rows += 1
+        self._history.add(elapsed)
+        rows, second = self._rows_by_second, int(elapsed)
         if rows and rows[-1][0] == second:
             rows[-1] = (second, rows[-1][1] + 1)
         else:
@@ -329,6 +441,14 @@ class Metrics:
             self._seconds[agent.state] += at - agent.since
             self._counts[state] += 1
             agent.state, agent.since = state, at
+
+    def _answered(self, agent_of: tuple[str, int], state: int, at: float) -> None:
+        """A turn of the agent is over; another may be in flight, of another part of its row."""
+        agent = self._agents.get(agent_of)
+        if agent is not None:
+            agent.turns_open = max(0, agent.turns_open - 1)
+            if not agent.turns_open:
+                self._move(agent_of, state, at)
 
     def _remember(self, index: int, kind: str, message: str, *, retried: bool) -> None:
         message = message[:MESSAGE_CHARACTERS]

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from batch_agent.messages import JsonObject
-from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.metrics import Prewarm, Statistics, ToolUse
 from batch_agent.observe.savings import savings
-from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, rows, share
+from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
+from batch_agent.tools.latency import ToolStatistics
 
 ERROR_CHARACTERS = 300
 REASON_CHARACTERS = 600
+NO_TOOLS: Mapping[str, ToolStatistics] = MappingProxyType({})
 
 
-def summary_lines(statistics: Statistics, *, output: str = "", advice: Sequence[str] = ()) -> list[str]:
-    """``output`` says where the results are; ``advice`` is what the tool pool would have saved, a sentence each."""
+def summary_lines(
+    statistics: Statistics, *, output: str = "", tools: Mapping[str, ToolStatistics] = NO_TOOLS
+) -> list[str]:
+    """``output`` says where the results are; ``tools`` are what the run's tools came to."""
     lines = [_headline(statistics)]
+    for name, use in statistics.tools.items():
+        if use.failed == use.calls:
+            reason = harmless(_reason(tools.get(name)), ERROR_CHARACTERS)
+            lines += _labelled(
+                "WARNING", [f"not one of {counted(use.calls, 'call')} of {harmless(name)} worked{reason}"]
+            )
     if statistics.ended == "out of budget":
         lines += _labelled("budget", [f"{statistics.reason}; resume with a higher limit to do the rest"])
     elif statistics.reason:
@@ -27,14 +38,18 @@ def summary_lines(statistics: Statistics, *, output: str = "", advice: Sequence[
     if statistics.cost is not None:
         lines += _labelled("cost", [_cost_line(statistics)])
     if statistics.tool_calls:
-        lines += _labelled("tools", [_tool_line(statistics), *(harmless(line) for line in advice)])
+        lines += _labelled("tools", [_tool_line(statistics), *map(harmless, _tool_words(statistics, tools))])
+    if statistics.prewarm is not None:
+        lines += _labelled("prewarm", [_prewarm_line(statistics.prewarm)])
     lines += _labelled("saved", [f"{saving.text} ({saving.how})" for saving in savings(statistics)])
     if output:
         lines += _labelled("results", [harmless(output)])
     return lines
 
 
-def summary_json(statistics: Statistics, *, output: str = "", advice: Sequence[str] = ()) -> JsonObject:
+def summary_json(
+    statistics: Statistics, *, output: str = "", tools: Mapping[str, ToolStatistics] = NO_TOOLS
+) -> JsonObject:
     usage = statistics.usage
     return {
         "ended": statistics.ended,
@@ -52,6 +67,7 @@ def summary_json(statistics: Statistics, *, output: str = "", advice: Sequence[s
         "rows_per_second": round(statistics.overall_rate, 3),
         "turns": statistics.turns,
         "retries": statistics.retries,
+        "answers_rejected": statistics.rejected,
         "peak_inflight": statistics.peak_running,
         "inference_seconds": round(statistics.inference_seconds, 3),
         "tool_wait_seconds": round(statistics.tool_wait_seconds, 3),
@@ -70,7 +86,9 @@ def summary_json(statistics: Statistics, *, output: str = "", advice: Sequence[s
             "cached": statistics.tool_cached,
             "errors": statistics.tool_errors,
         },
-        "advice": list(advice),
+        "prewarm": None if statistics.prewarm is None else _prewarm_json(statistics.prewarm),
+        "failing_tools": [_failing_json(name, use, tools.get(name)) for name, use in _failing(statistics)],
+        "advice": [tool.advice for tool in tools.values() if tool.advice],
         "model": statistics.model,
         "backend": statistics.backend,
         "output": output or None,
@@ -83,7 +101,7 @@ def _headline(statistics: Statistics) -> str:
         line += f", {statistics.failed:,} failed"
     if statistics.resumed:
         line += f", {statistics.resumed:,} of them from the record"
-    if statistics.done:
+    if statistics.fresh:
         line += f" ({rate(statistics.overall_rate)})"
     stopped = {ended: ended for ended in ("out of budget", "unreachable", "failed")}
     stopped |= dict.fromkeys(("drained", "cancelled"), "stopped early")
@@ -114,21 +132,64 @@ def _token_line(statistics: Statistics) -> str:
     line += f", {amount(usage.completion_tokens)} out"
     if usage.reasoning_tokens:
         line += f" ({share(usage.reasoning_tokens, usage.completion_tokens)} reasoning)"
-    line += f" in {statistics.turns:,} turns"
+    line += f" in {counted(statistics.turns, 'turn')}"
     if statistics.retries:
-        line += f", {statistics.retries:,} requests sent again"
+        line += f", {counted(statistics.retries, 'request')} sent again"
+    if statistics.rejected:
+        line += f", {counted(statistics.rejected, 'answer')} rejected and asked for again"
     return line
 
 
 def _cost_line(statistics: Statistics) -> str:
     cost = statistics.cost or 0.0
-    return dollars(cost) + (f", {dollars(cost / statistics.done)} a row" if statistics.done else "")
+    return dollars(cost) + (f", {dollars(cost / statistics.fresh)} a row" if statistics.fresh else "")
 
 
 def _tool_line(statistics: Statistics) -> str:
-    line = f"{statistics.tool_calls:,} calls: {statistics.tool_runs:,} run"
+    line = f"{counted(statistics.tool_calls, 'call')}: {statistics.tool_runs:,} run"
     line += f", {statistics.tool_shared:,} shared, {statistics.tool_cached:,} cached"
     return line + (f", {statistics.tool_errors:,} failed" if statistics.tool_errors else "")
+
+
+def _prewarm_line(prewarm: Prewarm) -> str:
+    line = f"{prewarm.begun:,} calls begun before they were asked for: {prewarm.hits:,} used, {prewarm.wasted:,} wasted"
+    return f"{line}; {prewarm.misses:,} calls were not foreseen"
+
+
+def _prewarm_json(prewarm: Prewarm) -> JsonObject:
+    return {"begun": prewarm.begun, "hits": prewarm.hits, "misses": prewarm.misses, "wasted": prewarm.wasted}
+
+
+def _tool_words(statistics: Statistics, tools: Mapping[str, ToolStatistics]) -> list[str]:
+    """Why tools failed, the most frequent reason of each; then what declaring them would have saved."""
+    failing = [
+        f"{counted(use.failed, 'call')} of {name} failed{_reason(tools.get(name))}"
+        for name, use in _failing(statistics)
+        if use.failed < use.calls
+    ]
+    return failing + [tool.advice for tool in tools.values() if tool.advice]
+
+
+def _failing(statistics: Statistics) -> list[tuple[str, ToolUse]]:
+    return [(name, use) for name, use in statistics.tools.items() if use.failed]
+
+
+def _reason(tool: ToolStatistics | None) -> str:
+    if tool is None or not tool.failure_reasons:
+        return ""
+    reason, count = tool.failure_reasons[0]
+    others = f" ({count:,} times)" if len(tool.failure_reasons) > 1 else ""
+    return f": {reason}{others}"
+
+
+def _failing_json(name: str, use: ToolUse, tool: ToolStatistics | None) -> JsonObject:
+    reasons = tool.failure_reasons if tool is not None else ()
+    return {
+        "tool": name,
+        "calls": use.calls,
+        "failed": use.failed,
+        "reasons": [{"reason": reason, "count": count} for reason, count in reasons],
+    }
 
 
 def _labelled(label: str, lines: Sequence[str]) -> list[str]:

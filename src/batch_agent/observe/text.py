@@ -6,7 +6,12 @@ the screen nor change the direction of a line.
 
 from __future__ import annotations
 
+import os
+import textwrap
+from typing import TextIO
+
 _BARE_SECONDS = 10
+LONG_WORD = 20  # characters
 
 
 def harmless(text: str, limit: int | None = None) -> str:
@@ -71,5 +76,53 @@ def dollars(cost: float) -> str:
     return f"${cost:,.2f}" if cost >= 1 else f"${cost:.2g}"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """``1 turn``, ``2,000 turns``, ``3 retries``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def rows(number: int) -> str:
-    return f"{number:,} row" if number == 1 else f"{number:,} rows"
+    return counted(number, "row")
+
+
+def cut(text: str, width: int) -> str:
+    """The words of ``text`` that fit into so many characters; ``…`` stands for the others. A word that is too long to
+    do without, such as an address, is cut itself."""
+    if len(text) <= width:
+        return text
+    head = text[: max(0, width - 1)]
+    whole, _, torn = head.rpartition(" ")
+    kept = whole if whole.strip() and len(torn) <= LONG_WORD and text[len(head)] != " " else head
+    return kept.rstrip() + "…"[:width]
+
+
+def wrapped(text: str, width: int | None, indent: int = 2) -> str:
+    """Lines of ``text`` that are broken between words, each continued below its own beginning, ``indent`` further in; a
+    line of ``  label    words`` below its words. Words are never torn, so that a path stays one to copy."""
+    if width is None:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        start = len(line) - len(line.lstrip())
+        words = line.strip().partition("  ")[2].lstrip()
+        if start and words:
+            start = line.index(words) - indent
+        margin = " " * (start + indent)
+        lines += textwrap.wrap(
+            line,
+            max(width, len(margin) + 20),
+            subsequent_indent=margin,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+            drop_whitespace=True,
+        ) or [""]
+    return "\n".join(lines)
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """None where lines are nobody's to wrap: no terminal, or one that does not tell."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else None
+    except (OSError, ValueError):
+        return None

@@ -27,7 +27,7 @@ from typing import Literal
 
 from batch_agent.errors import InternalError
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.ordering import Queue
+from batch_agent.scheduler.ordering import LAST, Queue
 from batch_agent.scheduler.outlook import Outlook, Progress
 
 MOST_AT_TOOLS = 1024  # agents that may wait for busy tools where the number of slots has no limit
@@ -53,6 +53,11 @@ class Ticket:
     broke: bool = False  # one of the doubtful ones may have been what brought the server down
     hits: int = 0  # outages that began while it was in flight
     lost: bool = False  # its request was given up, once, because its answer was lost in an outage
+
+    @property
+    def chore(self) -> bool:
+        """A request beside the agents' own turns, which says nothing about what they will be told."""
+        return self.progress.turns == LAST
 
     @property
     def suspect(self) -> bool:
@@ -88,22 +93,25 @@ class Scheduler:
         if self.max_agents is not None and self.agents >= self.max_agents:
             return False
         spare = self._spare()
-        trials = max(endpoint.health.trials for endpoint in self.endpoints)
-        if len(self.aside) >= MOST_ASIDE + trials // MOST_ASIDE and not self._slots():
-            return False
-        if self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
+        if len(self.aside) >= MOST_ASIDE and not self.slots:
+            trials = max(endpoint.health.trials for endpoint in self.endpoints)
+            if len(self.aside) >= MOST_ASIDE + trials // MOST_ASIDE:
+                return False
+        if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
         if not self.waiting and spare > self.backing_off:
             return True
-        slots = self._slots()
+        slots = self.slots
         return slots is not None and slots > 0 and self.outlook.ending(0, slots)
 
     def _spare(self) -> float:
         """Slots that stay idle if nobody takes them."""
-        spare = sum(endpoint.spare for endpoint in self.endpoints)
+        one = len(self.endpoints) == 1  # as nearly always, and on the hot path
+        spare = self.endpoints[0].spare if one else sum(endpoint.spare for endpoint in self.endpoints)
         return spare if self.max_inflight is None else min(spare, self.max_inflight - self.inflight)
 
-    def _slots(self) -> int | None:
+    @property
+    def slots(self) -> int | None:
         """Slots in all, at endpoints that work; None: no end of them."""
         slots = 0
         for endpoint in self.endpoints:
@@ -197,7 +205,7 @@ class Scheduler:
     def _next(self) -> Ticket | None:
         if self.waiting:
             self.waiting -= 1
-            return self._queue.take(self._slots())
+            return self._queue.take(self.slots)
         if self.aside:
             return self.aside.popleft()
         if self._suspect_in_flight is None:

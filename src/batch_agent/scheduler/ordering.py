@@ -6,6 +6,8 @@ slots idle. So where the number of rows is known and the batch comes to its end,
 the longest way to go: half of the slots are enough to keep the longest ways moving, and the other half still brings
 results as early as before.
 
+What is no agent's turn but a chore, a summary say, has a line of its own, which comes last.
+
 Agents that have taken as many turns are alike and wait in one line; lines are compared when a slot is free, with what
 is known by then.
 """
@@ -18,6 +20,7 @@ from typing import Generic, TypeVar
 
 from batch_agent.scheduler.outlook import Outlook
 
+LAST = -1  # the line of those that go when nobody else waits, in place of turns taken
 PATIENCE = 1024  # every so many grants, one that has seen as many pass goes first, so that nobody waits for ever
 
 Waiting = TypeVar("Waiting", bound=Hashable)
@@ -61,7 +64,9 @@ class Queue(Generic[Waiting]):
             oldest = min(lines, key=self._joined)
             if self._taken - self._joined(oldest) >= PATIENCE:
                 return oldest
-        if self._taken % 2 and slots:  # there are none while every endpoint is down, and the next is a trial
+        if LAST in lines:
+            lines = {turns: line for turns, line in lines.items() if turns != LAST}
+        if self._taken % 2 and slots:  # none while every endpoint is down and one is tried
             longest = max(lines, key=outlook.turns_left)
             if outlook.ending(longest, slots):
                 return longest

@@ -18,8 +18,8 @@ class Progress:
 
     __slots__ = ("answered_at", "turns")
 
-    def __init__(self) -> None:
-        self.turns = 0  # taken when it last asked for another
+    def __init__(self, turns: int = 0) -> None:
+        self.turns = turns  # taken when it last asked for another
         self.answered_at: float | None = None  # since when it has wanted no slot, after an answer
 
 

@@ -6,6 +6,7 @@ which does not know it leaves the journal alone. Nothing is ever taken away or m
 before it.
 
     format 2    kind 6, an agent that ended without a last answer
+    format 3    kind 7, a conversation that was cut
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from typing import Any
 
 import orjson
 
+from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
 from batch_agent.messages import Reply, Sealed, ToolCall, Usage
-from batch_agent.store.steps import Begun, Done, Ended, Failed, Outcome, Spent, Step, Turn
+from batch_agent.store.steps import Begun, Compacted, Done, Ended, Failed, Outcome, Spent, Step, Turn
 
-FORMAT = 2
+FORMAT = 3
 OLDEST = 1  # the first format that is still read
 SLOWLY = b" "  # before what orjson can neither write nor read
-TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED = range(1, 7)
+TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED, COMPACTED = range(1, 8)
 
 # What the arrays hold, in order.
 Form = tuple[type | UnionType, ...]
@@ -51,6 +53,8 @@ def encode(step: Step) -> tuple[int, bytes]:
             return FAILED, _dump([fields, text, _from_spent(spent)])
         case Ended(spent):
             return ENDED, _dump([_from_spent(spent)])
+        case Compacted(cut, usage):
+            return COMPACTED, _dump([cut.kept_from, cut.note, [*cut.reduced.items()], _from_usage(usage)])
 
 
 def decode(kind: int, body: bytes) -> Step:
@@ -68,6 +72,10 @@ def decode(kind: int, body: bytes) -> Step:
         return Failed(AgentError(*_read(error, ERROR)), text, _to_spent(spent))
     if kind == ENDED:
         return Ended(_to_spent(*_read(record, (list,))))
+    if kind == COMPACTED:
+        kept_from, note, reduced, usage = _read(record, (int, str, list, list))
+        texts = dict(_read(pair, (int, str)) for pair in reduced)
+        return Compacted(Cut(kept_from, note, texts), _to_usage(usage))
     raise ValueError(f"a record of kind {kind} is of a newer version of this package, or none")
 
 

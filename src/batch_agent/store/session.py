@@ -150,14 +150,14 @@ class Session:
             return
         elif self._facts["forced"]:
             logger.warning(
-                "force_resume: rows of %s keep the answers they have, whatever task, model, schema or tools they were "
-                "asked with",
+                "force_resume=True (--force-resume): rows of %s keep the answers they have, whatever task, model, "
+                "schema or tools they were asked with",
                 self._directory.path,
             )
         elif previous.get("fingerprint") not in (None, self._facts["fingerprint"]):
             logger.warning(
                 "the task, model, schema or tools of %s have changed: rows are asked again. Their old answers stay in "
-                "the journal; force_resume would use them",
+                "the journal; force_resume=True, on the command line --force-resume, would use them",
                 self._directory.path,
             )
 

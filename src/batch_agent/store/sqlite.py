@@ -202,6 +202,15 @@ class SqliteJournal:
             # Given out before. Most never are sought again: only those that are cost a write.
             self._db.execute("DELETE FROM past WHERE sought = ? AND rank = ? AND place = ?", (sought, rank, place))
 
+    def under_way(self) -> list[tuple[bytes, int]]:
+        """The agents that have begun and have not ended: the hash of each one's row, and its number."""
+        with _explained(self._path):
+            found = self._db.execute(
+                "SELECT row, agent FROM (SELECT row, agent, kind, max(id) FROM record GROUP BY agent) "
+                f"WHERE kind NOT IN ({DONE}, {ENDED}, {FAILED}) ORDER BY agent"
+            ).fetchall()
+            return [(bytes(row), int(agent)) for row, agent in found]
+
     def close(self) -> None:
         self._db.close()
 
@@ -221,6 +230,19 @@ def glance(path: Path) -> Glance:
             return Glance(sessions, Progress(ok, failed, resumed, tokens, cost))
         finally:
             db.close()
+
+
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """A journal of a format that this version reads."""
+    with _explained(path, reading=True):
+        db = connect_to_read(path)
+        try:
+            if _version(db, path) is None:
+                raise _damaged(path, "it is empty")
+        except BaseException:
+            db.close()
+            raise
+        return db
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:

@@ -6,11 +6,12 @@ comes back after a resume has gone the same way as what came the first time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
-from batch_agent.messages import Reply
+from batch_agent.messages import Reply, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +74,26 @@ class Ended:
     spent: Spent
 
 
-Step: TypeAlias = Turn | Begun | Outcome | Done | Failed | Ended
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """The conversation was cut after the last turn. ``usage`` is of the model that told what was left out."""
+
+    cut: Cut
+    usage: Usage
+
+
+Step: TypeAlias = Turn | Begun | Outcome | Done | Failed | Ended | Compacted
 
 
 @dataclass(frozen=True, slots=True)
 class PastTurn:
-    """A recorded answer, and what became of its tool calls."""
+    """A recorded answer, what became of its tool calls, and how the conversation was cut after that, if it was."""
 
     reply: Reply
     spent: Spent
     begun: set[int] = field(default_factory=set)
     outcomes: dict[int, str] = field(default_factory=dict)
+    compacted: Compacted | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,10 @@ def read_past(agent: int, steps: list[Step]) -> Past:
                     _turn_of(turns, call).begun.add(call)
             case Outcome(call, text):
                 _turn_of(turns, call).outcomes[call] = text
+            case Compacted():
+                if not turns:
+                    raise ValueError("there is no turn after which it could be")
+                turns[-1] = replace(turns[-1], compacted=step)
             case Failed() | Ended():
                 pass  # what followed a failure, if anything, is the retry
     last = steps[-1] if steps else None

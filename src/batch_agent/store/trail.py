@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from batch_agent.errors import JobError
 from batch_agent.store.base import Entry, Identity
 from batch_agent.store.journal import Journal
-from batch_agent.store.steps import Failed, Outcome, PastTurn, Step
+from batch_agent.store.steps import Compacted, Failed, Outcome, PastTurn, Step
 
 UNKNOWN_OUTCOME = (
     "Error: the run was interrupted while {name} was running, and its outcome is unknown: it may or may not have taken "
@@ -91,6 +91,11 @@ class Trail:
     def next_turn(self) -> PastTurn | None:
         self._past = self._turns.pop() if self._turns else None
         return self._past
+
+    @property
+    def compacted(self) -> Compacted | None:
+        """How the conversation was cut after the latest answer, where that is recorded."""
+        return None if self._past is None else self._past.compacted
 
     def leave(self) -> None:
         """There is nothing more to follow: the agent failed then and there, or goes on from here."""

@@ -24,6 +24,7 @@ from typing_extensions import ParamSpec, TypeVar
 from batch_agent.errors import SpecError, ToolError, ToolFailed
 from batch_agent.foreign import describe
 from batch_agent.messages import ToolSpec
+from batch_agent.tools.batching import MAX_BATCH, Batching
 from batch_agent.tools.rate import calls_per_second
 from batch_agent.tools.render import MAX_TOKENS
 from batch_agent.tools.schema import Arguments, Documentation, Function, Signature, is_async, signature_of
@@ -65,6 +66,7 @@ class Tool(Generic[P, R_co]):
     ttl: float | None  # seconds
     max_tokens: int | None  # None: a result may have any length
     cache_key: CacheKey | None = field(repr=False)
+    batching: Batching | None = field(default=None, repr=False)  # calls are answered together, by key
     version: str | None = None  # a change says that results differ from now on, and recorded answers no longer count
 
     @property
@@ -199,6 +201,60 @@ class Tool(Generic[P, R_co]):
 
         return make if fn is None else make(fn)
 
+    @staticmethod
+    def batchable(
+        *,
+        key_arg: str,
+        batch_query: str | None = None,
+        connection: object = None,
+        batch: Function | None = None,
+        max_batch: int = MAX_BATCH,
+        name: str | None = None,
+        description: str | None = None,
+        max_tokens: int | None = MAX_TOKENS,
+        cacheable: bool = False,
+        rate_limit: float | str | None = None,
+        max_concurrent: int | None = 1,
+        timeout: float | None = None,
+        ttl: float | None = None,
+        version: str | None = None,
+    ) -> _Decorator:
+        """Makes a tool that looks something up by key; calls of different agents become one look-up. The function it
+        decorates gives the name, the one parameter and the description; a run does not call it.
+
+        Args:
+            key_arg: the function's parameter, and the column of the result that holds the key.
+            batch_query: a SELECT with {ids} where the keys go: "SELECT id, name FROM users WHERE id IN ({ids})".
+            connection: where to ask it: a connection of any driver, or a function that gives one for each query.
+            batch: instead of these two, a function from a list of keys to what was found, by key; it may be async.
+            max_batch: keys in one look-up, at most.
+            rate_limit: look-ups per second, not calls.
+            max_concurrent: look-ups running at once; while there are as many, keys gather for the next.
+            timeout: seconds a look-up may take; the run's timeout_per_tool.
+
+        The others mean what they do for ``define``, each call of its own.
+        """
+        _check_positive(int, max_batch=max_batch)
+        function = _batch_function(key_arg, batch_query, connection, batch)
+
+        def make(described: Function) -> Tool:
+            tool: Tool = Tool.define(
+                described,
+                name=name,
+                description=description,
+                max_tokens=max_tokens,
+                cacheable=cacheable,
+                rate_limit=rate_limit,
+                max_concurrent=max_concurrent,
+                timeout=timeout,
+                ttl=ttl,
+                version=version,
+            )
+            _check_key(tool, key_arg)
+            return replace(tool, is_async=is_async(function), batching=Batching(key_arg, function, max_batch))
+
+        return cast(_Decorator, make)
+
 
 class _Decorator(Protocol):
     """What ``Tool.define(...)`` returns."""
@@ -247,6 +303,32 @@ def _name_of(function: Function, name: str | None) -> str:
     if not _NAME.fullmatch(name):
         raise SpecError(f"{name!r} is no name for a tool: give one of letters, digits, _ and -, Tool.define(name=...)")
     return name
+
+
+def _batch_function(key_arg: str, query: str | None, connection: object, batch: Function | None) -> Function:
+    if batch is not None:
+        if query is not None or connection is not None:
+            raise SpecError("batchable takes batch, or batch_query and connection, not both")
+        if not callable(batch):
+            raise SpecError("batch is a function from a list of keys to what was found, by key")
+        return batch
+    if query is None or connection is None:
+        raise SpecError("batchable needs batch_query and connection, or batch")
+    from batch_agent.tools.sql import sql_lookup  # here, because few tools ask a database
+
+    return sql_lookup(query, connection, key_arg)
+
+
+def _check_key(tool: Tool, key_arg: str) -> None:
+    """A batch answers for many agents, so a key is all that one of them can say."""
+    signature = tool.signature
+    parameter = signature.parameters.get(key_arg)
+    if parameter is None:
+        names = ", ".join(signature.parameters) or "none"
+        raise SpecError(f"tool {tool.name}: key_arg is {key_arg!r}, and its parameters are: {names}")
+    others = len(signature.parameters) > 1 or signature.extra or signature.unbound or signature.context is not None
+    if others or not parameter.required:
+        raise SpecError(f"tool {tool.name} looks up by {key_arg}: that is its only parameter, and has no default")
 
 
 def _effect_of(

@@ -21,12 +21,13 @@ class _Entry:
 
 
 class ResultCache:
-    __slots__ = ("_entries", "_max_bytes", "_size_bytes")
+    __slots__ = ("_entries", "_max_bytes", "_size_bytes", "_unasked")
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._size_bytes = 0
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._unasked: set[Key] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -41,7 +42,14 @@ class ResultCache:
         self._entries.move_to_end(key)
         return entry.text
 
-    def put(self, key: Key, text: str, now: float, ttl: float | None) -> None:
+    def asked(self, key: Key) -> bool:
+        """Whether nobody had asked for this result before; from now on somebody has."""
+        if key not in self._unasked:
+            return False
+        self._unasked.remove(key)
+        return True
+
+    def put(self, key: Key, text: str, now: float, ttl: float | None, *, unasked: bool = False) -> None:
         """Keeps a result for ``ttl`` seconds, or for the run. One that would fill the cache alone is not kept."""
         if key in self._entries:
             self._drop(key)
@@ -52,6 +60,9 @@ class ResultCache:
             self._drop(next(iter(self._entries)))
         self._entries[key] = _Entry(text, math.inf if ttl is None else now + ttl, size_bytes)
         self._size_bytes += size_bytes
+        if unasked:
+            self._unasked.add(key)
 
     def _drop(self, key: Key) -> None:
         self._size_bytes -= self._entries.pop(key).size_bytes
+        self._unasked.discard(key)

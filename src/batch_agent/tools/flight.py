@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from batch_agent.tools.cache import Key
+from batch_agent.tools.context import ToolContext
 from batch_agent.tools.gates import Gate
+from batch_agent.tools.rate import RateGate
 
 Source = Literal["run", "shared", "cache"]
 
@@ -51,6 +53,8 @@ class Flight:
     key: Key | None  # None: nobody else may join
     asked: float
     traffic: Traffic
+    unasked: bool = False  # begun before any model asked for it, and none has yet
+    context: ToolContext | None = None  # where its tool asks for one
     end: ToolOutcome | Exception | None = None  # an exception is a fault of ours, and stops whoever waits
     interested: int = 0
     task: asyncio.Task[None] | None = None
@@ -74,7 +78,7 @@ class Flight:
             self.give_up()
 
     async def pass_gates(self, gates: tuple[Gate, ...]) -> None:
-        for gate in gates:
+        for gate in gates[len(self._held) :]:  # all of them, or none where it has passed them before
             if not gate.enter_nowait():
                 if not self._waits:
                     self._waits = True
@@ -82,6 +86,16 @@ class Flight:
                 await gate.enter()
             self._held.append(gate)
         self._wait_ends()
+
+    def pass_nowait(self, gates: tuple[Gate, ...]) -> bool:
+        """Through all gates, where nobody has to wait at any; else through none."""
+        # A rate comes last: what it has given cannot be given back.
+        for gate in sorted(gates, key=lambda gate: isinstance(gate, RateGate)):
+            if not gate.enter_nowait():
+                self._let_go()
+                return False
+            self._held.append(gate)
+        return True
 
     def set_clock(self, seconds: float, over: Callable[[], None]) -> None:
         if self._clock is not None:
@@ -92,6 +106,8 @@ class Flight:
         """Cancels its task, once: a second time would interrupt a tool that is cleaning up."""
         if self.task is not None and not self.task.done() and not self._given_up:
             self._given_up = True
+            if self.context is not None:
+                self.context.cancelled.set()
             self.task.cancel()
             self.set_clock(ENDING_SECONDS, self._does_not_stop)
 

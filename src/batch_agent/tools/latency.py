@@ -57,6 +57,9 @@ class ToolStatistics:
     p75: float | None
     p99: float | None
     saveable: int  # runs that declaring an undeclared tool would have saved
+    prewarmed: int = 0  # runs begun because an earlier run made the same call
+    prewarm_hits: int = 0  # of those, the ones that a model then asked for
+    prewarm_misses: int = 0  # calls of a cacheable tool that had to run, because nothing had been begun or kept
 
     @property
     def advice(self) -> str:
@@ -72,10 +75,24 @@ class ToolStatistics:
 class Tally:
     """The running count behind ToolStatistics."""
 
-    __slots__ = ("_reasons", "_seen", "cache_hits", "calls", "failures", "latency", "runs", "saveable", "shared")
+    __slots__ = (
+        "_reasons",
+        "_seen",
+        "cache_hits",
+        "calls",
+        "failures",
+        "latency",
+        "prewarm_hits",
+        "prewarm_misses",
+        "prewarmed",
+        "runs",
+        "saveable",
+        "shared",
+    )
 
     def __init__(self) -> None:
         self.calls = self.runs = self.shared = self.cache_hits = self.failures = self.saveable = 0
+        self.prewarmed = self.prewarm_hits = self.prewarm_misses = 0
         self.latency = Latency()
         self._seen: set[int] = set()
         self._reasons: Counter[str] = Counter()
@@ -108,4 +125,7 @@ class Tally:
             p75=self.latency.quantile(0.75),
             p99=self.latency.quantile(0.99),
             saveable=self.saveable,
+            prewarmed=self.prewarmed,
+            prewarm_hits=self.prewarm_hits,
+            prewarm_misses=self.prewarm_misses,
         )

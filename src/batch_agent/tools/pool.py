@@ -1,30 +1,33 @@
 """The tool pool of one run: starts calls, lets identical ones share a run, keeps results, limits rates and times.
 
 A call is started synchronously, from inside a stream's callback, and awaited later. What several agents wait for is a
-flight (``flight.py``): one run of one call. It passes the gates of its tool; then foreign code runs, in ``_execute``
-alone, and leaves it as text or as a ToolError. Nothing is ever tried again here: the model sees the failure and
-decides.
+flight (``flight.py``): one run of one call. It passes the gates of its tool; then foreign code runs, behind a boundary
+(``boundary.py``), and leaves it as text or as a ToolError. The flights of a tool that answers many keys at once wait
+for a flight of their own, the batch, and that one passes the gates. Nothing is ever tried again here: the model sees
+the failure and decides.
 """
 
 from __future__ import annotations
 
 import asyncio
 import difflib
-import inspect
 import logging
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar
 
 from batch_agent.errors import ToolError, ToolFailed, ToolTimeout, UnknownTool
-from batch_agent.foreign import describe, message_of
+from batch_agent.foreign import message_of
+from batch_agent.job import Job
 from batch_agent.messages import ToolCall
 from batch_agent.tools.base import Tool
+from batch_agent.tools.batching import GATHERING, Answers, Batching, Keys, ask_all, read_answers
+from batch_agent.tools.boundary import run_foreign
 from batch_agent.tools.cache import Key, ResultCache
+from batch_agent.tools.context import ToolContext
 from batch_agent.tools.flight import ENDING_SECONDS, Flight, PendingCall, ToolOutcome, Traffic
 from batch_agent.tools.gates import Gate, Slots
 from batch_agent.tools.latency import Tally, ToolStatistics
@@ -35,22 +38,34 @@ from batch_agent.tools.threads import THREADS, Threads
 
 __all__ = ["PendingCall", "ToolOutcome", "ToolPool", "ToolStatistics"]
 
+T = TypeVar("T")
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 logger = logging.getLogger("batch_agent")
 
 # Async calls running at once: many more than threads, for they cost little here; but each mostly holds a connection. As
 # many again may not stop when they are cancelled, before new ones fail instead.
 ASYNC_CALLS = 1024
+NOBODY = Job(-1, "", None, "")  # whose calls are no agent's
 _CANCELLED = ToolOutcome("Error: the call was cancelled", False, "run", 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Calls that one run of a batch function answers; each is a part of ``flight``. By what tells them apart."""
+
+    flight: Flight
+    keys: dict[str, object] = field(default_factory=dict)
+    answers: Answers = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
 class _Offer:
-    """A tool in this run, with the gates that its calls pass."""
+    """A tool in this run, with the gates that its calls pass, or its batches."""
 
     tool: Tool
     gates: tuple[Gate, ...]
     tally: Tally = field(default_factory=Tally)
+    gathering: Batch | None = None
 
 
 class ToolPool:
@@ -59,6 +74,8 @@ class ToolPool:
 
     ``on_waiting`` is told how many agents' calls wait for a tool that is itself the bottleneck (for its rate, its own
     limit, a thread or a place among the async calls), whenever that number changes.
+
+    ``prewarm_max_age``, in seconds, is for how long a result that was made before anybody asked for it stays good.
     """
 
     def __init__(
@@ -68,16 +85,19 @@ class ToolPool:
         timeout: float | None,
         spawn: Spawn,
         on_waiting: Callable[[int], None] | None = None,
+        prewarm_max_age: float | None = None,
     ) -> None:
         on_loop, in_threads = Slots(ASYNC_CALLS), Slots(THREADS)
         self._offers = {t.name: _Offer(t, (*_own_gates(t), on_loop if t.is_async else in_threads)) for t in tools}
         self._timeout = timeout
         self._spawn = spawn
+        self._prewarm_max_age = prewarm_max_age
         self._traffic = Traffic(on_waiting)
         self._cache = ResultCache()
         self._flights: dict[Key, Flight] = {}
         self._tasks: dict[asyncio.Task[None], Flight] = {}
         self._threads = Threads()
+        self._state: dict[str, Any] = {}  # what the tools of this run share
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -102,8 +122,9 @@ class ToolPool:
         offer = self._offers.get(name)
         return offer is not None and offer.tool.effect == "read"
 
-    def start(self, call: ToolCall) -> PendingCall:
-        """Begins a call at once. A call that cannot be is settled at once, as a failure the model can read."""
+    def start(self, call: ToolCall, job: Job = NOBODY, turn: int = 0) -> PendingCall:
+        """Begins a call at once, for a job's turn. A call that cannot be is settled at once, as a failure the model can
+        read."""
         offer = self._offers.get(call.name)
         if offer is None:
             return self._settled(_failure(self._unknown(call.name), 0.0))
@@ -116,11 +137,36 @@ class ToolPool:
             identity = "" if tool.effect == "write" and tool.declared else tool.identity(arguments)
         except ToolError as error:
             return self._settled(_failure(error, 0.0, offer))
+        context = None
+        if tool.signature.context is not None:
+            context = ToolContext(job.input, job.job_id, job.index, turn, self._state)
+            arguments = replace(arguments, values={**arguments.values, tool.signature.context: context})
+            identity = f"{job.index} {identity}"  # who knows its row may answer each row differently
         if tool.effect == "write":
             if not tool.declared:
                 tally.compare(identity)
-            return self._launch(offer, arguments, None)
-        return self._share(offer, arguments, (tool.name, identity))
+            return self._launch(offer, arguments, None, context)
+        return self._share(offer, arguments, (tool.name, identity), context)
+
+    def prewarm(self, call: ToolCall) -> PendingCall | None:
+        """Begins a call that a model is expected to make. None where nothing is begun: its result could not be kept, it
+        is at hand or on its way, or there is no room at once: who asks goes before who may ask. A tool that wants to
+        know who calls it is not called for nobody."""
+        offer = self._offers.get(call.name)
+        if offer is None or self._closed or not offer.tool.cacheable or offer.tool.signature.context is not None:
+            return None
+        try:
+            arguments = offer.tool.signature.parse(call.arguments)
+            key = (call.name, offer.tool.identity(arguments))
+        except ToolError:
+            return None
+        if self._cache.get(key, asyncio.get_running_loop().time()) is not None or self._under_way(key) is not None:
+            return None
+        flight = Flight(call.name, key, asyncio.get_running_loop().time(), self._traffic, unasked=True)
+        if offer.tool.batching is None and not flight.pass_nowait(offer.gates):
+            return None
+        offer.tally.prewarmed += 1
+        return self._take_off(offer, arguments, flight)
 
     def statistics(self) -> dict[str, ToolStatistics]:
         return {name: offer.tally.statistics(name) for name, offer in self._offers.items()}
@@ -152,72 +198,136 @@ class ToolPool:
         shown = name if len(name) <= 64 else f"{name[:64]}..."
         return UnknownTool(f"there is no tool {shown!r}; {hint}The tools are: {', '.join(self._offers) or 'none'}")
 
-    def _share(self, offer: _Offer, arguments: Arguments, key: Key) -> PendingCall:
+    def _share(self, offer: _Offer, arguments: Arguments, key: Key, context: ToolContext | None) -> PendingCall:
         now = asyncio.get_running_loop().time()
         if offer.tool.cacheable and (text := self._cache.get(key, now)) is not None:
             offer.tally.cache_hits += 1
+            offer.tally.prewarm_hits += self._cache.asked(key)
             return self._settled(ToolOutcome(text, True, "cache", 0.0))
-        flight = self._flights.get(key)
-        if flight is not None and flight.interested and flight.end is None:
+        flight = self._under_way(key)
+        if flight is not None:
             offer.tally.shared += 1
+            offer.tally.prewarm_hits += flight.unasked
+            flight.unasked = False
             return PendingCall(flight, now, joined=True)
-        return self._launch(offer, arguments, key)
+        if offer.tool.cacheable and self._prewarm_max_age is not None:
+            offer.tally.prewarm_misses += 1
+        return self._launch(offer, arguments, key, context)
+
+    def _under_way(self, key: Key) -> Flight | None:
+        """A flight that can be joined."""
+        flight = self._flights.get(key)
+        return flight if flight is not None and flight.interested and flight.end is None else None
 
     def _settled(self, end: ToolOutcome) -> PendingCall:
         now = asyncio.get_running_loop().time()
-        return PendingCall(Flight("", None, now, self._traffic, end), now)
+        return PendingCall(Flight("", None, now, self._traffic, end=end), now)
 
-    def _launch(self, offer: _Offer, arguments: Arguments, key: Key | None) -> PendingCall:
-        flight = Flight(offer.tool.name, key, asyncio.get_running_loop().time(), self._traffic)
-        course = self._fly(offer, arguments, flight)
+    def _launch(self, offer: _Offer, arguments: Arguments, key: Key | None, context: ToolContext | None) -> PendingCall:
+        now = asyncio.get_running_loop().time()
+        return self._take_off(offer, arguments, Flight(offer.tool.name, key, now, self._traffic, context=context))
+
+    def _take_off(self, offer: _Offer, arguments: Arguments, flight: Flight) -> PendingCall:
+        fly = self._fly if offer.tool.batching is None else self._fly_along
+        self._begin(flight, fly(offer, arguments, flight))
+        if flight.key is not None:
+            self._flights[flight.key] = flight
+        return PendingCall(flight, flight.asked)
+
+    def _begin(self, flight: Flight, course: Coroutine[Any, Any, None]) -> None:
         try:
             flight.task = self._spawn(course)
         except BaseException:
             course.close()
             raise
-        if key is not None:
-            self._flights[key] = flight
         self._tasks[flight.task] = flight
         flight.task.add_done_callback(self._ended)
-        return PendingCall(flight, flight.asked)
 
     async def _fly(self, offer: _Offer, arguments: Arguments, flight: Flight) -> None:
-        tool, clock = offer.tool, asyncio.get_running_loop().time
+        tool = offer.tool
         await flight.pass_gates(offer.gates)
+        work = partial(tool.function, **arguments.values)
+        read = partial(render, max_tokens=tool.max_tokens)
         try:
-            end = ToolOutcome(await self._execute(offer, arguments, flight), True, "run", clock() - flight.asked)
+            text = await self._execute(offer, flight, partial(self._run, offer, work, read))
+            end = ToolOutcome(text, True, "run", _since(flight.asked))
         except ToolError as error:
             if flight.end is None:
-                flight.land(_failure(error, clock() - flight.asked, offer))
+                flight.land(_failure(error, _since(flight.asked), offer))
             return
+        self._land(offer, flight, end)
+
+    async def _fly_along(self, offer: _Offer, arguments: Arguments, flight: Flight) -> None:
+        """A call for one key, which a batch answers: the one that is gathering, or a new one."""
+        batching, batch, joins = offer.tool.batching, offer.gathering, True
+        assert batching is not None and flight.key is not None
+        if batch is None or not batch.flight.interested or len(batch.keys) >= batching.max_batch:
+            batch, joins = Batch(Flight(offer.tool.name, None, flight.asked, self._traffic)), False
+            self._begin(batch.flight, self._fly_batch(offer, batching, batch))
+            offer.gathering = batch
+        _, identity = flight.key
+        batch.keys[identity] = arguments.values[batching.key_arg]
+        offer.tally.shared += joins
+        pending = PendingCall(batch.flight, flight.asked, joined=joins)
+        try:
+            end = await pending.wait()
+        finally:
+            pending.abandon()
+        answer = batch.answers.get(identity)
+        if isinstance(answer, ToolError):
+            end = replace(_failure(answer, end.seconds, offer), source=end.source)
+        elif answer is not None:
+            end = replace(end, text=answer)
+        self._land(offer, flight, end)
+
+    async def _fly_batch(self, offer: _Offer, batching: Batching, batch: Batch) -> None:
+        """Gathers keys for a moment, and then for as long as its tool has no room for it."""
+        flight, max_tokens = batch.flight, offer.tool.max_tokens
+        await asyncio.sleep(GATHERING)
+        await flight.pass_gates(offer.gates)
+        if offer.gathering is batch:
+            offer.gathering = None
+
+        def ask(keys: Keys) -> Coroutine[Any, Any, Answers]:
+            work = partial(batching.function, list(keys.values()))
+            return self._run(offer, work, lambda found: read_answers(batching, keys, found, max_tokens))
+
+        try:
+            batch.answers = await self._execute(offer, flight, lambda: ask_all(batch.keys, ask))
+            end = ToolOutcome("", True, "run", _since(flight.asked))
+        except ToolError as error:
+            end = _failure(error, _since(flight.asked), offer)
         if flight.end is None:
-            if tool.cacheable and flight.key is not None:
-                self._cache.put(flight.key, end.text, clock(), tool.ttl)
             flight.land(end)
 
-    async def _execute(self, offer: _Offer, arguments: Arguments, flight: Flight) -> str:
-        """The boundary: whatever a tool does, what leaves here is its text, a ToolError, or our own cancellation.
+    def _land(self, offer: _Offer, flight: Flight, end: ToolOutcome) -> None:
+        if flight.end is not None:
+            return
+        if end.ok and offer.tool.cacheable and flight.key is not None:
+            limits = (offer.tool.ttl, self._prewarm_max_age if flight.unasked else None)
+            ttl = min((limit for limit in limits if limit is not None), default=None)
+            now = asyncio.get_running_loop().time()
+            self._cache.put(flight.key, end.text, now, ttl, unasked=flight.unasked)
+        flight.land(end)
 
-        The time it may take begins here: waiting at a gate is not the tool's fault.
-        """
-        tool, task, loop = offer.tool, asyncio.current_task(), asyncio.get_running_loop()
+    async def _execute(self, offer: _Offer, flight: Flight, work: Callable[[], Awaitable[T]]) -> T:
+        """The time that a call may take begins here: waiting at a gate is not the tool's fault."""
+        tool = offer.tool
         if tool.is_async and self._traffic.stuck >= ASYNC_CALLS:
             raise ToolError(f"not started: {self._traffic.stuck} earlier calls that were given up are still running")
         seconds = self._timeout if tool.timeout is None else tool.timeout
         if seconds is not None:
             flight.set_clock(seconds, partial(self._time_is_over, offer, flight, seconds))
+        return await work()
+
+    async def _run(self, offer: _Offer, work: Callable[[], object], read: Callable[[object], T]) -> T:
         offer.tally.runs += 1
-        began = loop.time()
+        clock = asyncio.get_running_loop().time  # kept: a coroutine may be closed where no loop runs
+        began = clock()
         try:
-            return await self._call(tool, arguments)
-        except ToolError:
-            raise
-        except BaseException as error:
-            if task is None or _is_for(task, error):
-                raise
-            raise _failed(tool, error) from error
+            return await run_foreign(offer.tool.name, work, read, None if offer.tool.is_async else self._threads)
         finally:
-            offer.tally.latency.add(loop.time() - began)
+            offer.tally.latency.add(clock() - began)
 
     def _time_is_over(self, offer: _Offer, flight: Flight, seconds: float) -> None:
         """Ends the call for all who wait, whatever the tool makes of being cancelled."""
@@ -225,25 +335,7 @@ class ToolPool:
             return
         error = ToolTimeout(f"{offer.tool.name} was given up: it ran longer than {seconds:g} s")
         flight.give_up()
-        flight.land(_failure(error, asyncio.get_running_loop().time() - flight.asked, offer))
-
-    async def _call(self, tool: Tool, arguments: Arguments) -> str:
-        if tool.is_async:
-            return render(await cast(Awaitable[object], tool.function(**arguments.values)), tool.max_tokens)
-
-        def work() -> str | Awaitable[object]:
-            try:
-                value = tool.function(**arguments.values)
-                # Rendering a large result is work too, and may call the tool's own objects.
-                return value if inspect.isawaitable(value) else render(value, tool.max_tokens)
-            except Exception:
-                raise
-            except BaseException as error:
-                # A thread of the pool is nobody's to exit or interrupt; on the loop this would look meant for us.
-                raise _failed(tool, error) from error
-
-        result = await self._threads.run(work)
-        return result if isinstance(result, str) else render(await result, tool.max_tokens)
+        flight.land(_failure(error, _since(flight.asked), offer))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         flight = self._tasks.pop(task)
@@ -265,22 +357,8 @@ def _own_gates(tool: Tool) -> Iterator[Gate]:
         yield RateGate(tool.rate_limit)
 
 
-def _failed(tool: Tool, error: BaseException) -> ToolFailed:
-    if isinstance(error, asyncio.CancelledError):
-        return ToolFailed(f"{tool.name} failed: something it waited for was cancelled")
-    return ToolFailed(f"{tool.name} failed: {describe(error)}")
-
-
-def _is_for(task: asyncio.Task[object], error: BaseException) -> bool:
-    """Whether an exception on the event loop is meant for the task that runs a tool, rather than the tool's own."""
-    match error:
-        case asyncio.CancelledError():
-            return task.cancelling() > 0
-        case GeneratorExit():  # ours when the coroutine is being closed, not run
-            return asyncio.current_task(task.get_loop()) is not task
-        case KeyboardInterrupt():
-            return threading.current_thread() is threading.main_thread()
-    return False
+def _since(moment: float) -> float:
+    return asyncio.get_running_loop().time() - moment
 
 
 def _failure(error: ToolError, seconds: float, offer: _Offer | None = None) -> ToolOutcome:

@@ -25,6 +25,7 @@ from pydantic_core import from_json, to_jsonable_python
 from batch_agent.errors import BadArguments, SpecError
 from batch_agent.foreign import describe
 from batch_agent.messages import JsonObject
+from batch_agent.tools.context import ToolContext
 
 Function = Callable[..., object]
 _SHOWN_CHARACTERS = 80
@@ -69,6 +70,7 @@ class Signature:
     extra: bool  # it takes **kwargs
     unbound: bool
     json_schema: JsonObject
+    context: str | None = None  # the parameter that takes a ToolContext
 
     def parse(self, text: str) -> Arguments:
         """Arguments from a model's JSON text; BadArguments names every problem and what was expected."""
@@ -86,7 +88,7 @@ class Signature:
                     raise
                 except BaseException as error:  # a validator of the user's raised something else
                     problems.append(f"{name}: {describe(error)}")
-            elif self.extra:
+            elif self.extra and name != self.context:
                 values[name] = value
             else:
                 problems.append(self._unknown(name))
@@ -169,6 +171,7 @@ def signature_of(function: Function, name: str, described: Mapping[str, str]) ->
     bound = function.keywords if isinstance(function, functools.partial) else {}
     found: dict[str, Parameter] = {}
     extra = unbound = False
+    context: str | None = None
     for index, item in enumerate(signature.parameters.values()):
         if index == 0 and item.name in ("self", "cls"):
             unbound = True
@@ -176,9 +179,20 @@ def signature_of(function: Function, name: str, described: Mapping[str, str]) ->
             extra = True
         elif item.kind in (item.VAR_POSITIONAL, item.POSITIONAL_ONLY):
             raise SpecError(f"tool {name}: {item} has no name a model could use; give it a named parameter instead")
-        elif item.name not in bound and (parameter := _parameter(name, item, hints)):
+        elif item.name in bound:
+            continue
+        elif _takes_context(hints.get(item.name)):
+            if context is not None:
+                raise SpecError(f"tool {name}: {context} and {item.name} both take a ToolContext; one is enough")
+            context = item.name
+        elif parameter := _parameter(name, item, hints):
             found[item.name] = parameter
-    return Signature(found, extra, unbound, _json_schema(found, extra, described))
+    return Signature(found, extra, unbound, _json_schema(found, extra, described), context)
+
+
+def _takes_context(hint: object) -> bool:
+    """``ToolContext | None`` as well: a function that is also called without a run."""
+    return hint is ToolContext or ToolContext in typing.get_args(hint)
 
 
 def _plain_function(function: Function) -> Function:

@@ -1,11 +1,11 @@
-"""``--dry-run``: what a run would do and send, shown before anything is sent."""
+"""What a run would do and send, shown before anything is sent: ``--dry-run``, and a plan that is printed."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TextIO, cast
 
@@ -14,7 +14,7 @@ from batch_agent.compiler.template import Piece
 from batch_agent.engine.prepare import Prepared
 from batch_agent.files.read import LazyRows
 from batch_agent.messages import JsonObject, Usage
-from batch_agent.observe.text import amount, dollars, harmless, harmless_lines
+from batch_agent.observe.text import amount, dollars, harmless, harmless_lines, rows
 from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS
 
 SAMPLE_ROWS = 100  # enough for a mean, little enough to be quick
@@ -32,24 +32,32 @@ class DryRun:
 
     @classmethod
     def of(cls, prepared: Prepared) -> DryRun:
+        """For those who only look: the first rows are taken from where they come from."""
+        return cls._of(prepared, _sample(prepared.spec.inputs))
+
+    @classmethod
+    def untouched(cls, prepared: Prepared) -> DryRun:
+        """For those who may go on to run it: rows that can be read once are left alone."""
+        return cls._of(prepared, _at_hand(prepared.spec.inputs))
+
+    @classmethod
+    def _of(cls, prepared: Prepared, sample: Sequence[object]) -> DryRun:
         inputs = prepared.spec.inputs
-        sample = _sample(inputs)
         rows, exact = prepared.plan.total, True
         if isinstance(inputs, LazyRows):
             rows, exact = inputs.expected_rows(), False
-            inputs.close()
         return cls(prepared, prepared.plan.describe(sample), len(sample), rows, exact)
 
     @property
     def prompt_tokens(self) -> int | None:
         """Of all first requests together, nothing cached."""
         each = self.description.prefix_tokens + self.description.own_tokens
-        return None if self.rows is None else self.rows * each
+        return self.rows * each if self.rows is not None and self.sampled else None
 
     @property
     def uncached_tokens(self) -> int | None:
         """The same when the shared prefix is computed once."""
-        if self.rows is None:
+        if self.rows is None or not self.sampled:
             return None
         return self.description.prefix_tokens + self.rows * self.description.own_tokens
 
@@ -57,7 +65,7 @@ class DryRun:
     def cost(self) -> tuple[float, float] | None:
         """$ of all first requests and their answers: with the shared prefix cached, and with nothing cached."""
         prices, rows = self.prepared.prices, self.rows
-        if prices is None or not prices.tiers or rows is None:
+        if prices is None or not prices.tiers or rows is None or not self.sampled:
             return None
         prefix, own = self.description.prefix_tokens, self.description.own_tokens
         cached = Usage(prefix + own, cached_tokens=prefix, completion_tokens=self._answer_tokens)
@@ -143,7 +151,8 @@ class DryRun:
         if description.hoisted:
             yield "hoisted", f"{', '.join(description.hoisted)}: the same in every row, moved to the system prompt"
         yield "shared prefix", f"{description.prefix_tokens:,} tokens"
-        yield "own per row", f"{description.own_tokens:,} tokens, the mean of {self.sampled:,} rows"
+        if self.sampled:
+            yield "own per row", f"{description.own_tokens:,} tokens, the mean of {rows(self.sampled)}"
         if self.prompt_tokens is not None and self.uncached_tokens is not None:
             cached = f"{amount(self.uncached_tokens)} with the prefix cached"
             yield "first requests", f"{amount(self.prompt_tokens)} tokens in all, {cached}"
@@ -170,7 +179,16 @@ class DryRun:
 def _sample(inputs: object) -> list[object]:
     if isinstance(inputs, AsyncIterable):
         return asyncio.run(_first_of(inputs))
-    return list(itertools.islice(cast("Iterable[object]", inputs), SAMPLE_ROWS))
+    sample = list(itertools.islice(cast("Iterable[object]", inputs), SAMPLE_ROWS))
+    if isinstance(inputs, LazyRows):
+        inputs.close()
+    return sample
+
+
+def _at_hand(inputs: object) -> Sequence[object]:
+    if isinstance(inputs, LazyRows):
+        return inputs.first
+    return () if isinstance(inputs, AsyncIterable | Iterator) else _sample(inputs)
 
 
 async def _first_of(inputs: AsyncIterable[object]) -> list[object]:

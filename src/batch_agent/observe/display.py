@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Self
 
-from batch_agent.cli.blocking import in_thread
+from batch_agent.blocking import in_thread
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.terminal import View
 
@@ -28,12 +28,16 @@ class Display:
         self._broken = False
 
     async def __aenter__(self) -> Self:
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        """For those who find out on the way that there is something to show; ``__aexit__`` ends it all the same."""
         try:
             self._view.__enter__()
         except OSError:
             self._broken = True
         self._tick()
-        return self
 
     async def __aexit__(self, *exception: object) -> None:
         if self._timer is not None:

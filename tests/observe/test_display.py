@@ -2,7 +2,7 @@ import asyncio
 import threading
 from typing import Self
 
-from batch_agent.cli.display import Display, with_expected
+from batch_agent.observe.display import Display, with_expected
 from batch_agent.observe.metrics import Statistics
 
 

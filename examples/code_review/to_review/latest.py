@@ -1,0 +1,3 @@
+def latest(lines, count):
+    """The last so many lines."""
+    return lines[len(lines) - count - 1 :]

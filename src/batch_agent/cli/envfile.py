@@ -1,0 +1,44 @@
+"""``--env-file``: lines of NAME=VALUE that become variables of the environment, where they are not set already.
+
+Nothing is read that was not asked for; no ``.env`` is looked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from batch_agent.errors import SpecError
+
+LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)")
+
+
+def load_env_file(path: Path) -> None:
+    """SpecError, which names the line and not what is on it, for a file that is none."""
+    try:
+        text = path.read_text("utf-8-sig")
+    except OSError as error:
+        raise SpecError(f"cannot read the env file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{path} is not UTF-8") from None
+    for name, value in list(_variables(text, path)):
+        os.environ.setdefault(name, value)
+
+
+def _variables(text: str, path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = LINE.fullmatch(line)
+        if match is None:
+            raise SpecError(f"{path} line {number} is not NAME=VALUE")
+        yield match["name"], _unquoted(match["value"])
+
+
+def _unquoted(value: str) -> str:
+    """Quotes around a value go; without them, what follows `` #`` is a comment."""
+    quoted = re.fullmatch(r"""(["'])(.*)\1(?:\s+#.*)?""", value)
+    return quoted[2] if quoted else re.split(r"\s+#", value, maxsplit=1)[0].rstrip()

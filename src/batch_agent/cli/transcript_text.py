@@ -1,0 +1,137 @@
+"""One row's record as text: its heading, its conversation, how it ended."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from batch_agent.files.columns import Record
+from batch_agent.files.results import to_json
+from batch_agent.messages import ToolCall
+from batch_agent.observe.text import counted, dollars, duration, harmless, harmless_lines
+from batch_agent.store.steps import Past, PastTurn, Spent
+
+CUT_CHARACTERS = 2000  # of a text, unless it is wanted in full
+INDENT = "    "
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """How much of a text is shown, and how wide the lines may be; None: as they are."""
+
+    full: bool = False
+    width: int | None = None
+
+    def said(self, label: str, text: str) -> str:
+        if not self.full and len(text) > CUT_CHARACTERS:
+            text = f"{text[:CUT_CHARACTERS]}… ({len(text) - CUT_CHARACTERS:,} characters more, --full shows them)"
+        lines = harmless_lines(text).split("\n")
+        return "\n".join(["", label, *(f"{INDENT}{part}" for line in lines for part in self._parts(line))])
+
+    def _parts(self, line: str) -> list[str]:
+        """A line broken between its words."""
+        if self.width is None or len(line) + len(INDENT) <= self.width:
+            return [line]
+        room = max(20, self.width - len(INDENT))
+        return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def row_text(
+    record: Record | None, past: Past | None, prompts: tuple[str, str] | None, value: object, page: Page
+) -> str:
+    """``prompts`` are the system's and the user's, where they are known; ``value`` is the input of a row that has no
+    result yet."""
+    parts = [_heading(record, past)]
+    value = record.get("input") if record and "input" in record else value
+    if prompts is not None:
+        system, user = prompts
+        parts += [page.said("system", system)] if system else []
+        parts.append(page.said("user", user))
+    elif value is not None:
+        parts.append(page.said("input", value if isinstance(value, str) else to_json(value).decode()))
+    if past is None:
+        parts.append(page.said("answers", "not in the journal"))
+    else:
+        parts += _conversation(past, page)
+    parts += _end(record, past, page)
+    return "\n".join(parts)
+
+
+def _heading(record: Record | None, past: Past | None) -> str:
+    index, job_id = (record or {}).get("index"), (record or {}).get("job_id")
+    name = "a row whose input is not at hand" if index is None else f"row {index}"
+    if job_id is not None and str(job_id) != str(index):
+        name += f" ({harmless(str(job_id))})"
+    facts = [_state(record, past)]
+    spent = past.turns[-1].spent if past is not None and past.turns else None
+    timings = (record or {}).get("timings")
+    total = timings.get("total") if isinstance(timings, dict) else spent.total if spent is not None else None
+    if isinstance(total, int | float):
+        facts.append(duration(total))
+    if past is not None:
+        facts.append(counted(len(past.turns), "turn"))
+        usage = [turn.reply.usage for turn in past.turns]
+        tokens = sum(each.prompt_tokens for each in usage), sum(each.completion_tokens for each in usage)
+        facts.append(f"{tokens[0]:,} tokens in, {tokens[1]:,} out")
+    cost = (record or {}).get("cost")
+    if isinstance(cost, int | float):
+        facts.append(dollars(cost))
+    line = f"{name}: {', '.join(facts)}"
+    return f"{line}\n{'=' * len(line)}"
+
+
+def _state(record: Record | None, past: Past | None) -> str:
+    if record is not None and "ok" in record:
+        return "ok" if record["ok"] else "failed"
+    return "not done" if past is None or not past.done else "ok"
+
+
+def _conversation(past: Past, page: Page) -> Iterator[str]:
+    before = Spent()
+    for number, turn in enumerate(past.turns, start=1):
+        reply = turn.reply
+        took = duration(max(0.0, turn.spent.inference - before.inference))
+        usage = f"{reply.usage.prompt_tokens:,} in, {reply.usage.completion_tokens:,} out"
+        label = f"assistant, turn {number}, {took}, {usage}"
+        before = turn.spent
+        if reply.reasoning:
+            yield page.said("reasoning", reply.reasoning)
+        if reply.text or not reply.tool_calls:
+            yield page.said(label, reply.text)
+            label = ""
+        yield from _calls(turn, label, page)
+
+
+def _calls(turn: PastTurn, label: str, page: Page) -> Iterator[str]:
+    for place, call in enumerate(turn.reply.tool_calls):
+        yield page.said(f"{label}: calls" if label and not place else "calls", _call(call))
+        outcome = turn.outcomes.get(place)
+        if outcome is not None:
+            yield page.said(f"{harmless(call.name)} answers", outcome)
+        else:
+            yield page.said(f"{harmless(call.name)}", "was begun" if place in turn.begun else "has no outcome yet")
+
+
+def _call(call: ToolCall) -> str:
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        return f"{call.name} {call.arguments}"
+    given = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+    return f"{call.name}({', '.join(given)})"
+
+
+def _end(record: Record | None, past: Past | None, page: Page) -> Iterator[str]:
+    error = (record or {}).get("error")
+    failed = past.failed.error if past is not None and past.failed is not None else None
+    if isinstance(error, dict):
+        yield page.said("failed", f"{error.get('type')}: {error.get('message')}")
+    elif failed is not None and not (record or {}).get("ok"):
+        yield page.said("failed", str(failed))
+    output = (record or {}).get("output")
+    if output is not None and not isinstance(output, str):
+        yield page.said("output", to_json(output).decode())

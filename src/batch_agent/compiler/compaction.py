@@ -1,0 +1,148 @@
+"""Which part of a conversation gives way when it outgrows the context, and what stands in its place.
+
+A conversation is a task and exchanges: an answer with its reasoning and its calls, and what came of them. An exchange
+stays or goes as a whole, so every call that is left has its result and every result its call. The oldest go first, and
+the latest always stays. What is left out is told of at the end of the task's message: what stands before it is as it
+was, and no role follows itself that did not before. Of results that stay, old ones may be reduced to head and tail, or
+to their shape.
+
+A cut is always of the whole history, and a later one includes the earlier: so a conversation changes where it is cut,
+once, and only grows until the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from batch_agent.compiler.budget import content_tokens, estimate_tokens
+from batch_agent.compiler.shorten import shorten
+from batch_agent.messages import Message, ToolCall, content_text
+
+THRESHOLD = 0.85  # of the context: below that nothing is cut
+TARGET = 0.5  # what a cut aims at, so that the next one is far away
+WORTH = 0.1  # of the context: a cut that frees less is not worth the cache it costs
+
+KEPT_WHOLE = 2  # the latest exchanges, whose results are reduced only where nothing else is left
+REDUCED_TOKENS = 150  # what an old result is reduced to
+NOTE_TOKENS = 500  # kept free for the text that stands for what is left out
+CALLS_TOLD = 40  # of those that were left out, the latest
+CALL_TOKENS = 30
+MESSAGE_TOKENS = 4  # the marks around one
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What is left of a history. Positions are those of the agent's own messages, of which the task is the first."""
+
+    kept_from: int = 0  # the first exchange that stays; 0: none is left out
+    note: str = ""  # what stands for those that do not
+    reduced: Mapping[int, str] = field(default_factory=dict)  # results that stay, shorter
+
+    def apply(self, own: Sequence[Message]) -> list[Message]:
+        begins = first_exchange(own)
+        head = list(own[:begins])
+        if self.note:
+            content, note = head[-1].content, f"\n\n{self.note}"
+            head[-1] = replace(head[-1], content=content + note if isinstance(content, str) else (*content, note))
+        rest = range(max(begins, self.kept_from), len(own))
+        return [*head, *(self.message(own[place], place) for place in rest)]
+
+    def message(self, message: Message, place: int) -> Message:
+        return replace(message, content=self.reduced[place]) if place in self.reduced else message
+
+
+def first_exchange(own: Sequence[Message]) -> int:
+    return next((place for place, message in enumerate(own) if message.role == "assistant"), len(own))
+
+
+def message_tokens(message: Message) -> int:
+    calls = sum(estimate_tokens(call.name) + estimate_tokens(call.arguments) for call in message.tool_calls)
+    return MESSAGE_TOKENS + content_tokens(message.content) + calls
+
+
+def history_tokens(messages: Sequence[Message]) -> int:
+    return sum(map(message_tokens, messages))
+
+
+def plan_cut(own: Sequence[Message], before: Cut, excess: int, *, told: bool) -> Cut:
+    """The cut after which a history has about ``excess`` tokens less than after the cut ``before``; its note is still
+    to be written. ``told`` says that somebody tells what was in the exchanges that are left out: then they go, and else
+    old results are reduced before that."""
+    starts = [place for place, message in enumerate(own) if message.role == "assistant"]
+    kept = [place for place in starts if place >= before.kept_from]
+    if not kept:
+        return before
+    reduced = dict(before.reduced)
+    sizes = {place: message_tokens(before.message(own[place], place)) for place in range(kept[0], len(own))}
+    saved = -NOTE_TOKENS if told else 0
+    whole_from = kept[-KEPT_WHOLE:][0]
+    if not told:
+        saved += _reduce(own, range(kept[0], whole_from), REDUCED_TOKENS, sizes, reduced, excess)
+    kept_from = before.kept_from
+    for start, following in pairwise(kept):
+        if saved >= excess:
+            break
+        saved += sum(sizes[place] for place in range(start, following))
+        saved -= 0 if told else CALL_TOKENS * len(own[start].tool_calls)
+        kept_from = following
+    if saved < excess:
+        left = [place for place in sizes if place >= max(kept_from, kept[0]) and own[place].role == "tool"]
+        if left:
+            limit = (sum(sizes[place] for place in left) - (excess - saved)) // len(left)
+            _reduce(own, left, max(limit, REDUCED_TOKENS), sizes, reduced, excess - saved)
+    return Cut(kept_from, before.note, {place: text for place, text in reduced.items() if place >= kept_from})
+
+
+def _reduce(
+    own: Sequence[Message],
+    places: Sequence[int],
+    limit: int,
+    sizes: dict[int, int],
+    reduced: dict[int, str],
+    excess: int,
+) -> int:
+    """Results there, from the oldest on, no longer than ``limit``, until ``excess`` is saved. What was."""
+    saved = 0
+    for place in places:
+        if saved >= excess:
+            break
+        if own[place].role == "tool" and sizes[place] > limit + limit // 2:
+            reduced[place] = shorten(content_text(own[place].content), limit)
+            now = message_tokens(replace(own[place], content=reduced[place]))
+            saved += sizes[place] - now
+            sizes[place] = now
+    return saved
+
+
+def left_out(own: Sequence[Message], cut: Cut) -> Sequence[Message]:
+    return own[first_exchange(own) : cut.kept_from]
+
+
+def note(own: Sequence[Message], cut: Cut, summary: str) -> str:
+    """What the model reads at the end of its task; nothing where nothing was left out. ``summary`` is what somebody
+    wrote of it, else the calls and the beginnings of what they returned are told."""
+    gone = left_out(own, cut)
+    if not gone:
+        return ""
+    steps = sum(message.role == "assistant" for message in gone)
+    told = summary.strip() or "\n".join(_calls(gone))
+    return f"[The first {steps} steps of your work on this are left out here to save room. What they were:\n{told}]"
+
+
+def _calls(gone: Sequence[Message]) -> list[str]:
+    results = {message.tool_call_id: content_text(message.content) for message in gone if message.role == "tool"}
+    lines = [_line(call, results.get(call.id, "")) for message in gone for call in message.tool_calls]
+    texts = [
+        f"- said: {shorten(content_text(m.content), CALL_TOKENS)}"
+        for m in gone
+        if m.role == "assistant" and not m.tool_calls
+    ]
+    more = [f"- {len(lines) - CALLS_TOLD} calls before these"] if len(lines) > CALLS_TOLD else []
+    return [*more, *lines[-CALLS_TOLD:], *texts[-CALLS_TOLD:]]
+
+
+def _line(call: ToolCall, result: str) -> str:
+    said = " ".join(shorten(result, CALL_TOKENS // 2).split())
+    return f"- {call.name}({shorten(call.arguments, CALL_TOKENS // 2)}): {said}"

@@ -1,0 +1,124 @@
+"""A row that does not fit, while it is done in parts: what came of each, and the one result they come to.
+
+Each part is an agent of its own, with a record of its own; so is each request that merges their answers. The batch
+starts them and this counts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import cast
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import Interrupted, JobError
+from batch_agent.files.results import plainly, to_json
+from batch_agent.job import AgentError, AgentResult, BaseResult, Job, Timings
+from batch_agent.messages import Usage
+
+NOT_BEGUN = "the run ended before every part of this row was begun"
+
+
+class Parts:
+    """``recorded`` is there because an agent has it: a row in parts has no end in the record, its parts have."""
+
+    recorded: None = None
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.error: AgentError | None = None
+        self._results: dict[int, AgentResult[object]] = {}  # of the parts
+        self._merges: list[AgentResult[object]] = []
+        self._begun = 0
+        self._every: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closed = False
+        self._began = asyncio.get_running_loop().time()
+
+    def begin(self) -> int:
+        """Another part is begun: its place."""
+        self._begun += 1
+        return self._begun - 1
+
+    def close(self) -> None:
+        """No more parts are begun."""
+        self._closed = True
+        if self._begun < len(self.job.parts) and self.error is None:
+            self.fail(Interrupted(NOT_BEGUN))
+        self._settle()
+
+    def end(self, place: int, result: AgentResult[object]) -> None:
+        self._results[place] = result
+        if result.error is not None and self.error is None:
+            where = f"part {place + 1} of {len(self.job.parts)}: "
+            self.error = replace(result.error, message=where + result.error.message)
+        self._settle()
+
+    async def wait(self) -> None:
+        """Until every part that was begun has ended."""
+        await self._every
+
+    def _settle(self) -> None:
+        if self._closed and len(self._results) == self._begun and not self._every.done():
+            self._every.set_result(None)
+
+    def answers(self, schema: OutputSchema[object] | None) -> list[str]:
+        """What the parts came to, in their order."""
+        return self._texts([self._results[place] for place in sorted(self._results)], schema)
+
+    def merged(self, results: Sequence[AgentResult[object]], schema: OutputSchema[object] | None) -> list[str]:
+        """One level of merging is done; what it came to."""
+        self._merges += results
+        return self._texts(results, schema)
+
+    def _texts(self, results: Sequence[AgentResult[object]], schema: OutputSchema[object] | None) -> list[str]:
+        """As a model reads them. The row fails with one that failed, or that cannot be written."""
+        plain = [plainly(result, schema) for result in results]
+        self.error = next((result.error for result in plain if result.error is not None), None)
+        return [_text(result.output) for result in plain]
+
+    def fail(self, error: JobError) -> None:
+        self.error = AgentError.of(error)
+
+    def result(self) -> AgentResult[object]:
+        """The last merge's, with what all the others took added to it."""
+        results = [*(self._results[place] for place in sorted(self._results)), *self._merges]
+        last = results[-1] if results else None
+        costs = [result.cost for result in results if result.cost is not None]
+        result: BaseResult[object] = BaseResult(
+            index=self.job.index,
+            job_id=self.job.job_id,
+            input=self.job.input,
+            ok=self.error is None,
+            output=last.output if last is not None and self.error is None else None,
+            error=self.error,
+            attempts=1 + sum(max(0, result.attempts - 1) for result in results) if results else 0,
+            turns=sum(result.turns for result in results),
+            usage=reduce(add, (result.usage for result in results), Usage()),
+            cost=sum(costs) if costs else None,
+            timings=self._timings(results),
+            messages=last.messages if last is not None else (),
+            raw_text=last.raw_text if last is not None else "",
+            repaired=self.error is None and any(result.repaired for result in results),
+            resumed=bool(results) and all(result.resumed for result in results),
+            chunks=len(self.job.parts),
+        )
+        return cast("AgentResult[object]", result)
+
+    def _timings(self, results: Sequence[AgentResult[object]]) -> Timings:
+        """Those of all parts together; ``total`` is the row's own, as long as it was waited for."""
+        timings = [result.timings for result in results]
+        first = [timing.first_token for timing in timings if timing.first_token is not None]
+        return Timings(
+            sum(timing.queued for timing in timings),
+            sum(timing.inference for timing in timings),
+            sum(timing.tool_wait for timing in timings),
+            asyncio.get_running_loop().time() - self._began,
+            first[0] if first else None,
+        )
+
+
+def _text(output: object) -> str:
+    return output if isinstance(output, str) else to_json(output).decode()

@@ -1,0 +1,83 @@
+"""Tables that a program has in memory: DataFrames of pandas and polars, Arrow tables, Hugging Face datasets.
+
+They are told by the names of their classes, so that none of these packages is imported for those who do not use it. A
+row is a dict of what JSON can carry. A small table is turned into rows at once, so that values shared by all rows can
+be hoisted; a larger one a slice at a time, as its rows are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from batch_agent.errors import SpecError
+from batch_agent.files.cells import plain
+from batch_agent.files.rows import Row
+from batch_agent.files.table import refuse_twice
+
+AT_ONCE_CELLS = 500_000
+SLICE_ROWS = 256  # turned into Python at a time: little enough not to hold up an event loop
+
+# The rows of a table from one place to another. What a table is, only its own package could say.
+_Slice: TypeAlias = Callable[[Any, int, int], Iterable[dict[object, object]]]
+
+
+def _from_columns(columns: Mapping[object, Sequence[object]]) -> Iterator[dict[object, object]]:
+    return (dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
+
+
+_SLICES: dict[tuple[str, str], _Slice] = {
+    ("pandas", "DataFrame"): lambda frame, start, end: frame.iloc[start:end].to_dict("records"),
+    ("polars", "DataFrame"): lambda frame, start, end: frame[start:end].to_dicts(),
+    ("pyarrow", "Table"): lambda table, start, end: table.slice(start, end - start).to_pylist(),
+    ("pyarrow", "RecordBatch"): lambda batch, start, end: batch.slice(start, end - start).to_pylist(),
+    ("datasets", "Dataset"): lambda dataset, start, end: _from_columns(dataset.with_format(None)[start:end]),
+}
+_COLUMNS: dict[str, Callable[[Any], Iterable[object]]] = {
+    "pandas": lambda frame: frame.columns,
+    "polars": lambda frame: frame.columns,
+    "pyarrow": lambda table: table.schema.names,
+    "datasets": lambda dataset: dataset.column_names,
+}
+_INSTEAD = {
+    ("polars", "LazyFrame"): "inputs is a polars LazyFrame: collect() it first",
+    ("datasets", "DatasetDict"): "inputs is a DatasetDict: give one of its splits, such as inputs=dataset['train']",
+    ("datasets", "IterableDatasetDict"): "inputs is a dict of datasets: give one of its splits",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRows:
+    """The rows of a table, as often as they are asked for."""
+
+    table: Any
+    slice: _Slice
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[Row]:
+        for start in range(0, len(self), SLICE_ROWS):
+            for row in self.slice(self.table, start, min(start + SLICE_ROWS, len(self))):
+                yield {str(name): plain(value) for name, value in row.items()}
+
+
+def rows_of_frame(value: object) -> list[Row] | FrameRows | None:
+    """None for what is no table. SpecError for one that has no rows to give."""
+    for base in type(value).__mro__:
+        name = (base.__module__.partition(".")[0], base.__name__)
+        if name in _INSTEAD:
+            raise SpecError(_INSTEAD[name])
+        if name in _SLICES:
+            return _rows(value, name)
+    return None
+
+
+def _rows(table: Any, name: tuple[str, str]) -> list[Row] | FrameRows:
+    columns = [str(column) for column in _COLUMNS[name[0]](table)]
+    refuse_twice(columns, f"the {name[0]} {name[1]}")
+    if not columns:
+        raise SpecError(f"the {name[0]} {name[1]} given as inputs has no columns")
+    rows = FrameRows(table, _SLICES[name])
+    return list(rows) if len(rows) * len(columns) <= AT_ONCE_CELLS else rows

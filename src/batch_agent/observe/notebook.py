@@ -1,0 +1,64 @@
+"""A run as it goes, in a notebook: one output that is redrawn in place and ends as the summary.
+
+A kernel is told what to show by IPython, which is imported by whoever runs in one and by nobody else.
+"""
+
+from __future__ import annotations
+
+import html
+import secrets
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Self, TypeAlias
+
+from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.terminal import progress_line
+from batch_agent.observe.words import error_line, outage_line
+
+# A text for each MIME type, and whether it takes the place of what was shown before.
+Publish: TypeAlias = Callable[[Mapping[str, str], bool], None]
+
+
+def publisher() -> Publish:
+    """Shows in the cell that runs; one output for as long as it is called."""
+    publish = import_module("IPython.display").publish_display_data
+    name = secrets.token_hex(8)
+
+    def show(data: Mapping[str, str], update: bool) -> None:
+        publish(dict(data), transient={"display_id": name}, update=update)
+
+    return show
+
+
+class NotebookView:
+    interval = 0.5
+
+    def __init__(self, publish: Publish) -> None:
+        self._publish = publish
+
+    def __enter__(self) -> Self:
+        self._publish(_page(Statistics()), False)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def show(self, statistics: Statistics) -> None:
+        self._publish(_page(statistics), True)
+
+    def conclude(self, summary: str) -> None:
+        """The run is over: its summary in the place of its progress."""
+        self._publish({"text/plain": summary, "text/html": f"<pre>{html.escape(summary)}</pre>"}, True)
+
+
+def _page(statistics: Statistics) -> dict[str, str]:
+    troubles = [*map(outage_line, statistics.outages), *map(error_line, reversed(statistics.recent_errors))]
+    line = progress_line(statistics)
+    # Without a value a browser shows that something is alive.
+    value = f' max="{statistics.total}" value="{statistics.done}"' if statistics.total else ""
+    shown = "".join(f"<br>{html.escape(text)}" for text in (line, *troubles))
+    bar = f'<progress style="width: 100%"{value}></progress>'
+    return {
+        "text/plain": "\n".join([line, *troubles]),
+        "text/html": f'<div style="font-family: monospace">{bar}{shown}</div>',
+    }

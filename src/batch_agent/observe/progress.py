@@ -1,0 +1,105 @@
+"""Progress for programs: which view suits the place where one runs, when it begins, and what it ends in.
+
+Where nobody said whether to show it, a terminal or a notebook shows a run that takes longer than a moment; pipes, files
+and tests see nothing. A view writes to standard error or to the notebook, never to standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Self, TextIO
+
+from batch_agent.observe.display import Display
+from batch_agent.observe.metrics import Statistics
+
+MOMENT = 1.5  # seconds after which a run is shown to those who did not ask for it
+DUMB = ("", "dumb", "unknown")  # values of TERM
+
+
+class Progress:
+    """``wanted``: True shows a run from its start, as lines where there is no terminal; False never; None where it
+    suits."""
+
+    def __init__(self, wanted: bool | None, statistics: Callable[[], Statistics]) -> None:
+        self._wanted, self._statistics = wanted, statistics
+        self._timer: asyncio.TimerHandle | None = None
+        self._display: Display | None = None
+        self._conclude: Callable[[str], None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._wanted:
+            self._begin()
+        elif self._wanted is None and _suits():
+            self._timer = asyncio.get_running_loop().call_later(MOMENT, self._begin)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._display is not None:
+            await self._display.__aexit__(*exception)
+
+    def conclude(self, summary: str) -> None:
+        """The run's summary, where its progress was shown."""
+        if self._conclude is not None:
+            with suppress(OSError):
+                self._conclude(summary)
+
+    def _begin(self) -> None:
+        """Only now is it looked at who has the terminal, and are the packages that draw imported."""
+        from batch_agent.observe.notebook import NotebookView, publisher
+        from batch_agent.observe.terminal import LiveView, PlainView, View
+
+        view: View
+        if _in_notebook():
+            view = notebook = NotebookView(publisher())
+            self._conclude = notebook.conclude
+        elif sys.stderr is None or _taken(sys.stderr):
+            return
+        else:
+            view = LiveView(sys.stderr) if _has_terminal() else PlainView(sys.stderr)
+            self._conclude = _say
+        self._display = Display(view, self._statistics)
+        self._display.begin()
+
+
+def _suits() -> bool:
+    if "PYTEST_CURRENT_TEST" in os.environ or sys.stderr is None:
+        return False
+    return _in_notebook() or _has_terminal()
+
+
+def _in_notebook() -> bool:
+    """Whether this process is a kernel. IPython on a terminal is a terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def _has_terminal() -> bool:
+    """Whether the terminal is there for a view alone. At the other end of a pipe there may be somebody who writes to
+    the same terminal, and they would paint over each other."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "") not in DUMB and not _is_pipe(sys.stdout)
+
+
+def _is_pipe(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # closed, or not of the operating system
+        return False
+
+
+def _taken(stream: TextIO) -> bool:
+    """Whether a live display, of another run or of the user's own, has the terminal: rich then stands in for its
+    stream. Two of them would tear each other."""
+    return type(stream).__module__ == "rich.file_proxy"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,79 @@
+"""The sentences about a run under way that every view has: where it stands, what it waits for, what goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from batch_agent.observe.metrics import Outage, RecentError, Statistics
+from batch_agent.observe.text import amount, clock, counted, duration, harmless, rows, share
+
+ERROR_CHARACTERS = 300
+SLOW_START = 5.0  # seconds without an answer, from which on it is worth a word
+ALMOST = 1.0  # second: less than that is not worth a number
+OFTEN = 3  # calls of a tool that must have failed before every one counts
+
+
+def progress(statistics: Statistics) -> str:
+    if statistics.total is None:
+        return f"{rows(statistics.done)} done"
+    return f"{statistics.done:,}/{statistics.total:,} ({share(statistics.done, statistics.total)})"
+
+
+def time_left(statistics: Statistics) -> str:
+    """Empty where nothing can be said."""
+    eta, left = statistics.eta, statistics.left
+    if eta is None or not left:
+        return ""
+    return f"{duration(eta)} left" if eta >= ALMOST else f"last {counted(left, 'row') if left > 1 else 'row'}"
+
+
+def states(statistics: Statistics) -> Iterator[tuple[str, int, str]]:
+    """Where rows are: label, count, colour."""
+    yield "failed", statistics.failed, "red"
+    yield "running", statistics.running, "cyan"
+    yield "waiting on tools", statistics.waiting_on_tools, "magenta"
+    yield "backing off", statistics.backing_off, "yellow"
+    yield "queued", statistics.queued, "default"
+
+
+def tokens(statistics: Statistics) -> str:
+    usage = statistics.usage
+    cached = f" ({share(usage.cached_tokens, usage.prompt_tokens)} cached)" if usage.cached_tokens else ""
+    return f"{amount(usage.prompt_tokens)} in{cached}, {amount(usage.completion_tokens)} out"
+
+
+def phase(statistics: Statistics) -> str:
+    """What a run that has no answer yet waits for; empty otherwise."""
+    if statistics.ended or statistics.turns or statistics.done or statistics.outages:
+        return ""
+    if not statistics.backend:
+        return "reading the rows"
+    if not statistics.started:
+        local = statistics.backend.startswith("local://")
+        return "loading the model" if local else "waiting for the server"
+    waiting = statistics.running and statistics.elapsed >= SLOW_START
+    return "no answer yet; the server may be loading the model" if waiting else ""
+
+
+def failing_tools(statistics: Statistics) -> Iterator[str]:
+    """Tools of which not one call went well."""
+    for name, use in statistics.tools.items():
+        if use.failed == use.calls >= OFTEN:
+            yield f"every call of {harmless(name)} failed, {use.calls:,} so far"
+
+
+def rejected_line(error: RecentError) -> str:
+    times = f" ({error.count:,} so far)" if error.count > 1 else ""
+    return f"answer rejected{times}, asked again: row {error.index} {harmless(error.message, ERROR_CHARACTERS)}"
+
+
+def outage_line(outage: Outage) -> str:
+    name = f" {harmless(outage.endpoint)}" if outage.endpoint else ""
+    again = f"trying again in {duration(outage.next_trial)}" if outage.next_trial else "trying"
+    return f"server{name} down for {clock(outage.lasted)}, {again}"
+
+
+def error_line(error: RecentError) -> str:
+    times = f" ({error.count:,} times)" if error.count > 1 else ""
+    again = ", trying again" if error.retried else ""
+    return f"row {error.index} {error.type}{times}{again}: {harmless(error.message, ERROR_CHARACTERS)}"

@@ -1,0 +1,198 @@
+"""What a run returns: its results in input order, with what one asks of them next.
+
+A ``Results`` is a list. What a whole run says of itself (time, tokens, cost, savings) is its ``summary``; tables and
+lines are those of ``batch_agent.files``.
+"""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import Interrupted, Invalid
+from batch_agent.files.columns import Column, Record
+from batch_agent.files.extras import extra
+from batch_agent.files.results import plainly, result_line, unwritten
+from batch_agent.files.tables import columns_of, complete_file, record_of
+from batch_agent.job import AgentResult, Failure, Success, cut
+from batch_agent.messages import JsonObject, Usage
+from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.summary import summary_json, summary_lines
+from batch_agent.observe.text import dollars, rows
+from batch_agent.tools.latency import ToolStatistics
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+
+T = TypeVar("T")
+
+HTML_ROWS = 20
+CELL_CHARACTERS = 200
+# What a column becomes that has cells of its type only, and one where some are missing.
+_PANDAS_WITH_GAPS = {"bool": "boolean", "int": "Int64"}
+_POLARS = {"bool": "Boolean", "int": "Int64", "float": "Float64", "text": "String"}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Summary:
+    """How a run went; prints as the lines that the command line ends with."""
+
+    statistics: Statistics
+    tools: Mapping[str, ToolStatistics] = field(default_factory=dict)
+
+    def to_json(self) -> JsonObject:
+        return summary_json(self.statistics, tools=self.tools)
+
+    def __str__(self) -> str:
+        return "\n".join(summary_lines(self.statistics, tools=self.tools))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+class Results(list[AgentResult[T]]):
+    """The results of a run, in input order. A list made of some of them has the summary that they add up to."""
+
+    def __init__(
+        self, results: Iterable[AgentResult[T]] = (), summary: Summary | None = None, output_schema: object = None
+    ) -> None:
+        """``output_schema`` is the spec's, by which outputs are written."""
+        super().__init__(results)
+        self._summary = summary
+        self._output_schema = output_schema
+
+    @property
+    def ok(self) -> list[Success[T]]:
+        """Those that were done."""
+        return [result for result in self if isinstance(result, Success)]
+
+    @property
+    def failed(self) -> list[Failure]:
+        """Those that were not."""
+        return [result for result in self if isinstance(result, Failure)]
+
+    @property
+    def outputs(self) -> list[T]:
+        """The outputs of those that were done."""
+        return [result.output for result in self.ok]
+
+    @property
+    def summary(self) -> Summary:
+        return self._summary or Summary(_statistics(self))
+
+    @property
+    def cost(self) -> float | None:
+        """$ that the run cost, requests that failed included; None where no price is known."""
+        return self.summary.statistics.cost
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A row per result: the columns that a CSV or Parquet file of them would have (docs/files.md)."""
+        library: Any = extra("pandas", "a pandas DataFrame")
+        frame: pandas.DataFrame = library.DataFrame(
+            {column.name: library.Series(cells, dtype=_pandas_type(column, cells)) for column, cells in self._columns()}
+        )
+        return frame
+
+    def to_polars(self) -> polars.DataFrame:
+        """The same for polars."""
+        library: Any = extra("polars", "a polars DataFrame")
+        frame: polars.DataFrame = library.DataFrame(
+            [
+                library.Series(column.name, cells, dtype=getattr(library, _POLARS[column.type]))
+                for column, cells in self._columns()
+            ]
+        )
+        return frame
+
+    def to_jsonl(self, path: str | Path) -> None:
+        """One line of JSON per result, compressed where the name ends in .gz or .zst. The file appears when it is
+        complete."""
+        with complete_file(Path(path)) as file:
+            file.writelines(self._lines())
+
+    def _lines(self) -> Iterator[bytes]:
+        schema = OutputSchema.of(self._output_schema)
+        for result in self:
+            shown = plainly(result, schema)
+            try:
+                yield result_line(shown)
+            except Invalid as error:
+                yield result_line(unwritten(shown, error))
+
+    def _columns(self) -> Iterator[tuple[Column, list[object]]]:
+        records: list[Record] = [record for line in self._lines() if (record := record_of(line)) is not None]
+        for column in columns_of(records):
+            yield column, [column.cell(record) for record in records]
+
+    def __repr__(self) -> str:
+        return f"<Results: {self._counts()}>"
+
+    def _counts(self) -> str:
+        kinds = Counter(result.error.type for result in self.failed)
+        failures = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
+        parts = [rows(len(self)), f"{len(self.ok):,} ok"]
+        if failures:
+            parts.append(f"{len(self.failed):,} failed ({failures})")
+        if self.cost is not None:
+            parts.append(dollars(self.cost))
+        return ", ".join(parts)
+
+    def _repr_html_(self) -> str:
+        """The summary and the first rows, the first of those that failed among them."""
+        shown = self[:HTML_ROWS]
+        if self.failed and not any(result.error for result in shown):
+            shown = [*shown[: HTML_ROWS // 2], *self.failed[: HTML_ROWS // 2]]
+        head = "".join(f"<th>{name}</th>" for name in ("row", "input", "output"))
+        more = f"<p>{len(self) - len(shown):,} more</p>" if len(self) > len(shown) else ""
+        body = "".join(map(_html_row, shown))
+        return f"{self.summary._repr_html_()}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+def _html_row(result: AgentResult[object]) -> str:
+    said = str(result.error) if result.error else _text(result.output)
+    style = ' style="color: #b00020"' if result.error else ""
+    cells = (result.job_id, _text(result.input), said)
+    texts = [html.escape(cut(text, CELL_CHARACTERS)) for text in cells]
+    return f"<tr{style}>" + "".join(f'<td style="text-align: left">{text}</td>' for text in texts) + "</tr>"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return repr(value)
+    except Exception:  # the value's class is the user's
+        return type(value).__name__
+
+
+def _pandas_type(column: Column, cells: Sequence[object]) -> str | None:
+    plain = {"bool": "bool", "int": "int64", "float": "float64"}
+    if None in cells:
+        plain |= _PANDAS_WITH_GAPS
+    return plain.get(column.type)
+
+
+def _statistics(results: Sequence[AgentResult[object]]) -> Statistics:
+    """What results alone can tell of their run."""
+    done = [result for result in results if result.error is None or result.error.type != Interrupted.type]
+    costs = [result.cost for result in results if result.cost is not None]
+    return Statistics(
+        total=len(results),
+        done=len(done),
+        ok=sum(result.ok for result in done),
+        interrupted=len(results) - len(done),
+        resumed=sum(result.resumed for result in done),
+        failures=Counter(result.error.type for result in done if result.error is not None),
+        turns=sum(result.turns for result in results),
+        usage=sum((result.usage for result in results), Usage()),
+        cost=sum(costs) if costs else None,
+        elapsed=max((result.timings.total for result in results), default=0.0),
+    )

@@ -1,0 +1,197 @@
+"""A batch function that asks a database: one query for many keys, which are bound, never part of its text.
+
+Knows drivers by their shape alone: PEP 249, the same with coroutines (psycopg, aiosqlite, aiomysql), and asyncpg's
+``fetch``. What blocks runs in a thread of the pool, what is awaited on the event loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sqlite3
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from batch_agent.errors import SpecError, ToolError
+from batch_agent.foreign import describe
+from batch_agent.tools.schema import Function, is_async
+
+PLACE = "{ids}"
+MARKS = {
+    "qmark": "?",
+    "format": "%s",
+    "numeric": ":{n}",
+    "named": ":key{n}",
+    "pyformat": "%(key{n})s",
+    "numeric_dollar": "${n}",  # asyncpg's, which is no PEP 249 driver
+}
+
+Found = dict[object, object]
+Parameters = Sequence[object] | dict[str, object]
+
+
+def sql_lookup(query: str, connection: Any, column: str) -> Function:
+    """``connection`` is one of any driver, or a function that gives one: that is called for each query, and what it
+    gave is closed after it. ``column`` is the one of the result that holds the key."""
+    if PLACE not in query:
+        raise SpecError(f"batch_query has no {PLACE}: write WHERE {column} IN ({PLACE}), without quotes around it")
+    if not _is_connection(connection):
+        if not callable(connection):
+            raise SpecError("connection is a database connection, or a function that gives one")
+        return _opening(query, connection, column)
+    _check_threads(connection)
+
+    async def look_up_on_loop(keys: Sequence[object]) -> Found:
+        return await _ask_on_loop(query, connection, column, keys)
+
+    def look_up(keys: Sequence[object]) -> Found:
+        try:
+            return _ask(query, connection, column, keys)
+        except Exception:
+            # A database may refuse everything until a failed transaction is over. SQLite does not, and there it may
+            # hold what its user has not committed yet.
+            if not isinstance(connection, sqlite3.Connection):
+                with suppress(Exception):  # the query's own error says more
+                    connection.rollback()
+            raise
+
+    return look_up_on_loop if _is_async_driver(connection) else look_up
+
+
+def _opening(query: str, opens: Callable[[], Any], column: str) -> Function:
+    async def use(opened: Any, keys: Sequence[object]) -> Found:
+        connection = await opened if inspect.isawaitable(opened) else opened
+        try:
+            return await _ask_on_loop(query, connection, column, keys)
+        finally:
+            with suppress(Exception):
+                await _settled(connection.close())
+
+    async def look_up_on_loop(keys: Sequence[object]) -> Found:
+        return await use(opens(), keys)
+
+    def look_up(keys: Sequence[object]) -> Found | Awaitable[Found]:
+        connection = opens()
+        if inspect.isawaitable(connection) or _is_async_driver(connection):
+            return use(connection, keys)
+        try:
+            return _ask(query, connection, column, keys)
+        finally:
+            with suppress(Exception):
+                connection.close()
+
+    return look_up_on_loop if is_async(opens) else look_up
+
+
+def _ask(query: str, connection: Any, column: str, keys: Sequence[object]) -> Found:
+    text, parameters = bind(query, paramstyle_of(connection), keys)
+    cursor = connection.cursor()
+    try:
+        cursor.execute(text, parameters)
+        return by_key(column, _names(cursor.description), cursor.fetchall())
+    finally:
+        with suppress(Exception):
+            cursor.close()
+
+
+async def _ask_on_loop(query: str, connection: Any, column: str, keys: Sequence[object]) -> Found:
+    if _has_fetch(connection):
+        text, values = bind(query, "numeric_dollar", keys)
+        rows = await connection.fetch(text, *values)
+        return by_key(column, list(rows[0].keys()), rows) if rows else {}
+    text, parameters = bind(query, paramstyle_of(connection), keys)
+    cursor = await _settled(connection.cursor())
+    try:
+        await _settled(cursor.execute(text, parameters))
+        return by_key(column, _names(cursor.description), await _settled(cursor.fetchall()))
+    except Exception:
+        with suppress(Exception):
+            await connection.rollback()
+        raise
+    finally:
+        with suppress(Exception):
+            await _settled(cursor.close())
+
+
+def bind(query: str, style: str, keys: Sequence[object]) -> tuple[str, Parameters]:
+    """The query with a mark for each key, and the keys as the driver wants them."""
+    mark = MARKS[style]
+    text = query.replace(PLACE, ", ".join(mark.format(n=number) for number in range(1, len(keys) + 1)))
+    if style in ("named", "pyformat"):
+        return text, {f"key{number}": key for number, key in enumerate(keys, 1)}
+    numbered = style.startswith("numeric")
+    return text, list(keys) * (1 if numbered else query.count(PLACE))
+
+
+def by_key(column: str, names: Sequence[str], rows: Iterable[Any]) -> Found:
+    """The rows as objects, by the key that stands in one of their columns; several of one key as a list."""
+    key = next((name for name in names if name.casefold() == column.casefold()), None)
+    if key is None:
+        raise ToolError(
+            f"its batch_query returns no column {column}, to tell whose rows they are, but {', '.join(names)}: select "
+            f"one, or name one with AS {column}"
+        )
+    found: dict[object, list[Mapping[str, object]]] = {}
+    for row in rows:
+        record = row if isinstance(row, Mapping) else dict(zip(names, row, strict=True))
+        found.setdefault(record[key], []).append(record)
+    return {value: records[0] if len(records) == 1 else records for value, records in found.items()}
+
+
+def paramstyle_of(connection: object) -> str:
+    """As the driver's module says; it is one of those that the connection's class is in."""
+    for kind in type(connection).__mro__:
+        name = kind.__module__
+        while name:
+            style = getattr(sys.modules.get(name), "paramstyle", None)
+            if style in MARKS:
+                return str(style)
+            name = name.rpartition(".")[0]
+    raise ToolError(f"the driver of {type(connection).__name__} does not say how it takes parameters: give batch=")
+
+
+def _names(description: Sequence[Sequence[str]] | None) -> list[str]:
+    if description is None:
+        raise ToolError("its batch_query returns no rows; it must be a SELECT")
+    return [str(column[0]) for column in description]
+
+
+def _is_connection(value: object) -> bool:
+    return not inspect.isroutine(value) and (callable(getattr(value, "cursor", None)) or _has_fetch(value))
+
+
+def _is_async_driver(connection: object) -> bool:
+    return _has_fetch(connection) or inspect.iscoroutinefunction(getattr(connection, "rollback", None))
+
+
+def _has_fetch(connection: object) -> bool:
+    return inspect.iscoroutinefunction(getattr(connection, "fetch", None))
+
+
+async def _settled(value: object) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _check_threads(connection: object) -> None:
+    """SQLite's module refuses a connection in other threads than its own, unless it is told not to: better found out
+    before a run than by its agents."""
+    if not isinstance(connection, sqlite3.Connection):
+        return
+    refused: list[Exception] = []
+
+    def use() -> None:
+        try:
+            connection.cursor().close()
+        except Exception as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    if refused:
+        raise SpecError(
+            f"connection cannot be used in a thread of the tool pool ({describe(refused[0])}): give a function that "
+            "opens one, connection=lambda: sqlite3.connect(path), or make it with check_same_thread=False"
+        )

@@ -1,0 +1,235 @@
+"""A pipeline at work: its stages as runs inside one run, which owns the slots, the budget, the record and the view.
+
+That outer run has one row, the pipeline itself. Everything is prepared, and so checked, before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from pydantic import JsonValue
+
+from batch_agent.backends.base import Backend
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.compiler.template import Template
+from batch_agent.engine.context import AgentContext
+from batch_agent.engine.inlet import Inlet
+from batch_agent.engine.prepare import Prepared, prepare
+from batch_agent.engine.run import Run
+from batch_agent.engine.together import run_together
+from batch_agent.errors import Interrupted, SpecError
+from batch_agent.events import Event, JobFinished, JobStarted, Sink
+from batch_agent.job import AgentResult
+from batch_agent.observe.metrics import Metrics, Statistics
+from batch_agent.spec import BatchSpec
+from batch_agent.topology.items import Receiver
+from batch_agent.topology.nodes import AgentNode, Collector, FilterNode, FlatMapNode, JoinNode, Source
+from batch_agent.topology.reduce import ReduceNode, Reduction
+from batch_agent.topology.stages import (
+    OF_THE_WHOLE,
+    Agents,
+    Filter,
+    FlatMap,
+    Join,
+    Reduce,
+    Stage,
+    check_options_of_the_whole,
+)
+
+Inputs = Iterable[Any] | AsyncIterable[Any]
+RUN_DIR = ("run_dir", "checkpoint_dir")
+
+
+class Flow:
+    """``async with`` it, then ``finish``; ``statistics``, ``pause``, ``drain`` and ``cancel`` are those of a Run."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        stages: tuple[Stage, ...],
+        options: Mapping[str, Any],
+        *,
+        sinks: Sequence[Sink] = (),
+        command: Mapping[str, JsonValue] | None = None,
+        sends: bool = True,
+    ) -> None:
+        check_options_of_the_whole(options)
+        self.inputs = inputs
+        self.collector = Collector()
+        self.nodes: list[AgentNode | ReduceNode] = []  # those before come before
+        self._options, self._sends = dict(options), sends
+        self._known: dict[tuple[object, ...], Backend] = {}
+        self._pumps: list[Callable[[], Awaitable[None]]] = []
+        self._failure: Exception | None = None
+        self._wire(inputs, stages, self.collector)
+        self.nodes.reverse()
+        if not self.nodes:
+            raise SpecError("a pipeline needs a stage that asks a model: map or reduce")
+        self._prepared = self._outermost()
+        self._run: Run[Any] = Run(self._prepared, [self._observe, *sinks], command, worker=self._work)
+        self._metrics = Metrics(self._run.shared.clock)
+        for node in self.nodes:  # in this order: of those that want to start something, the last one goes first
+            node.run = Run(node.prepared, within=self._run.shared)
+
+    async def __aenter__(self) -> Self:
+        await self._run.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._run.__aexit__(kind, error, trace)
+
+    async def finish(self) -> None:
+        """Until all stages have ended. Raises what one of them failed with; a reduction that fails does not."""
+        async for _ in self._run.results():
+            pass
+        if self._failure is not None:
+            raise self._failure
+
+    def statistics(self) -> Statistics:
+        """Of all stages together."""
+        return self._metrics.statistics()
+
+    def pause(self) -> None:
+        self._run.pause()
+
+    def resume(self) -> None:
+        self._run.resume()
+
+    def drain(self) -> None:
+        """Start nothing new; agents under way finish, and what would follow from them does not begin."""
+        for node in self.nodes:
+            node.run.drain()
+
+    def cancel(self) -> None:
+        self._run.cancel()
+
+    @property
+    def spec(self) -> BatchSpec:
+        """That of the whole."""
+        return self._prepared.spec
+
+    def results(self) -> list[AgentResult[Any]]:
+        """Of the last stage that asks a model."""
+        last = self.nodes[-1]
+        if isinstance(last, ReduceNode):
+            return [] if last.reduction is None else [cast("AgentResult[Any]", last.reduction)]
+        return sorted(last.results, key=lambda result: result.index)
+
+    @property
+    def reductions(self) -> dict[str, Reduction[Any]]:
+        """Of the reductions that have ended."""
+        ended = ((node.name, node.reduction) for node in self.nodes if isinstance(node, ReduceNode))
+        return {name: reduction for name, reduction in ended if reduction is not None}
+
+    def _observe(self, event: Event) -> None:
+        if not (isinstance(event, JobStarted | JobFinished) and event.run == self._run.id):  # its own row is no work
+            self._metrics(event)
+
+    # At work
+
+    async def _work(self, row: object, context: AgentContext) -> object:
+        try:
+            await run_together(self.nodes, self._pumps)
+        except Exception as error:
+            self._failure = error
+            raise
+        if self.collector.why:
+            raise Interrupted(self.collector.why)
+        counts = {node.name: (sum(result.ok for result in node.results), len(node.results)) for node in self.nodes}
+        return {name: {"ok": ok, "of": every} for name, (ok, every) in counts.items()}
+
+    # Wiring
+
+    def _wire(self, inputs: Inputs, stages: tuple[Stage, ...], out: Receiver) -> None:
+        """From the last stage to the first, since each has to know where its rows go."""
+        source = None if stages and isinstance(stages[0], Agents) else Source(inputs)
+        waiting = next((place for place, stage in enumerate(stages) if not isinstance(stage, FlatMap | Filter)), None)
+        reads = waiting is not None and isinstance(stages[waiting], Agents)
+        if source is not None and not reads:
+            self._pumps.append(source.pump)
+        for place, stage in reversed(list(enumerate(stages))):
+            if isinstance(stage, Agents) and place:
+                check_fields(stages[place - 1], stage)
+                out = self._agents(stage, out, Inlet(source.fetch if source and place == waiting else None))
+            elif isinstance(stage, Agents):
+                out = self._agents(stage, out, inputs)
+            else:
+                out = self._node(stage, out)
+        if source is not None:
+            source.out = out
+
+    def _agents(self, stage: Agents, out: Receiver, inputs: Inputs) -> AgentNode:
+        prepared = self._prepare(stage.name, {**stage.options, "inputs": inputs})
+        node = AgentNode(stage.name, prepared, inputs if isinstance(inputs, Inlet) else None, out)
+        self.nodes.append(node)
+        return node
+
+    def _node(self, stage: Reduce | FlatMap | Filter | Join, out: Receiver) -> Receiver:
+        match stage:
+            case Reduce():
+                rows = Inlet(patient=True)
+                prepared = self._prepare(stage.name, {**stage.options, "task": "{prompt}", "inputs": rows})
+                node = ReduceNode(stage.name, stage.prompt, stage.tree, prepared, rows, out)
+                self.nodes.append(node)
+                return node
+            case FlatMap():
+                return FlatMapNode(stage.function, out)
+            case Filter():
+                return FilterNode(stage.function, out)
+            case Join():
+                join = JoinNode(stage.key, stage.other_key, out)
+                self._wire(stage.other.inputs, stage.other.stages, join.other)
+                return join
+
+    def _prepare(self, name: str, options: Mapping[str, Any]) -> Prepared:
+        if any(node.name == name for node in self.nodes):
+            raise SpecError(f"two stages are called {name!r}: give each a name of its own, with name=")
+        known = {**self._options, **options}
+        for place in RUN_DIR:
+            if known.get(place) is not None:
+                known[place] = Path(known[place]) / name
+        try:
+            spec = BatchSpec(**known)
+            return self._shared_backend(spec, prepare(spec, sends=self._sends))
+        except SpecError as error:
+            raise type(error)(f"{name}: {error}") from None
+
+    def _shared_backend(self, spec: BatchSpec, prepared: Prepared) -> Prepared:
+        """Stages at the same place use one backend: its connections, and its weights where it has them."""
+        where = spec.runtime if spec.backend is None else spec.backend
+        place = where if isinstance(where, str | None) else id(where)
+        key = (prepared.backend.name, place, spec.api_key, spec.cache)
+        return replace(prepared, backend=self._known.setdefault(key, prepared.backend))
+
+    def _outermost(self) -> Prepared:
+        """The run that the stages are inside of. It sends nothing itself, and its one row is alive all the time."""
+        first = self.nodes[0].prepared
+        options = {name: value for name, value in self._options.items() if name in OF_THE_WHOLE or name == "prices"}
+        options |= {name: getattr(first.spec, name) for name in ("model", "backend", "runtime", "api_key")}
+        stages = " → ".join(node.name for node in self.nodes)
+        prepared = prepare(BatchSpec(**options, task="{input}", inputs=[stages]), sends=self._sends)
+        agents = None if prepared.max_agents is None else prepared.max_agents + 1
+        return replace(prepared, backend=first.backend, model=first.model, max_agents=agents)
+
+
+def check_fields(before: Stage, stage: Agents) -> None:
+    """SpecError for a field of the task that the rows are known not to have."""
+    fields: Iterable[str] | None = None
+    match before:
+        case FlatMap():
+            fields = before.fields
+        case Agents() | Reduce():
+            schema = before.options.get("output_schema")
+            known = None if isinstance(schema, Mapping) else OutputSchema.of(schema)
+            if schema is None or schema is str:
+                fields = ("input",)
+            elif known is not None and isinstance(properties := known.json_schema.get("properties"), dict):
+                fields = properties
+    if fields is not None:
+        Template.parse(stage.options["task"], tuple(fields))

@@ -1,0 +1,50 @@
+"""What goes from stage to stage: a row under its index.
+
+A row that failed or was left out goes on as that, so that every stage knows of every index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from batch_agent.job import AgentError, AgentResult
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    index: int
+    value: object = None
+    error: AgentError | None = None
+    left_out: bool = False
+
+    @classmethod
+    def of(cls, result: AgentResult[Any]) -> Item:
+        return cls(result.index, result.output, result.error)
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and not self.left_out
+
+
+class Receiver(Protocol):
+    """Where a stage puts its rows. ``close`` comes once, after the last; ``why`` says what kept the others from coming,
+    where something did."""
+
+    def put(self, item: Item) -> None: ...
+
+    def close(self, why: str) -> None: ...
+
+
+class InOrder:
+    """Items that come in any order, given out by their indexes."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Item] = {}
+        self._next = 0
+
+    def add(self, item: Item) -> Iterator[Item]:
+        self._waiting[item.index] = item
+        while self._next in self._waiting:
+            yield self._waiting.pop(self._next)
+            self._next += 1

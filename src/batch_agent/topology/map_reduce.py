@@ -1,0 +1,191 @@
+"""Map and reduce, and plan, map and reduce: two pipelines that come ready-made.
+
+An option with ``planner_``, ``worker_`` or ``reducer_`` before its name is one of that stage alone. Options without a
+prefix that say what an agent does (task, tools, output_schema, system_prompt, max_tokens …) are the map's; all others
+(model, backend, temperature, max_cost, run_dir …) are for all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import count
+from typing import Any, Generic, Self, TypeVar, cast
+
+from pydantic import BaseModel
+
+from batch_agent.compiler.fields import fields_of
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import InputError, InternalError, SpecError
+from batch_agent.job import AgentResult
+from batch_agent.messages import JsonObject
+from batch_agent.topology.flow import Flow
+from batch_agent.topology.pipeline import Pipeline, outcome_of
+from batch_agent.topology.reduce import Reduction
+from batch_agent.topology.stages import OF_A_STAGE, FlatMap
+from batch_agent.topology.tree import Shape
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+PLAN, MAP, REDUCE = "plan", "map", "reduce"
+PREFIXES = {"planner_": PLAN, "worker_": MAP, "reducer_": REDUCE}
+Options = Mapping[str, Any]
+
+
+class Items(BaseModel):
+    """What a plan is where the caller gives no schema."""
+
+    items: list[str]
+
+
+class Reduced(Generic[T, R], tuple[list[AgentResult[T]], R | AgentResult[R]]):
+    """``(results, reduced)``. ``reduced`` is the value itself; where the reduction failed, it is the failed Reduction,
+    an AgentResult that is false. ``reduction`` says in both cases what the reduction covers."""
+
+    reduction: Reduction[R]
+
+    def __new__(cls, results: list[AgentResult[T]], reduction: Reduction[R]) -> Self:
+        reduced = cast(R, reduction.output) if reduction.ok else cast("AgentResult[R]", reduction)
+        made = super().__new__(cls, (results, reduced))
+        made.reduction = reduction
+        return made
+
+
+def reduce_pipeline(
+    *, reduce: str, reduce_schema: object = None, reduce_tree: Shape = "auto", **options: Any
+) -> tuple[Pipeline[Any], Options]:
+    """The pipeline, and the options for the whole."""
+    whole, stages = split(options, (MAP, REDUCE))
+    task, inputs = _task(stages[MAP]), _taken(stages[MAP], "inputs")
+    mapped = Pipeline(inputs).map(name=MAP, task=task, **stages[MAP])
+    pipeline = mapped.reduce(reduce, name=REDUCE, output_schema=reduce_schema, tree=reduce_tree, **stages[REDUCE])
+    return pipeline, whole
+
+
+def map_reduce_pipeline(
+    *,
+    plan_prompt: str,
+    plan_inputs: Iterable[object] = ({},),
+    plan_output_schema: object = Items,
+    reduce: str,
+    reduce_schema: object = None,
+    reduce_tree: Shape = "auto",
+    **options: Any,
+) -> tuple[Pipeline[Any], Options]:
+    whole, stages = split(options, (PLAN, MAP, REDUCE))
+    task = _task(stages[MAP])
+    if "inputs" in stages[MAP]:
+        raise SpecError("inputs: what the agents work on comes from the plan; its own inputs are plan_inputs")
+    fields = item_fields(OutputSchema.of(plan_output_schema))
+    planned = Pipeline(plan_inputs).map(name=PLAN, task=plan_prompt, output_schema=plan_output_schema, **stages[PLAN])
+    mapped = planned.then(FlatMap(_numbered(), fields)).map(name=MAP, task=task, **stages[MAP])
+    pipeline = mapped.reduce(reduce, name=REDUCE, output_schema=reduce_schema, tree=reduce_tree, **stages[REDUCE])
+    return pipeline, whole
+
+
+async def run_reduced(pipeline: Pipeline[Any], options: Options) -> Reduced[Any, Any]:
+    return await _run(pipeline.open(**options))
+
+
+async def _run(flow: Flow) -> Reduced[Any, Any]:
+    async with flow:
+        try:
+            await flow.finish()
+        except Exception as error:
+            with suppress(AttributeError, TypeError):  # an exception of foreign code may have no room for it
+                error.results = outcome_of(flow).results[MAP]  # type: ignore[attr-defined]
+            raise
+    return reduced_by(flow)
+
+
+def reduced_by(flow: Flow) -> Reduced[Any, Any]:
+    outcome = outcome_of(flow)
+    reduction = outcome.reductions.get(REDUCE)
+    if reduction is None:
+        raise InternalError("the stages have ended, and the reduction has not")
+    return Reduced(outcome.results[MAP], reduction)
+
+
+def split(options: Options, stages: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Options for all stages, and those of each."""
+    whole: dict[str, Any] = {}
+    each: dict[str, dict[str, Any]] = {name: {} for name in stages}
+    prefixed: dict[str, dict[str, Any]] = {name: {} for name in stages}
+    for name, value in options.items():
+        prefix = next((prefix for prefix, stage in PREFIXES.items() if name.startswith(prefix) and stage in each), None)
+        if prefix is not None:
+            prefixed[PREFIXES[prefix]][name.removeprefix(prefix)] = value
+        elif name in OF_A_STAGE:
+            each[MAP][name] = value
+        else:
+            whole[name] = value
+    return whole, {name: each[name] | prefixed[name] for name in stages}
+
+
+def items_of(plan: object) -> list[object]:
+    """The items of a plan: what it has under that name, or what it is."""
+    if isinstance(plan, list):
+        return plan
+    items = plan.get("items") if isinstance(plan, Mapping) else getattr(plan, "items", None)
+    if not isinstance(items, Iterable):
+        raise InputError("the plan has no items")
+    return list(items)
+
+
+def item_fields(schema: OutputSchema[object] | None) -> tuple[str, ...] | None:
+    """The fields that the task may name; None where the items may have any. SpecError for a schema without items."""
+    top = {} if schema is None else schema.json_schema
+    if top.get("type") == "array":
+        item = top.get("items")
+    else:
+        properties = top.get("properties")
+        listed = _resolved(properties.get("items"), top) if isinstance(properties, dict) else {}
+        if listed.get("type") != "array":
+            raise SpecError("plan_output_schema must have a field items that is a list, or be a list")
+        item = listed.get("items")
+    kind = _resolved(item, top)
+    if not kind or "anyOf" in kind:
+        return None
+    own = kind.get("properties")
+    return ("item", "index", *(own if isinstance(own, dict) else ()))
+
+
+def _resolved(schema: object, top: JsonObject) -> JsonObject:
+    if not isinstance(schema, dict):
+        return {}
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        definitions = top.get("$defs")
+        known = definitions.get(reference.rpartition("/")[2]) if isinstance(definitions, dict) else None
+        return known if isinstance(known, dict) else {}
+    return schema
+
+
+def _numbered() -> Any:
+    """From a plan to rows with ``item``, ``index`` and the fields of an item that has some. Plans come in order."""
+    numbers = count()
+
+    def rows(plan: object) -> list[object]:
+        return [{"item": item, "index": next(numbers), **_own_fields(item)} for item in items_of(plan)]
+
+    return rows
+
+
+def _own_fields(item: object) -> Mapping[str, object]:
+    if isinstance(item, str | int | float | list | None):
+        return {}
+    return fields_of(item)
+
+
+def _task(options: dict[str, Any]) -> str:
+    task = _taken(options, "task")
+    if not isinstance(task, str):
+        raise SpecError(f"task: must be text (got {type(task).__name__})")
+    return task
+
+
+def _taken(options: dict[str, Any], name: str) -> Any:
+    if name not in options:
+        raise SpecError(f"{name} is missing")
+    return options.pop(name)

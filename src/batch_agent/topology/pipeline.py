@@ -1,0 +1,125 @@
+"""Pipelines: stages over rows, described one after the other and run as one.
+
+    pages = Pipeline(paths).map(name="review", task="Review {path}", output_schema=Review)
+    outcome = await pages.filter(lambda review: review.bugs).reduce("Sum up {n} reviews", output_schema=Summary).run()
+
+A row goes on to the next stage as soon as it is ready. A Pipeline is a description that can be extended and run any
+number of times; ``flow`` does the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast, overload
+
+from batch_agent.errors import SpecError
+from batch_agent.events import Sink
+from batch_agent.job import AgentResult
+from batch_agent.observe.metrics import Statistics
+from batch_agent.topology.flow import Flow
+from batch_agent.topology.reduce import Reduction
+from batch_agent.topology.stages import Agents, Filter, FlatMap, Join, Reduce, Stage, check_stage_options
+from batch_agent.topology.tree import Shape, check_shape
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """``outputs`` are what came out of the last stage, in order; ``results`` those of each stage that asks a model, by
+    name and in the order of their indexes. ``reductions`` say what each reduction covers."""
+
+    outputs: list[T]
+    results: Mapping[str, list[AgentResult[Any]]]
+    reductions: Mapping[str, Reduction[Any]]
+    statistics: Statistics
+
+    @property
+    def failures(self) -> list[AgentResult[Any]]:
+        """Every failed row of every stage."""
+        return [result for results in self.results.values() for result in results if not result.ok]
+
+
+class Pipeline(Generic[T]):
+    def __init__(self, inputs: Iterable[T] | AsyncIterable[T], *, stages: tuple[Stage, ...] = ()) -> None:
+        self.inputs = inputs
+        self.stages = stages
+
+    @overload
+    def map(self, *, name: str = ..., task: str, output_schema: type[U], **options: Any) -> Pipeline[U]: ...
+    @overload
+    def map(self, *, name: str = ..., task: str, output_schema: None = None, **options: Any) -> Pipeline[str]: ...
+    @overload
+    def map(self, *, name: str = ..., task: str, output_schema: Any, **options: Any) -> Pipeline[Any]: ...
+    def map(self, *, name: str = "map", task: str, output_schema: Any = None, **options: Any) -> Pipeline[Any]:
+        """An agent for each row, with the options of ``BatchAgent.run``; the next stage gets its output."""
+        _check_name(name)
+        check_stage_options(name, options)
+        return self.then(Agents(name, {**options, "task": task, "output_schema": output_schema}))
+
+    def flat_map(self, function: Callable[[T], Iterable[U]]) -> Pipeline[U]:
+        """Any number of rows for each row."""
+        return self.then(FlatMap(function))
+
+    def filter(self, function: Callable[[T], object]) -> Pipeline[T]:
+        """Only the rows for which the function says something true."""
+        return self.then(Filter(function))
+
+    def join(
+        self, other: Pipeline[U], *, key: Callable[[T], Hashable], other_key: Callable[[U], Hashable]
+    ) -> Pipeline[tuple[T, U]]:
+        """Each row with the one of ``other`` that has the same key, as soon as both are there. No two rows of ``other``
+        may have the same key; a row without a partner fails."""
+        return self.then(Join(other, key, other_key))
+
+    @overload
+    def reduce(
+        self, prompt: str, *, name: str = ..., output_schema: type[U], tree: Shape = ..., **options: Any
+    ) -> Pipeline[U]: ...
+    @overload
+    def reduce(
+        self, prompt: str, *, name: str = ..., output_schema: None = None, tree: Shape = ..., **options: Any
+    ) -> Pipeline[str]: ...
+    @overload
+    def reduce(
+        self, prompt: str, *, name: str = ..., output_schema: Any, tree: Shape = ..., **options: Any
+    ) -> Pipeline[Any]: ...
+    def reduce(
+        self, prompt: str, *, name: str = "reduce", output_schema: Any = None, tree: Shape = "auto", **options: Any
+    ) -> Pipeline[Any]:
+        """One answer for all rows, failed ones included. ``{n}`` in the prompt is their number. ``tree`` says what is
+        done where they are too many: "auto" goes by tokens, a number by rows, "flat" never groups them."""
+        _check_name(name)
+        check_stage_options(name, options)
+        check_shape(tree)
+        if not prompt.strip():
+            raise SpecError("reduce is empty: say what to make of the results")
+        return self.then(Reduce(name, prompt, tree, {**options, "output_schema": output_schema}))
+
+    async def run(self, **options: Any) -> Outcome[T]:
+        """With options for the whole, as those of ``BatchAgent.run``. Failed rows and reductions are results."""
+        async with self.open(**options) as flow:
+            await flow.finish()
+            return outcome_of(flow)
+
+    def open(self, *, sinks: Sequence[Sink] = (), **options: Any) -> Flow:
+        """To steer: ``async with pipeline.open() as flow``, then ``await flow.finish()``. All is checked here."""
+        return Flow(self.inputs, self.stages, options, sinks=sinks)
+
+    def then(self, stage: Stage) -> Pipeline[Any]:
+        """The same with one stage more."""
+        return Pipeline(cast("Iterable[Any]", self.inputs), stages=(*self.stages, stage))
+
+
+def outcome_of(flow: Flow) -> Outcome[Any]:
+    outputs = [item.value for item in sorted(flow.collector.items, key=lambda item: item.index) if item.ok]
+    results = {node.name: sorted(node.results, key=lambda result: result.index) for node in flow.nodes}
+    return Outcome(outputs, results, flow.reductions, flow.statistics())
+
+
+def _check_name(name: object) -> None:
+    """It is a directory of a recorded run."""
+    if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
+        raise SpecError(f"a stage's name is letters, digits, - and _ (got {name!r})")

@@ -1,0 +1,213 @@
+"""A reduction: many rows into one answer, by a tree of requests where they do not fit one.
+
+Which rows go together is ``tree``'s part. Here they get their words, and their answers their place. A part that the
+server finds too long after all is halved; one that fails is told to the part above it as an error, and its rows are
+named as lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from batch_agent.compiler.budget import estimate_tokens
+from batch_agent.engine.inlet import Inlet
+from batch_agent.engine.prepare import Prepared
+from batch_agent.engine.run import Run
+from batch_agent.errors import (
+    BatchAgentError,
+    ContextOverflow,
+    InputError,
+    InternalError,
+    Interrupted,
+    Invalid,
+    Oversized,
+    SpecError,
+)
+from batch_agent.files.results import to_json
+from batch_agent.foreign import describe
+from batch_agent.job import AgentError, AgentResult, BaseResult, Failure, Placed
+from batch_agent.topology.items import Item, Receiver
+from batch_agent.topology.nodes import error_of, undone
+from batch_agent.topology.tree import Part, Row, Shape, Tree
+
+FULL = 0.75  # of the room that rows may fill: tokens are estimated
+TOO_LONG = (ContextOverflow.type, Oversized.type)
+PARTIAL = "These are results {first} to {last} of a longer list."
+MERGE = (
+    "The list was too long to be read at once: each line below is the answer for a part of it. Give one answer for all."
+)
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Reduction(BaseResult[T_co]):
+    """How a reduction ended, and what it covers: the indexes of the results whose content reached the answer, of those
+    that failed, and of those that were lost with a part that could not be reduced. ``requests`` were answered, on so
+    many ``levels``."""
+
+    covers: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+    requests: int = 0
+    levels: int = 0
+
+
+class ReduceNode:
+    run: Run[Any]
+
+    def __init__(self, name: str, prompt: str, shape: Shape, prepared: Prepared, inlet: Inlet, out: Receiver) -> None:
+        self.name, self.prepared = name, prepared
+        self.results: list[AgentResult[Any]] = []
+        self.reduction: Reduction[Any] | None = None
+        self._prompt, self._inlet, self._out = prompt, inlet, out
+        self._tree = Tree(shape, room_for_rows(prompt, prepared))
+        self._count = 0  # rows put
+        self._sent: dict[int, Part] = {}
+        self._requests = 0
+        self._broken: AgentError | None = None  # what the first part that could not be reduced failed with
+
+    # Rows in
+
+    def put(self, item: Item) -> None:
+        self._count += 1
+        self._send(self._tree.add(item.index, None if item.left_out else leaf(item)))
+
+    def close(self, why: str) -> None:
+        if why:
+            self._fail(AgentError.of(Interrupted(why)), why)
+            return
+        self._send(self._tree.end(self._count))
+        if not self._sent and self.reduction is None:
+            self._fail(AgentError.of(InputError("there is nothing to reduce: there are no results")))
+
+    def _send(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if any(row.covers for row in part.rows):
+                number = len(self._sent) + self._requests
+                self._sent[number] = part
+                self._inlet.put(Placed(number, {"id": part.name, "prompt": wording(self._prompt, part)}))
+            else:  # no model is asked to make something of nothing
+                message = f"all of results {part.rows[0].first} to {part.rows[-1].last} failed"
+                self._settle(part, self._broken or AgentError.of(InputError(message)))
+
+    # Answers
+
+    def take(self, result: AgentResult[Any]) -> None:
+        part = self._sent.pop(result.index)
+        self._requests += 1
+        self.results.append(result)
+        if self.reduction is not None:
+            return
+        if result.error is not None:
+            if result.error.type in TOO_LONG and part.divisible:
+                self._send(self._tree.split(part))
+            elif result.error.type != Interrupted.type:  # how the run ended says more
+                self._settle(part, result.error, result)
+        elif part.last:
+            self._finish(result, part.covered("", 0), part.level)
+        else:
+            self._pass_on(part, result)
+
+    def _pass_on(self, part: Part, result: AgentResult[Any]) -> None:
+        schema = self.prepared.schema
+        try:
+            plain = result.output if schema is None else schema.to_plain(result.output)
+            line = _line(_head("ok", part), output=plain)
+        except Exception as error:  # whatever the user's own serializers raise
+            self._settle(part, _unwritable(error), result)
+        else:
+            self._send(self._tree.reduced(part, part.covered(*line)))
+
+    def _settle(self, part: Part, error: AgentError, result: AgentResult[Any] | None = None) -> None:
+        """A part has no answer."""
+        row = part.lost(*_line(_head("error", part), error=_told(error)))
+        if result is not None:
+            self._broken = self._broken or error
+        if part.last:
+            failed = Failure(0, part.name, None, False, None, error)
+            self._finish(result or failed, row, part.level)
+        else:
+            self._send(self._tree.reduced(part, row))
+
+    def end(self) -> None:
+        if self.reduction is None:
+            why = undone(self.name, self.run.statistics())
+            self._fail(AgentError.of(Interrupted(why)), why)
+
+    def fail(self, error: BatchAgentError) -> None:
+        """What was paid for is not lost to it: the results that were to be reduced are there."""
+        if isinstance(error, InternalError):
+            raise error
+        if self.reduction is None:
+            self._fail(error_of(error))
+
+    def _fail(self, error: AgentError, why: str = "") -> None:
+        self._finish(Failure(0, "", None, False, None, error), Row("", 0, 0, 0), 0, why)
+
+    def _finish(self, result: AgentResult[Any], row: Row, level: int, why: str = "") -> None:
+        known = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+        about = {"covers": row.covers, "failed": row.failed, "lost": row.lost}
+        known |= {"index": 0, **about, "requests": self._requests, "levels": level + 1}
+        self.reduction = Reduction(**known)
+        self._out.put(Item(0, result.output, result.error))
+        self._inlet.close()
+        self._out.close(why)
+
+
+def room_for_rows(prompt: str, prepared: Prepared) -> int | None:
+    """Tokens. None where the model's context is not known. SpecError where nothing would fit."""
+    spec = prepared.spec
+    if spec.model_max_context is None:
+        return None
+    answer = max(spec.min_response_tokens, spec.max_tokens or 0)
+    words = prepared.plan.prefix_tokens + estimate_tokens(prompt + PARTIAL + MERGE)
+    room = int((spec.model_max_context - answer - words) * FULL)
+    if room <= 0:
+        raise SpecError(
+            f"reduce: the prompt (about {words:,} tokens) and the answer ({answer:,}) leave no room for results in "
+            f"model_max_context {spec.model_max_context:,}"
+        )
+    return room
+
+
+def wording(prompt: str, part: Part) -> str:
+    """The request for a part. Only ``{n}`` is filled; every other brace is text."""
+    words = [prompt.replace("{n}", str(part.count))]
+    if part.merges:
+        words.append(MERGE)
+    elif not part.last:
+        words.append(PARTIAL.format(first=part.rows[0].first, last=part.rows[-1].last))
+    return "\n\n".join([*words, "\n".join(row.text for row in part.rows)])
+
+
+def leaf(item: Item) -> Row:
+    """A result as the reducer reads it."""
+    index = item.index
+    if item.error is None:
+        try:
+            return Row(*_line({"status": "ok", "index": index}, output=item.value), index, index, covers=(index,))
+        except Exception as error:  # whatever the user's own classes raise
+            item = dataclasses.replace(item, error=_unwritable(error))
+    assert item.error is not None
+    line = _line({"status": "error", "index": index}, error=_told(item.error))
+    return Row(*line, index, index, failed=(index,))
+
+
+def _head(status: str, part: Part) -> dict[str, object]:
+    return {"status": status, "index": part.number, "results": [part.rows[0].first, part.rows[-1].last]}
+
+
+def _told(error: AgentError) -> dict[str, str]:
+    return {"type": error.type, "message": error.message}
+
+
+def _unwritable(error: Exception) -> AgentError:
+    return AgentError.of(Invalid(f"the output cannot be written as JSON: {describe(error)}"))
+
+
+def _line(head: dict[str, object], **more: object) -> tuple[str, int]:
+    text = to_json(head | more).decode()
+    return text, estimate_tokens(text) + 1

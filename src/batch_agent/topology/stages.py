@@ -1,0 +1,77 @@
+"""The stages of a pipeline, as they are described; ``nodes`` and ``reduce`` are what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from batch_agent.errors import SpecError
+from batch_agent.topology.tree import Shape
+
+if TYPE_CHECKING:
+    from batch_agent.topology.pipeline import Pipeline
+
+# Options that say what the whole may do, and those that say what one stage does. All others may be given for both.
+OF_THE_WHOLE = frozenset(
+    {
+        *("max_inflight", "max_concurrent", "max_agents", "max_dispatched", "max_cost", "max_total_tokens"),
+        *("max_wall_time", "max_outage"),
+        *("run_dir", "checkpoint_dir", "resume", "retry_failed", "force_resume"),
+    }
+)
+OF_A_STAGE = frozenset(
+    {
+        *("task", "inputs", "system_prompt", "tools", "output_schema", "max_turns", "max_tokens", "stop"),
+        *("tool_choice", "on_result"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatMap:
+    """``fields`` are those that its rows are known to have."""
+
+    function: Callable[[Any], Iterable[object]]
+    fields: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    function: Callable[[Any], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    other: Pipeline[Any]
+    key: Callable[[Any], Hashable]
+    other_key: Callable[[Any], Hashable]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    name: str
+    prompt: str
+    tree: Shape
+    options: Mapping[str, Any]
+
+
+Stage = Agents | FlatMap | Filter | Join | Reduce
+
+
+def check_stage_options(name: str, options: Mapping[str, Any]) -> None:
+    for option in options:
+        if option in OF_THE_WHOLE:
+            raise SpecError(f"{option} is an option of the whole, not of the stage {name!r}")
+
+
+def check_options_of_the_whole(options: Mapping[str, Any]) -> None:
+    for option in options:
+        if option in OF_A_STAGE:
+            raise SpecError(f"{option} is an option of a stage, not of the whole")

@@ -1,0 +1,189 @@
+"""Looking at recorded runs: runs, show, status --watch, export; what a resume says before it spends."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from batch_agent import BatchAgent, Tool
+from batch_agent.cli.changes import differences
+from batch_agent.cli.main import main
+from batch_agent.engine.prepare import prepare
+from batch_agent.engine.run import Run
+from batch_agent.spec import BatchSpec
+from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@Tool.define(cacheable=True)
+def look_up(sku: str) -> str:
+    """Looks it up."""
+    return f"{sku} is a kettle"
+
+
+def script(request: Request) -> Say | Fail:
+    if "broken" in str(request.messages):
+        return Fail(400)
+    if not request.turn:
+        return CallTools(ToolUse("look_up", {"sku": "K-1"}))
+    return Say('{"mood": "fine"}')
+
+
+@pytest.fixture
+def recorded() -> Path:
+    """A run of Python's: two rows done, one failed."""
+    BatchAgent.run_sync(
+        task="Judge {text}",
+        inputs=[{"id": "m0", "text": "lovely"}, {"id": "m1", "text": "broken"}, {"id": "m2", "text": "also"}],
+        tools=[look_up],
+        output_schema={"type": "object", "properties": {"mood": {"type": "string"}}, "required": ["mood"]},
+        backend=ScriptedBackend(script),
+        run_dir="runs/one",
+    )
+    return Path("runs/one")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_a_row_is_shown_with_its_calls_results_times_and_tokens(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = shown(capsys, "show", str(recorded), "--row", "m0")
+    assert text.startswith("row 0 (m0): ok, ")
+    assert "2 turns" in text and "tokens in" in text
+    for part in (
+        'look_up(sku="K-1")',
+        "look_up answers\n    K-1 is a kettle",
+        '"text":"lovely"',
+        'output\n    {"mood"',
+    ):
+        assert part in text
+    assert "lovely" not in shown(capsys, "show", str(recorded), "--row", "2")
+
+
+def test_failed_rows_and_slow_ones_are_found(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = shown(capsys, "show", str(recorded), "--failed")
+    assert failed.startswith("row 1 (m1): failed") and "failed\n    Rejected: " in failed
+    assert shown(capsys, "show", str(recorded), "--slow", "2").count("====\n") == 2
+    assert main(["show", str(recorded), "--row", "nothing"]) == 0
+    assert "there is no row 'nothing' that has begun" in capsys.readouterr().err
+
+
+async def test_a_row_under_way_is_shown_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def first_then_never(request: Request) -> Say:
+        if request.turn:
+            run.cancel()
+        return CallTools(ToolUse("look_up", {"sku": "K"}))
+
+    spec = BatchSpec(
+        task="T {text}",
+        inputs=[{"id": "a", "text": "x"}],
+        tools=[look_up],
+        backend=ScriptedBackend(first_then_never),
+        run_dir="runs/two",
+    )
+    run: Run[object] = Run(prepare(spec))
+    async with run:
+        async for _ in run.results():
+            pass
+    text = shown(capsys, "show", "runs/two", "--unfinished")
+    assert "not done" in text and 'look_up(sku="K")' in text and "K is a kettle" in text
+
+
+def test_the_prompts_of_a_run_of_the_command_line_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.csv").write_text("text\none\n")
+    arguments = ["--task", "Say {text}", "rows.csv", "--system", "Be brief.", "--backend", "simulated://instant"]
+    assert main(["run", *arguments, "--run-dir", "run", "--output", "o.jsonl"]) == 0
+    capsys.readouterr()
+    text = shown(capsys, "show", "run")
+    assert "system\n    Be brief." in text and "user\n    Say one" in text and "assistant, turn 1" in text
+
+
+def test_runs_are_listed_the_latest_first_and_a_damaged_one_hides_none(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/bad").mkdir()
+    Path("runs/bad/run.json").write_text("{")
+    assert main(["runs"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].split() == ["RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "MODEL"]
+    assert "runs/one  complete  3/3   1" in out and "runs/bad/run.json is damaged" in err
+    [run] = json.loads(shown(capsys, "runs", "runs", "--json"))
+    assert (run["run_dir"], run["rows"]["done"]) == ("runs/one", 3)
+    assert main(["runs", "nowhere"]) == 1
+
+
+def test_an_export_takes_its_format_from_the_name_and_keeps_ids_and_failures(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("out.jsonl", "out.csv"):
+        assert main(["export", str(recorded), "--output", name]) == 0
+    lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert [(line["job_id"], line["ok"]) for line in lines] == [("m0", True), ("m1", False), ("m2", True)]
+    assert lines[1]["error"]["type"] == "Rejected" and lines[0].keys() >= lines[1].keys() - {"raw_text", "cost"}
+    assert Path("out.csv").read_text().splitlines()[2].startswith("1,m1,false")
+    assert len(shown(capsys, "export", str(recorded)).splitlines()) == 3
+    assert main(["export", str(recorded), "--output", "out.txt"]) == 1
+    assert "cannot tell the format from out.txt" in capsys.readouterr().err
+
+
+def test_a_run_that_has_ended_is_watched_once(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads((recorded / "run.json").read_text())
+    (recorded / "run.json").write_text(json.dumps({**facts, "trouble": "the server is down"}))
+    text = shown(capsys, "status", str(recorded), "--watch")
+    assert text.count("state ") == 1 and "the server is down" not in text  # it is over
+    status = json.loads(shown(capsys, "status", str(recorded), "--json"))
+    assert status["rows_per_second"] >= 0 and status["seconds_left"] is None
+
+
+def test_a_resume_after_an_edit_says_what_changed_and_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = "task: 'Say {text}'\nsystem_prompt: Be very brief.\nbackend: simulated://instant\ninputs: rows.csv\n"
+    spec += "prices: {input: 1, output: 2}\n"
+    Path("rows.csv").write_text("text\none\ntwo\n")
+    Path("spec.yaml").write_text(spec)
+    assert main(["run", "spec.yaml", "--run-dir", "run", "--output", "o.jsonl"]) == 0
+    Path("spec.yaml").write_text(spec.replace("very", "most"))
+    capsys.readouterr()
+    assert main(["resume", "run"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith("batch-agent: since run was recorded, this has changed:\n  system_prompt: 1 word\n")
+    assert "answers kept: 0 of 2 rows; 2 to ask, about " in err and "$" in err
+    Path("spec.yaml").write_text(spec.replace("very", "so"))
+    assert main(["resume", "run", "--force-resume"]) == 0
+    assert "answers kept: 2 of 2 rows\n" in capsys.readouterr().err
+
+
+def test_differences_are_told_in_few_words() -> None:
+    before = {
+        "task": "a b c",
+        "model": "one",
+        "seed": None,
+        "output_schema": "1",
+        "tools": {"x": "1", "y": "1"},
+        "system_prompt": "p  q",
+    }
+    now = {
+        "task": "a d e c f",
+        "model": "two",
+        "seed": 3,
+        "output_schema": "2",
+        "tools": {"x": "2", "z": "1"},
+        "system_prompt": "p q",
+    }
+    assert list(differences(before, now)) == [  # type: ignore[arg-type]
+        "task: 3 words",
+        "model: one → two",
+        "seed: not given → 3",
+        "output_schema: changed",
+        "tools: + z, - y, x changed",
+        "system_prompt: only spaces and line ends",
+    ]

@@ -1,0 +1,126 @@
+"""A spec file that says a pipeline, run as a process against a server on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from batch_agent.testing import Fail, Request, Say, ScriptedServer
+
+MODULE = """
+from pydantic import BaseModel
+
+class Word(BaseModel):
+    word: str
+
+def is_short(word):
+    return len(word.word) < 5
+
+def letters(word):
+    return list(word.word)
+
+def first(value):
+    return (value.word if isinstance(value, Word) else value["word"])[0]
+
+def joined(pair):
+    return [f"{pair[0].word}+{pair[1]['word']}"]
+"""
+SPEC = """
+model: m
+max_retries: 0
+inputs: [abc, toolong, xy]
+stages:
+  - map: {name: read, task: "read {input}", output_schema: "words:Word"}
+  - filter: words:is_short
+  - flat_map: words:letters
+  - map: {name: letters, task: "letter {input}"}
+  - reduce: {prompt: "Sum up {n}", tree: 3}
+"""
+
+
+def answer(request: Request) -> Say | Fail:
+    text = request.text
+    if text.startswith("Sum up"):
+        rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        return Say("".join(row["output"] for row in rows if row["status"] == "ok"))
+    return Say(json.dumps({"word": text.split()[1]}) if text.startswith("read") else text.split()[1])
+
+
+async def batch_agent(directory: Path, *arguments: str) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "batch_agent", *arguments),
+        cwd=directory,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_a_spec_file_says_a_pipeline_and_run_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(MODULE)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    async with ScriptedServer(answer, models=["m"]) as server:
+        command = ("run", "spec.yaml", "--backend", server.backend_url, "--run-dir", "here")
+        status, out, err = await batch_agent(tmp_path, *command)
+        assert status == 0, err
+        [line] = out.splitlines()
+        assert json.loads(line)["output"] == "abcxy"
+        asked = len(server.requests)
+        assert asked == 3 + 5 + 3
+        assert {path.name for path in (tmp_path / "here").iterdir() if path.is_dir()} == {"read", "letters", "reduce"}
+        status, out, err = await batch_agent(tmp_path, "resume", "here")
+        assert (status, json.loads(out)["output"]) == (0, "abcxy"), err
+        assert len(server.requests) == asked
+
+
+async def test_what_is_wrong_with_a_stage_is_said_before_anything_is_sent(tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(MODULE)
+    wrong = {
+        "filter: words:is_short": ("filter: words:is_shot", "number 2, filter: there is no is_shot in the module"),
+        "tree: 3": ("tree: 1", "number 5, reduce: reduce_tree must be"),
+        'task: "letter': ('tusk: "letter', "number 4, map: task is missing"),
+        "- flat_map": ("- flatmap", "number 3 must be one of map, flat_map, filter, join, reduce"),
+    }
+    async with ScriptedServer(answer, models=["m"]) as server:
+        for old, (new, says) in wrong.items():
+            (tmp_path / "spec.yaml").write_text(SPEC.replace(old, new))
+            status, _, err = await batch_agent(tmp_path, "run", "spec.yaml", "--backend", server.backend_url)
+            assert status == 1 and says in err, err
+        assert not server.requests
+
+
+async def test_a_dry_run_names_the_stages(tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(MODULE)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    status, out, err = await batch_agent(tmp_path, "run", "spec.yaml", "--backend", "vllm://nowhere:1", "--dry-run")
+    assert (status, [line.partition(":")[0] for line in out.splitlines()]) == (0, ["read", "letters", "reduce"]), err
+
+
+async def test_a_join_has_stages_and_inputs_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(MODULE)
+    spec = """
+model: m
+inputs: [abc]
+stages:
+  - map: {task: "read {input}", output_schema: "words:Word"}
+  - join: {inputs: [{word: aa}], stages: [{filter: "words:first"}], key: "words:first", other_key: "words:first"}
+  - flat_map: words:joined
+  - map: {name: last, task: "say {input}"}
+"""
+    (tmp_path / "spec.yaml").write_text(spec)
+    async with ScriptedServer(answer, models=["m"]) as server:
+        status, out, err = await batch_agent(tmp_path, "run", "spec.yaml", "--backend", server.backend_url)
+    assert (status, json.loads(out)["output"]) == (0, "abc+aa"), err
+
+
+async def test_a_reduction_that_fails_is_a_failed_line(tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(MODULE)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    refusing = ScriptedServer(lambda r: Fail(400) if r.text.startswith("Sum up") else answer(r), models=["m"])
+    async with refusing as server:
+        command = ("run", "spec.yaml", "--backend", server.backend_url, "--run-dir", "here")
+        status, out, _ = await batch_agent(tmp_path, *command)
+    assert (status, json.loads(out)["error"]["type"]) == (2, "Rejected")

@@ -1,0 +1,94 @@
+"""``help`` and ``inspect`` on the methods that take options."""
+
+import inspect
+import pydoc
+import typing
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import pytest
+from pydantic import JsonValue
+
+from batch_agent import AgentResult, BatchAgent, BatchSpec, Message
+from batch_agent.api import Options
+from batch_agent.backends.base import Backend
+from batch_agent.spec import OLD_NAMES
+from batch_agent.tools.base import Tool
+
+METHODS = ["run", "stream", "open", "run_sync", "plan"]
+NAMES = {
+    "AgentResult": AgentResult,
+    "Any": Any,
+    "AsyncIterable": AsyncIterable,
+    "Awaitable": Awaitable,
+    "Backend": Backend,
+    "Callable": Callable,
+    "Iterable": Iterable,
+    "JsonValue": JsonValue,
+    "Mapping": Mapping,
+    "Message": Message,
+    "Path": Path,
+    "Sequence": Sequence,
+    "Sized": Sized,
+    "Tool": Tool,
+}
+FREE = {
+    "inputs",
+    "tools",
+    "backend",
+    "runtime",
+    "on_result",
+    "compaction",
+    "compaction_backend",
+}  # whose value is resolved by others; the spec takes any
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_signature_has_every_option_with_its_default(method: str) -> None:
+    parameters = inspect.signature(getattr(BatchAgent, method)).parameters
+    assert set(BatchSpec.model_fields) <= set(parameters)
+    assert parameters["max_retries"].default == BatchSpec.model_fields["max_retries"].default
+    assert parameters["task"].default is inspect.Parameter.empty
+    assert repr(parameters["max_inflight"].default) == "..."  # None is no limit, and not what one gets
+    assert parameters["timeout_per_turn"].annotation == "float | None"
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_help_says_of_every_option_its_type_its_default_and_its_sentence(method: str) -> None:
+    page = " ".join(pydoc.plain(pydoc.render_doc(getattr(BatchAgent, method))).split())
+    for name, field in BatchSpec.model_fields.items():
+        assert f" {name}: " in page
+        assert " ".join(str(field.description).split()) in page
+    assert "timeout_per_turn: float | None (default 600.0)" in page
+    assert "task: str (required)" in page
+    assert all(f"{old} for {new}" in page for old, new in OLD_NAMES.items())
+
+
+def test_progress_is_a_keyword_of_those_that_return_all_results() -> None:
+    for name in METHODS:
+        parameters = inspect.signature(getattr(BatchAgent, name)).parameters
+        assert ("progress" in parameters) == (name in ("run", "run_sync"))
+
+
+def test_the_methods_are_what_they_were() -> None:
+    assert inspect.iscoroutinefunction(BatchAgent.run)
+    assert inspect.ismethod(BatchAgent.run_sync)
+    assert BatchAgent.run.__self__ is BatchAgent
+    assert "BatchAgent" in pydoc.plain(pydoc.render_doc(BatchAgent))
+
+
+def bare(kind: Any) -> Any:
+    """A type without its checks, and the members of a union as a set."""
+    if get_origin(kind) is Annotated:
+        return bare(get_args(kind)[0])
+    if get_origin(kind) in (typing.Union, type(int | str)):
+        return frozenset(map(bare, get_args(kind)))
+    return (get_origin(kind), *map(bare, get_args(kind))) if get_args(kind) else kind
+
+
+@pytest.mark.parametrize("name", sorted(BatchSpec.model_fields.keys() - FREE - {"output_schema"}))
+def test_the_type_that_checkers_and_help_know_is_the_one_that_is_checked(name: str) -> None:
+    typed = get_type_hints(Options, localns=NAMES)[name]
+    assert bare(typed) == bare(get_type_hints(BatchSpec, include_extras=True)[name])
