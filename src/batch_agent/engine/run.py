@@ -125,8 +125,9 @@ class Run(Generic[T]):
 
     def _new_spending(self, limiter: Limiter, limiters: Mapping[str, Limiter]) -> Spending:
         def time_is_up() -> None:
+            why = str(self.shared.spending.refusal())
             for each in limiters.values():
-                each.refuse_now(self._too_late)
+                each.refuse_now(why)
 
         prepared = self._prepared
         return Spending(prepared.spec, prepared.prices, limiter, self._out_of_budget, time_is_up)
@@ -405,10 +406,6 @@ class Run(Generic[T]):
         logger.warning("out of budget: %s; calls in flight finish and no new one is sent", limit)
         for limiter in self.shared.limiters.values():
             limiter.drain()
-
-    @property
-    def _too_late(self) -> str:
-        return f"the run is out of budget: {self.shared.spending.exhausted}"
 
     # What its parts say
 
