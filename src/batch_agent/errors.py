@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, cast
 
-from batch_agent.messages import Usage
+from batch_agent.messages import Quota, Usage
 
 Stage = Literal["compile", "infer", "tools", "validate", "record", "deliver", "run"]
 
@@ -87,6 +87,7 @@ class BackendError(JobError):
         usage: Usage | None = None,
         overload: bool | None = None,
         unreached: bool = False,
+        quota: Quota | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -97,6 +98,7 @@ class BackendError(JobError):
         self.retry_after = retry_after  # seconds the server asks to be left alone
         self.text = text  # what the model had said when it broke off
         self.usage = usage  # what was computed all the same, where the server says so
+        self.quota = quota  # what the server says of its budgets, where it does
 
 
 class Timeout(BackendError):

@@ -126,6 +126,26 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Allowance:
+    """One budget of a provider, as its headers tell it: so many a minute, so many of them left, full again in so many
+    seconds."""
+
+    limit: int | None = None
+    remaining: int | None = None
+    resets_in: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a provider says of its budgets beside an answer. ``tokens`` is both kinds together; some count each."""
+
+    requests: Allowance | None = None
+    tokens: Allowance | None = None
+    prompt_tokens: Allowance | None = None
+    completion_tokens: Allowance | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """One complete answer of a model. Anything less than complete is an error, not a Reply."""
 
@@ -137,6 +157,7 @@ class Reply:
     finish_reason: str = "stop"
     saved: Usage | None = None  # nothing was computed: the answer was at hand, and took this when it was first given
     sealed: Sealed | None = None
+    quota: Quota | None = field(default=None, compare=False)  # for the capacity of its endpoint; never recorded
 
     def message(self) -> Message:
         """The answer as a part of its conversation."""

@@ -7,20 +7,21 @@ passes when it is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
 from pydantic import JsonValue
 
-from batch_agent.errors import Rejected
+from batch_agent.errors import BackendError, Rejected
 from batch_agent.messages import Conversation, Image, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do. Nothing else is asked of it, and nothing is found out by trying."""
+    """What a backend can do. Nothing else is asked of it; what a backend finds out about its server while it is used
+    shows here too, so ask it anew."""
 
     native_schema: bool = False  # keeps to a JSON schema that comes with the request
     schema_with_tools: bool = False  # ... also when the same request offers tools
@@ -28,6 +29,8 @@ class Capabilities:
     images: bool = False  # can be shown pictures; one that cannot refuses a message with one (``text_only``)
     default_inflight: int = 64  # calls in flight when the user names no number
     endpoints: tuple[str, ...] = ("",)  # the names of the servers behind it, of which a turn is granted one
+    load: bool = False  # tells how busy it is: it is a Measured
+    batch: bool = False  # answers many conversations in one request, and better so: it is a Batched
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -61,6 +64,21 @@ class ModelRequest:
     endpoint: str = ""  # the one that was granted, of Capabilities.endpoints
     # The text that has come so far where the answer is streamed, for whoever gives the turn up before its end.
     said: list[str] = field(default_factory=list, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a server is, in its own words. None: it does not say."""
+
+    running: int = 0  # requests being computed
+    waiting: int = 0  # requests in its queue
+    kv_usage: float | None = None  # 0 to 1
+    kv_tokens: int | None = None  # how many its cache can hold
+    preemptions: int | None = None  # since it started
+    prefix_queries: int | None = None  # prompt tokens it looked for in its cache, since it started
+    prefix_hits: int | None = None  # ... and found
+    first_token_count: int | None = None  # answers begun since it started
+    first_token_seconds: float | None = None  # ... and the sum of the times that took
 
 
 def text_only(message: Message) -> str:
@@ -105,4 +123,23 @@ class Backend(Protocol):
 
     async def models(self) -> list[str]:
         """The names this backend serves, for a user who named none."""
+        ...
+
+
+@runtime_checkable
+class Measured(Backend, Protocol):
+    """Where ``Capabilities.load``."""
+
+    async def load(self, endpoint: str = "") -> Load:
+        """How busy the endpoint is now. A BackendError where it cannot be asked; never a reason to fail a row."""
+        ...
+
+
+@runtime_checkable
+class Batched(Backend, Protocol):
+    """Where ``Capabilities.batch``."""
+
+    async def infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
+        """One turn of each, in their order. They share one shape, without tools; one that cannot be answered is an
+        error in its own place and takes nobody with it."""
         ...

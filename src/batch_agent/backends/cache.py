@@ -15,13 +15,14 @@ from copy import copy
 from dataclasses import replace
 from hashlib import blake2b
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, Load, Measured, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache_store import ResponseStore
+from batch_agent.backends.generating import Generates
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
 
@@ -32,7 +33,7 @@ def repeatable(temperature: float | None, seed: int | None) -> bool:
     return temperature == 0 or seed is not None
 
 
-class CachingBackend:
+class CachingBackend(Generates):
     def __init__(self, inner: Backend, store: ResponseStore) -> None:
         self._inner = inner
         self._store = store
@@ -48,7 +49,10 @@ class CachingBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
+        return replace(self._inner.capabilities, batch=False)  # each answer is looked up by itself
+
+    async def load(self, endpoint: str = "") -> Load:
+        return await cast(Measured, self._inner).load(endpoint)
 
     async def models(self) -> list[str]:
         return await self._inner.models()

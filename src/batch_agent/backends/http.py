@@ -122,9 +122,10 @@ class HttpClient:
         body: bytes | None = None,
         receive: Receive | None = None,
         headers: Mapping[str, str] | None = None,
+        on_headers: Callable[[Mapping[str, str]], None] | None = None,
     ) -> bytes | None:
         """The body of a good answer; None when ``receive`` was given and took it as a stream, chunk by chunk.
-        ``headers`` are this request's own."""
+        ``headers`` are this request's own; ``on_headers`` is shown those of a good answer before its body."""
         if self._session is None:
             raise InternalError(f"{self.base_url} was asked before it was entered (async with backend)")
         # aiohttp warns of large bodies given as bytes; a file object is written piece by piece.
@@ -140,6 +141,8 @@ class HttpClient:
             ) as response:
                 if response.status >= 300:
                     raise route.faults.answered(response.status, response.headers, await response.read())
+                if on_headers is not None:
+                    on_headers(response.headers)
                 if receive is None or _is_document(response):
                     return await response.read()
                 await self._pump(response, receive)

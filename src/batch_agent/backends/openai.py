@@ -18,6 +18,7 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
 from batch_agent.backends.openai_schema import response_schema
@@ -36,7 +37,7 @@ class Tail:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class OpenAIBackend:
+class OpenAIBackend(Generates):
     """One server at ``base_url`` (up to and without ``/chat/completions``). ``tail`` says what each request has of its
     own, for servers that take hints."""
 

@@ -16,6 +16,7 @@ from multidict import CIMultiDict
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.faults import Faults
+from batch_agent.backends.generating import Generates
 from batch_agent.backends.openai import encode_head, join_body
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
 from batch_agent.messages import Reply
@@ -27,7 +28,7 @@ from batch_agent.testing.wire import Wire
 FAULTS = Faults("scripted://")
 
 
-class ScriptedBackend:
+class ScriptedBackend(Generates):
     """``requests``, ``inflight`` and ``peak_inflight`` are those of ScriptedServer."""
 
     def __init__(self, script: Script | None = None, *, capabilities: Capabilities | None = None) -> None:

@@ -20,6 +20,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.generating import Generates
 from batch_agent.backends.local import weights
 from batch_agent.backends.local.options import Options, parse_url
 from batch_agent.backends.local.process import ENGINE_PROGRAM, Answer, EngineDied, EngineProcess
@@ -47,7 +48,7 @@ class _Turn:
     answering: RequestShape | None  # the same without a choice of tools, where there is one
 
 
-class LocalBackend:
+class LocalBackend(Generates):
     """``async with`` starts the engine process; entering again shares it; leaving last ends it."""
 
     def __init__(self, options: Options, program: str = ENGINE_PROGRAM) -> None:

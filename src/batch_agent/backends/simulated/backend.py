@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.generating import Generates
 from batch_agent.backends.simulated.answers import Answer, chat_answer
 from batch_agent.backends.simulated.core import Sequence
 from batch_agent.backends.simulated.model import EngineModel
@@ -18,7 +19,7 @@ from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import Reply, Usage
 
 
-class SimulatedBackend:
+class SimulatedBackend(Generates):
     """``runner.engine.counters`` tells what the simulated engine did; its cache outlives the runs that use it."""
 
     def __init__(self, model: EngineModel | None = None) -> None:
