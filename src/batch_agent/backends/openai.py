@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, Self
 from weakref import WeakKeyDictionary
@@ -22,8 +22,9 @@ from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
 from batch_agent.backends.openai_schema import response_schema
+from batch_agent.backends.quota import read_quota
 from batch_agent.errors import SpecError
-from batch_agent.messages import Content, Conversation, JsonObject, Message, MessageView, Reply, content_json
+from batch_agent.messages import Content, Conversation, JsonObject, Message, MessageView, Quota, Reply, content_json
 
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 
@@ -93,15 +94,22 @@ class OpenAIBackend(Generates):
         tail = None if self._tail is None else self._tail(request)
         body = self._body(request, stream is not None, tail)
         headers = None if tail is None else tail.headers
-        answer = await self._http.send(self._chat, body, stream.feed if stream else None, headers)
+        quota: Quota | None = None
+
+        def on_headers(answered: Mapping[str, str]) -> None:
+            nonlocal quota
+            quota = read_quota(answered)
+
+        answer = await self._http.send(self._chat, body, stream.feed if stream else None, headers, on_headers)
         if answer is None and stream is not None:
-            return stream.finish()
-        # Also where a stream was asked for and the server, which is allowed to, sent the whole at once.
-        reply = read_answer(answer or b"", faults, turn)
-        if on_tool_call is not None:
-            for call in reply.tool_calls:
-                on_tool_call(call)
-        return reply
+            reply = stream.finish()
+        else:
+            # Also where a stream was asked for and the server, which is allowed to, sent the whole at once.
+            reply = read_answer(answer or b"", faults, turn)
+            if on_tool_call is not None:
+                for call in reply.tool_calls:
+                    on_tool_call(call)
+        return reply if quota is None else replace(reply, quota=quota)
 
     async def models(self) -> list[str]:
         body = await self._http.send(self._models) or b""
