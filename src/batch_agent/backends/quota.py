@@ -1,7 +1,7 @@
 """What a provider's headers say of its budgets: requests and tokens a minute, what is left of them, when they are full.
 
-Two families of names are in use: OpenAI's, with durations (``6m0s``, ``20ms``; Azure writes bare seconds, Groq fractions
-of them), and Anthropic's, with moments (RFC 3339). A value that cannot be read is left out; nothing here raises.
+Two families of names are in use: OpenAI's, with durations (``6m0s``, ``20ms``; Azure writes bare seconds, Groq parts of
+them), and Anthropic's, with moments (RFC 3339). A value that cannot be read is left out; nothing here raises.
 """
 
 from __future__ import annotations
