@@ -18,6 +18,7 @@ from email.utils import parsedate_to_datetime
 import aiohttp
 import orjson
 
+from batch_agent.backends.quota import read_quota
 from batch_agent.errors import (
     BackendError,
     BadResponse,
@@ -123,7 +124,9 @@ class Faults:
             target = self.clean(headers.get("Location", "nowhere").partition("?")[0])
             return Rejected(f"{self.where} redirects ({status}) to {target}: give that address instead", status=status)
         message = f"{self.where} answered {status}: {self.clean(said.message) or '(nothing)'}{_hint(status, said)}"
-        return _build(status, said, message, retry_after(headers))
+        error = _build(status, said, message, retry_after(headers))
+        error.quota = read_quota(headers)
+        return error
 
     def reported(self, error: object) -> BackendError:
         """An error object inside an answer that began as a 200."""
