@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from urllib.parse import SplitResult, parse_qsl
+from dataclasses import dataclass, replace
+from math import inf
+from urllib.parse import SplitResult, parse_qsl, urlencode
 
 from batch_agent.errors import SpecError
 
@@ -45,6 +46,19 @@ class Address:
             if value.lower() not in values:
                 raise SpecError(f"the backend's option {name} must be true or false")
         return {name: values[value.lower()] for name, value in given.items()}
+
+    def seconds(self, *names: str) -> tuple[dict[str, float], Address]:
+        """Those of these options that the URL has, and the address without them."""
+        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
+        found: dict[str, float] = {}
+        for name in given.keys() & set(names):
+            try:
+                found[name] = float(given.pop(name))
+            except ValueError:
+                found[name] = -1.0
+            if not 0.0 <= found[name] < inf:
+                raise SpecError(f"the backend's option {name} must be a number of seconds")
+        return found, replace(self, url=self.url._replace(query=urlencode(given)))
 
     def key(self, variable: str = KEY_VARIABLE) -> str | None:
         """The key that was given, else the variable's, where the URL does not bring a login of its own."""

@@ -15,6 +15,7 @@ from typing import Protocol, Self
 from weakref import WeakKeyDictionary
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.faults import Faults
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient, Route
 from batch_agent.backends.quota import read_quota
@@ -60,6 +61,9 @@ class HttpBackend(Generates, ABC):
         self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
     ) -> AnswerReader:
         """``said`` takes the text piece by piece, ``clock`` tells when the first came."""
+
+    @abstractmethod
+    async def models(self) -> list[str]: ...
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r})"
@@ -107,6 +111,18 @@ class HttpBackend(Generates, ABC):
                 for call in reply.tool_calls:
                     on_tool_call(call)
         return reply if quota is None else replace(reply, quota=quota)
+
+    @property
+    def client(self) -> HttpClient:
+        return self._http
+
+    @property
+    def faults(self) -> Faults:
+        return self._chat.faults
+
+    def body_of(self, request: ModelRequest) -> bytes:
+        """A request that is not streamed, for those who send it in another way."""
+        return self.write_body(self._head(request.shape, False), request)[0]
 
     def _head(self, shape: RequestShape, streamed: bool) -> bytes:
         heads = self._heads.get(shape)

@@ -21,6 +21,7 @@ BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
 # Where the Callable[[Address], Backend] of each scheme is.
 SCHEMES: Mapping[str, str] = {
     "openai": "batch_agent.backends.servers:openai",
+    "openai-batch": "batch_agent.backends.servers:openai_batch",
     "vllm": "batch_agent.backends.servers:vllm",
     "sglang": "batch_agent.backends.servers:sglang",
     "http": "batch_agent.backends.servers:http",
