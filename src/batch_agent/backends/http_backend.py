@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -16,8 +17,9 @@ from weakref import WeakKeyDictionary
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient, Route
+from batch_agent.backends.quota import read_quota
 from batch_agent.backends.wire import Naming
-from batch_agent.messages import Reply
+from batch_agent.messages import Quota, Reply
 
 
 Head = TypeVar("Head")
@@ -92,15 +94,22 @@ class HttpBackend(Generates, ABC, Generic[Head]):
             request.said.clear()  # of an earlier try
             stream = self.read_stream(naming, on_tool_call, asyncio.get_running_loop().time, request.said)
         body, headers = self.write_body(self._head(request.shape, stream is not None), request)
-        answer = await self._http.send(self._chat, body, stream.feed if stream else None, headers)
+        quota: Quota | None = None
+
+        def on_headers(answered: Mapping[str, str]) -> None:
+            nonlocal quota
+            quota = read_quota(answered)
+
+        answer = await self._http.send(self._chat, body, stream.feed if stream else None, headers, on_headers)
         if answer is None and stream is not None:
-            return stream.finish()
-        # Also where a stream was asked for and the server, which is allowed to, sent the whole at once.
-        reply = self.read_whole(answer or b"", naming)
-        if on_tool_call is not None:
-            for call in reply.tool_calls:
-                on_tool_call(call)
-        return reply
+            reply = stream.finish()
+        else:
+            # Also where a stream was asked for and the server, which is allowed to, sent the whole at once.
+            reply = self.read_whole(answer or b"", naming)
+            if on_tool_call is not None:
+                for call in reply.tool_calls:
+                    on_tool_call(call)
+        return reply if quota is None else replace(reply, quota=quota)
 
     def _head(self, shape: RequestShape, streamed: bool) -> Head:
         heads = self._heads.get(shape)

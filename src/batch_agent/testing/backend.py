@@ -7,6 +7,7 @@ everything above a backend; connections themselves take a ScriptedServer.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +20,7 @@ from batch_agent.backends.faults import Faults
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.openai import encode_head, join_body
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
+from batch_agent.backends.quota import read_quota
 from batch_agent.backends.wire import Naming
 from batch_agent.messages import Reply
 from batch_agent.testing.request import Request
@@ -77,7 +79,12 @@ class ScriptedBackend(Generates):
             track = await self._track(asked)
             if track.status >= 300:
                 raise FAULTS.answered(track.status, CIMultiDict(track.headers), b"".join(track.parts))
-            return await _read_stream(track, stream) if stream else await _read_body(track, naming)
+            reply = await _read_stream(track, stream) if stream else await _read_body(track, naming)
+            if stream is None and on_tool_call is not None:
+                for call in reply.tool_calls:
+                    on_tool_call(call)
+            quota = read_quota(CIMultiDict(track.headers)) if track.headers else None
+            return reply if quota is None else replace(reply, quota=quota)
         finally:
             self.inflight -= 1
 
