@@ -15,9 +15,8 @@ from pydantic import JsonValue
 
 from batch_agent.backends.anthropic_request import WIRE, is_empty
 from batch_agent.backends.base import OnToolCall
-from batch_agent.backends.faults import Faults
 from batch_agent.backends.sse import Event, EventTooLarge, SSEParser
-from batch_agent.backends.wire import Naming, counted, echoed_object
+from batch_agent.backends.wire import Naming, counted, echoed_object, json_of, object_of
 from batch_agent.errors import ContextOverflow, Rejected, Truncated
 from batch_agent.messages import JsonObject, Reply, Sealed, ToolCall, Usage
 
@@ -27,7 +26,7 @@ _PLAIN = ("text", "tool_use")
 
 
 def read_answer(body: bytes, naming: Naming) -> Reply:
-    document = _object(body, naming.faults)
+    document = object_of(body, naming.faults)
     if document.get("type") == "error" or "error" in document:
         raise naming.faults.reported(document)
     content = document.get("content")
@@ -46,9 +45,7 @@ class AnswerStream:
     """Chunks of an event stream in, one Reply out; tool calls are reported as soon as each is complete. ``said`` gets
     the text piece by piece, for whoever gives the answer up before its end."""
 
-    def __init__(
-        self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
-    ) -> None:
+    def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
         self._faults = naming.faults
         self._answer = _Answer(naming, on_tool_call)
         self._clock = clock
@@ -81,8 +78,8 @@ class AnswerStream:
             if self._done:
                 return
             if name == "error":
-                raise self._faults.reported(_loads(data) or data.decode("utf-8", "replace"))
-            self._event(_object(data, self._faults))
+                raise self._faults.reported(json_of(data) or data.decode("utf-8", "replace"))
+            self._event(object_of(data, self._faults))
 
     def _event(self, event: JsonObject) -> None:
         match event.get("type"):
@@ -240,24 +237,6 @@ class _Answer:
 def _arguments(block: JsonObject) -> str:
     given = block.get("input")
     return given if isinstance(given, str) else orjson.dumps(given or {}).decode()
-
-
-def _loads(data: bytes) -> JsonValue:
-    try:
-        value: JsonValue = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return None
-    return value
-
-
-def _object(data: bytes, faults: Faults) -> JsonObject:
-    value = _loads(data)
-    if isinstance(value, dict):
-        return value
-    shown = faults.clean(data.decode("utf-8", "replace")) or "(nothing)"
-    if data.lstrip()[:1] == b"<":
-        raise faults.bad(f"the answer is a web page, not JSON; is this the URL of an API? {shown}")
-    raise faults.bad(f"the answer is not a JSON object: {shown}")
 
 
 def _mapping(value: JsonValue) -> JsonObject:

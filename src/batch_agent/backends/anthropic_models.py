@@ -1,5 +1,5 @@
-"""What is known of Anthropic's models before they are asked, by their names: how long an answer may be where the user does
-not say, from how many tokens on a prefix is kept in the cache, and which of them refuse sampling parameters.
+"""What is known of Anthropic's models before they are asked, by their names: how long an answer may be where the user
+does not say, from how many tokens on a prefix is kept in the cache, and which of them refuse sampling parameters.
 
 A model that is not known here is asked all the same; its server has the last word.
 """

@@ -33,8 +33,8 @@ _UNFIT = re.compile(r"[^a-zA-Z0-9_-]")
 
 
 class MessagesView:
-    """Every block is encoded once and stays as it is. The last question and the answer to it are kept apart from what is
-    ``closed``, because a mark is still put on them; what the user says is ``open`` until the model has answered."""
+    """Every block is encoded once and stays as it is. The last question and the answer to it are kept apart from what
+    is ``closed``, because a mark is still put on them; what the user says is ``open`` until the model has answered."""
 
     __slots__ = ("_answer", "_asked", "_closed", "_open", "_owed", "_results", "size", "system")
 
@@ -150,7 +150,7 @@ def build_head(shape: RequestShape, streamed: bool) -> Head:
         "tool_choice": _tool_choice(shape.tool_choice) if shape.tools else None,
         "stream": True if streamed else None,
     }
-    fields = {name: value for name, value in fields.items() if value is not None} | extra
+    fields = {**{name: value for name, value in fields.items() if value is not None}, **extra}
     try:
         told = [] if shape.schema is None or form is not None else [_told(shape.schema)]
         return Head(
@@ -206,8 +206,12 @@ def _blocks(message: Message) -> list[JsonObject]:
 
 def _parts(content: Content) -> list[JsonObject]:
     parts = (content,) if isinstance(content, str) else content
-    blocks = [_image(part) if isinstance(part, Image) else {"type": "text", "text": part} for part in parts]
+    blocks = [_image(part) if isinstance(part, Image) else _text(part) for part in parts]
     return [block for block in blocks if not is_empty(block)]
+
+
+def _text(text: str) -> JsonObject:
+    return {"type": "text", "text": text}
 
 
 def _image(image: Image) -> JsonObject:
@@ -246,7 +250,7 @@ def _tool_choice(choice: JsonValue) -> JsonValue:
 
 
 def _told(schema: JsonObject) -> JsonObject:
-    return {"type": "text", "text": schema_instruction(orjson.dumps(schema).decode())}
+    return _text(schema_instruction(orjson.dumps(schema).decode()))
 
 
 def _message(role: str, blocks: Sequence[bytes]) -> bytes:

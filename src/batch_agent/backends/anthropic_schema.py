@@ -8,6 +8,7 @@ say (a map, a part of any type, a root that is no object) has no such form.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 import orjson
@@ -19,13 +20,16 @@ from batch_agent.messages import JsonObject
 MOST_OPTIONAL = 24
 MOST_UNIONS = 16
 
-_FORMATS = frozenset("date-time time date duration email hostname uri ipv4 ipv6 uuid".split())
-_TYPES = frozenset("object array string integer number boolean null".split())
-_BOUNDS = frozenset(
-    "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength maxLength pattern format minItems maxItems "
-    "uniqueItems minProperties maxProperties".split()
+_FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "uri", "ipv4", "ipv6", "uuid"],
 )
-_NEEDLESS = frozenset("default examples deprecated readOnly writeOnly discriminator $schema $id $comment".split())
+_TYPES = frozenset(["object", "array", "string", "integer", "number", "boolean", "null"])
+# How long or large something may be.
+_BOUND = re.compile(r"(min|max|exclusive|unique|multiple)[A-Z]\w*|minimum|maximum|pattern|format")
+# What is no part of what an answer must be.
+_NEEDLESS = frozenset(
+    ["default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator", "$schema", "$id", "$comment"]
+)
 _REFERENCE = "#/$defs/"
 
 
@@ -64,11 +68,7 @@ def _node(value: JsonValue, definitions: Mapping[str, JsonValue]) -> JsonObject:
     out: JsonObject = {}
     bounds: JsonObject = {}
     for name, part in value.items():
-        if name in ("title", "description", "const", "required"):
-            out[name] = part
-        elif name == "type" and all(kind in _TYPES for kind in (part if isinstance(part, list) else [part])):
-            out[name] = part
-        elif name == "enum" and part and not any(isinstance(option, dict | list) for option in _listed(part)):
+        if _is_kept(name, part):
             out[name] = part
         elif name in ("anyOf", "oneOf"):
             out["anyOf"] = [_node(option, definitions) for option in _listed(part)]
@@ -76,13 +76,27 @@ def _node(value: JsonValue, definitions: Mapping[str, JsonValue]) -> JsonObject:
             out[name] = {key: _node(inner, definitions) for key, inner in _named(part).items()}
         elif name == "items":
             out[name] = _node(part, definitions)
-        elif (name == "format" and part in _FORMATS) or (name == "minItems" and part in (0, 1)):
-            out[name] = part
-        elif name in _BOUNDS:
+        elif _BOUND.fullmatch(name):
             bounds[name] = part
         elif name not in _NEEDLESS and name != "additionalProperties":
             raise _NoForm
     return _complete(out, bounds)
+
+
+def _is_kept(name: str, part: JsonValue) -> bool:
+    match name:
+        case "title" | "description" | "const" | "required":
+            return True
+        case "type":
+            return all(kind in _TYPES for kind in (part if isinstance(part, list) else [part]))
+        case "enum":
+            return bool(part) and not any(isinstance(option, dict | list) for option in _listed(part))
+        case "format":
+            return part in _FORMATS
+        case "minItems":
+            return part in (0, 1)
+        case _:
+            return False
 
 
 def _complete(node: JsonObject, bounds: JsonObject) -> JsonObject:

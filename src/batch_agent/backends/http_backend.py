@@ -21,7 +21,6 @@ from batch_agent.backends.quota import read_quota
 from batch_agent.backends.wire import Naming
 from batch_agent.messages import Quota, Reply
 
-
 Head = TypeVar("Head")
 
 
