@@ -202,20 +202,67 @@ async def test_whoever_drives_a_wave_may_leave_it_and_the_others_are_answered() 
     assert len(server.jobs) == 1
 
 
+def answer_of_claude(body: Body) -> Body:
+    text = body["messages"][-1]["content"][-1]["text"]
+    return {
+        "id": "m",
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "text", "text": f"heard {text}"}],
+        "stop_reason": "end_turn",
+        "usage": {"input_tokens": 10, "output_tokens": 5},
+    }
+
+
+async def test_anthropics_batch_api_is_the_same_to_those_who_use_it() -> None:
+    async with JobServer(answer_of_claude, looks=2) as server:
+        backend = {"url": f"anthropic-batch://{server.address}?gather=0.05&look=0.01", "api_key": "k"}
+        results = await ask(server, "a", "b", backend=backend)
+    assert [result.output for result in results] == ["heard a", "heard b"]
+    assert [len(job.requests) for job in server.jobs] == [2]
+
+
+async def test_what_expires_or_is_refused_in_anthropics_api_has_its_type() -> None:
+    def answer(body: Body) -> Body | int:
+        return 400 if body["messages"][-1]["content"][-1]["text"] == "bad" else answer_of_claude(body)
+
+    async with JobServer(answer, expires_after=2) as server:
+        backend = {"url": f"anthropic-batch://{server.address}?gather=0.05&look=0.01", "api_key": "k"}
+        results = await ask(server, "a", "bad", "c", backend=backend)
+    assert [result.ok for result in results] == [True, False, True]
+    assert results[1].error.type == "Rejected"
+    assert [len(job.requests) for job in server.jobs] == [3, 1]
+
+
+async def test_anthropics_own_client_takes_the_server_of_these_tests() -> None:
+    anthropic = pytest.importorskip("anthropic")
+    params = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}
+    async with (
+        JobServer(answer_of_claude) as server,
+        anthropic.AsyncAnthropic(base_url=f"http://{server.address}", api_key="k", max_retries=0) as client,
+    ):
+        job = await client.messages.batches.create(requests=[{"custom_id": "a", "params": params}])
+        done = await client.messages.batches.retrieve(job.id)
+        results = [result async for result in await client.messages.batches.results(done.id)]
+    assert [result.result.message.content[0].text for result in results] == ["heard x"]
+
+
 async def test_the_server_of_these_tests_is_one_that_the_providers_own_client_takes() -> None:
     openai = pytest.importorskip("openai")
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"content": "x"}]}}
-    async with JobServer(echo) as server:
-        async with openai.AsyncOpenAI(base_url=f"http://{server.address}/v1", api_key="k", max_retries=0) as client:
-            file = await client.files.create(file=json.dumps(line).encode(), purpose="batch")
-            job = await client.batches.create(
-                input_file_id=file.id,
-                endpoint="/v1/chat/completions",
-                completion_window="24h",
-                metadata={"a": "b"},
-            )
-            done = await client.batches.retrieve(job.id)
-            content = await client.files.content(done.output_file_id)
+    async with (
+        JobServer(echo) as server,
+        openai.AsyncOpenAI(base_url=f"http://{server.address}/v1", api_key="k", max_retries=0) as client,
+    ):
+        file = await client.files.create(file=json.dumps(line).encode(), purpose="batch")
+        job = await client.batches.create(
+            input_file_id=file.id,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+            metadata={"a": "b"},
+        )
+        done = await client.batches.retrieve(job.id)
+        content = await client.files.content(done.output_file_id)
     answer = json.loads(content.text)
     assert answer["response"]["body"]["choices"][0]["message"]["content"] == "heard x"
 

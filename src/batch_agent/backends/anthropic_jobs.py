@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 import orjson
 
+from batch_agent.backends.anthropic_answer import PAUSED
 from batch_agent.backends.http import HttpClient
 from batch_agent.backends.jobs import Answer, JobService, Limits, State
 from batch_agent.blocking import in_thread
@@ -50,8 +51,11 @@ class AnthropicJobs(JobService):
     def _answer(self, result: object) -> Answer:
         told = cast(JsonObject, result) if isinstance(result, dict) else {}
         kind = told.get("type")
-        if kind == "succeeded":
-            return orjson.dumps(told.get("message"))
+        message = told.get("message")
+        if kind == "succeeded" and isinstance(message, dict):
+            if message.get("stop_reason") == PAUSED:  # a tool of the server's own that takes long
+                return self.batches.faults.bad("the answer was paused, and a job cannot go on with it")
+            return orjson.dumps(message)
         if kind in ("expired", "canceled"):
             where = self.batches.faults.where
             return Unavailable(f"{where}: the job ended before this request was done ({kind})")

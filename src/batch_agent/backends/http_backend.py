@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
@@ -21,6 +21,8 @@ from batch_agent.backends.http import HttpClient, Route
 from batch_agent.backends.quota import read_quota
 from batch_agent.backends.wire import Naming
 from batch_agent.messages import Quota, Reply
+
+Head = TypeVar("Head")
 
 
 class AnswerReader(Protocol):
@@ -35,22 +37,22 @@ class AnswerReader(Protocol):
         ...
 
 
-class HttpBackend(Generates, ABC):
-    """A Backend but for its wire. ``chat`` is where turns are asked for."""
+class HttpBackend(Generates, ABC, Generic[Head]):
+    """A Backend but for its wire. ``chat`` is where turns are asked for; a Head is what the wire keeps of a shape."""
 
     def __init__(self, http: HttpClient, chat: Route, *, capabilities: Capabilities, name: str | None = None) -> None:
         self._http = http
         self._chat = chat
         self._capabilities = capabilities
         self._name = name or http.base_url
-        self._heads: WeakKeyDictionary[RequestShape, dict[bool, bytes]] = WeakKeyDictionary()
+        self._heads: WeakKeyDictionary[RequestShape, dict[bool, Head]] = WeakKeyDictionary()
 
     @abstractmethod
-    def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
+    def write_head(self, shape: RequestShape, streamed: bool) -> Head:
         """What all requests of a shape have in common, once for all of them; SpecError for what cannot be sent."""
 
     @abstractmethod
-    def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
+    def write_body(self, head: Head, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
         """The body of one request, and headers of its own."""
 
     @abstractmethod
@@ -124,7 +126,7 @@ class HttpBackend(Generates, ABC):
         """A request that is not streamed, for those who send it in another way."""
         return self.write_body(self._head(request.shape, False), request)[0]
 
-    def _head(self, shape: RequestShape, streamed: bool) -> bytes:
+    def _head(self, shape: RequestShape, streamed: bool) -> Head:
         heads = self._heads.get(shape)
         if heads is None:
             heads = self._heads[shape] = {}

@@ -23,16 +23,14 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar, cast
-
-import orjson
+from typing import Any, Self, TypeVar
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient, Route
 from batch_agent.backends.http_backend import HttpBackend
 from batch_agent.backends.job_ledger import JobLedger
-from batch_agent.backends.wire import Naming
+from batch_agent.backends.wire import Naming, object_of
 from batch_agent.errors import BackendError, Unavailable
 from batch_agent.messages import JsonObject, Reply
 
@@ -98,14 +96,7 @@ class JobService(ABC):
         return await self.http.send(route, body, headers=headers) or b""
 
     def document(self, body: bytes) -> JsonObject:
-        try:
-            value = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            value = None
-        if not isinstance(value, dict):
-            shown = self.batches.faults.clean(body.decode("utf-8", "replace"))
-            raise self.batches.faults.bad(f"the answer is not a JSON object: {shown}")
-        return cast(JsonObject, value)
+        return object_of(body, self.batches.faults)
 
 
 @dataclass(eq=False, slots=True)
@@ -130,15 +121,14 @@ class JobBackend(Generates):
 
     def __init__(
         self,
-        wire: HttpBackend,
+        wire: HttpBackend[Any],
         service: JobService,
         *,
-        name: str,
         gather: float = GATHER_SECONDS,
         look: float = FIRST_LOOK,
     ) -> None:
         self._wire, self._service = wire, service
-        self._name = name
+        self._name = wire.name.replace("://", "-batch://", 1)
         self._gather, self._look = gather, look
         self._gathering: Wave | None = None
         self._waves: list[Wave] = []  # submitted and not done

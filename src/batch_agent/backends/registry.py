@@ -24,12 +24,14 @@ SCHEMES: Mapping[str, str] = {
     "openai-batch": "batch_agent.backends.servers:openai_batch",
     "vllm": "batch_agent.backends.servers:vllm",
     "sglang": "batch_agent.backends.servers:sglang",
+    "anthropic": "batch_agent.backends.anthropic:from_address",
+    "anthropic-batch": "batch_agent.backends.anthropic:batch_from_address",
     "http": "batch_agent.backends.servers:http",
     "https": "batch_agent.backends.servers:http",
     "local": "batch_agent.backends.local:from_address",
     "simulated": "batch_agent.backends.simulated:from_address",
 }
-PROVIDERS: Mapping[str, str] = {"openai": "openai://"}
+PROVIDERS: Mapping[str, str] = {"openai": "openai://", "anthropic": "anthropic://"}
 
 
 def open_backend(

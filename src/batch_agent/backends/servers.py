@@ -39,7 +39,7 @@ def openai_batch(address: Address) -> Backend:
     joined a job before it is sent, and after how long it is first asked whether it is done."""
     waits, address = address.seconds("gather", "look")
     wire = openai(replace(address, url=address.url._replace(scheme="openai")))
-    return JobBackend(wire, OpenAIJobs(wire.client), name=f"openai-batch://{wire.name.partition('://')[2]}", **waits)
+    return JobBackend(wire, OpenAIJobs(wire.client), **waits)
 
 
 def vllm(address: Address) -> Backend:

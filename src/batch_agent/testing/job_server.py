@@ -30,6 +30,7 @@ Script = Callable[[dict[str, Any]], dict[str, Any] | int]
 class Job:
     id: str
     requests: dict[str, dict[str, Any]]
+    lines: list[bytes] = field(default_factory=list)  # their bodies as they came
     metadata: dict[str, str] = field(default_factory=dict)
     looked: int = 0
     status: str = "in_progress"
@@ -47,6 +48,7 @@ class JobServer:
         self._port = 0
         self.jobs: list[Job] = []
         self.refuse: list[int] = []  # statuses for the requests to come, one each
+        self.refusal: dict[str, Any] = {"error": {"message": "no"}}  # the body beside a status of the script's
         self.drop = 0  # so many submissions are taken and never answered
 
     @property
@@ -117,7 +119,12 @@ class JobServer:
         if content is None:
             return _refusal(404, "no such file")
         lines = [orjson.loads(line) for line in content.splitlines() if line]
-        job = Job(f"batch_{len(self.jobs)}", {line["custom_id"]: line["body"] for line in lines}, asked["metadata"])
+        job = Job(
+            f"batch_{len(self.jobs)}",
+            {line["custom_id"]: line["body"] for line in lines},
+            [line[line.index(b'"body":') + 7 : -1] for line in content.splitlines() if line],
+            asked["metadata"],
+        )
         wrong = _wrong([line["custom_id"] for line in lines]) or self._invalid
         if wrong or any(line["url"] != asked["endpoint"] or line["method"] != "POST" for line in lines):
             job.status = "failed"
@@ -156,7 +163,7 @@ class JobServer:
         lines = []
         for own in job.done if kind == "output" else [own for own in job.requests if own not in job.done]:
             answer = self._script(job.requests[own]) if kind == "output" else None
-            lines.append({"id": f"r-{own}", "custom_id": own, **_openai_line(answer)})
+            lines.append({"id": f"r-{own}", "custom_id": own, **_openai_line(answer, self.refusal)})
         return web.Response(body=b"".join(orjson.dumps(line) + b"\n" for line in lines))
 
     # Anthropic
@@ -216,10 +223,10 @@ class JobServer:
 _ANTHROPIC_ERRORS = {400: "invalid_request_error", 429: "rate_limit_error", 529: "overloaded_error"}
 
 
-def _openai_line(answer: dict[str, Any] | int | None) -> dict[str, Any]:
+def _openai_line(answer: dict[str, Any] | int | None, refusal: dict[str, Any]) -> dict[str, Any]:
     if answer is None:
         return {"response": None, "error": {"code": "batch_expired", "message": "it could not be done in time"}}
-    status, body = (answer, {"error": {"message": "no"}}) if isinstance(answer, int) else (200, answer)
+    status, body = (answer, refusal) if isinstance(answer, int) else (200, answer)
     return {"response": {"status_code": status, "request_id": "q", "body": body}, "error": None}
 
 
