@@ -24,6 +24,7 @@ class Address:
     headers: Mapping[str, str]
     environ: Mapping[str, str]
     sends: bool = True  # False: nothing will be sent, so a key may be missing
+    model: str | None = None  # the one that the user named beside it
 
     @property
     def name(self) -> str:

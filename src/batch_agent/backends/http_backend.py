@@ -103,7 +103,9 @@ class HttpBackend(Generates, ABC, Generic[Head]):
             nonlocal quota
             quota = read_quota(answered)
 
-        answer = await self._http.send(self._chat, body, stream.feed if stream else None, headers, on_headers)
+        answer = await self._http.send(
+            self.route_of(request, stream is not None), body, stream.feed if stream else None, headers, on_headers
+        )
         if answer is None and stream is not None:
             reply = stream.finish()
         else:
@@ -113,6 +115,10 @@ class HttpBackend(Generates, ABC, Generic[Head]):
                 for call in reply.tool_calls:
                     on_tool_call(call)
         return reply if quota is None else replace(reply, quota=quota)
+
+    def route_of(self, request: ModelRequest, streamed: bool) -> Route:
+        """Where a turn is asked for, on a wire that has more than one place."""
+        return self._chat
 
     @property
     def client(self) -> HttpClient:

@@ -26,12 +26,13 @@ SCHEMES: Mapping[str, str] = {
     "sglang": "batch_agent.backends.servers:sglang",
     "anthropic": "batch_agent.backends.anthropic:from_address",
     "anthropic-batch": "batch_agent.backends.anthropic:batch_from_address",
+    "bedrock": "batch_agent.backends.bedrock:from_address",
     "http": "batch_agent.backends.servers:http",
     "https": "batch_agent.backends.servers:http",
     "local": "batch_agent.backends.local:from_address",
     "simulated": "batch_agent.backends.simulated:from_address",
 }
-PROVIDERS: Mapping[str, str] = {"openai": "openai://", "anthropic": "anthropic://"}
+PROVIDERS: Mapping[str, str] = {"openai": "openai://", "anthropic": "anthropic://", "bedrock": "bedrock://"}
 
 
 def open_backend(
@@ -55,7 +56,7 @@ def open_backend(
         # A key of spaces is a variable that was not filled in.
         key = (api_key or "").strip() or None
         factory: Callable[[Address], Backend] = resolve_name(SCHEMES[scheme])
-        return factory(Address(url, key, headers, environ, sends)), model
+        return factory(Address(url, key, headers, environ, sends, model=model)), model
     if isinstance(backend, Backend) and not isinstance(backend, type):
         if api_key is not None:
             raise SpecError("api_key has no effect on a Backend object: give the key to the object")
