@@ -121,6 +121,7 @@ class BackendContract:
     lacks: ClassVar[frozenset[str]] = frozenset()
     reserved: ClassVar[Sequence[str]] = ("messages", "stream")  # what extra_body may not set
     refusals: ClassVar[Mapping[Refuse, type[BackendError]]] = REFUSALS  # those that the peer can give
+    patience: ClassVar[float] = 10.0  # seconds, for what would otherwise never end
 
     @abstractmethod
     def peer(self, *script: Item) -> AbstractAsyncContextManager[Peer]:
@@ -159,7 +160,7 @@ class BackendContract:
 
     async def test_a_tool_call_is_reported_while_the_model_is_still_talking_if_it_streams(self) -> None:
         reported = asyncio.Event()
-        async with self.peer(Say(calls=CALLS, hold=reported)) as peer, asyncio.timeout(10):
+        async with self.peer(Say(calls=CALLS, hold=reported)) as peer, asyncio.timeout(self.patience):
             if not peer.backend.capabilities.streaming:
                 reported.set()
             reply = await peer.backend.infer(ask(), lambda call: reported.set())
@@ -427,7 +428,7 @@ class BackendContract:
         self.needs("faults")
         request = ask()
         request.said.append("what an earlier try said")
-        async with self.peer(BreakOff("Once upon a", clean)) as peer, asyncio.timeout(10):
+        async with self.peer(BreakOff("Once upon a", clean)) as peer, asyncio.timeout(self.patience):
             streams = streamed and peer.backend.capabilities.streaming
             with pytest.raises((BadResponse, Unavailable)) as caught:
                 await peer.backend.infer(request, listener(streamed))
@@ -439,20 +440,20 @@ class BackendContract:
     async def test_an_error_inside_a_good_answer_is_an_error_of_its_type(self, streamed: bool) -> None:
         self.needs("faults")
         self.needs("errors_inside")
-        async with self.peer(ErrorInside(message="the engine is tired")) as peer, asyncio.timeout(10):
+        async with self.peer(ErrorInside(message="the engine is tired")) as peer, asyncio.timeout(self.patience):
             with pytest.raises(Unavailable, match="the engine is tired"):
                 await peer.backend.infer(ask(), listener(streamed))
 
     @both
     async def test_a_server_that_hangs_up_is_unavailable(self, streamed: bool) -> None:
         self.needs("faults")
-        async with self.peer(Disconnect()) as peer, asyncio.timeout(10):
+        async with self.peer(Disconnect()) as peer, asyncio.timeout(self.patience):
             with pytest.raises(Unavailable):
                 await peer.backend.infer(ask(), listener(streamed))
 
     @both
     async def test_cancelling_ends_the_request_at_the_server(self, streamed: bool) -> None:
-        async with self.peer(Hang()) as peer, asyncio.timeout(10):
+        async with self.peer(Hang()) as peer, asyncio.timeout(self.patience):
             task = asyncio.create_task(peer.backend.infer(ask(), listener(streamed)))
             await peer.wait_until_asked()
             task.cancel()
@@ -464,7 +465,7 @@ class BackendContract:
 
     async def test_two_requests_at_once_get_each_its_answer(self) -> None:
         held = asyncio.Event()
-        async with self.peer(Say("", CALLS[:1], hold=held), Say("second")) as peer, asyncio.timeout(10):
+        async with self.peer(Say("", CALLS[:1], hold=held), Say("second")) as peer, asyncio.timeout(self.patience):
             first = asyncio.create_task(peer.backend.infer(ask(), lambda call: None))
             await peer.wait_until_asked()
             second = await peer.backend.infer(ask())
