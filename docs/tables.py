@@ -1,7 +1,7 @@
 """``python docs/tables.py``: writes the table of backends into the pages that have its marks.
 
-Made of the lines of ``batch_agent.backends.schemes`` and of the Capabilities of each backend, which is opened for it but
-asks nobody.
+Made of the lines of ``batch_agent.backends.schemes`` and of the Capabilities of each backend, which is opened for it
+and asks nobody.
 """
 
 from __future__ import annotations

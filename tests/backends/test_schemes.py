@@ -50,12 +50,12 @@ def test_a_service_without_its_key_names_the_variable(scheme: Scheme) -> None:
 
 
 def test_messages_name_the_forms_of_the_table() -> None:
-    assert (
-        FORMS == "local://, vllm://host:8000, sglang://host:30000, openai://, http://host:port/v1, or https://host/v1"
-    )
+    assert all((scheme.form in FORMS) is scheme.listed for scheme in SCHEMES.values())
     with pytest.raises(SpecError) as caught:
         open_backend("localhost:8000", model=None, api_key=None, environ={})
     assert FORMS in str(caught.value)
+    with pytest.raises(SpecError, match=f"Known: {', '.join(SCHEMES)}"):
+        open_backend("gopher://host", model=None, api_key=None, environ={})
 
 
 def test_the_tables_of_the_documentation_are_up_to_date() -> None:

@@ -1,7 +1,7 @@
 """The table of backends: what may stand before ``://``, as data. A new backend is one line here.
 
-The registry opens what is named; messages, ``doctor`` and the tables of the documentation (``docs/tables.py``) are made of
-these lines. What each can do is not said here: its ``Capabilities`` do, and are asked.
+The registry opens what is named; messages, ``doctor`` and the tables of the documentation (``docs/tables.py``) are
+made of these lines. What each can do is not said here: its ``Capabilities`` do, and are asked.
 """
 
 from __future__ import annotations
