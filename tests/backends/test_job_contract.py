@@ -11,8 +11,9 @@ import orjson
 import pytest
 
 from backends.chat_contract import hear_chat, whole
-from backends.contract import REFUSALS, BackendContract
+from backends.contract import BackendContract
 from backends.peer import Hang, Heard, Item, Refuse, Say
+from backends.terms import REFUSALS
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
 from batch_agent.testing.job_server import JobServer

@@ -162,7 +162,7 @@ def from_address(address: Address) -> AnthropicBackend:
         token=token,
         version=version,
         headers=address.headers,
-        capabilities=Capabilities(native_schema=native, schema_with_tools=native, images=True),
+        capabilities=Capabilities(native_schema=native, schema_with_tools=native and not is_engine, images=True),
         name=address.name,
     )
 
