@@ -21,7 +21,8 @@ HEADER = ("`backend=`", "", "key from", "keeps schemas", "... beside tools", "se
 
 def able(scheme: Scheme) -> Capabilities:
     url = scheme.form.replace("host:port", "host:1")
-    backend, _ = open_backend(url, model=None, api_key=None, environ={}, sends=False)
+    # A fleet can what its servers can.
+    backend, _ = open_backend(["vllm://host"] if scheme.name == "fleet" else url, model=None, api_key=None, environ={}, sends=False)
     return backend.capabilities
 
 

@@ -31,6 +31,7 @@ class Job:
     parts: tuple[Job, ...] = ()  # it does not fit, and these are done instead and merged
     shortened: bool = False  # its longest field was cut to fit
     images: Mapping[str, Image] = field(default_factory=dict, compare=False)  # what the marks in its prompt stand for
+    affinity: str = ""  # jobs with the same one are best done by the same endpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from batch_agent.backends.http import HttpClient
 from batch_agent.backends.http_backend import HttpBackend
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
 from batch_agent.backends.openai_schema import response_schema
+from batch_agent.backends.transport import Transport
 from batch_agent.backends.wire import Naming, echoed, written, written_options
 from batch_agent.messages import Conversation, JsonObject, Message, MessageView, Reply, content_json
 
@@ -49,8 +50,9 @@ class OpenAIBackend(HttpBackend[bytes]):
         name: str | None = None,
         max_tokens_field: MaxTokensField = "max_tokens",
         tail: Callable[[ModelRequest], Tail] | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        http = HttpClient(base_url, api_key=api_key, headers=headers)
+        http = HttpClient(base_url, api_key=api_key, headers=headers, transport=transport)
         chat = http.route("POST", "/chat/completions")
         super().__init__(http, chat, capabilities=capabilities or Capabilities(images=True), name=name)
         self._models = http.route("GET", "/models")

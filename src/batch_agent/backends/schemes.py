@@ -90,6 +90,12 @@ _LINES = (
     ),
     Scheme("https", f"{_SERVERS}:http", "https://host/v1", "the same, over TLS", KEY_VARIABLE, HTTP_OPTIONS),
     Scheme(
+        "fleet",
+        "batch_agent.fleet.backend:from_address",
+        "fleet://hosts.txt",
+        "many servers as one: a hostfile, of which tags select; or a list of URLs, or `Fleet([...])`",
+    ),
+    Scheme(
         "simulated",
         "batch_agent.backends.simulated:from_address",
         "simulated://",

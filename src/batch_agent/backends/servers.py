@@ -29,6 +29,7 @@ def openai(address: Address) -> OpenAIBackend:
         headers=address.headers,
         capabilities=_capabilities(address, native_schema=True, schema_with_tools=True),
         name=f"openai://{address.place}",
+        transport=address.transport,
         # Newer models refuse max_tokens.
         max_tokens_field="max_completion_tokens",
     )
@@ -57,6 +58,7 @@ def http(address: Address) -> Backend:
         headers=address.headers,
         capabilities=_capabilities(address, native_schema=False, schema_with_tools=False),
         name=address.name,
+        transport=address.transport,
     )
 
 
@@ -68,6 +70,7 @@ def _engine(address: Address, default_port: int) -> Backend:
         headers=address.headers,
         capabilities=_capabilities(address, native_schema=True, schema_with_tools=False),
         name=address.name,
+        transport=address.transport,
     )
 
 
