@@ -107,6 +107,13 @@ COMMANDS: Mapping[str, Command] = {
         adds="simulate:add_simulate_arguments",
         does="simulate:simulate_command",
     ),
+    "fleet": Command(
+        "wait for, look at, measure and bundle many servers",
+        "Many servers, named in a hostfile: wait until they are up, see how they are, measure what they can take, "
+        "or give them one address.",
+        adds="fleet:add_fleet_arguments",
+        does="fleet:fleet_command",
+    ),
     "completion": Command(
         "completion for bash, zsh or fish",
         'Print what makes a shell complete this command\'s words. bash: eval "$(batch-agent completion bash)"; zsh: '

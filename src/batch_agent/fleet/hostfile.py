@@ -58,6 +58,20 @@ class AgentEndpoint:
         """As ``backend=`` takes it. A plain host is a vLLM server."""
         return self.url if self.scheme in ("http", "https") else f"{self.scheme or 'vllm'}://{self.place}{self.path}"
 
+    @property
+    def api(self) -> str:
+        """Where its API begins, as the backends have it: below the path that was given, in ``/v1`` where none was."""
+        is_engine = self.scheme not in ("http", "https")
+        return self.url + ("/v1" if not self.path or (is_engine and not self.path.endswith("/v1")) else "")
+
+    @property
+    def line(self) -> str:
+        """As it stands in a hostfile: ``parse_hosts`` reads the same from it."""
+        place = self.place if ":" in self.host else f"{self.host}\t{self.port}"
+        return "\t".join(
+            [self.address if self.scheme else place, *(f"{key}={value}" for key, value in self.tags.items())]
+        )
+
 
 def parse_hostfile(path: str | Path) -> list[AgentEndpoint]:
     """The endpoints of a file, in its order. SpecError for one that cannot be read."""

@@ -1,0 +1,207 @@
+"""How much can each server take? Each is kept busy with so many requests in flight, one number after another.
+
+All requests are of one size and share no prefix. What a step brings is what its answers brought in the time they took,
+times the requests in flight: that is right also where a step ends in the midst of a wave of answers. The knee is the
+fewest in flight that bring nearly the most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+from statistics import median
+
+from batch_agent.backends.base import Backend, ModelRequest, RequestShape
+from batch_agent.backends.registry import open_backend
+from batch_agent.backends.transport import Transport
+from batch_agent.errors import BackendError, Rejected, SpecError, Truncated
+from batch_agent.fleet.hostfile import AgentEndpoint
+from batch_agent.messages import Conversation, Message, Usage
+
+STEPS = (16, 32, 64, 128, 256)
+TOKENS_IN, TOKENS_OUT = 750, 150
+NEARLY = 0.9  # of the most that any step brought
+PAUSE_SECONDS = 0.5  # after a failure
+FIRST_SECONDS = 60.0  # that the first answer may take
+WORDS = ("time", "year", "people", "day", "thing", "life", "world", "school", "state", "family", "group", "country")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    sent_at: float  # seconds since the step began
+    seconds: float
+    usage: Usage
+
+
+@dataclass(slots=True)
+class Step:
+    """So many in flight for a while. The first wave is left out where there are later ones: it came all at once."""
+
+    inflight: int
+    answers: list[Answer] = field(default_factory=list)
+    failures: int = 0
+    reason: str = ""  # of the last failure
+
+    @property
+    def counted(self) -> list[Answer]:
+        later = sorted(self.answers, key=lambda answer: answer.sent_at)[self.inflight :]
+        return later if len(later) >= self.inflight else self.answers
+
+    @property
+    def requests_per_second(self) -> float | None:
+        return self._rate(len(self.counted))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None where nothing was answered, or the server does not count tokens."""
+        return self._rate(sum(answer.usage.completion_tokens for answer in self.counted))
+
+    def _rate(self, total: int) -> float | None:
+        seconds = sum(answer.seconds for answer in self.counted)
+        return self.inflight * total / seconds if seconds > 0 and total else None
+
+    @property
+    def latency(self) -> float | None:
+        return median(answer.seconds for answer in self.counted) if self.answers else None
+
+
+@dataclass(slots=True)
+class Bench:
+    """What was measured of one endpoint, as far as it came; ``reason`` says why it came no further."""
+
+    endpoint: AgentEndpoint
+    model: str = ""
+    tokens_in: int = 0  # of a prompt, as the server counts them
+    steps: list[Step] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def knee(self) -> int | None:
+        return knee({step.inflight: step.tokens_per_second or step.requests_per_second for step in self.steps})
+
+
+def knee(rates: Mapping[int, float | None]) -> int | None:
+    """The fewest in flight that bring nearly the most; None where nothing was measured."""
+    measured = {inflight: rate for inflight, rate in rates.items() if rate}
+    if not measured:
+        return None
+    most = max(measured.values())
+    return min(inflight for inflight, rate in measured.items() if rate >= NEARLY * most)
+
+
+class Driver:
+    """Requests of one size to one server."""
+
+    def __init__(self, backend: Backend, model: str, tokens_in: int, tokens_out: int, seed: str) -> None:
+        self._backend, self._words, self._seed = backend, tokens_in, seed
+        self._tokens_in = tokens_in
+        self._numbers = count()
+        self._shape = RequestShape(model, max_tokens=tokens_out, extra_body={"ignore_eos": True})
+
+    async def size(self) -> int:
+        """One request, from which it is seen how many words make so many tokens, and what the server takes."""
+        try:
+            usage = await self.ask()
+        except Rejected as error:
+            if error.status not in (400, 422):
+                raise
+            self._shape = RequestShape(self._shape.model, max_tokens=self._shape.max_tokens)
+            usage = await self.ask()
+        if usage.prompt_tokens:
+            self._words = max(1, round(self._words * self._tokens_in / usage.prompt_tokens))
+        return round(usage.prompt_tokens * self._words / self._tokens_in)
+
+    async def ask(self) -> Usage:
+        number = next(self._numbers)
+        words = Random(f"{self._seed} {number}").choices(WORDS, k=self._words)
+        conversation = Conversation([Message("user", " ".join(words))])
+        try:
+            return (await self._backend.infer(ModelRequest(self._shape, conversation, f"bench-{number}"))).usage
+        except Truncated as cut:  # as it should be
+            return cut.usage or Usage()
+
+    async def keep(self, inflight: int, seconds: float) -> Step:
+        """So many in flight for so long; what is on its way then is given up."""
+        step, clock = Step(inflight), asyncio.get_running_loop().time
+        began = clock()
+
+        async def one() -> None:
+            while True:
+                sent = clock()
+                try:
+                    usage = await self.ask()
+                except BackendError as error:
+                    step.failures += 1
+                    step.reason = str(error)
+                    await asyncio.sleep(PAUSE_SECONDS)
+                else:
+                    step.answers.append(Answer(sent - began, clock() - sent, usage))
+
+        tasks = [asyncio.create_task(one()) for _ in range(inflight)]
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+        return step
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    steps: Sequence[int] = STEPS
+    seconds: float = 20.0  # a step
+    tokens_in: int = TOKENS_IN
+    tokens_out: int = TOKENS_OUT
+    model: str | None = None
+    parallel: int = 4  # endpoints at a time
+
+
+async def bench_all(
+    benches: Sequence[Bench],
+    wanted: Wanted,
+    *,
+    stepped: Callable[[Bench], None] = lambda bench: None,
+    environ: Mapping[str, str] = os.environ,
+) -> None:
+    """Fills in the benches; ``stepped`` is told of each step, and of an endpoint that came no further."""
+    turn = asyncio.Semaphore(wanted.parallel)
+
+    async def bench(one: Bench) -> None:
+        async with turn:
+            try:
+                await _bench(one, wanted, stepped, environ)
+            except (BackendError, SpecError) as error:
+                one.reason = str(error)
+            except TimeoutError:
+                one.reason = f"{one.endpoint.url} has not answered one request in {FIRST_SECONDS:g} s"
+            if one.reason:
+                stepped(one)
+
+    await asyncio.gather(*map(bench, benches))
+
+
+async def _bench(bench: Bench, wanted: Wanted, stepped: Callable[[Bench], None], environ: Mapping[str, str]) -> None:
+    inside = bench.endpoint.scheme != "https"
+    backend, _ = open_backend(
+        bench.endpoint.address, model=None, api_key=None, environ=environ, transport=Transport(proxies=not inside)
+    )
+    async with backend:
+        async with asyncio.timeout(FIRST_SECONDS):
+            bench.model = wanted.model or bench.endpoint.tags.get("model") or next(iter(await backend.models()), "")
+            driver = Driver(backend, bench.model, wanted.tokens_in, wanted.tokens_out, os.urandom(8).hex())
+            bench.tokens_in = await driver.size()
+        for inflight in wanted.steps:
+            step = await driver.keep(inflight, wanted.seconds)
+            if not step.answers:
+                why = f": {step.reason}" if step.reason else ""
+                bench.reason = f"nothing was answered in {wanted.seconds:g} s with {inflight} in flight{why}"
+                return
+            bench.steps.append(step)
+            stepped(bench)

@@ -1,0 +1,118 @@
+"""Until enough servers of a fleet are up: all are probed at once, and those that are not ready are asked again.
+
+Each endpoint has a task of its own that ends when it is up. Whoever waits is woken by what changes, or by the deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+
+from batch_agent.errors import BackendError, SpecError
+from batch_agent.fleet.hostfile import AgentEndpoint
+from batch_agent.fleet.probe import Prober, why
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds between two probes of one endpoint
+PROBES_PER_SECOND = 500  # of a large fleet, whose pauses are longer
+SETTLE_SECONDS = 1.0  # for probes under way when enough are up: a floor is no reason to leave out the others
+
+
+@dataclass(slots=True)
+class Waited:
+    """By place in the list: endpoints may come twice."""
+
+    endpoints: Sequence[AgentEndpoint]
+    needed: int
+    up: set[int] = field(default_factory=set)
+    reasons: dict[int, str] = field(default_factory=dict)  # why the others are not, as far as they have been asked
+
+    @property
+    def enough(self) -> bool:
+        return len(self.up) >= self.needed
+
+    @property
+    def asked(self) -> bool:
+        """All of them, once at least."""
+        return len(self.up) + len(self.reasons) == len(self.endpoints)
+
+    @property
+    def ready(self) -> list[AgentEndpoint]:
+        return [self.endpoints[place] for place in sorted(self.up)]
+
+    @property
+    def missing(self) -> list[tuple[AgentEndpoint, str]]:
+        return [
+            (endpoint, self.reasons.get(place, "it was not asked in time"))
+            for place, endpoint in enumerate(self.endpoints)
+            if place not in self.up
+        ]
+
+
+def needed(total: int, min_hosts: int | None = None, min_fraction: float | None = None) -> int:
+    """How many of so many: all, unless a floor is given; both where both are. SpecError for one out of reach."""
+    if not total:
+        raise SpecError("there is no endpoint to wait for: the hostfile names none")
+    if min_hosts is not None and min_hosts > total:
+        raise SpecError(f"{min_hosts} endpoints can never be up: the hostfile names {total}")
+    if min_hosts is None and min_fraction is None:
+        return total
+    part = 1 if min_fraction is None else math.ceil(min_fraction * total - 1e-9)
+    return max(1, min_hosts or 1, part)
+
+
+async def wait_until_ready(
+    waited: Waited, prober: Prober, timeout: float, changed: Callable[[Waited], None] = lambda waited: None
+) -> None:
+    """Ends when enough are up, or when the time is; ``waited`` tells which."""
+    news = asyncio.Event()
+
+    async def watch(place: int) -> None:
+        endpoint, pause = waited.endpoints[place], FIRST_PAUSE
+        while True:
+            try:
+                await prober.ready(endpoint)
+            except (BackendError, SpecError) as error:
+                waited.reasons[place] = why(endpoint, error)
+                news.set()
+            else:
+                waited.reasons.pop(place, None)
+                waited.up.add(place)
+                news.set()
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, max(LONGEST_PAUSE, len(waited.endpoints) / PROBES_PER_SECOND))
+
+    async def follow() -> None:
+        while not waited.enough:
+            await news.wait()
+            news.clear()
+            changed(waited)
+
+    async def settle() -> None:
+        while not waited.asked:
+            await news.wait()
+            news.clear()
+
+    tasks = [asyncio.create_task(watch(place)) for place in range(len(waited.endpoints))]
+    try:
+        await _within(timeout, follow())
+        if waited.enough:
+            await _within(SETTLE_SECONDS, settle())
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, Exception):
+            raise error
+
+
+async def _within(seconds: float, work: Coroutine[None, None, None]) -> None:
+    """To its end, or until its time is up."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        pass
