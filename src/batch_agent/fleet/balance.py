@@ -156,7 +156,7 @@ class Balance:
     def models(self) -> list[JsonObject]:
         """Of all that are up, each once."""
         known = [card for place in self.places.values() if place.is_up for card in place.cards or ()]
-        return list({card.name: card.entry for card in reversed(known)}.values())[::-1]
+        return list({card.name: card.entry for card in known}.values())
 
 
 def _suits(home: Endpoint, best: Endpoint | None) -> bool:

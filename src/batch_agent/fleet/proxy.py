@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 import orjson
 from aiohttp import web
-from multidict import CIMultiDict
+from multidict import CIMultiDict, MultiMapping
 from yarl import URL
 
 from batch_agent.backends.http import LARGE_BODY_BYTES
@@ -211,12 +211,11 @@ class Proxy:
                 response.close()
 
 
-def _passing(headers: Mapping[str, str], own: Collection[str] = ()) -> CIMultiDict[str]:
-    """Without what is said to a neighbour only."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    return CIMultiDict(
-        (name, value) for name, value in headers.items() if name.lower() not in NEIGHBOURS | named | set(own)
-    )
+def _passing(headers: MultiMapping[str], own: Collection[str] = ()) -> CIMultiDict[str]:
+    """Without what is said to a neighbour only, which the neighbour may name itself."""
+    named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
+    dropped = NEIGHBOURS | named | set(own)
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
 
 
 def _words(error: BaseException) -> str:
