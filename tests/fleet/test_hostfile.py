@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from batch_agent.backends.openai import OpenAIBackend
+from batch_agent.backends.registry import open_backend
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint, parse_hostfile, parse_hosts
 
@@ -100,3 +102,28 @@ def test_a_file_that_is_not_there_or_not_text_is_an_error_that_names_it(tmp_path
     (tmp_path / "hosts.bin").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match="not text"):
         parse_hostfile(tmp_path / "hosts.bin")
+
+
+def test_a_line_is_read_as_what_it_was_written_from() -> None:
+    text = (
+        "a\nb\t8001\trole=worker\tnode=r1\n[fd00::1]:8000 role=x\nhttps://h.example/team\nsglang://g\nhttp://i:81 a=b"
+    )
+    hosts = parse_hosts(text, "test")
+    assert parse_hosts("\n".join(host.line for host in hosts), "test") == hosts
+    assert [host.line for host in hosts[:2]] == ["a\t8000", "b\t8001\trole=worker\tnode=r1"]
+
+
+def test_the_api_begins_where_the_backends_say_it_does() -> None:
+    for line in (
+        "a",
+        "a:8001",
+        "sglang://g",
+        "vllm://a/deep",
+        "https://h.example",
+        "https://h.example/team",
+        "http://h/v1",
+    ):
+        [host] = parse_hosts(line, "test")
+        backend, _ = open_backend(host.address, model=None, api_key=None, environ={})
+        assert isinstance(backend, OpenAIBackend)
+        assert host.api == backend.client.base_url

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from batch_agent import BatchAgent
 from batch_agent.errors import SpecError
@@ -381,10 +382,10 @@ class Silent(ScriptedServer):
         super().__init__(lambda request: Hang(), models=["m"])
         self.hangs = False
 
-    async def _health(self, http: object) -> object:  # type: ignore[override]
+    async def _health(self, http: web.Request) -> web.Response:
         if self.hangs:
             await asyncio.get_running_loop().create_future()
-        return await super()._health(http)  # type: ignore[arg-type]
+        return await super()._health(http)
 
 
 async def test_our_own_backend_runs_through_it() -> None:

@@ -1,8 +1,8 @@
 """How much can each server take? Each is kept busy with so many requests in flight, one number after another.
 
-All requests are of one size and share no prefix. What a step brings is what its answers brought in the time they took,
-times the requests in flight: that is right also where a step ends in the midst of a wave of answers. The knee is the
-fewest in flight that bring nearly the most.
+All requests are of one size and share no prefix. What a step brings is counted from its first wave of answers, which
+began all at once, to its last answer, so that neither the start nor the cut at its end counts. The knee is the fewest
+in flight that bring nearly the most.
 """
 
 from __future__ import annotations
@@ -32,41 +32,43 @@ WORDS = ("time", "year", "people", "day", "thing", "life", "world", "school", "s
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    sent_at: float  # seconds since the step began
+    at: float  # seconds since the step began
     seconds: float
     usage: Usage
 
 
 @dataclass(slots=True)
 class Step:
-    """So many in flight for a while. The first wave is left out where there are later ones: it came all at once."""
+    """So many in flight for a while."""
 
     inflight: int
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)  # in the order they came
     failures: int = 0
     reason: str = ""  # of the last failure
 
     @property
-    def counted(self) -> list[Answer]:
-        later = sorted(self.answers, key=lambda answer: answer.sent_at)[self.inflight :]
-        return later if len(later) >= self.inflight else self.answers
+    def _first(self) -> int:
+        """How many are of the first wave; none where too few came later."""
+        return self.inflight if len(self.answers) >= 2 * self.inflight else 0
 
     @property
     def requests_per_second(self) -> float | None:
-        return self._rate(len(self.counted))
+        return self._rate(len(self.answers) - self._first)
 
     @property
     def tokens_per_second(self) -> float | None:
         """None where nothing was answered, or the server does not count tokens."""
-        return self._rate(sum(answer.usage.completion_tokens for answer in self.counted))
+        return self._rate(sum(answer.usage.completion_tokens for answer in self.answers[self._first :]))
 
     def _rate(self, total: int) -> float | None:
-        seconds = sum(answer.seconds for answer in self.counted)
-        return self.inflight * total / seconds if seconds > 0 and total else None
+        if not self.answers:
+            return None
+        seconds = self.answers[-1].at - (self.answers[self._first - 1].at if self._first else 0.0)
+        return total / seconds if seconds > 0 and total else None
 
     @property
     def latency(self) -> float | None:
-        return median(answer.seconds for answer in self.counted) if self.answers else None
+        return median(answer.seconds for answer in self.answers[self._first :]) if self.answers else None
 
 
 @dataclass(slots=True)
@@ -139,7 +141,7 @@ class Driver:
                     step.reason = str(error)
                     await asyncio.sleep(PAUSE_SECONDS)
                 else:
-                    step.answers.append(Answer(sent - began, clock() - sent, usage))
+                    step.answers.append(Answer(clock() - began, clock() - sent, usage))
 
         tasks = [asyncio.create_task(one()) for _ in range(inflight)]
         try:
