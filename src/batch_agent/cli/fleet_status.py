@@ -22,7 +22,7 @@ EVERY = 2.0  # seconds between two looks
 AGAIN = 1.0  # ... where there is only one, to see how the counters move
 HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 WIDEST_NAME = 40
-HEADS = ("", "in flight", "queue", "tokens/s", "KV", "prefix hits", "errors")
+HEADS = ("in flight", "queue", "tokens/s", "  KV", "prefix", "errors")
 
 
 def status(options: argparse.Namespace) -> int:
@@ -78,13 +78,15 @@ def _screen(looks: Sequence[Look]) -> str:
 
 def table(looks: Sequence[Look], width: int | None) -> str:
     """A line for each; what is not known is a dash. The last words of a line are the model, or why it is not up."""
-    name_width = min(WIDEST_NAME, max(len(look.endpoint.place) for look in looks))
-    heads = [f"{'endpoint':<{name_width}}", "up  ", *HEADS[1:]]
+    numbers = len("  ".join(["", "down", *HEADS]))
+    widest = WIDEST_NAME if width is None else min(WIDEST_NAME, max(len("endpoint"), width - numbers))
+    name_width = min(widest, max(len("endpoint"), *(len(look.endpoint.place) for look in looks)))
+    heads = [f"{'endpoint':<{name_width}}", "up  ", *HEADS]
     lines = ["  ".join(heads)]
     for look in looks:
         cells = [f"{cut(look.endpoint.place, name_width):<{name_width}}", "up  " if look.up else "down"]
         if look.up:
-            cells += [f"{text:>{len(head)}}" for head, text in zip(HEADS[1:], _cells(look), strict=True)]
+            cells += [f"{text:>{len(head)}}" for head, text in zip(HEADS, _cells(look), strict=True)]
             cells.append(harmless(", ".join(look.models)))
         else:
             cells.append(harmless(look.reason))
@@ -96,7 +98,7 @@ def table(looks: Sequence[Look], width: int | None) -> str:
 def _cells(look: Look) -> list[str]:
     told = look.told
     if told is None:
-        return ["-"] * (len(HEADS) - 1)
+        return ["-"] * len(HEADS)
     return [
         f"{told.load.running:,}",
         f"{told.load.waiting:,}",

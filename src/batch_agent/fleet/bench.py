@@ -20,6 +20,7 @@ from batch_agent.backends.registry import open_backend
 from batch_agent.backends.transport import Transport
 from batch_agent.errors import BackendError, Rejected, SpecError, Truncated
 from batch_agent.fleet.hostfile import AgentEndpoint
+from batch_agent.fleet.probe import why
 from batch_agent.messages import Conversation, Message, Usage
 
 STEPS = (16, 32, 64, 128, 256)
@@ -95,14 +96,25 @@ def knee(rates: Mapping[int, float | None]) -> int | None:
     return min(inflight for inflight, rate in measured.items() if rate >= NEARLY * most)
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    steps: Sequence[int] = STEPS
+    seconds: float = 20.0  # a step
+    tokens_in: int = TOKENS_IN
+    tokens_out: int = TOKENS_OUT
+    model: str | None = None
+    parallel: int = 4  # endpoints at a time
+
+
 class Driver:
     """Requests of one size to one server."""
 
-    def __init__(self, backend: Backend, model: str, tokens_in: int, tokens_out: int, seed: str) -> None:
-        self._backend, self._words, self._seed = backend, tokens_in, seed
-        self._tokens_in = tokens_in
+    def __init__(self, backend: Backend, endpoint: AgentEndpoint, model: str, wanted: Wanted) -> None:
+        self._backend, self._endpoint, self._words = backend, endpoint, wanted.tokens_in
+        self._seed = os.urandom(8).hex()  # nothing of an earlier bench is in the server's cache
+        self._tokens_in = wanted.tokens_in
         self._numbers = count()
-        self._shape = RequestShape(model, max_tokens=tokens_out, extra_body={"ignore_eos": True})
+        self._shape = RequestShape(model, max_tokens=wanted.tokens_out, extra_body={"ignore_eos": True})
 
     async def size(self) -> int:
         """One request, from which it is seen how many words make so many tokens, and what the server takes."""
@@ -138,7 +150,7 @@ class Driver:
                     usage = await self.ask()
                 except BackendError as error:
                     step.failures += 1
-                    step.reason = str(error)
+                    step.reason = why(self._endpoint, error)
                     await asyncio.sleep(PAUSE_SECONDS)
                 else:
                     step.answers.append(Answer(clock() - began, clock() - sent, usage))
@@ -153,16 +165,6 @@ class Driver:
         for task in done:
             task.result()
         return step
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    steps: Sequence[int] = STEPS
-    seconds: float = 20.0  # a step
-    tokens_in: int = TOKENS_IN
-    tokens_out: int = TOKENS_OUT
-    model: str | None = None
-    parallel: int = 4  # endpoints at a time
 
 
 async def bench_all(
@@ -180,9 +182,9 @@ async def bench_all(
             try:
                 await _bench(one, wanted, stepped, environ)
             except (BackendError, SpecError) as error:
-                one.reason = str(error)
+                one.reason = why(one.endpoint, error)
             except TimeoutError:
-                one.reason = f"{one.endpoint.url} has not answered one request in {FIRST_SECONDS:g} s"
+                one.reason = f"not one request was answered in {FIRST_SECONDS:g} s"
             if one.reason:
                 stepped(one)
 
@@ -197,13 +199,16 @@ async def _bench(bench: Bench, wanted: Wanted, stepped: Callable[[Bench], None],
     async with backend:
         async with asyncio.timeout(FIRST_SECONDS):
             bench.model = wanted.model or bench.endpoint.tags.get("model") or next(iter(await backend.models()), "")
-            driver = Driver(backend, bench.model, wanted.tokens_in, wanted.tokens_out, os.urandom(8).hex())
+            driver = Driver(backend, bench.endpoint, bench.model, wanted)
             bench.tokens_in = await driver.size()
         for inflight in wanted.steps:
             step = await driver.keep(inflight, wanted.seconds)
-            if not step.answers:
-                why = f": {step.reason}" if step.reason else ""
-                bench.reason = f"nothing was answered in {wanted.seconds:g} s with {inflight} in flight{why}"
+            if len(step.answers) < inflight:  # not one wave: with more in flight there would be even less to count
+                bench.reason = (
+                    f"{len(step.answers):,} answers in {wanted.seconds:g} s are too few for {inflight} in flight"
+                )
+                if step.failures:
+                    bench.reason += f"; the last of {step.failures:,} failures: {step.reason}"
                 return
             bench.steps.append(step)
             stepped(bench)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -123,8 +124,8 @@ class Prober:
 
 
 def why(endpoint: AgentEndpoint, error: Exception) -> str:
-    """It is not ready, without its address, which stands beside it."""
-    return str(error).replace(f"GET {endpoint.url}", "").strip()
+    """What went wrong there, without its address, which stands beside it."""
+    return re.sub(rf"\b(GET|POST) {re.escape(endpoint.url)}", "", str(error)).strip()
 
 
 def most_sockets() -> int:
