@@ -93,9 +93,10 @@ class ChatContract(HttpContract):
         return stream(*in_pieces(item)) if streamed else answer(whole(item))
 
     def break_off(self, item: BreakOff, streamed: bool) -> Step:
+        begun = Say(item.text, item.calls)
         if streamed:
-            return stream(*in_pieces(Say(item.text))[:-2], done=False, end=item.clean)
-        return half_of(orjson.dumps(whole(Say(item.text))), item.clean)
+            return stream(*in_pieces(begun)[:-2], done=False, end=item.clean)
+        return half_of(orjson.dumps(whole(begun)), item.clean)
 
     def error_inside(self, item: ErrorInside, streamed: bool) -> Step:
         error = {"error": {"message": item.message, "type": "Error", "code": item.status}}
