@@ -3,6 +3,7 @@ its flavours, and for whatever wraps one."""
 
 from __future__ import annotations
 
+import json
 from typing import ClassVar
 
 import orjson
@@ -82,6 +83,14 @@ def hear_chat(body: bytes) -> Heard:
     )
 
 
+def chat_history(body: bytes) -> bytes:
+    """The messages as they were written, without the bracket that ends them and what may follow."""
+    text = body.decode()
+    start = text.index('"messages":[') + len('"messages":')
+    _, end = json.JSONDecoder().raw_decode(text, start)
+    return text[start : end - 1].encode()
+
+
 class ChatContract(HttpContract):
     drops: ClassVar[frozenset[str]] = frozenset({"tool_name"})
     lacks: ClassVar[frozenset[str]] = frozenset({"sealed"})
@@ -110,4 +119,4 @@ class ChatContract(HttpContract):
         return hear_chat(exchange.body)
 
     def history(self, exchange: Exchange) -> bytes:
-        return exchange.body[exchange.body.index(b'"messages":[') : -2]
+        return chat_history(exchange.body)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from backends.chat_contract import hear_chat
+from backends.chat_contract import chat_history, hear_chat
 from backends.contract import BackendContract
 from backends.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Refuse, Say
 from batch_agent import testing
@@ -58,7 +58,7 @@ class ScriptedPeer:
 
     @property
     def requests(self) -> list[bytes]:
-        return [asked.raw[asked.raw.index(b'"messages":[') : -2] for asked in self.backend.requests]
+        return [chat_history(asked.raw) for asked in self.backend.requests]
 
     @property
     def heard(self) -> list[Heard]:
