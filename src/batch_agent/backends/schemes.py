@@ -21,7 +21,8 @@ class Scheme:
     form: str  # as users write it
     what: str  # for people, in a few words
     key: str = ""  # the variable that its key is taken from
-    options: tuple[str, ...] = ()  # what may stand behind the question mark
+    options: tuple[str, ...] = ()  # what may stand behind the question mark: true or false
+    texts: tuple[str, ...] = ()  # ... and what has another value
     own: bool = False  # an engine that people run themselves
     provider: bool = False  # may stand before a model's name: openai/gpt-4o
     listed: bool = True  # named where a message says what can be given
@@ -39,7 +40,7 @@ _LINES = (
         "batch_agent.backends.local:from_address",
         "local://",
         "the embedded engine, on this machine's CPU; `local://path/to/model.gguf` for weights of your own",
-        options=("threads", "kv_gb", "max_seqs"),
+        texts=("threads", "kv_gb", "max_seqs"),
         own=True,
     ),
     Scheme("vllm", f"{_SERVERS}:vllm", "vllm://host:8000", "vLLM", KEY_VARIABLE, ENGINE_OPTIONS, own=True),
@@ -51,7 +52,8 @@ _LINES = (
         "anthropic://",
         "Anthropic; `anthropic://host:port` for a server that speaks its wire",
         "ANTHROPIC_API_KEY",
-        ("version", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        ("version",),
         provider=True,
     ),
     Scheme(
@@ -59,7 +61,8 @@ _LINES = (
         "batch_agent.backends.bedrock:from_address",
         "bedrock://region/model",
         "AWS Bedrock, with the credentials that boto3 finds (needs the package boto3)",
-        options=("endpoint_url", "native_schema"),
+        options=("native_schema",),
+        texts=("endpoint_url",),
         provider=True,
     ),
     Scheme(
@@ -68,7 +71,8 @@ _LINES = (
         "openai-batch://",
         "OpenAI's batch API: half the price, within a day",
         "OPENAI_API_KEY",
-        ("gather", "look", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        ("gather", "look"),
         listed=False,
     ),
     Scheme(
@@ -77,7 +81,8 @@ _LINES = (
         "anthropic-batch://",
         "Anthropic's batch API: half the price, within a day",
         "ANTHROPIC_API_KEY",
-        ("gather", "look", "version", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        ("gather", "look", "version"),
         listed=False,
     ),
     Scheme(
