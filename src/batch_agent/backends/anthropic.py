@@ -22,6 +22,7 @@ from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToo
 from batch_agent.backends.faults import Wording
 from batch_agent.backends.http import HttpClient
 from batch_agent.backends.http_backend import HttpBackend
+from batch_agent.backends.schemes import SCHEMES
 from batch_agent.backends.wire import Naming, object_of
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.messages import Conversation, Reply, Sealed, Usage
@@ -133,7 +134,7 @@ def from_address(address: Address) -> Backend:
     own that speaks its wire: plain http, as engines are, and not known to keep to a schema. Without a port it is a
     provider's: https."""
     options = dict(parse_qsl(address.url.query, keep_blank_values=True))
-    check_known(options, ("version", "native_schema", "tls"), "an anthropic:// backend has no option")
+    check_known(options, SCHEMES["anthropic"].options, "an anthropic:// backend has no option")
     version = options.pop("version", VERSIONS[0])
     check_known([version], VERSIONS, "Anthropic's API has no version")
     is_named, is_engine = bool(address.url.netloc), address.url.port is not None

@@ -20,8 +20,7 @@ from batch_agent.backends.http import HttpClient
 from batch_agent.backends.http_backend import HttpBackend
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
 from batch_agent.backends.openai_schema import response_schema
-from batch_agent.backends.wire import Naming, echoed, mended_content
-from batch_agent.errors import SpecError
+from batch_agent.backends.wire import Naming, echoed, written, written_options
 from batch_agent.messages import Conversation, JsonObject, Message, MessageView, Reply, content_json
 
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
@@ -88,9 +87,6 @@ class OpenAIBackend(HttpBackend[bytes]):
 
 def encode_head(shape: RequestShape, stream: bool, max_tokens_field: MaxTokensField) -> bytes:
     """All of a body up to and with the bracket that opens the messages. ``extra_body`` has the last word."""
-    for name in ("messages", "stream"):
-        if name in shape.extra_body:
-            raise SpecError(f"extra_body cannot set {name!r}: it is what a request is made of")
     fields: dict[str, object] = {
         "model": shape.model,
         max_tokens_field: shape.max_tokens,
@@ -112,11 +108,7 @@ def encode_head(shape: RequestShape, stream: bool, max_tokens_field: MaxTokensFi
         fields["response_format"] = {"type": "json_schema", "json_schema": response_schema(shape)}
     if stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    fields = {name: value for name, value in fields.items() if value is not None} | dict(shape.extra_body)
-    try:
-        return orjson.dumps(fields)[:-1] + b',"messages":['
-    except orjson.JSONEncodeError as error:
-        raise SpecError(f"the options of the request cannot be written as JSON: {error}") from None
+    return written_options(shape, fields, ("messages", "stream"))[:-1] + b',"messages":['
 
 
 def encode_message(message: Message) -> bytes:
@@ -133,10 +125,7 @@ def encode_message(message: Message) -> bytes:
         ]
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
-    try:
-        return orjson.dumps(fields)
-    except orjson.JSONEncodeError:
-        return orjson.dumps(fields | {"content": content_json(mended_content(message.content))})
+    return written(fields)
 
 
 class ChatView(MessageView):

@@ -3,12 +3,14 @@ takes. Pure; ``http_backend`` has what those over HTTP share beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import orjson
 from pydantic import JsonValue
 
+from batch_agent.backends.base import RequestShape
 from batch_agent.backends.faults import Faults
+from batch_agent.errors import SpecError
 from batch_agent.messages import Content, JsonObject, Message, ToolCall, Usage
 
 LARGEST_COUNT = 2**53  # tokens: what is more is no count, and no reason to fail
@@ -66,6 +68,35 @@ def mended_content(content: Content) -> Content:
     if isinstance(content, str):
         return mended(content)
     return tuple(mended(part) if isinstance(part, str) else part for part in content)
+
+
+def written(value: object) -> bytes:
+    """A part of a conversation as JSON, its texts mended where they must be: no row is worth more than the run."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return orjson.dumps(_mended_all(value))
+
+
+def _mended_all(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _mended_all(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mended_all(part) for part in value]
+    return mended(value) if isinstance(value, str) else value
+
+
+def written_options(shape: RequestShape, fields: Mapping[str, object], reserved: Sequence[str]) -> bytes:
+    """The fields that all requests of a shape have, as a JSON object; None: not said. ``extra_body`` has the last word,
+    but for what is ``reserved``, which a request is made of. SpecError for what cannot be written."""
+    for name in reserved:
+        if name in shape.extra_body:
+            raise SpecError(f"extra_body cannot set {name!r}: it is what a request is made of")
+    said = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return orjson.dumps(said | dict(shape.extra_body))
+    except orjson.JSONEncodeError as error:
+        raise SpecError(f"the options of the request cannot be written as JSON: {error}") from None
 
 
 def counted(value: JsonValue, *names: str) -> int:
