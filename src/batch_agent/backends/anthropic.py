@@ -33,7 +33,7 @@ VERSIONS = ("2023-06-01", "2026-10-21")
 MOST_PAUSES = 32
 MODELS_A_PAGE = 1000
 
-_WORDING = Wording(
+WORDING = Wording(
     statuses={
         "invalid_request_error": 400,
         "authentication_error": 401,
@@ -75,7 +75,7 @@ class AnthropicBackend(HttpBackend[Head]):
         if api_key and version == VERSIONS[0]:
             own["x-api-key"] = api_key
             api_key = None
-        http = HttpClient(base_url, api_key=api_key or token, headers=own | dict(headers or {}), wording=_WORDING)
+        http = HttpClient(base_url, api_key=api_key or token, headers=own | dict(headers or {}), wording=WORDING)
         able = capabilities or Capabilities(native_schema=True, schema_with_tools=True, images=True)
         super().__init__(http, http.route("POST", "/messages"), capabilities=able, name=name)
         self._version = version
