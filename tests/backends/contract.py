@@ -23,6 +23,7 @@ import pytest
 from backends.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Peer, Refuse, Say
 from backends.terms import DROPPABLE, LACKABLE, REFUSABLE, Terms
 from batch_agent.backends.base import Backend, Batched, Measured, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.generating import generate_batch
 from batch_agent.errors import (
     BackendError,
     BadResponse,
@@ -94,7 +95,7 @@ class BackendContract(Terms):
 
     @both
     async def test_a_plain_answer_is_a_reply_with_its_usage(self, streamed: bool) -> None:
-        usage = Usage(prompt_tokens=12, cached_tokens=8, completion_tokens=5, reasoning_tokens=2)
+        usage = Usage(20, cached_tokens=8, completion_tokens=5, reasoning_tokens=2, cache_write_tokens=3)
         async with self.peer(Say("Hello.", usage=usage)) as peer:
             reply = await peer.backend.infer(self.ask(), listener(streamed))
         assert (reply.text, reply.tool_calls) == ("Hello.", ())
@@ -144,6 +145,12 @@ class BackendContract(Terms):
         self.assert_usage(caught.value.usage, usage)
 
     @both
+    async def test_a_cut_answer_is_an_error_also_where_calls_came_before_the_cut(self, streamed: bool) -> None:
+        async with self.peer(Say("", CALLS, cut=True)) as peer:
+            with pytest.raises(Truncated):
+                await peer.backend.infer(self.ask(), listener(streamed))
+
+    @both
     async def test_reasoning_comes_apart_from_the_text(self, streamed: bool) -> None:
         async with self.peer(Say("Hello.", reasoning="They said hello.")) as peer:
             reply = await peer.backend.infer(self.ask(), listener(streamed))
@@ -160,8 +167,11 @@ class BackendContract(Terms):
 
     @both
     async def test_call_ids_are_unique_in_a_conversation_whatever_the_server_sends(self, streamed: bool) -> None:
-        same = Say(calls=[ToolCall("call_0", "search", f'{{"query":"{n}"}}') for n in range(2)])
-        async with self.peer(same, same, Say("Done.")) as peer:
+        one, two = (
+            Say(calls=[ToolCall("call_0", "search", f'{{"query":"{turn} {n}"}}') for n in range(2)])
+            for turn in ("first", "second")
+        )
+        async with self.peer(one, two, Say("Done.")) as peer:
             request = self.ask()
             for turn in range(2):
                 reply = await peer.backend.infer(request, listener(streamed))
@@ -245,7 +255,8 @@ class BackendContract(Terms):
     # Conversations
 
     async def test_calls_and_their_results_are_sent_in_pairs(self) -> None:
-        async with self.peer(Say("Let me look.", CALLS), Say("", CALLS[:1]), Say("Done.")) as peer:
+        another = ToolCall("call_c", "search", '{"query":"y"}')
+        async with self.peer(Say("Let me look.", CALLS), Say("", [another]), Say("Done.")) as peer:
             request = self.ask()
             reply = await peer.backend.infer(request)
             go_on(request, reply, *(f"result {n}" for n in range(len(reply.tool_calls))))
@@ -297,10 +308,10 @@ class BackendContract(Terms):
     async def test_agents_that_share_a_prefix_send_the_same_bytes_for_it(self) -> None:
         shared = Conversation([Message("system", "Be brief. é")])
         async with self.peer(Say("a"), Say("b")) as peer:
-            for word in ("one", "two"):
+            for word in ("vermilion", "ultramarine"):
                 await peer.backend.infer(self.ask(conversation=Conversation([Message("user", word)], shared)))
         first, second = peer.requests
-        assert first[: first.index(b"one")] == second[: second.index(b"two")]
+        assert first[: first.index(b"vermilion")] == second[: second.index(b"ultramarine")]
 
     @both
     async def test_what_only_the_wire_can_read_is_sent_back_to_it(self, streamed: bool) -> None:
@@ -399,6 +410,13 @@ class BackendContract(Terms):
             assert "".join(request.said) == "Once upon a", "ModelRequest.said is what came of this try"
 
     @both
+    async def test_a_complete_call_does_not_make_an_answer_complete(self, streamed: bool) -> None:
+        self.needs("faults")
+        async with self.peer(BreakOff("", True, CALLS[:1])) as peer, asyncio.timeout(self.patience):
+            with pytest.raises((BadResponse, Unavailable)):
+                await peer.backend.infer(self.ask(), listener(streamed))
+
+    @both
     async def test_an_error_inside_a_good_answer_is_an_error_of_its_type(self, streamed: bool) -> None:
         self.needs("faults")
         self.needs("errors_inside")
@@ -434,6 +452,13 @@ class BackendContract(Terms):
             held.set()
             assert second.text == "second"
             self.assert_calls((await first).tool_calls, CALLS[:1])
+
+    async def test_many_prompts_are_answered_together_and_a_bad_one_fails_alone(self) -> None:
+        refusal = next(iter(self.refusals))
+        async with self.peer(Say("a"), refusal, Say("c")) as peer:
+            outcomes = await generate_batch(peer.backend, ["one", "two", "three"], self.shape())
+        assert sorted(outcome.text for outcome in outcomes if isinstance(outcome, Reply)) == ["a", "c"]
+        assert [type(outcome) for outcome in outcomes if isinstance(outcome, BackendError)] == [self.refusals[refusal]]
 
     async def test_it_stays_open_until_its_last_user_leaves_and_opens_again(self) -> None:
         async with self.peer(Say("a"), Say("b"), Say("c")) as peer:

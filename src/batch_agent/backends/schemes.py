@@ -21,7 +21,8 @@ class Scheme:
     form: str  # as users write it
     what: str  # for people, in a few words
     key: str = ""  # the variable that its key is taken from
-    options: tuple[str, ...] = ()  # what may stand behind the question mark
+    options: tuple[str, ...] = ()  # what may stand behind the question mark: true or false
+    texts: tuple[str, ...] = ()  # ... and what has another value
     own: bool = False  # an engine that people run themselves
     provider: bool = False  # may stand before a model's name: openai/gpt-4o
     listed: bool = True  # named where a message says what can be given
@@ -39,7 +40,7 @@ _LINES = (
         "batch_agent.backends.local:from_address",
         "local://",
         "the embedded engine, on this machine's CPU; `local://path/to/model.gguf` for weights of your own",
-        options=("threads", "kv_gb", "max_seqs"),
+        texts=("threads", "kv_gb", "max_seqs"),
         own=True,
     ),
     Scheme("vllm", f"{_SERVERS}:vllm", "vllm://host:8000", "vLLM", KEY_VARIABLE, ENGINE_OPTIONS, own=True),
@@ -51,7 +52,8 @@ _LINES = (
         "anthropic://",
         "Anthropic; `anthropic://host:8000` for a server of your own that speaks its wire",
         "ANTHROPIC_API_KEY",
-        (*ENGINE_OPTIONS, "version"),
+        ENGINE_OPTIONS,
+        texts=("version",),
         provider=True,
     ),
     Scheme(
