@@ -17,11 +17,13 @@ from pydantic import JsonValue
 from batch_agent.backends.address import Address, check_known
 from batch_agent.backends.anthropic_answer import PAUSED, AnswerStream, read_answer
 from batch_agent.backends.anthropic_check import check_shape
+from batch_agent.backends.anthropic_jobs import AnthropicJobs
 from batch_agent.backends.anthropic_request import WIRE, Head, MessagesView, answer_blocks, build_head
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.faults import Wording
 from batch_agent.backends.http import HttpClient
 from batch_agent.backends.http_backend import HttpBackend
+from batch_agent.backends.jobs import JobBackend
 from batch_agent.backends.wire import Naming, object_of
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.messages import Conversation, Reply, Sealed, Usage
@@ -128,7 +130,14 @@ class AnthropicBackend(HttpBackend[Head]):
             after = f"&after_id={quote(last, safe='')}"
 
 
-def from_address(address: Address) -> Backend:
+def batch_from_address(address: Address) -> Backend:
+    """The same through the batch API. ``gather`` and ``look`` are as those of ``openai-batch://``."""
+    waits, address = address.seconds("gather", "look")
+    wire = from_address(replace(address, url=address.url._replace(scheme="anthropic")))
+    return JobBackend(wire, AnthropicJobs(wire.client), **waits)
+
+
+def from_address(address: Address) -> AnthropicBackend:
     """``anthropic://`` is the API, or ANTHROPIC_BASE_URL in its place. ``anthropic://host:port`` is a server of one's
     own that speaks its wire: plain http, as engines are, and not known to keep to a schema. Without a port it is a
     provider's: https."""

@@ -32,10 +32,10 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     content = document.get("content")
     if not isinstance(content, list):
         raise naming.faults.bad(f"the answer has no content: {naming.faults.clean(body.decode('utf-8', 'replace'))}")
-    answer = _Answer(naming)
+    answer = Answer(naming)
     for block in content:
         if isinstance(block, dict):
-            answer.add(block, _arguments(block))
+            answer.add(block, arguments_of(block))
     answer.stopped(document)
     answer.use(document.get("usage"))
     return answer.reply()
@@ -47,13 +47,13 @@ class AnswerStream:
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
         self._faults = naming.faults
-        self._answer = _Answer(naming, on_tool_call)
+        self._answer = Answer(naming, on_tool_call)
         self._clock = clock
         self._sent_at = clock()
         self._first_token: float | None = None
         self._sse = SSEParser()
         self._said = said
-        self._open: dict[object, _OpenBlock] = {}  # by the server's number
+        self._open: dict[object, OpenBlock] = {}  # by the server's number
         self._done = False
 
     def feed(self, chunk: bytes) -> bool:
@@ -89,7 +89,7 @@ class AnswerStream:
                     raise self._faults.bad("the stream goes on with a block that was not begun")
                 self._delta(block, delta)
             case "content_block_start":
-                block = self._open[event.get("index")] = _OpenBlock(_mapping(event.get("content_block")))
+                block = self._open[event.get("index")] = OpenBlock(_mapping(event.get("content_block")))
                 if text := block.text:
                     self._said.append(text)
             case "content_block_stop":
@@ -104,7 +104,7 @@ class AnswerStream:
             case "error":
                 raise self._faults.reported(event)
 
-    def _delta(self, block: _OpenBlock, delta: JsonObject) -> None:
+    def _delta(self, block: OpenBlock, delta: JsonObject) -> None:
         if self._first_token is None:
             self._first_token = self._clock() - self._sent_at
         text = delta.get("text")
@@ -118,7 +118,7 @@ class AnswerStream:
             self._answer.add(*block.whole())
 
 
-class _OpenBlock:
+class OpenBlock:
     """A block that is not complete: what it began with, and pieces of text that its fields go on with."""
 
     __slots__ = ("_began", "_pieces")
@@ -139,17 +139,21 @@ class _OpenBlock:
                 citations = self._began.get("citations")
                 self._began["citations"] = [*(citations if isinstance(citations, list) else []), piece]
 
+    def become(self, kind: str) -> None:
+        """What it is shows only later, on a wire that does not say so at its beginning."""
+        self._began = {"type": kind}
+
     def whole(self) -> tuple[JsonObject, str]:
         """The block, and the arguments as the model wrote them if it is a call."""
         block = dict(self._began)
         given = block.get("input")
-        arguments = "".join(self._pieces.pop("partial_json", ())) or (_arguments(block) if given else "")
+        arguments = "".join(self._pieces.pop("partial_json", ())) or (arguments_of(block) if given else "")
         for name, pieces in self._pieces.items():
             block[name] = _string(block.get(name)) + "".join(pieces)
         return block, arguments
 
 
-class _Answer:
+class Answer:
     """The blocks of one answer, as they become complete."""
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall | None = None) -> None:
@@ -244,7 +248,7 @@ class _Answer:
         )
 
 
-def _arguments(block: JsonObject) -> str:
+def arguments_of(block: JsonObject) -> str:
     given = block.get("input")
     return given if isinstance(given, str) else orjson.dumps(given or {}).decode()
 

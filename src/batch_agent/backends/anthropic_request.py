@@ -34,7 +34,9 @@ _UNFIT = re.compile(r"[^a-zA-Z0-9_-]")
 
 class MessagesView:
     """Every block is encoded once and stays as it is. The last question and the answer to it are kept apart from what
-    is ``closed``, because a mark is still put on them; what the user says is ``open`` until the model has answered."""
+    is ``closed``, because a mark is still put on them; what the user says is ``open`` until the model has answered.
+
+    A wire that has the same turns and other blocks says how it writes a block, and how it marks."""
 
     __slots__ = ("_answer", "_asked", "_closed", "_open", "_owed", "_results", "size", "system")
 
@@ -48,6 +50,14 @@ class MessagesView:
         self._results = 0  # so many of what is open are results, and come first
         self._owed: tuple[str, ...] = ()  # calls without a result
 
+    @staticmethod
+    def written(block: JsonObject) -> JsonObject:
+        return block
+
+    @staticmethod
+    def marked(blocks: Sequence[bytes]) -> list[bytes]:
+        return [*blocks[:-1], blocks[-1][:-1] + MARK] if blocks else []
+
     def fork(self) -> Self:
         other = type(self)()
         other.system, other._closed, other._asked = self.system.copy(), self._closed.copy(), self._asked.copy()
@@ -57,7 +67,7 @@ class MessagesView:
 
     def extend(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            blocks = [written(block) for block in _blocks(message)]
+            blocks = self._encoded(message)
             if message.role == "system" and not (self._open or self._answer):
                 self.system += blocks
                 continue
@@ -75,7 +85,7 @@ class MessagesView:
         """All of them, with a mark at the end, and one where the end was before the last answer."""
         whole = [*self._closed, *self._last_exchange(marked=marks_last)]
         if now := self._said_now():
-            whole.append(_message("user", _marked(now) if marks_end else now))
+            whole.append(_message("user", self.marked(now) if marks_end else now))
         return b",".join(whole)
 
     def _take_answer(self, message: Message, blocks: list[bytes]) -> None:
@@ -85,19 +95,23 @@ class MessagesView:
             self._answer += blocks
         else:
             self._closed += self._last_exchange(marked=False)
-            self._asked = self._said_now() or [orjson.dumps(NO_WORDS)]
+            self._asked = self._said_now() or [orjson.dumps(self.written(NO_WORDS))]
             self._answer, self._open, self._results = blocks, [], 0
         self._owed = tuple(_fit(call.id) for call in message.tool_calls)
 
     def _last_exchange(self, *, marked: bool) -> list[bytes]:
-        asked = _marked(self._asked) if marked else self._asked
+        asked = self.marked(self._asked) if marked else self._asked
         exchange = (("user", asked), ("assistant", self._answer))
         return [_message(role, blocks) for role, blocks in exchange if blocks]
 
     def _said_now(self) -> list[bytes]:
         """The user's message as it stands. A call that nobody answered is answered here: the server wants it so."""
-        missing = [orjson.dumps(_result(call, NO_RESULT) | {"is_error": True}) for call in self._owed]
-        return [*self._open[: self._results], *missing, *self._open[self._results :]]
+        missing = [_result(call, NO_RESULT) | {"is_error": True} for call in self._owed]
+        answered = [orjson.dumps(self.written(block)) for block in missing]
+        return [*self._open[: self._results], *answered, *self._open[self._results :]]
+
+    def _encoded(self, message: Message) -> list[bytes]:
+        return [written(self.written(block)) for block in _blocks(message)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +130,7 @@ class Head:
         tools, system = self.tools, [*view.system, *self.told]
         shared = sum(map(len, tools)) + sum(map(len, system))
         if shared >= self.cached_from:
-            tools, system = (tools, _marked(system)) if system else (_marked(tools), system)
+            tools, system = (tools, view.marked(system)) if system else (view.marked(tools), system)
         marks = self.goes_on and shared + view.size >= self.cached_from
         parts = [self.fields]
         if tools:
@@ -149,7 +163,7 @@ def build_head(shape: RequestShape, streamed: bool) -> Head:
     }
     start = written_options(replace(shape, extra_body=extra), fields, ("messages", "stream", "system"))
     try:
-        told = [] if shape.schema is None or form is not None else [_told(shape.schema)]
+        told = [] if shape.schema is None or form is not None else [told_schema(shape.schema)]
         return Head(
             fields=start[:-1],
             tools=[orjson.dumps(tool) for tool in [*map(_tool, shape.tools), *server_tools]],
@@ -238,13 +252,9 @@ def _tool_choice(choice: JsonValue) -> JsonValue:
     return {"type": kinds[choice]} if choice in kinds else {"type": "tool", "name": choice}
 
 
-def _told(schema: JsonObject) -> JsonObject:
+def told_schema(schema: JsonObject) -> JsonObject:
     return _text(schema_instruction(orjson.dumps(schema).decode()))
 
 
 def _message(role: str, blocks: Sequence[bytes]) -> bytes:
     return b'{"role":"%b","content":[%b]}' % (role.encode(), b",".join(blocks))
-
-
-def _marked(blocks: Sequence[bytes]) -> list[bytes]:
-    return [*blocks[:-1], blocks[-1][:-1] + MARK] if blocks else []

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.faults import Faults
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient, Route
 from batch_agent.backends.quota import read_quota
@@ -63,6 +64,9 @@ class HttpBackend(Generates, ABC, Generic[Head]):
     ) -> AnswerReader:
         """``said`` takes the text piece by piece, ``clock`` tells when the first came."""
 
+    @abstractmethod
+    async def models(self) -> list[str]: ...
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r})"
 
@@ -99,7 +103,9 @@ class HttpBackend(Generates, ABC, Generic[Head]):
             nonlocal quota
             quota = read_quota(answered)
 
-        answer = await self._http.send(self._chat, body, stream.feed if stream else None, headers, on_headers)
+        answer = await self._http.send(
+            self.route_of(request, stream is not None), body, stream.feed if stream else None, headers, on_headers
+        )
         if answer is None and stream is not None:
             reply = stream.finish()
         else:
@@ -107,6 +113,22 @@ class HttpBackend(Generates, ABC, Generic[Head]):
             reply = self.read_whole(answer or b"", naming)
             report_calls(reply, on_tool_call)
         return reply if quota is None else replace(reply, quota=quota)
+
+    def route_of(self, request: ModelRequest, streamed: bool) -> Route:
+        """Where a turn is asked for, on a wire that has more than one place."""
+        return self._chat
+
+    @property
+    def client(self) -> HttpClient:
+        return self._http
+
+    @property
+    def faults(self) -> Faults:
+        return self._chat.faults
+
+    def body_of(self, request: ModelRequest) -> bytes:
+        """A request that is not streamed, for those who send it in another way."""
+        return self.write_body(self._head(request.shape, False), request)[0]
 
     def _head(self, shape: RequestShape, streamed: bool) -> Head:
         heads = self._heads.get(shape)
