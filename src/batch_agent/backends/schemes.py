@@ -50,7 +50,7 @@ _LINES = (
         "anthropic",
         "batch_agent.backends.anthropic:from_address",
         "anthropic://",
-        "Anthropic; `anthropic://host:port` for a server that speaks its wire",
+        "Anthropic; `anthropic://host:8000` for a server of your own that speaks its wire",
         "ANTHROPIC_API_KEY",
         ENGINE_OPTIONS,
         ("version",),
