@@ -11,9 +11,11 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected, Timeout, Unavailable
+from batch_agent.messages import Quota, Reply, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.health import Kind
+from batch_agent.scheduler.rates import Rates, is_spent
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
 if TYPE_CHECKING:
@@ -49,17 +51,24 @@ class Endpoints:
         self.doubts: list[tuple[Ticket, asyncio.Future[None]]] = []  # those who wait to learn whose fault it was
         self._limits: dict[Ticket, asyncio.Timeout] = {}  # of requests on their way
         self._patient: dict[Endpoint, Ticket] = {}  # the trial that may be waited for beside the next ones
+        self.short: set[asyncio.Future[None]] = set()  # those who wait for a budget, with their slots
         self._timer: asyncio.TimerHandle | None = None
         self._due = inf
 
     # Requests
 
     def sent(self, ticket: Ticket) -> None:
-        assert ticket.endpoint is not None
+        endpoint = ticket.endpoint
+        assert endpoint is not None
         if ticket.trial:
-            self._on_health(ticket.endpoint, ticket.sent_at)
-        if ticket.trial or self._due == inf:
+            self._on_health(endpoint, ticket.sent_at)
             self.arm()
+        seeker = endpoint.capacity.seeker
+        if seeker is not None and seeker.ramp_at is None:
+            self._ramp(endpoint, ticket.sent_at)
+            self.arm(endpoint)
+        elif self._due == inf or endpoint.rates is not None:
+            self.arm(endpoint)
 
     def limit(self, ticket: Ticket, seconds: float | None) -> asyncio.Timeout:
         """The time limit of one request; ``finished`` must follow. An endpoint on trial has to answer in the time that
@@ -79,12 +88,62 @@ class Endpoints:
         if ticket.trial and ticket.endpoint is not None and self._patient.get(ticket.endpoint) is ticket:
             del self._patient[ticket.endpoint]
 
-    def answered(self, ticket: Ticket, seconds: float) -> None:
+    async def afford(self, ticket: Ticket, expect: Callable[[], Usage]) -> None:
+        """Until the endpoint's budgets have room for what the request is expected to take; ``settle`` must follow."""
+        endpoint = ticket.endpoint
+        assert endpoint is not None
+        rates = endpoint.rates
+        if rates is None:
+            return
+        expected = expect() if rates.counts_tokens else Usage()
+        lease = rates.reserve(expected, _now())
+        waited = lease is None
+        while lease is None:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.short.add(turn)
+            self.arm(endpoint)
+            try:
+                await turn
+            finally:
+                self.short.discard(turn)
+            lease = rates.reserve(expected, _now())
+        if waited:
+            rates.count(_now())  # it leaves later than it was counted: better twice than too early
+        ticket.lease = lease
+
+    def settle(self, ticket: Ticket, used: Usage | None = None, *, asked: bool = True) -> None:
+        """What the request took of the budgets; None where nobody knows. ``asked``: the endpoint has seen it."""
+        lease, endpoint = ticket.lease, ticket.endpoint
+        if lease is None or endpoint is None or endpoint.rates is None:
+            return
+        ticket.lease = None
+        if asked:
+            endpoint.rates.settle(lease, used, _now())
+        else:
+            endpoint.rates.unsend(lease, _now())
+        self._serve_short()
+
+    def _serve_short(self) -> None:
+        for turn in self.short:
+            if not turn.done():
+                turn.set_result(None)
+
+    def _learn_quota(self, endpoint: Endpoint, ticket: Ticket, quota: Quota | None) -> None:
+        if quota is not None:
+            if endpoint.rates is None:
+                endpoint.rates = Rates()
+            endpoint.rates.learn(quota, ticket.lease, endpoint.inflight - 1, _now())
+            self.arm(endpoint)
+
+    def answered(self, ticket: Ticket, seconds: float, reply: Reply) -> None:
         """A good answer: what failed although it was asked no later has failed by itself. Of what was asked later it
         says nothing: a server may finish what it has and take nothing new."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         self._is_alive(endpoint, ticket, seconds)
+        self._learn_quota(endpoint, ticket, reply.quota)
+        counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
+        self.settle(ticket, reply.usage if counted else None)
         endpoint.refusals.answered(ticket.sent_at)
         if doubted := self._doubted.get(endpoint):
             for other in [other for other in doubted if other.sent_at <= ticket.sent_at]:
@@ -92,14 +151,20 @@ class Endpoints:
                 doubted.remove(other)
         if self.doubts:
             self._tell_what_is_known(endpoint)
-        if not endpoint.health.is_down and endpoint.capacity.succeeded():
-            self._on_limit(endpoint, "answers are good")
+        if not endpoint.health.is_down:
+            tokens = reply.usage.completion_tokens
+            reason = endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, _now())
+            if reason:
+                self._on_limit(endpoint, reason)
 
     def failed(self, ticket: Ticket, error: BackendError) -> None:
         """Called while the ticket is still held. Counts the failure as the row's own, as long as it may be."""
         endpoint, now = ticket.endpoint, _now()
         assert endpoint is not None
         kind, health = trouble_of(error), endpoint.health
+        self._learn_quota(endpoint, ticket, error.quota)
+        free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
+        self.settle(ticket, Usage() if free else error.usage)
         if ticket.lost and (ticket.overdue or ticket.sent_at < health.down_since):
             return  # it was we who ended it
         if kind is None:
@@ -192,9 +257,12 @@ class Endpoints:
             self._wake()
 
     def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
-        """It refused for load: halve, and let nobody ask again before it said so."""
-        if not endpoint.health.is_down and endpoint.capacity.overloaded(ticket.generation, endpoint.inflight):
-            self._on_limit(endpoint, "the server is overloaded")
+        """It refused for load: halve, and let nobody ask again before it said so. A budget by the minute that is spent
+        says nothing of what may be in flight."""
+        if not endpoint.health.is_down and not is_spent(error.quota):
+            reason = endpoint.capacity.overloaded(ticket.generation, endpoint.inflight)
+            if reason:
+                self._on_limit(endpoint, reason)
         wait = error.retry_after or 0.0
         if 0.0 < wait <= LONGEST_RETRY_AFTER and now + wait > endpoint.held_until:
             endpoint.held_until = now + wait
@@ -236,11 +304,12 @@ class Endpoints:
 
     # Time
 
-    def arm(self) -> None:
-        """One timer, for what is due first."""
+    def arm(self, only: Endpoint | None = None) -> None:
+        """One timer, for what is due first; ``only`` where it is one endpoint alone that may want it earlier."""
         now = _now()
-        due = min((due for endpoint in self._all for due in self._dues(endpoint) if due > now), default=inf)
-        if due != self._due:
+        among = self._all if only is None else (only,)
+        due = min((due for endpoint in among for due in self._dues(endpoint) if due > now), default=inf)
+        if due != self._due and (only is None or due < self._due):
             self._due = due
             self.close()
             self._timer = None if due == inf else asyncio.get_running_loop().call_at(due, self._look)
@@ -254,7 +323,10 @@ class Endpoints:
             return (health.trial_ends,)
         if health.state == "down":
             return health.next_trial, endpoint.held_until, self._patience_ends(endpoint)
-        return endpoint.held_until, health.silent_at if endpoint.inflight else inf
+        seeker, rates = endpoint.capacity.seeker, endpoint.rates
+        ramp_at = inf if seeker is None or seeker.ramp_at is None else seeker.ramp_at
+        free_at = inf if rates is None else rates.free_at(_now())
+        return endpoint.held_until, health.silent_at if endpoint.inflight else inf, ramp_at, free_at
 
     def _patience_ends(self, endpoint: Endpoint) -> float:
         health = endpoint.health
@@ -267,6 +339,7 @@ class Endpoints:
             health = endpoint.health
             if endpoint.held_until <= now:
                 endpoint.held_until = 0.0
+            self._ramp(endpoint, now)
             if health.is_silent(endpoint.inflight, now):
                 health.go_down(now, silent=True)
                 health.reason = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
@@ -281,8 +354,14 @@ class Endpoints:
                 and now >= self._patience_ends(endpoint)
             ):
                 self._give_up(endpoint, "unreachable", self._what_was_tried(endpoint, now))
+        self._serve_short()
         self._wake()
         self.arm()
+
+    def _ramp(self, endpoint: Endpoint, now: float) -> None:
+        reason = endpoint.capacity.ramp(endpoint.inflight, now)
+        if reason:
+            self._on_limit(endpoint, reason)
 
     def _wait_beside(self, endpoint: Endpoint, now: float) -> None:
         """The trial takes longer than usual. Where it may, it goes on, while others are tried."""

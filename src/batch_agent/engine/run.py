@@ -52,7 +52,8 @@ from batch_agent.job import AgentResult, Placed
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.endpoint import Endpoint, Terms
+from batch_agent.scheduler.seeking import RAMPED, RAMPED_WHERE_TOLD, START
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
@@ -121,6 +122,18 @@ class Run(Generic[T]):
             endpoints=prepared.backend.capabilities.endpoints,
             max_outage=prepared.spec.max_outage,
             on_health=self._health_changed,
+            terms=self._terms(),
+        )
+
+    def _terms(self) -> Terms:
+        prepared, spec = self._prepared, self._prepared.spec
+        told = prepared.backend.capabilities.load
+        return Terms(
+            prepared.max_inflight,
+            START if prepared.sought else None,
+            RAMPED_WHERE_TOLD if told else RAMPED,
+            spec.rpm,
+            spec.tpm,
         )
 
     def _new_spending(self, limiter: Limiter, limiters: Mapping[str, Limiter]) -> Spending:
@@ -249,7 +262,7 @@ class Run(Generic[T]):
         """Before the backend is entered: an engine that loads its weights is part of the run's time."""
         prepared, now, price = self._prepared, self.shared.clock(), self.shared.spending.per_second
         self._emit(RunStarted(now, self.id, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
-        self._emit(LimitChanged(now, self.id, self.shared.limiter.scheduler.max_inflight, "start"))
+        self._emit(LimitChanged(now, self.id, self.shared.limiter.scheduler.slots, "start"))
 
     async def _check_first(self) -> None:
         """Before anything is sent: is there an input, and does it have the task's fields?"""
