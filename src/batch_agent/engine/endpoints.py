@@ -14,9 +14,11 @@ from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejec
 from batch_agent.messages import Quota, Reply, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.engine_load import Reading
 from batch_agent.scheduler.health import Kind
 from batch_agent.scheduler.rates import Rates, is_spent
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
+from batch_agent.scheduler.seeking import Seeker
 
 if TYPE_CHECKING:
     from batch_agent.events import Ended
@@ -65,9 +67,12 @@ class Endpoints:
             self.arm()
         seeker = endpoint.capacity.seeker
         if seeker is not None and seeker.ramp_at is None:
-            self._ramp(endpoint, ticket.sent_at)
+            endpoint.capacity.ramp(endpoint.inflight, ticket.sent_at)
             self.arm(endpoint)
-        elif self._due == inf or endpoint.rates is not None:
+        if endpoint.rates is not None:
+            ticket.lease = endpoint.rates.count(ticket.sent_at)
+            self.arm(endpoint)
+        elif self._due == inf:
             self.arm(endpoint)
 
     def limit(self, ticket: Ticket, seconds: float | None) -> asyncio.Timeout:
@@ -92,11 +97,11 @@ class Endpoints:
         """Until the endpoint's budgets have room for what the request is expected to take; ``settle`` must follow."""
         endpoint = ticket.endpoint
         assert endpoint is not None
-        rates = endpoint.rates
-        if rates is None:
+        rates, counted = endpoint.rates, ticket.lease
+        if rates is None or counted is None or not rates.counts_tokens:
             return
-        expected = expect() if rates.counts_tokens else Usage()
-        lease = rates.reserve(expected, _now())
+        expected = expect()
+        lease = rates.reserve(counted, expected, _now())
         waited = lease is None
         while lease is None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -106,7 +111,7 @@ class Endpoints:
                 await turn
             finally:
                 self.short.discard(turn)
-            lease = rates.reserve(expected, _now())
+            lease = rates.reserve(counted, expected, _now())
         if waited:
             rates.count(_now())  # it leaves later than it was counted: better twice than too early
         ticket.lease = lease
@@ -122,6 +127,7 @@ class Endpoints:
         else:
             endpoint.rates.unsend(lease, _now())
         self._serve_short()
+        self.arm(endpoint)
 
     def _serve_short(self) -> None:
         for turn in self.short:
@@ -153,9 +159,7 @@ class Endpoints:
             self._tell_what_is_known(endpoint)
         if not endpoint.health.is_down:
             tokens = reply.usage.completion_tokens
-            reason = endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, _now())
-            if reason:
-                self._on_limit(endpoint, reason)
+            self._say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, _now()))
 
     def failed(self, ticket: Ticket, error: BackendError) -> None:
         """Called while the ticket is still held. Counts the failure as the row's own, as long as it may be."""
@@ -175,6 +179,9 @@ class Endpoints:
             return
         if kind == "overload":
             self._overloaded(endpoint, ticket, error, now)
+        elif isinstance(error, Timeout) and not error.unreached and endpoint.capacity.seeker is not None:
+            # A number that we found ourselves was too high: they wait in the server's queue.
+            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight))
         if kind != "unreached" and ticket.failures > ticket.doubtful and not health.is_down:
             ticket.failures += 1  # it has failed while others were answered: it says nothing about the server
             return
@@ -232,6 +239,19 @@ class Endpoints:
             if ticket.endpoint.health.is_down:
                 self._lose(ticket, now)
 
+    def loaded(self, endpoint: Endpoint, load: Reading) -> None:
+        """The endpoint told how busy it is."""
+        self._say(endpoint, endpoint.capacity.loaded(load, endpoint.inflight))
+        self._wake()
+
+    def seek(self, endpoint: Endpoint, seeker: Seeker, why: str) -> None:
+        endpoint.capacity.seek(seeker)
+        self._say(endpoint, why)
+
+    def _say(self, endpoint: Endpoint, reason: str) -> None:
+        if reason:
+            self._on_limit(endpoint, reason)
+
     def resize(self, ceiling: int | None) -> None:
         for endpoint in self._all:
             endpoint.capacity.resize(ceiling)
@@ -260,9 +280,7 @@ class Endpoints:
         """It refused for load: halve, and let nobody ask again before it said so. A budget by the minute that is spent
         says nothing of what may be in flight."""
         if not endpoint.health.is_down and not is_spent(error.quota):
-            reason = endpoint.capacity.overloaded(ticket.generation, endpoint.inflight)
-            if reason:
-                self._on_limit(endpoint, reason)
+            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight))
         wait = error.retry_after or 0.0
         if 0.0 < wait <= LONGEST_RETRY_AFTER and now + wait > endpoint.held_until:
             endpoint.held_until = now + wait
@@ -339,7 +357,7 @@ class Endpoints:
             health = endpoint.health
             if endpoint.held_until <= now:
                 endpoint.held_until = 0.0
-            self._ramp(endpoint, now)
+            self._say(endpoint, endpoint.capacity.ramp(endpoint.inflight, now))
             if health.is_silent(endpoint.inflight, now):
                 health.go_down(now, silent=True)
                 health.reason = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
@@ -357,11 +375,6 @@ class Endpoints:
         self._serve_short()
         self._wake()
         self.arm()
-
-    def _ramp(self, endpoint: Endpoint, now: float) -> None:
-        reason = endpoint.capacity.ramp(endpoint.inflight, now)
-        if reason:
-            self._on_limit(endpoint, reason)
 
     def _wait_beside(self, endpoint: Endpoint, now: float) -> None:
         """The trial takes longer than usual. Where it may, it goes on, while others are tried."""

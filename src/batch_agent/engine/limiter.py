@@ -92,6 +92,7 @@ class Limiter:
         self.endpoints = Endpoints(
             known, max_outage, on_health, on_limit, self._end, self._pump, self.scheduler.rejoin, self._are_few
         )
+        self.reading = asyncio.Lock()  # whoever holds it reads how busy the endpoints are
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._sleepers: set[asyncio.Future[None]] = set()
         self._feeds: list[Feed] = []

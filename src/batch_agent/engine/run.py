@@ -29,6 +29,8 @@ from batch_agent.engine.compacting import open_compactor
 from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
 from batch_agent.engine.foresight import Foresight, open_foresight
+from batch_agent.engine.gauge import open_gauge
+from batch_agent.engine.knees import calibration
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.loop import tool_loop
 from batch_agent.engine.prepare import Prepared, choose_model
@@ -53,7 +55,7 @@ from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint, Terms
-from batch_agent.scheduler.seeking import RAMPED, RAMPED_WHERE_TOLD, START
+from batch_agent.scheduler.seeking import START
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
@@ -127,14 +129,7 @@ class Run(Generic[T]):
 
     def _terms(self) -> Terms:
         prepared, spec = self._prepared, self._prepared.spec
-        told = prepared.backend.capabilities.load
-        return Terms(
-            prepared.max_inflight,
-            START if prepared.sought else None,
-            RAMPED_WHERE_TOLD if told else RAMPED,
-            spec.rpm,
-            spec.tpm,
-        )
+        return Terms(prepared.max_inflight, START if prepared.sought else None, spec.rpm, spec.tpm)
 
     def _new_spending(self, limiter: Limiter, limiters: Mapping[str, Limiter]) -> Spending:
         def time_is_up() -> None:
@@ -277,9 +272,12 @@ class Run(Generic[T]):
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         shared.spending.set_prices(prepared.shapes, prepared.prices)
         record = await self._begin_record(prepared)
+        hold = partial(self._backlog, "the engine's queue")
         async with (
             self._tools(prepared) as pool,
             open_foresight(spec, pool) as foresight,
+            open_gauge(prepared.backend, shared.limiter, spec.backpressure_ceiling, hold),
+            calibration(prepared.backend, shared.limiter, prepared.model or "", wanted=spec.calibrate_backend),
             AsyncExitStack() as extent,
         ):
             shared.pool, self._foresight = pool, foresight

@@ -73,7 +73,8 @@ class Capacity:
         if self._known is not None and refused_at > self._known:
             self._known = max(1, min(refused_at - 1, self._held or refused_at))
             self.limit = max(1, self._known - self._known // 8)
-            self._patience = min(MOST_PATIENCE, 2 * self._patience)
+            # Short where the limit is low: somebody else may have most of the server, and is to give some of it up.
+            self._patience = min(MOST_PATIENCE, max(1, self.limit // 2), 2 * self._patience)
         else:
             self.limit = max(1, refused_at // 2)
             self._known = max(self.limit, refused_at - max(1, refused_at // 16))
@@ -139,6 +140,11 @@ class Capacity:
         if self.seeker is not None:
             self.seeker.move(self.limit)
         return reason
+
+    @property
+    def knee(self) -> int | None:
+        """The number that was looked for, once it is found."""
+        return None if self.seeker is None else self.seeker.knee
 
     def unread(self) -> None:
         """The engine can no longer be asked: the answers alone have to tell."""

@@ -9,7 +9,7 @@ from batch_agent.scheduler.capacity import Capacity
 from batch_agent.scheduler.health import Health
 from batch_agent.scheduler.rates import Rates
 from batch_agent.scheduler.refusals import Refusals
-from batch_agent.scheduler.seeking import MOST, RAMPED, Seeker
+from batch_agent.scheduler.seeking import MOST, Seeker
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,6 @@ class Terms:
 
     ceiling: int | None = None
     start: int | None = None
-    ramp_to: int = RAMPED
     rpm: int | None = None
     tpm: int | None = None
 
@@ -28,7 +27,7 @@ class Terms:
         if self.start is None:
             return Endpoint(name, self.ceiling, rates=rates)
         most = MOST if self.ceiling is None else min(MOST, self.ceiling)
-        return Endpoint(name, most, Seeker(self.start, self.ramp_to, most), rates)
+        return Endpoint(name, most, Seeker(self.start, most=most), rates)
 
 
 class Endpoint:
@@ -92,8 +91,6 @@ class Endpoint:
         limit = self.capacity.limit
         if limit is not None and self.inflight >= limit:
             self.capacity.filled = True
-        if self.rates is not None:
-            self.rates.count(now)
         trial = self.health.state == "down"
         if trial:
             self.health.try_now(now)

@@ -1,23 +1,24 @@
 """What an engine's own numbers say about how much more to send it: the length of its queue above all.
 
 An engine is full when it has a queue; what waits there waits no better than here, and takes the cache from agents that
-are under way. So a short queue is kept: an eighth of what is running, which is enough to have no gap. While it is
-shorter the limit grows, at first twice as much with each reading, later by equal steps, so that runs side by side come
-to equal shares. A queue that is long twice in a row is brought down in proportion, so that each of them gives its part.
-Requests that the engine puts back for want of memory, and a first token that takes longer and longer although the limit
-stays, bring the limit down too.
+are under way. While the queue is short, an eighth of what is running, the limit grows: at first twice as much with each
+reading, later by equal steps, so that runs side by side come to equal shares. A queue that is longer than what is
+running, twice in a row, is halved or so, by each of them in proportion; never less, because requests often end together
+and there must be enough to take their place. Requests that the engine puts back for want of memory, many of them, and
+a first token that takes longer and longer although the limit stays, bring the limit down too.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-LEAST_QUEUE, QUEUE_SHARE = 4, 8  # requests, and one for so many that run
-LONG = 2  # times the queue that is kept
+SHORT, LONG, KEPT = 1 / 8, 1.0, 1 / 2  # of what is running: a queue that is short, long, and what is left of a long one
+LEAST = 4  # requests that are a short queue anywhere
 STEP, STEP_SHARE = 8, 16  # what the limit grows by, and one for so many that it has
 SHRINK = 0.85
 FULL = 0.95  # of the KV cache
-CALM = 10  # readings without growth after the engine had to put requests back
+THRASHES = 1 / 8  # of what is running, put back between two readings
+CALM, PAUSE = 10, 3  # readings without growth after that, and until it may bring the limit down again
 SLOWER, SLOWER_SECONDS = 2.0, 0.5  # times, and more, that the first token took when the limit last changed
 
 
@@ -53,30 +54,36 @@ class LoadGuide:
 
     def read(self, load: Reading, inflight: int, limit: int, most: int | None) -> tuple[int, str] | None:
         """A new limit, ``most`` at the most, and why; None: it stays."""
-        kept = max(LEAST_QUEUE, load.running // QUEUE_SHARE)
-        long = load.waiting > LONG * kept and load.running > 0
+        running, waiting = load.running, load.waiting
+        long = waiting > max(LEAST, running * LONG) and running > 0
         was_long, self._long = self._long, long
-        slower = self._is_slower(load, limit)
-        if self._preempted(load):
+        thrashes, slower = self._thrashes(load), self._is_slower(load, limit)
+        if thrashes and self._calm <= CALM - PAUSE:
             self._calm, self._grown = CALM, True
             return _down(limit, int(min(limit, inflight) * SHRINK), "the engine is short of memory")
         if long and was_long:
             self._grown = True
-            share = (load.running + kept) / (load.running + load.waiting)
+            share = (running * (1 + KEPT) + LEAST) / (running + waiting)
             return _down(limit, round(inflight * share), "the engine's queue is long")
         if slower:
             self._calm = CALM
             return _down(limit, int(limit * SHRINK), "the first token takes longer and longer")
         self._calm = max(0, self._calm - 1)
-        if self._calm or load.waiting > kept or 10 * inflight < 9 * limit or (load.kv_usage or 0.0) > FULL:
+        if (
+            self._calm
+            or waiting > max(LEAST, running * SHORT)
+            or 10 * inflight < 9 * limit
+            or (load.kv_usage or 0.0) > FULL
+        ):
             return None
         more = limit + max(STEP, limit // STEP_SHARE) if self._grown else 2 * limit
         more = more if most is None else min(more, most)
         return (more, "the queue stays short") if more > limit else None
 
-    def _preempted(self, load: Reading) -> bool:
-        before, self._preemptions = self._preemptions, load.preemptions
-        return before is not None and load.preemptions is not None and load.preemptions > before
+    def _thrashes(self, load: Reading) -> bool:
+        before, now = self._preemptions, load.preemptions
+        self._preemptions = now
+        return before is not None and now is not None and now - before > load.running * THRASHES
 
     def _is_slower(self, load: Reading, limit: int) -> bool:
         """Twice in a row, with the limit as it was."""

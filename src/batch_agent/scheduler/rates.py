@@ -2,8 +2,8 @@
 
 A budget that the user gives (``rpm``, ``tpm``) holds for every minute, wherever it begins: what was used leaves the
 count a minute after it was used, and for tokens that is when the answer was complete, because nobody knows when in
-between the provider counts them. What a provider's headers say holds until the moment they name: so many are left, less what
-was sent since, and then all of them again.
+between the provider counts them. What a provider's headers say holds until the moment they name: so many are left,
+less what was sent since, and then all of them again.
 
 A request is counted when it gets its slot. Its tokens are reserved before it leaves, as many as it may take at the
 most as far as is known, and settled when it ends. One that is larger than a whole budget goes alone.
@@ -114,6 +114,7 @@ class Lease:
 
 
 NOTHING = Usage()
+NO_LEASE = Lease(NOTHING, {})
 
 
 class Rates:
@@ -141,20 +142,25 @@ class Rates:
             default=now,
         )
 
-    def count(self, now: float) -> None:
+    def count(self, now: float) -> Lease:
         """A request has its slot."""
-        if (requests := self._budgets.get("requests")) is not None:
-            requests.take(1, now)
+        requests = self._budgets.get("requests")
+        if requests is None:
+            return NO_LEASE
+        requests.take(1, now)
+        return Lease(NOTHING, {"requests": requests.taken})
 
-    def reserve(self, expected: Usage, now: float) -> Lease | None:
+    def reserve(self, lease: Lease, expected: Usage, now: float) -> Lease | None:
         """For a request that has its slot; None: it has to wait until ``free_at``, or until others are settled."""
         self._expected = expected
         if self._free_at(expected, now, 0) > now:
             return None
+        taken = dict(lease.taken)
         for kind, budget in self._budgets.items():
             if kind != "requests":
                 budget.reserve(_amount(kind, expected, 0))
-        return Lease(expected, {kind: budget.taken for kind, budget in self._budgets.items()})
+                taken[kind] = budget.taken
+        return Lease(expected, taken)
 
     def settle(self, lease: Lease, used: Usage | None, now: float) -> None:
         """The request has ended. None: nobody knows what it used."""
@@ -166,8 +172,8 @@ class Rates:
     def unsend(self, lease: Lease, now: float) -> None:
         """It was answered without the endpoint."""
         self.settle(lease, NOTHING, now)
-        if (requests := self._budgets.get("requests")) is not None:
-            requests.untake(1)
+        if "requests" in lease.taken:
+            self._budgets["requests"].untake(1)
 
     def learn(self, quota: Quota, lease: Lease | None, inflight: int, now: float) -> None:
         """What an answer or a refusal told, while ``inflight`` others are on their way."""

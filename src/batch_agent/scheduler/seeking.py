@@ -15,8 +15,7 @@ from __future__ import annotations
 from math import inf
 
 START = 64  # calls in flight
-RAMPED = 256  # how far the first steps go by the clock: a small server has them in its queue, and is not harmed
-RAMPED_WHERE_TOLD = 512  # ... where the engine tells how long its queue is
+RAMPED = 128  # how far the first steps go by the clock: a small server has all of them in its queue
 MOST = 1024  # a number that nobody gave is not found beyond this
 CALIBRATING = 8  # where a ramp begins that is to find the knee, however slow the engine is
 RAMP_SECONDS = 0.2  # long enough for a refusal to come back
