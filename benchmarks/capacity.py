@@ -43,7 +43,7 @@ HALVES_AT = 40.0
 SETTLED = 10.0  # seconds after which refusals count
 FOUND_ROWS, TRIED = 1_000, (16, 32, 64, 128, 256, 512)
 A_MINUTE = {"requests": 600, "tokens": 60_000}
-MINUTES = 4
+MINUTES, FILLED = 4, 0.95  # budgets that the rows would take up, and how much of each
 TOKENS = Usage(prompt_tokens=60, completion_tokens=40)
 
 Kind = Literal["requests", "tokens"]
@@ -202,9 +202,9 @@ def metered(kind: Kind, way: Way, *, given: bool) -> Metering:
     server = Metered(kind, way, tells=not given)
     amount = 1 if kind == "requests" else TOKENS.prompt_tokens + TOKENS.completion_tokens
     options: dict[str, int] = {("rpm" if kind == "requests" else "tpm"): A_MINUTE[kind]} if given else {}
-    seconds = run_virtual(finish(server, rows=MINUTES * A_MINUTE[kind] // amount, **options))
-    # The first budget is there at the start.
-    allowed = A_MINUTE[kind] * (1 + seconds // 60)
+    seconds = run_virtual(finish(server, rows=int(MINUTES * FILLED * A_MINUTE[kind]) // amount, **options))
+    # The first budget is there at the start; a bucket fills all the time, a window all at once.
+    allowed = A_MINUTE[kind] * (1 + (seconds / 60 if way == "bucket" else seconds // 60))
     return Metering(server.used / allowed, server.passed)
 
 

@@ -70,7 +70,7 @@ class Endpoints:
             endpoint.capacity.ramp(endpoint.inflight, ticket.sent_at)
             self.arm(endpoint)
         if endpoint.rates is not None:
-            ticket.lease = endpoint.rates.count(ticket.sent_at)
+            ticket.lease = endpoint.rates.begin(ticket.sent_at)
             self.arm(endpoint)
         elif self._due == inf:
             self.arm(endpoint)
@@ -134,11 +134,11 @@ class Endpoints:
             if not turn.done():
                 turn.set_result(None)
 
-    def _learn_quota(self, endpoint: Endpoint, ticket: Ticket, quota: Quota | None) -> None:
+    def _learn_quota(self, endpoint: Endpoint, ticket: Ticket, quota: Quota | None, used: Usage) -> None:
         if quota is not None:
             if endpoint.rates is None:
                 endpoint.rates = Rates()
-            endpoint.rates.learn(quota, ticket.lease, endpoint.inflight - 1, _now())
+            endpoint.rates.learn(quota, ticket.lease, endpoint.inflight - 1, used, _now())
             self.arm(endpoint)
 
     def answered(self, ticket: Ticket, seconds: float, reply: Reply) -> None:
@@ -147,7 +147,7 @@ class Endpoints:
         endpoint = ticket.endpoint
         assert endpoint is not None
         self._is_alive(endpoint, ticket, seconds)
-        self._learn_quota(endpoint, ticket, reply.quota)
+        self._learn_quota(endpoint, ticket, reply.quota, reply.usage)
         counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
         self.settle(ticket, reply.usage if counted else None)
         endpoint.refusals.answered(ticket.sent_at)
@@ -166,7 +166,7 @@ class Endpoints:
         endpoint, now = ticket.endpoint, _now()
         assert endpoint is not None
         kind, health = trouble_of(error), endpoint.health
-        self._learn_quota(endpoint, ticket, error.quota)
+        self._learn_quota(endpoint, ticket, error.quota, error.usage or Usage())
         free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
         self.settle(ticket, Usage() if free else error.usage)
         if ticket.lost and (ticket.overdue or ticket.sent_at < health.down_since):
@@ -358,7 +358,7 @@ class Endpoints:
             if endpoint.held_until <= now:
                 endpoint.held_until = 0.0
             self._say(endpoint, endpoint.capacity.ramp(endpoint.inflight, now))
-            if health.is_silent(endpoint.inflight, now):
+            if not self.short and health.is_silent(endpoint.inflight, now):
                 health.go_down(now, silent=True)
                 health.reason = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
                 self._goes_down(endpoint, now)

@@ -18,6 +18,7 @@ from batch_agent.scheduler.seeking import Seeker
 
 MOST_PATIENCE = 32  # rounds between two probes
 PROBE_SHARE = 16  # of the limit: a probe's step is no more
+SHARE_GIVEN = 16  # of the limit, given up where it was refused
 
 
 class Capacity:
@@ -30,6 +31,7 @@ class Capacity:
         "_known",
         "_patience",
         "_proven",
+        "_refused_at",
         "_step",
         "ceiling",
         "filled",
@@ -54,6 +56,7 @@ class Capacity:
         self._proven: int | None = ceiling  # where the limit was when answers were good, growing back aside
         self._known: int | None = None  # up to here the limit may grow fast; None: no limit was ever met
         self._held: int | None = ceiling  # the latest limit that a whole round of answers was good at
+        self._refused_at = 0  # the latest time
         self._patience = self._step = 1
         self.filled = False  # since the limit changed, or it was last asked: all of it was in use
         self._begin()
@@ -71,15 +74,18 @@ class Capacity:
             return ""
         refused_at = inflight if self.limit is None else min(self.limit, inflight)
         if self._known is not None and refused_at > self._known:
-            self._known = max(1, min(refused_at - 1, self._held or refused_at))
+            held = min(refused_at - 1, self._held or refused_at)
+            # The first time it is a share, so that runs side by side come to equal parts: the larger gives up more.
+            self._known = max(1, held - (held // SHARE_GIVEN if self._patience == 1 else 0))
             self.limit = max(1, self._known - self._known // 8)
             # Short where the limit is low: somebody else may have most of the server, and is to give some of it up.
             self._patience = min(MOST_PATIENCE, max(1, self.limit // 2), 2 * self._patience)
         else:
             self.limit = max(1, refused_at // 2)
-            self._known = max(self.limit, refused_at - max(1, refused_at // 16))
+            self._known = max(self.limit, refused_at - max(1, refused_at // SHARE_GIVEN))
             self._patience = 1
         self._step = 1
+        self._refused_at = refused_at
         self.seeker = None  # the server has said itself what it takes
         self._begin()
         return "the server is overloaded"
@@ -109,7 +115,7 @@ class Capacity:
         self._good += 1
         if self._good < limit * self._patience or not self.filled:
             return ""  # ... or nobody wants more
-        if known is not None and limit > known:
+        if limit >= self._refused_at:  # where it never was
             self._patience, self._step = 1, min(2 * self._step, max(1, limit // PROBE_SHARE))
         self._good, self._held, self.filled = 0, limit, False
         self.limit = limit + self._step if self.ceiling is None else min(limit + self._step, self.ceiling)

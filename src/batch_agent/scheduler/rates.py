@@ -37,7 +37,7 @@ class Budget:
         self._left: int | None = None  # what ``taken`` may come to until ``_resets_at``
         self._resets_at = inf
         self._period = MINUTE
-        self._told_at = -1  # what had been taken when the request left whose answer told it
+        self._told_at = -inf  # what had been taken when the request left whose answer told it
 
     def free_at(self, amount: int, now: float) -> float:
         """When so much may be taken; ``now`` or earlier: at once."""
@@ -78,6 +78,11 @@ class Budget:
         if self._limit is not None:
             self._open += amount
 
+    def unreserve(self, amount: int) -> None:
+        self.taken -= amount
+        if self._limit is not None:
+            self._open -= amount
+
     def settle(self, reserved: int, used: int, now: float) -> None:
         self.taken += max(0, used - reserved)  # not less: what was told since may count it either way
         if self._limit is not None:
@@ -93,13 +98,21 @@ class Budget:
             self._used -= amount
             self._window.append((leaves_at, used - amount))
 
-    def learn(self, allowance: Allowance, taken: int, now: float) -> None:
-        """The provider told it in answer to a request before which, itself included, so much had been taken."""
+    def learn(self, allowance: Allowance, taken: int | None, on_its_way: int, now: float) -> None:
+        """The provider told it in answer to a request before which, itself included, so much had been taken; None:
+        nobody counted, and all that is on its way may have left since."""
         if allowance.limit is not None:
             self._full = allowance.limit
-        if allowance.remaining is None or (taken < self._told_at and now < self._resets_at):
+        if allowance.remaining is None:
             return
-        self._told_at = taken
+        if taken is None:
+            taken = self.taken - on_its_way
+            older = self._left is not None and taken + allowance.remaining > self._left
+        else:
+            older = taken < self._told_at
+            self._told_at = max(self._told_at, taken)
+        if older and now < self._resets_at:
+            return
         resets_in = MINUTE if allowance.resets_in is None else allowance.resets_in
         self._period = max(self._period, resets_in) if self._left is not None else resets_in
         self._left, self._resets_at = taken + allowance.remaining, now + resets_in + min(SLACK, resets_in)
@@ -114,7 +127,6 @@ class Lease:
 
 
 NOTHING = Usage()
-NO_LEASE = Lease(NOTHING, {})
 
 
 class Rates:
@@ -142,25 +154,36 @@ class Rates:
             default=now,
         )
 
-    def count(self, now: float) -> Lease:
-        """A request has its slot."""
-        requests = self._budgets.get("requests")
-        if requests is None:
-            return NO_LEASE
-        requests.take(1, now)
-        return Lease(NOTHING, {"requests": requests.taken})
+    def begin(self, now: float) -> Lease:
+        """A request has its slot; it is taken to be like the latest."""
+        self.count(now)
+        return self._reserve(self._expected)
+
+    def count(self, now: float) -> None:
+        if (requests := self._budgets.get("requests")) is not None:
+            requests.take(1, now)
+
+    def _reserve(self, expected: Usage) -> Lease:
+        for kind, budget in self._budgets.items():
+            budget.reserve(_amount(kind, expected, 0))
+        return Lease(expected, {kind: budget.taken for kind, budget in self._budgets.items()})
 
     def reserve(self, lease: Lease, expected: Usage, now: float) -> Lease | None:
-        """For a request that has its slot; None: it has to wait until ``free_at``, or until others are settled."""
+        """What the request will really take, in place of what it was taken for; None: it has to wait until
+        ``free_at``, or until others are settled."""
         self._expected = expected
+        self._unreserve(lease)
         if self._free_at(expected, now, 0) > now:
+            self._reserve(lease.expected)
             return None
-        taken = dict(lease.taken)
-        for kind, budget in self._budgets.items():
-            if kind != "requests":
-                budget.reserve(_amount(kind, expected, 0))
-                taken[kind] = budget.taken
-        return Lease(expected, taken)
+        # Its place is where it got its slot: others that did so since may have been reserved for before it.
+        more = {kind: _amount(kind, expected, 0) - _amount(kind, lease.expected, 0) for kind in lease.taken}
+        moved = {kind: taken + more[kind] for kind, taken in lease.taken.items()}
+        return Lease(expected, {**self._reserve(expected).taken, **moved})
+
+    def _unreserve(self, lease: Lease) -> None:
+        for kind in lease.taken:
+            self._budgets[kind].unreserve(_amount(kind, lease.expected, 0))
 
     def settle(self, lease: Lease, used: Usage | None, now: float) -> None:
         """The request has ended. None: nobody knows what it used."""
@@ -175,14 +198,14 @@ class Rates:
         if "requests" in lease.taken:
             self._budgets["requests"].untake(1)
 
-    def learn(self, quota: Quota, lease: Lease | None, inflight: int, now: float) -> None:
+    def learn(self, quota: Quota, lease: Lease | None, inflight: int, used: Usage, now: float) -> None:
         """What an answer or a refusal told, while ``inflight`` others are on their way."""
+        if self._expected == NOTHING:
+            self._expected = used
         for kind, allowance in _allowances(quota).items():
             budget = self._budgets.setdefault(kind, Budget())
             taken = None if lease is None else lease.taken.get(kind)
-            if taken is None:  # nobody counted what left since: all that is on its way
-                taken = budget.taken - inflight * _amount(kind, self._expected, 1)
-            budget.learn(allowance, taken, now)
+            budget.learn(allowance, taken, inflight * _amount(kind, self._expected, 1), now)
 
 
 def _amount(kind: str, usage: Usage, requests: int) -> int:

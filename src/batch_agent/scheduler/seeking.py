@@ -15,10 +15,10 @@ from __future__ import annotations
 from math import inf
 
 START = 64  # calls in flight
-RAMPED = 128  # how far the first steps go by the clock: a small server has all of them in its queue
+RAMPED = 256  # how far the first steps go by the clock: a small server has all of them in its queue
 MOST = 1024  # a number that nobody gave is not found beyond this
 CALIBRATING = 8  # where a ramp begins that is to find the knee, however slow the engine is
-RAMP_SECONDS = 0.2  # long enough for a refusal to come back
+RAMP_SECONDS = 0.2  # long enough for a refusal to come back; each step waits twice as long as the one before
 ENOUGH = 16  # answers a stage is judged by, at the least
 GAIN = 1.08  # that twice as many must bring
 PROBE_GAIN, PROBE_LOSS = 1.05, 0.98  # what half as many more must bring, and a third fewer must keep
@@ -35,6 +35,7 @@ class Seeker:
         "_count",
         "_down",
         "_most",
+        "_pause",
         "_probe_at",
         "_ramp_to",
         "_seconds",
@@ -50,6 +51,7 @@ class Seeker:
         self.limit = min(start, most)
         self.guided = False  # the engine tells how long its queue is: once the climb is over, that decides
         self.ramp_at: float | None = inf if settled else None  # when the next step by the clock is due
+        self._pause = 0.0  # seconds before the next of these
         self._ramp_to = ramp_to
         self._most = most
         self._climbing = not settled
@@ -80,7 +82,7 @@ class Seeker:
 
     def ramp(self, inflight: int, now: float) -> str:
         if self.ramp_at is None:
-            self.ramp_at = now + RAMP_SECONDS
+            self.ramp_at, self._pause = now + RAMP_SECONDS, RAMP_SECONDS
             return ""
         if now < self.ramp_at:
             return ""
@@ -88,7 +90,8 @@ class Seeker:
         if self._best or inflight < self.limit or self.limit >= most:
             self.ramp_at = inf  # answers tell more; or nobody wants more
             return ""
-        self.ramp_at = now + RAMP_SECONDS
+        self._pause *= 2
+        self.ramp_at = now + self._pause
         self.limit = min(2 * self.limit, most)  # all of it is the first stage
         return "nothing is refused"
 
