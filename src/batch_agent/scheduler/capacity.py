@@ -16,7 +16,8 @@ from __future__ import annotations
 from batch_agent.scheduler.engine_load import LoadGuide, Reading
 from batch_agent.scheduler.seeking import Seeker
 
-MOST_PATIENCE = 32  # rounds between two probes
+SURE = 3  # refusals of probes in a row, after which nobody else is taken to be there
+MOST_PATIENCE = 32  # rounds between two probes then
 PROBE_SHARE = 16  # of the limit: a probe's step is no more
 SHARE_GIVEN = 16  # of the limit, given up where it was refused
 
@@ -25,6 +26,7 @@ class Capacity:
     """Methods that may change the limit return why it did; an empty text when it did not."""
 
     __slots__ = (
+        "_alone",
         "_good",
         "_guide",
         "_held",
@@ -41,8 +43,7 @@ class Capacity:
     )
 
     def __init__(self, ceiling: int | None, seeker: Seeker | None = None) -> None:
-        self.ceiling = ceiling
-        self.generation = 0  # note it when a request leaves, hand it back with how the request ended
+        self.generation = -1  # note it when a request leaves, hand it back with how the request ended
         self._good = 0  # answers since the limit was last looked at
         self._guide = LoadGuide()
         self.resize(ceiling)
@@ -57,7 +58,8 @@ class Capacity:
         self._known: int | None = None  # up to here the limit may grow fast; None: no limit was ever met
         self._held: int | None = ceiling  # the latest limit that a whole round of answers was good at
         self._refused_at = 0  # the latest time
-        self._patience = self._step = 1
+        self._alone = 0  # refusals of probes, since one that was none
+        self._patience = self._step = 1  # rounds before the next probe, and how far it goes
         self.filled = False  # since the limit changed, or it was last asked: all of it was in use
         self._begin()
 
@@ -75,15 +77,16 @@ class Capacity:
         refused_at = inflight if self.limit is None else min(self.limit, inflight)
         if self._known is not None and refused_at > self._known:
             held = min(refused_at - 1, self._held or refused_at)
-            # The first time it is a share, so that runs side by side come to equal parts: the larger gives up more.
-            self._known = max(1, held - (held // SHARE_GIVEN if self._patience == 1 else 0))
+            self._alone += 1
+            # While others may be there a share is given up, so that all come to equal parts: the larger gives more.
+            self._known = max(1, held - (0 if self._alone > SURE else held // SHARE_GIVEN))
             self.limit = max(1, self._known - self._known // 8)
-            # Short where the limit is low: somebody else may have most of the server, and is to give some of it up.
-            self._patience = min(MOST_PATIENCE, max(1, self.limit // 2), 2 * self._patience)
+            self._patience = min(MOST_PATIENCE, max(1, self.limit // 2), 2 ** max(0, self._alone - SURE))
         else:
+            given = SHARE_GIVEN if self._known is None else SHARE_GIVEN // 2
             self.limit = max(1, refused_at // 2)
-            self._known = max(self.limit, refused_at - max(1, refused_at // SHARE_GIVEN))
-            self._patience = 1
+            self._known = max(self.limit, refused_at - max(1, refused_at // given))
+            self._alone, self._patience = 0, 1
         self._step = 1
         self._refused_at = refused_at
         self.seeker = None  # the server has said itself what it takes

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Protocol
 
 SHORT, LONG, KEPT = 1 / 8, 1.0, 1 / 2  # of what is running: a queue that is short, long, and what is left of a long one
+OURS = 0.45  # of what the engine has: less is a small part
 LEAST = 4  # requests that are a short queue anywhere
 STEP, STEP_SHARE = 8, 16  # what the limit grows by, and one for so many that it has
 SHRINK = 0.85
@@ -69,16 +70,16 @@ class LoadGuide:
             self._calm = CALM
             return _down(limit, int(limit * SHRINK), "the first token takes longer and longer")
         self._calm = max(0, self._calm - 1)
-        if (
-            self._calm
-            or waiting > max(LEAST, running * SHORT)
-            or 10 * inflight < 9 * limit
-            or (load.kv_usage or 0.0) > FULL
-        ):
+        short = waiting <= max(LEAST, running * SHORT)
+        # Where others have the larger part there is room until the queue is long: then they give more than we do.
+        room = short or (not long and inflight < OURS * (running + waiting))
+        if self._calm or not room or 10 * inflight < 9 * limit or (load.kv_usage or 0.0) > FULL:
             return None
-        more = limit + max(STEP, limit // STEP_SHARE) if self._grown else 2 * limit
+        more = limit + max(STEP, limit // STEP_SHARE) if self._grown or not short else 2 * limit
         more = more if most is None else min(more, most)
-        return (more, "the queue stays short") if more > limit else None
+        if more <= limit:
+            return None
+        return more, "the queue stays short" if short else "others have more of the engine"
 
     def _thrashes(self, load: Reading) -> bool:
         before, now = self._preemptions, load.preemptions
