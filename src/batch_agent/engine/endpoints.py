@@ -23,6 +23,7 @@ from batch_agent.scheduler.seeking import Seeker
 if TYPE_CHECKING:
     from batch_agent.events import Ended
 
+MOST_SPENT = 20  # refusals of one turn for a spent budget, before they count like others
 NEVER_ANSWERED = 15.0  # seconds after which a server is given up that has not answered once
 
 OnHealth = Callable[[Endpoint, float], None]
@@ -179,6 +180,9 @@ class Endpoints:
             return
         if kind == "overload":
             self._overloaded(endpoint, ticket, error, now)
+            ticket.spent += is_spent(error.quota)
+            if is_spent(error.quota) and ticket.spent <= MOST_SPENT:
+                return  # nobody's fault, and it is known when there will be more
         elif isinstance(error, Timeout) and not error.unreached and endpoint.capacity.seeker is not None:
             # A number that we found ourselves was too high: they wait in the server's queue.
             self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight))

@@ -58,12 +58,12 @@ class Gauge:
 
     async def _read_all(self, endpoints: list[Endpoint]) -> float:
         """Seconds until the next time."""
-        asked = [each for each in endpoints if each.inflight and not each.health.is_down]
+        # Where new agents may have to wait, also while there is nothing in flight: else nobody would ever end that.
+        asked = [each for each in endpoints if self._ceiling is not None or each.inflight]
         loads = await asyncio.gather(*map(self._read, asked))
         if self._ceiling is not None:
-            queues = [load.waiting for load in loads if load is not None]
-            # An endpoint that has nothing to do, or is not known, can take a new agent.
-            self._hold(len(queues) == len(endpoints) > 0 and min(queues) > self._ceiling)
+            # Of an endpoint that does not tell nobody knows that its queue is long.
+            self._hold(bool(loads) and all(load is not None and load.waiting > self._ceiling for load in loads))
         return READ_SECONDS * max(1.0, len(asked) / ENDPOINTS_A_SECOND)
 
     async def _read(self, endpoint: Endpoint) -> Load | None:

@@ -6,6 +6,7 @@ left out of account with a warning, and written anew with what is found next. Wh
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -16,7 +17,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from batch_agent.backends.base import Backend
-from batch_agent.blocking import in_thread
 from batch_agent.engine.limiter import Limiter
 from batch_agent.scheduler.seeking import CALIBRATING, Seeker
 
@@ -82,7 +82,7 @@ async def calibration(backend: Backend, limiter: Limiter, model: str, *, wanted:
         yield
         return
     endpoints = {_where(backend, endpoint.name): endpoint for endpoint in limiter.scheduler.endpoints}
-    known = await in_thread(lambda: Knees().get(endpoints, model))
+    known = await asyncio.to_thread(Knees().get, endpoints, model)
     for where, endpoint in endpoints.items():
         if (knee := known.get(where)) is not None:
             limiter.endpoints.seek(endpoint, Seeker(knee, knee, settled=True), "found before")
@@ -91,7 +91,7 @@ async def calibration(backend: Backend, limiter: Limiter, model: str, *, wanted:
     yield
     found = {where: knee for where, endpoint in endpoints.items() if (knee := endpoint.capacity.knee) is not None}
     if found:
-        await in_thread(lambda: Knees().put(found, model))
+        await asyncio.to_thread(Knees().put, found, model)
 
 
 def _where(backend: Backend, endpoint: str) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import inf
 
 from batch_agent.messages import Allowance, Quota, Usage
+from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
 MINUTE = 60.0
 SLACK = 0.5  # seconds: requests arrive later than they leave, and not all of them equally late
@@ -104,6 +105,9 @@ class Budget:
         if allowance.limit is not None:
             self._full = allowance.limit
         if allowance.remaining is None:
+            return
+        if not _is_soon(allowance):
+            self._left = None
             return
         if taken is None:
             taken = self.taken - on_its_way
@@ -227,5 +231,10 @@ def _allowances(quota: Quota) -> dict[str, Allowance]:
 
 
 def is_spent(quota: Quota | None) -> bool:
-    """Whether a refusal was for a budget, and not for what is in flight."""
-    return quota is not None and any(each.remaining == 0 for each in _allowances(quota).values())
+    """Whether a refusal was for a budget that is waited for, and not for what is in flight."""
+    return quota is not None and any(each.remaining == 0 and _is_soon(each) for each in _allowances(quota).values())
+
+
+def _is_soon(allowance: Allowance) -> bool:
+    """A budget of a day that is spent is no reason to wait in silence: people are to read what the server says."""
+    return allowance.resets_in is None or allowance.resets_in <= LONGEST_RETRY_AFTER
