@@ -36,15 +36,29 @@ class Address:
 
     @property
     def options(self) -> Mapping[str, bool]:
-        """What stands behind the question mark, for servers that speak HTTP."""
-        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
-        allowed = ("native_schema",) if self.url.scheme in ("http", "https") else ("native_schema", "tls")
-        check_known(given, allowed, f"a {self.url.scheme}:// backend has no option")
+        """What stands behind the question mark and is true or false, for servers that speak HTTP."""
+        given = self._given
+        given.pop("api", None)
         values = {"true": True, "1": True, "false": False, "0": False}
         for name, value in given.items():
             if value.lower() not in values:
                 raise SpecError(f"the backend's option {name} must be true or false")
         return {name: values[value.lower()] for name, value in given.items()}
+
+    @property
+    def api(self) -> str | None:
+        """The one of OpenAI's APIs that the user wants: ``?api=chat`` or ``?api=responses``."""
+        api = self._given.get("api")
+        if api not in (None, "chat", "responses"):
+            raise SpecError("the backend's option api must be chat or responses")
+        return api
+
+    @property
+    def _given(self) -> dict[str, str]:
+        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
+        allowed = ("native_schema", "api") if self.url.scheme in ("http", "https") else ("native_schema", "api", "tls")
+        check_known(given, allowed, f"a {self.url.scheme}:// backend has no option")
+        return given
 
     def key(self, variable: str = KEY_VARIABLE) -> str | None:
         """The key that was given, else the variable's, where the URL does not bring a login of its own."""

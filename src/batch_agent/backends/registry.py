@@ -7,6 +7,7 @@ an address is a SpecError that says what is allowed, and none of them shows a pa
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
@@ -14,6 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from batch_agent.backends.address import FORMS, Address, check_known
 from batch_agent.backends.base import Backend
+from batch_agent.backends.providers import PROVIDERS as NAMED
 from batch_agent.errors import SpecError
 
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
@@ -25,10 +27,12 @@ SCHEMES: Mapping[str, str] = {
     "sglang": "batch_agent.backends.servers:sglang",
     "http": "batch_agent.backends.servers:http",
     "https": "batch_agent.backends.servers:http",
+    "azure": "batch_agent.backends.servers:azure",
+    **dict.fromkeys(NAMED, "batch_agent.backends.servers:provider"),
     "local": "batch_agent.backends.local:from_address",
     "simulated": "batch_agent.backends.simulated:from_address",
 }
-PROVIDERS: Mapping[str, str] = {"openai": "openai://"}
+PROVIDERS: Mapping[str, str] = {name: f"{name}://" for name in ("openai", *NAMED, "anthropic", "bedrock")}
 
 
 def open_backend(
@@ -67,8 +71,10 @@ def _provider_of(model: str | None) -> tuple[str, str | None]:
         return PROVIDERS[provider], name
     if model is None or model.endswith(".gguf") or _is_embedded(model):
         return f"local://{model or ''}", None
+    near = difflib.get_close_matches(provider, PROVIDERS, n=1) if slash else []
+    hint = f" (did you mean {near[0]}/{name}?)" if near else ""
     raise SpecError(
-        f"no backend for the model {model!r}: give backend= (or set {BACKEND_VARIABLE}), as {FORMS}; "
+        f"no backend for the model {model!r}{hint}: give backend= (or set {BACKEND_VARIABLE}), as {FORMS}; "
         f"or put a provider before its name ({', '.join(f'{p}/…' for p in PROVIDERS)})"
     )
 

@@ -33,6 +33,8 @@ def summary_lines(
         lines += _labelled("why", [harmless(statistics.reason, REASON_CHARACTERS)])
     if statistics.outage_seconds:
         lines += _labelled("outage", [f"the server was down for {clock(statistics.outage_seconds)} in all"])
+    if statistics.schema_note:
+        lines += _labelled("schema", [harmless(statistics.schema_note, REASON_CHARACTERS)])
     lines += _labelled("failed", _failure_lines(statistics))
     lines += _labelled("tokens", [_token_line(statistics)])
     if statistics.cost is not None:
@@ -68,6 +70,7 @@ def summary_json(
         "turns": statistics.turns,
         "retries": statistics.retries,
         "answers_rejected": statistics.rejected,
+        "schema_note": statistics.schema_note or None,
         "peak_inflight": statistics.peak_running,
         "inference_seconds": round(statistics.inference_seconds, 3),
         "tool_wait_seconds": round(statistics.tool_wait_seconds, 3),
