@@ -1,6 +1,6 @@
 """A backend as the user gave it, taken apart: where it is, who asks, and what stands behind the question mark.
 
-A factory of ``registry.SCHEMES`` makes a Backend of it. What is shown of an address has no user, password or key.
+The factory of its line in ``schemes`` makes a Backend of it. What is shown of an address has no user, password or key.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import SplitResult, parse_qsl
 
+from batch_agent.backends.schemes import FORMS, KEY_VARIABLE, SCHEMES
 from batch_agent.errors import SpecError
-
-KEY_VARIABLE = "BATCH_AGENT_API_KEY"
-FORMS = "vllm://host:8000, sglang://host:30000, openai://, http://host:port/v1, https://host/v1, or local://"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -56,8 +54,7 @@ class Address:
     @property
     def _given(self) -> dict[str, str]:
         given = dict(parse_qsl(self.url.query, keep_blank_values=True))
-        allowed = ("native_schema", "api") if self.url.scheme in ("http", "https") else ("native_schema", "api", "tls")
-        check_known(given, allowed, f"a {self.url.scheme}:// backend has no option")
+        check_known(given, SCHEMES[self.url.scheme].options, f"a {self.url.scheme}:// backend has no option")
         return given
 
     def key(self, variable: str = KEY_VARIABLE) -> str | None:
@@ -81,10 +78,10 @@ class Address:
 
 
 def check_known(names: Iterable[str], allowed: Iterable[str], complaint: str) -> None:
-    """SpecError for a name that is not allowed, with the one that was probably meant."""
+    """SpecError for a name that is not allowed, with those that were probably meant."""
     allowed = list(allowed)
     for name in names:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            near = difflib.get_close_matches(name, allowed)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
             raise SpecError(f"{complaint} {name!r}{hint} Known: {', '.join(allowed)}")

@@ -19,8 +19,7 @@ from batch_agent.backends.dialect import STANDARD, Dialect
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
 from batch_agent.backends.openai_sealed import opened, sealed_with
 from batch_agent.backends.openai_server import OpenAIServer
-from batch_agent.backends.wire import Naming, echoed, mended_content
-from batch_agent.errors import SpecError
+from batch_agent.backends.wire import Naming, echoed, written, written_options
 from batch_agent.messages import Conversation, JsonObject, Message, MessageView, Reply, content_json
 
 
@@ -51,9 +50,6 @@ class OpenAIBackend(OpenAIServer):
 
 def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) -> bytes:
     """All of a body up to and with the bracket that opens the messages. ``extra_body`` has the last word."""
-    for name in ("messages", "stream"):
-        if name in shape.extra_body:
-            raise SpecError(f"extra_body cannot set {name!r}: it is what a request is made of")
     fields: dict[str, object] = {
         "model": dialect.deployment or shape.model,
         dialect.max_tokens_field: shape.max_tokens,
@@ -79,11 +75,7 @@ def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) 
     if stream:
         fields["stream"] = True
         fields["stream_options"] = {"include_usage": True} if dialect.stream_options else None
-    fields = {name: value for name, value in fields.items() if value is not None} | dict(shape.extra_body)
-    try:
-        return orjson.dumps(fields)[:-1] + b',"messages":['
-    except orjson.JSONEncodeError as error:
-        raise SpecError(f"the options of the request cannot be written as JSON: {error}") from None
+    return written_options(shape, fields, ("messages", "stream"))[:-1] + b',"messages":['
 
 
 def encode_message(message: Message) -> bytes:
@@ -102,10 +94,7 @@ def encode_message(message: Message) -> bytes:
         ]
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
-    try:
-        return orjson.dumps(fields)
-    except orjson.JSONEncodeError:
-        return orjson.dumps(fields | {"content": content_json(mended_content(message.content))})
+    return written(fields)
 
 
 class ChatView(MessageView):

@@ -18,7 +18,7 @@ from batch_agent.backends.dialect import Dialect
 from batch_agent.backends.openai_models import reasons
 from batch_agent.backends.openai_server import OpenAIServer
 from batch_agent.backends.responses_answer import WIRE, ResponseStream, read_response
-from batch_agent.backends.wire import Naming, echoed, mended_content
+from batch_agent.backends.wire import Naming, echoed, written, written_options
 from batch_agent.errors import SpecError
 from batch_agent.messages import Content, Conversation, JsonObject, Message, MessageView, Reply
 
@@ -44,9 +44,6 @@ class ResponsesBackend(OpenAIServer):
 
 def encode_head(shape: RequestShape, stream: bool, dialect: Dialect) -> bytes:
     """All of a body up to and with the bracket that opens the input. ``extra_body`` has the last word."""
-    for name in ("input", "stream"):
-        if name in shape.extra_body:
-            raise SpecError(f"extra_body cannot set {name!r}: it is what a request is made of")
     for name, value in {"seed": shape.seed, "stop": shape.stop or None}.items():
         if value is not None:
             raise SpecError(f"{name}: {shape.model} is asked at /responses, which takes no {name}; leave it out")
@@ -77,19 +74,12 @@ def encode_head(shape: RequestShape, stream: bool, dialect: Dialect) -> bytes:
         fields["text"] = {"format": schema}
     if stream:
         fields["stream"] = True
-    fields = {name: value for name, value in fields.items() if value is not None} | dict(shape.extra_body)
-    try:
-        return orjson.dumps(fields)[:-1] + b',"input":['
-    except orjson.JSONEncodeError as error:
-        raise SpecError(f"the options of the request cannot be written as JSON: {error}") from None
+    return written_options(shape, fields, ("input", "stream"))[:-1] + b',"input":['
 
 
 def encode_items(message: Message) -> bytes:
     """The items of one message, with commas between them."""
-    try:
-        return orjson.dumps(_items(message, message.content))[1:-1]
-    except orjson.JSONEncodeError:
-        return orjson.dumps(_items(message, mended_content(message.content)))[1:-1]
+    return written(_items(message))[1:-1]
 
 
 class ItemView(MessageView):
@@ -103,8 +93,8 @@ def join_body(head: bytes, conversation: Conversation, fields: JsonObject) -> by
     return b"".join((head, b",".join(conversation.view(ItemView).pieces), end))
 
 
-def _items(message: Message, content: Content) -> list[JsonValue]:
-    sealed = message.sealed
+def _items(message: Message) -> list[JsonValue]:
+    sealed, content = message.sealed, message.content
     if sealed is not None and sealed.wire == WIRE and isinstance(sealed.value, list):
         return sealed.value
     if message.role == "tool":

@@ -3,32 +3,34 @@ takes. Pure; ``http_backend`` has what those over HTTP share beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import orjson
 from pydantic import JsonValue
 
-from batch_agent.backends.faults import Faults
+from batch_agent.backends.base import RequestShape
+from batch_agent.errors import SpecError
 from batch_agent.messages import Content, JsonObject, Message, ToolCall, Usage
+
+if TYPE_CHECKING:  # an HTTP client would come along
+    from batch_agent.backends.faults import Faults
 
 LARGEST_COUNT = 2**53  # tokens: what is more is no count, and no reason to fail
 
 
-class Naming:
-    """Makes the ToolCalls of one answer, each with an id that no other call of its conversation has: the engine and the
-    server pair results with calls by it. A server's own id is kept where it is such a one. Some servers send none, the
-    same for all calls of an answer, or the same again in every turn."""
+class CallIds:
+    """Ids for the tool calls of one answer, none of which another call of its conversation has: the engine and the
+    server pair results with calls by them. A server's own id is kept where it is such a one. Some servers send none,
+    the same for all calls of an answer, or the same again in every turn."""
 
-    __slots__ = ("_messages", "_used", "faults")
+    __slots__ = ("_messages", "_used")
 
-    def __init__(self, messages: Sequence[Message], faults: Faults) -> None:
-        self.faults = faults
+    def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages  # those that the request had
         self._used: set[str] | None = None  # most answers call nothing
 
-    def call(self, call_id: str, name: str, arguments: str) -> ToolCall:
-        if not name:
-            raise self.faults.bad("the answer has a tool call without a name")
+    def take(self, call_id: str) -> str:
         if self._used is None:
             self._used = {call.id for message in self._messages for call in message.tool_calls}
         position = 0
@@ -36,7 +38,22 @@ class Naming:
             call_id = f"call_{len(self._messages)}_{position}"
             position += 1
         self._used.add(call_id)
-        return ToolCall(call_id, name, arguments if arguments.strip() else "{}")
+        return call_id
+
+
+class Naming:
+    """Makes the ToolCalls of one answer, each with an id of its own; errors of reading it are ``faults``'."""
+
+    __slots__ = ("_ids", "faults")
+
+    def __init__(self, messages: Sequence[Message], faults: Faults) -> None:
+        self.faults = faults
+        self._ids = CallIds(messages)
+
+    def call(self, call_id: str, name: str, arguments: str) -> ToolCall:
+        if not name:
+            raise self.faults.bad("the answer has a tool call without a name")
+        return ToolCall(self._ids.take(call_id), name, arguments if arguments.strip() else "{}")
 
 
 def echoed_object(arguments: str) -> JsonObject:
@@ -66,6 +83,35 @@ def mended_content(content: Content) -> Content:
     if isinstance(content, str):
         return mended(content)
     return tuple(mended(part) if isinstance(part, str) else part for part in content)
+
+
+def written(value: object) -> bytes:
+    """A part of a conversation as JSON, its texts mended where they must be: no row is worth more than the run."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return orjson.dumps(_mended_all(value))
+
+
+def _mended_all(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _mended_all(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mended_all(part) for part in value]
+    return mended(value) if isinstance(value, str) else value
+
+
+def written_options(shape: RequestShape, fields: Mapping[str, object], reserved: Sequence[str]) -> bytes:
+    """The fields that all requests of a shape have, as a JSON object; None: not said. ``extra_body`` has the last word,
+    but for what is ``reserved``, which a request is made of. SpecError for what cannot be written."""
+    for name in reserved:
+        if name in shape.extra_body:
+            raise SpecError(f"extra_body cannot set {name!r}: it is what a request is made of")
+    said = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return orjson.dumps(said | dict(shape.extra_body))
+    except orjson.JSONEncodeError as error:
+        raise SpecError(f"the options of the request cannot be written as JSON: {error}") from None
 
 
 def counted(value: JsonValue, *names: str) -> int:

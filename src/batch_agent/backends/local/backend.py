@@ -258,4 +258,5 @@ def from_url(url: str) -> LocalBackend:
 
 
 def from_address(address: Address) -> LocalBackend:
-    return from_url(address.url.geturl())
+    url = address.url.geturl()
+    return from_url(url) if address.sends else LocalBackend(parse_url(url))
