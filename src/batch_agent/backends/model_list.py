@@ -11,8 +11,9 @@ import orjson
 from batch_agent.errors import Rejected
 
 MOST_SHOWN = 12
+# As DeepSeek, Mistral, OpenRouter and others say it, with a 400.
 _UNKNOWN_MODEL = re.compile(
-    r"\bmodel\b.*\b(not|invalid|unknown|no)\b|\b(not|invalid|unknown|no)\b.*\bmodel\b", re.I | re.S
+    r"model\b.{0,80}\b(not exist|not found)|\b(invalid|unknown|no such|not a valid) model\b", re.IGNORECASE | re.DOTALL
 )
 
 
