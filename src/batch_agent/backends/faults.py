@@ -87,7 +87,7 @@ class ServerError:
 
     @classmethod
     def of(cls, value: object) -> ServerError:
-        if isinstance(value, list) and len(value) == 1:  # Gemini's
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):  # Gemini's
             value = value[0]
         if isinstance(value, Mapping):
             inner = value.get("error")
