@@ -160,8 +160,11 @@ class BackendContract(Terms):
 
     @both
     async def test_call_ids_are_unique_in_a_conversation_whatever_the_server_sends(self, streamed: bool) -> None:
-        same = Say(calls=[ToolCall("call_0", "search", f'{{"query":"{n}"}}') for n in range(2)])
-        async with self.peer(same, same, Say("Done.")) as peer:
+        one, two = (
+            Say(calls=[ToolCall("call_0", "search", f'{{"query":"{turn} {n}"}}') for n in range(2)])
+            for turn in ("first", "second")
+        )
+        async with self.peer(one, two, Say("Done.")) as peer:
             request = self.ask()
             for turn in range(2):
                 reply = await peer.backend.infer(request, listener(streamed))
@@ -245,7 +248,8 @@ class BackendContract(Terms):
     # Conversations
 
     async def test_calls_and_their_results_are_sent_in_pairs(self) -> None:
-        async with self.peer(Say("Let me look.", CALLS), Say("", CALLS[:1]), Say("Done.")) as peer:
+        another = ToolCall("call_c", "search", '{"query":"y"}')
+        async with self.peer(Say("Let me look.", CALLS), Say("", [another]), Say("Done.")) as peer:
             request = self.ask()
             reply = await peer.backend.infer(request)
             go_on(request, reply, *(f"result {n}" for n in range(len(reply.tool_calls))))
@@ -297,10 +301,10 @@ class BackendContract(Terms):
     async def test_agents_that_share_a_prefix_send_the_same_bytes_for_it(self) -> None:
         shared = Conversation([Message("system", "Be brief. é")])
         async with self.peer(Say("a"), Say("b")) as peer:
-            for word in ("one", "two"):
+            for word in ("vermilion", "ultramarine"):
                 await peer.backend.infer(self.ask(conversation=Conversation([Message("user", word)], shared)))
         first, second = peer.requests
-        assert first[: first.index(b"one")] == second[: second.index(b"two")]
+        assert first[: first.index(b"vermilion")] == second[: second.index(b"ultramarine")]
 
     @both
     async def test_what_only_the_wire_can_read_is_sent_back_to_it(self, streamed: bool) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from urllib.parse import SplitResult, parse_qsl
+from dataclasses import dataclass, replace
+from math import inf
+from urllib.parse import SplitResult, parse_qsl, urlencode
 
 from batch_agent.backends.schemes import FORMS, KEY_VARIABLE, SCHEMES
 from batch_agent.errors import SpecError
@@ -21,6 +22,7 @@ class Address:
     headers: Mapping[str, str]
     environ: Mapping[str, str]
     sends: bool = True  # False: nothing will be sent, so a key may be missing
+    model: str | None = None  # the one that the user named beside it
 
     @property
     def name(self) -> str:
@@ -56,6 +58,19 @@ class Address:
         given = dict(parse_qsl(self.url.query, keep_blank_values=True))
         check_known(given, SCHEMES[self.url.scheme].options, f"a {self.url.scheme}:// backend has no option")
         return given
+
+    def seconds(self, *names: str) -> tuple[dict[str, float], Address]:
+        """Those of these options that the URL has, and the address without them."""
+        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
+        found: dict[str, float] = {}
+        for name in given.keys() & set(names):
+            try:
+                found[name] = float(given.pop(name))
+            except ValueError:
+                found[name] = -1.0
+            if not 0.0 <= found[name] < inf:
+                raise SpecError(f"the backend's option {name} must be a number of seconds")
+        return found, replace(self, url=self.url._replace(query=urlencode(given)))
 
     def key(self, variable: str = KEY_VARIABLE) -> str | None:
         """The key that was given, else the variable's, where the URL does not bring a login of its own."""

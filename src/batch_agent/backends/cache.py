@@ -14,13 +14,23 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from hashlib import blake2b
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Backend, Capabilities, Load, Measured, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import (
+    Backend,
+    Capabilities,
+    Load,
+    Measured,
+    ModelRequest,
+    OnToolCall,
+    Patient,
+    RequestShape,
+)
 from batch_agent.backends.cache_store import ResponseStore
 from batch_agent.backends.generating import Generates
 from batch_agent.errors import BackendError
@@ -50,6 +60,9 @@ class CachingBackend(Generates):
     @property
     def capabilities(self) -> Capabilities:
         return replace(self._inner.capabilities, batch=False)  # each answer is looked up by itself
+
+    def keep(self, directory: Path | None) -> None:
+        cast(Patient, self._inner).keep(directory)
 
     async def load(self, endpoint: str = "") -> Load:
         return await cast(Measured, self._inner).load(endpoint)

@@ -33,8 +33,8 @@ class OpenAIBackend(OpenAIServer):
         tail = self.tail_of(request)
         return join_body(head, request.conversation, tail.fields), tail.headers
 
-    async def _ask(self, request: ModelRequest, on_tool_call: OnToolCall | None) -> Reply:
-        reply = await super()._ask(request, on_tool_call)
+    def finished(self, reply: Reply, shape: RequestShape) -> Reply:
+        reply = super().finished(reply, shape)
         if self._dialect.wants_reasoning and reply.reasoning:
             reply = replace(reply, sealed=sealed_with(reply.sealed, reply.reasoning))
         return reply

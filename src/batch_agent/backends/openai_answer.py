@@ -17,7 +17,7 @@ from batch_agent.backends.base import OnToolCall
 from batch_agent.backends.faults import Faults
 from batch_agent.backends.openai_sealed import SIGNATURES, sealed_calls
 from batch_agent.backends.sse import Event, EventTooLarge, SSEParser
-from batch_agent.backends.wire import Naming, counted, usage_of
+from batch_agent.backends.wire import Naming, counted, json_of, object_of, usage_of
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import JsonObject, Reply, ToolCall, Usage
 
@@ -29,7 +29,7 @@ _CACHE_WRITES = ("cache_write_tokens", "cache_creation_tokens", "created_cache_t
 
 def read_answer(body: bytes, naming: Naming) -> Reply:
     faults = naming.faults
-    document = read_object(body, faults)
+    document = object_of(body, faults)
     if error := error_in(document):
         raise faults.reported(error)
     choices = document.get("choices")
@@ -106,8 +106,8 @@ class AnswerStream:
                 self._done = True
                 return
             if name == "error":
-                raise self._faults.reported(read_json(data) or data.decode("utf-8", "replace"))
-            self._chunk(read_object(data, self._faults))
+                raise self._faults.reported(json_of(data) or data.decode("utf-8", "replace"))
+            self._chunk(object_of(data, self._faults))
 
     def _chunk(self, chunk: JsonObject) -> None:
         # Once for every token: what is usually not there is looked for before anything is made of it.
@@ -250,24 +250,6 @@ def check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: 
         raise Rejected(message, text=text, usage=usage)
     if finish == "tool_calls" and not has_calls and not text:
         raise faults.bad("the answer announces tool calls and has none")
-
-
-def read_json(data: bytes) -> JsonValue:
-    try:
-        value: JsonValue = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return None
-    return value
-
-
-def read_object(data: bytes, faults: Faults) -> JsonObject:
-    value = read_json(data)
-    if isinstance(value, dict):
-        return value
-    shown = faults.clean(data.decode("utf-8", "replace")) or "(nothing)"
-    if data.lstrip()[:1] == b"<":
-        raise faults.bad(f"the answer is a web page, not JSON; is this the URL of an API? {shown}")
-    raise faults.bad(f"the answer is not a JSON object: {shown}")
 
 
 def error_in(document: Mapping[str, JsonValue]) -> JsonValue:

@@ -40,7 +40,7 @@ class Tail:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class OpenAIServer(HttpBackend):
+class OpenAIServer(HttpBackend[bytes]):
     """One server at ``base_url`` (up to and without the wire's path), as an HttpBackend but for the wire. ``tail`` says
     what each request has of its own, for servers that take hints; ``query`` stands behind every path. With ``models``
     the server is not asked which it has."""
@@ -96,10 +96,13 @@ class OpenAIServer(HttpBackend):
             reply = await self._ask(request, on_tool_call)
         except Rejected as refusal:
             return await self._ask_without_schema(request, on_tool_call, refusal)
-        if self._wraps_answer(shape, shape.schema):
-            reply = replace(reply, text=unwrapped(reply.text))
         if not self._capabilities.schema_proven and not reply.tool_calls:
             self._judge(reply.text, shape.schema)
+        return reply
+
+    def finished(self, reply: Reply, shape: RequestShape) -> Reply:
+        if shape.schema is not None and self._wraps_answer(shape, shape.schema):
+            return replace(reply, text=unwrapped(reply.text))
         return reply
 
     async def models(self) -> list[str]:

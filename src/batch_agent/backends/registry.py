@@ -42,7 +42,7 @@ def open_backend(
         # A key of spaces is a variable that was not filled in.
         key = (api_key or "").strip() or None
         factory: Callable[[Address], Backend] = resolve_name(SCHEMES[scheme].factory)
-        return factory(Address(url, key, headers, environ, sends)), model
+        return factory(Address(url, key, headers, environ, sends, model=model)), model
     if isinstance(backend, Backend) and not isinstance(backend, type):
         if api_key is not None:
             raise SpecError("api_key has no effect on a Backend object: give the key to the object")

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pydantic import JsonValue
 
 from batch_agent.backends.base import OnToolCall
-from batch_agent.backends.openai_answer import check_finish, error_in, read_json, read_object, string_of
+from batch_agent.backends.openai_answer import check_finish, error_in, string_of
 from batch_agent.backends.sse import Event, EventTooLarge, SSEParser
-from batch_agent.backends.wire import Naming, counted, usage_of
+from batch_agent.backends.wire import Naming, counted, json_of, object_of, usage_of
 from batch_agent.messages import JsonObject, Reply, Sealed, ToolCall, Usage
 
 WIRE = "responses"
@@ -25,7 +25,7 @@ _REASONING = {"response.reasoning_summary_text.delta", "response.reasoning_text.
 
 
 def read_response(body: bytes, naming: Naming) -> Reply:
-    document = read_object(body, naming.faults)
+    document = object_of(body, naming.faults)
     items = _objects(document.get("output"))
     calls = {place: _call(item, naming) for place, item in enumerate(items) if _is_call(item)}
     return _reply(document, items, calls, naming, None)
@@ -71,8 +71,8 @@ class ResponseStream:
             if self._end is not None or data.strip() == b"[DONE]":
                 return
             if name == "error":
-                raise self._naming.faults.reported(read_json(data) or data.decode("utf-8", "replace"))
-            self._event(read_object(data, self._naming.faults))
+                raise self._naming.faults.reported(json_of(data) or data.decode("utf-8", "replace"))
+            self._event(object_of(data, self._naming.faults))
 
     def _event(self, event: JsonObject) -> None:
         kind, delta = event.get("type"), string_of(event.get("delta"))

@@ -8,8 +8,10 @@ from urllib.parse import quote, urlsplit
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend, Capabilities
 from batch_agent.backends.dialect import Dialect
+from batch_agent.backends.jobs import JobBackend
 from batch_agent.backends.openai import OpenAIBackend
 from batch_agent.backends.openai_by_model import OpenAIByModel
+from batch_agent.backends.openai_jobs import OpenAIJobs
 from batch_agent.backends.providers import PROVIDERS, base_variable
 from batch_agent.backends.responses import ResponsesBackend
 from batch_agent.errors import SpecError
@@ -25,12 +27,15 @@ AZURE_API_VERSION = "2024-10-21"
 
 
 def openai(address: Address) -> Backend:
-    address = _placed(address, "OPENAI_BASE_URL", "https://api.openai.com/v1")
-    key = _key(address, "OPENAI_API_KEY", "openai")
-    name = f"openai://{address.place}"
-    can = _capabilities(address, schema_with_tools=True)
-    form = OpenAIByModel if address.api is None else _form(address)
-    return form(address.base_url(), api_key=key, headers=address.headers, capabilities=can, name=name, dialect=OPENAI)
+    return _openai(address, OpenAIByModel if address.api is None else _form(address))
+
+
+def openai_batch(address: Address) -> Backend:
+    """The same server and key, through its batch API. ``gather`` and ``look`` are seconds: how long nobody may have
+    joined a job before it is sent, and after how long it is first asked whether it is done."""
+    waits, address = address.seconds("gather", "look")
+    wire = _openai(replace(address, url=address.url._replace(scheme="openai")), OpenAIBackend)
+    return JobBackend(wire, OpenAIJobs(wire.client), **waits)
 
 
 def azure(address: Address) -> Backend:
@@ -106,6 +111,18 @@ def _engine(address: Address, default_port: int) -> Backend:
         headers=address.headers,
         capabilities=_capabilities(address),
         name=address.name,
+    )
+
+
+def _openai(address: Address, form: type[OpenAIBackend] | type[ResponsesBackend]) -> OpenAIBackend | ResponsesBackend:
+    address = _placed(address, "OPENAI_BASE_URL", "https://api.openai.com/v1")
+    return form(
+        address.base_url(),
+        api_key=_key(address, "OPENAI_API_KEY", "openai"),
+        headers=address.headers,
+        capabilities=_capabilities(address, schema_with_tools=True),
+        name=f"openai://{address.place}",
+        dialect=OPENAI,
     )
 
 

@@ -128,3 +128,23 @@ def usage_of(prompt: int, cached: int, completion: int, reasoning: int = 0, writ
     if cached + written > prompt:
         prompt += cached + written
     return Usage(prompt, cached, completion, reasoning, written)
+
+
+def json_of(data: bytes) -> JsonValue:
+    """None for what is no JSON."""
+    try:
+        value: JsonValue = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    return value
+
+
+def object_of(data: bytes, faults: Faults) -> JsonObject:
+    """An answer that must be a JSON object."""
+    value = json_of(data)
+    if isinstance(value, dict):
+        return value
+    shown = faults.clean(data.decode("utf-8", "replace")) or "(nothing)"
+    if data.lstrip()[:1] == b"<":
+        raise faults.bad(f"the answer is a web page, not JSON; is this the URL of an API? {shown}")
+    raise faults.bad(f"the answer is not a JSON object: {shown}")

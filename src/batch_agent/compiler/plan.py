@@ -327,7 +327,7 @@ def _system_text(spec: BatchSpec, schema: OutputSchema[object] | None) -> str:
     system = strip_preamble(spec.system_prompt) if spec.strip_preamble else spec.system_prompt
     if schema is None or any(carries_schema(text, schema.json_schema) for text in (system, spec.task)):
         return system
-    return _join(system, schema_instruction(schema))
+    return _join(system, schema_instruction(schema.json_text))
 
 
 def _join(*parts: str) -> str:

@@ -80,6 +80,8 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
     agents = spec.max_agents if spec.given("max_agents") else _enough_agents(inflight)
     prices = find_prices(spec.prices, model=model, backend=backend.name)
+    if prices is not None and spec.prices is None and backend.capabilities.price != 1.0:
+        prices = prices.times(backend.capabilities.price)
     _check_budget(spec, prices, model, backend.name)
     answering = _cached(spec, backend)
     summaries = _summaries(spec, answering, sends=sends)
