@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from batch_agent.backends.providers import PROVIDERS as NAMED
 
 KEY_VARIABLE = "BATCH_AGENT_API_KEY"
-HTTP_OPTIONS = ("native_schema", "api")
-ENGINE_OPTIONS = (*HTTP_OPTIONS, "tls")
+HTTP_OPTIONS = ("native_schema",)
+ENGINE_OPTIONS = ("native_schema", "tls")
+API = ("api",)  # of those that serve both of OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Scheme:
     form: str  # as users write it
     what: str  # for people, in a few words
     key: str = ""  # the variable that its key is taken from
-    options: tuple[str, ...] = ()  # what may stand behind the question mark
+    options: tuple[str, ...] = ()  # what may stand behind the question mark: true or false
+    texts: tuple[str, ...] = ()  # ... and what has another value
     own: bool = False  # an engine that people run themselves
     provider: bool = False  # may stand before a model's name: openai/gpt-4o
     listed: bool = True  # named where a message says what can be given
@@ -41,12 +43,14 @@ _LINES = (
         "batch_agent.backends.local:from_address",
         "local://",
         "the embedded engine, on this machine's CPU; `local://path/to/model.gguf` for weights of your own",
-        options=("threads", "kv_gb", "max_seqs"),
+        texts=("threads", "kv_gb", "max_seqs"),
         own=True,
     ),
-    Scheme("vllm", f"{_SERVERS}:vllm", "vllm://host:8000", "vLLM", KEY_VARIABLE, ENGINE_OPTIONS, own=True),
-    Scheme("sglang", f"{_SERVERS}:sglang", "sglang://host:30000", "SGLang", KEY_VARIABLE, ENGINE_OPTIONS, own=True),
-    Scheme("openai", f"{_SERVERS}:openai", "openai://", "OpenAI", "OPENAI_API_KEY", ENGINE_OPTIONS, provider=True),
+    Scheme("vllm", f"{_SERVERS}:vllm", "vllm://host:8000", "vLLM", KEY_VARIABLE, ENGINE_OPTIONS, API, own=True),
+    Scheme(
+        "sglang", f"{_SERVERS}:sglang", "sglang://host:30000", "SGLang", KEY_VARIABLE, ENGINE_OPTIONS, API, own=True
+    ),
+    Scheme("openai", f"{_SERVERS}:openai", "openai://", "OpenAI", "OPENAI_API_KEY", ENGINE_OPTIONS, API, provider=True),
     Scheme(
         "azure",
         f"{_SERVERS}:azure",
@@ -54,6 +58,7 @@ _LINES = (
         "OpenAI's models on Azure",
         "AZURE_OPENAI_API_KEY",
         HTTP_OPTIONS,
+        API,
         listed=False,
     ),
     *(
@@ -64,6 +69,7 @@ _LINES = (
             known.what,
             known.key or KEY_VARIABLE,
             ENGINE_OPTIONS,
+            API,
             own=known.port is not None,
             provider=True,
             listed=False,
@@ -74,9 +80,10 @@ _LINES = (
         "anthropic",
         "batch_agent.backends.anthropic:from_address",
         "anthropic://",
-        "Anthropic; `anthropic://host:port` for a server that speaks its wire",
+        "Anthropic; `anthropic://host:8000` for a server of your own that speaks its wire",
         "ANTHROPIC_API_KEY",
-        ("version", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        texts=("version",),
         provider=True,
     ),
     Scheme(
@@ -112,8 +119,9 @@ _LINES = (
         "any server that speaks OpenAI's dialect",
         KEY_VARIABLE,
         HTTP_OPTIONS,
+        API,
     ),
-    Scheme("https", f"{_SERVERS}:http", "https://host/v1", "the same, over TLS", KEY_VARIABLE, HTTP_OPTIONS),
+    Scheme("https", f"{_SERVERS}:http", "https://host/v1", "the same, over TLS", KEY_VARIABLE, HTTP_OPTIONS, API),
     Scheme(
         "simulated",
         "batch_agent.backends.simulated:from_address",
