@@ -34,7 +34,9 @@ def openai_batch(address: Address) -> Backend:
     """The same server and key, through its batch API. ``gather`` and ``look`` are seconds: how long nobody may have
     joined a job before it is sent, and after how long it is first asked whether it is done."""
     waits, address = address.seconds("gather", "look")
-    wire = _openai(replace(address, url=address.url._replace(scheme="openai")), OpenAIBackend)
+    # A key by which requests find a cache is for those that come one by one.
+    dialect = replace(OPENAI, cache_key=False)
+    wire = _openai(replace(address, url=address.url._replace(scheme="openai")), OpenAIBackend, dialect)
     return JobBackend(wire, OpenAIJobs(wire.client), **waits)
 
 
@@ -114,7 +116,9 @@ def _engine(address: Address, default_port: int) -> Backend:
     )
 
 
-def _openai(address: Address, form: type[OpenAIBackend] | type[ResponsesBackend]) -> OpenAIBackend | ResponsesBackend:
+def _openai(
+    address: Address, form: type[OpenAIBackend] | type[ResponsesBackend], dialect: Dialect = OPENAI
+) -> OpenAIBackend | ResponsesBackend:
     address = _placed(address, "OPENAI_BASE_URL", "https://api.openai.com/v1")
     return form(
         address.base_url(),
@@ -122,7 +126,7 @@ def _openai(address: Address, form: type[OpenAIBackend] | type[ResponsesBackend]
         headers=address.headers,
         capabilities=_capabilities(address, schema_with_tools=True),
         name=f"openai://{address.place}",
-        dialect=OPENAI,
+        dialect=dialect,
     )
 
 
