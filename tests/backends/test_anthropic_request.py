@@ -256,7 +256,7 @@ def test_what_is_known_to_be_refused_is_refused_before_anything_is_sent(model: s
         ("claude-sonnet-4-5", {"temperature": 0.0}),
         ("claude-sonnet-4-5", {"temperature": 1, "stop": ("END",)}),
         ("claude-sonnet-5", {"temperature": 1}),
-        ("smollm2", {"temperature": 0.5, "top_p": 0.5}),
+        ("smollm2", {"temperature": 1.5, "top_p": 0.5, "stop": ("\n",)}),
         ("claude-novel-7", {"temperature": 0.5}),
     ],
 )

@@ -83,7 +83,7 @@ _LINES = (
         "Anthropic; `anthropic://host:8000` for a server of your own that speaks its wire",
         "ANTHROPIC_API_KEY",
         ENGINE_OPTIONS,
-        texts=("version",),
+        ("version",),
         provider=True,
     ),
     Scheme(
@@ -91,7 +91,8 @@ _LINES = (
         "batch_agent.backends.bedrock:from_address",
         "bedrock://region/model",
         "AWS Bedrock, with the credentials that boto3 finds (needs the package boto3)",
-        options=("endpoint_url", "native_schema"),
+        options=("native_schema",),
+        texts=("endpoint_url",),
         provider=True,
     ),
     Scheme(
@@ -100,7 +101,8 @@ _LINES = (
         "openai-batch://",
         "OpenAI's batch API: half the price, within a day",
         "OPENAI_API_KEY",
-        ("gather", "look", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        ("gather", "look"),
         listed=False,
     ),
     Scheme(
@@ -109,7 +111,8 @@ _LINES = (
         "anthropic-batch://",
         "Anthropic's batch API: half the price, within a day",
         "ANTHROPIC_API_KEY",
-        ("gather", "look", "version", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        ("gather", "look", "version"),
         listed=False,
     ),
     Scheme(
