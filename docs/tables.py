@@ -30,10 +30,11 @@ def table() -> Iterator[str]:
     yield "| --- " * len(HEADER) + "|"
     for scheme in SCHEMES.values():
         can = able(scheme)
-        flags = (can.native_schema, can.schema_with_tools, can.images, can.load)
+        schemas = ("yes" if can.schema_proven else "found out") if can.native_schema else ""
+        flags = (can.schema_with_tools, can.images, can.load)
         key = f"`{scheme.key}`" if scheme.key else ""
         options = ", ".join(f"`{name}`" for name in (*scheme.options, *scheme.texts))
-        cells = (f"`{scheme.form}`", scheme.what, key, *("yes" if flag else "" for flag in flags), options)
+        cells = (f"`{scheme.form}`", scheme.what, key, schemas, *("yes" if flag else "" for flag in flags), options)
         yield "| " + " | ".join(cells) + " |"
 
 

@@ -29,6 +29,28 @@ class TestOpenAI(FlavourContract):
     url = "openai://{}?tls=false"
 
 
+class TestAzure(ChatContract):
+    def backend(self, url: str) -> Backend:
+        environ = {"AZURE_OPENAI_API_KEY": "k", "AZURE_OPENAI_ENDPOINT": url.removesuffix("/v1")}
+        return open_backend("azure://resource/test-model", model=None, api_key=None, environ=environ)[0]
+
+
+class TestGroq(FlavourContract):
+    url = "groq://{}?tls=false"
+
+
+class TestMistral(FlavourContract):
+    """Whose name for a seed is another."""
+
+    url = "mistral://{}?tls=false"
+    drops = ChatContract.drops | {"seed"}
+
+
+class TestGemini(FlavourContract):
+    url = "gemini://{}?tls=false"
+    refuses = frozenset({"seed"})
+
+
 class TestVllm(FlavourContract):
     url = "vllm://{}"
 

@@ -75,7 +75,7 @@ def test_openai_without_a_key_names_the_variable() -> None:
         ("vllm://h", True, False),
         ("sglang://h", True, False),
         ("vllm://h?native_schema=false", False, False),
-        ("http://h", False, False),
+        ("http://h", True, False),
         ("http://h?native_schema=true", True, False),
         ("openai://", True, True),
         ("openai://?native_schema=false", False, False),

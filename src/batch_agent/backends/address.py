@@ -52,6 +52,14 @@ class Address:
         return value
 
     @property
+    def api(self) -> str | None:
+        """The one of OpenAI's APIs that the user wants: ``?api=chat`` or ``?api=responses``."""
+        api = self.text("api")
+        if api not in (None, "chat", "responses"):
+            raise SpecError("the backend's option api must be chat or responses")
+        return api
+
+    @property
     def _given(self) -> Mapping[str, str]:
         given = dict(parse_qsl(self.url.query, keep_blank_values=True))
         allowed = (*self._scheme.options, *self._scheme.texts)

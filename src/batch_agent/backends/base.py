@@ -26,6 +26,8 @@ class Capabilities:
 
     native_schema: bool = False  # keeps to a JSON schema that comes with the request
     schema_with_tools: bool = False  # ... also when the same request offers tools
+    schema_proven: bool = True  # False: it may or may not, so the prompt tells the schema too
+    schema_note: str = ""  # what came of it, where it was found not to
     streaming: bool = True  # can report tool calls while the model is still talking
     images: bool = False  # can be shown pictures; one that cannot refuses a message with one (``text_only``)
     # Calls in flight when the user names no number, for a backend that knows; None: the number is found.

@@ -112,7 +112,12 @@ class HttpBackend(Generates, ABC, Generic[Head]):
             # Also where a stream was asked for and the server, which is allowed to, sent the whole at once.
             reply = self.read_whole(answer or b"", naming)
             report_calls(reply, on_tool_call)
+        reply = self.finished(reply, request.shape)
         return reply if quota is None else replace(reply, quota=quota)
+
+    def finished(self, reply: Reply, shape: RequestShape) -> Reply:
+        """The answer as the engine wants it, where the wire had to ask for it in another form."""
+        return reply
 
     def route_of(self, request: ModelRequest, streamed: bool) -> Route:
         """Where a turn is asked for, on a wire that has more than one place."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from batch_agent.backends.providers import PROVIDERS as NAMED
+
 KEY_VARIABLE = "BATCH_AGENT_API_KEY"
 HTTP_OPTIONS = ("native_schema",)
 ENGINE_OPTIONS = ("native_schema", "tls")
+API = ("api",)  # of those that serve both of OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,36 @@ _LINES = (
         texts=("threads", "kv_gb", "max_seqs"),
         own=True,
     ),
-    Scheme("vllm", f"{_SERVERS}:vllm", "vllm://host:8000", "vLLM", KEY_VARIABLE, ENGINE_OPTIONS, own=True),
-    Scheme("sglang", f"{_SERVERS}:sglang", "sglang://host:30000", "SGLang", KEY_VARIABLE, ENGINE_OPTIONS, own=True),
-    Scheme("openai", f"{_SERVERS}:openai", "openai://", "OpenAI", "OPENAI_API_KEY", ENGINE_OPTIONS, provider=True),
+    Scheme("vllm", f"{_SERVERS}:vllm", "vllm://host:8000", "vLLM", KEY_VARIABLE, ENGINE_OPTIONS, API, own=True),
+    Scheme(
+        "sglang", f"{_SERVERS}:sglang", "sglang://host:30000", "SGLang", KEY_VARIABLE, ENGINE_OPTIONS, API, own=True
+    ),
+    Scheme("openai", f"{_SERVERS}:openai", "openai://", "OpenAI", "OPENAI_API_KEY", ENGINE_OPTIONS, API, provider=True),
+    Scheme(
+        "azure",
+        f"{_SERVERS}:azure",
+        "azure://resource/deployment",
+        "OpenAI's models on Azure",
+        "AZURE_OPENAI_API_KEY",
+        HTTP_OPTIONS,
+        API,
+        listed=False,
+    ),
+    *(
+        Scheme(
+            name,
+            f"{_SERVERS}:provider",
+            f"{name}://" if known.port is None else f"{name}://host:{known.port}",
+            known.what,
+            known.key or KEY_VARIABLE,
+            ENGINE_OPTIONS,
+            API,
+            own=known.port is not None,
+            provider=True,
+            listed=False,
+        )
+        for name, known in NAMED.items()
+    ),
     Scheme(
         "anthropic",
         "batch_agent.backends.anthropic:from_address",
@@ -92,8 +122,9 @@ _LINES = (
         "any server that speaks OpenAI's dialect",
         KEY_VARIABLE,
         HTTP_OPTIONS,
+        API,
     ),
-    Scheme("https", f"{_SERVERS}:http", "https://host/v1", "the same, over TLS", KEY_VARIABLE, HTTP_OPTIONS),
+    Scheme("https", f"{_SERVERS}:http", "https://host/v1", "the same, over TLS", KEY_VARIABLE, HTTP_OPTIONS, API),
     Scheme(
         "simulated",
         "batch_agent.backends.simulated:from_address",

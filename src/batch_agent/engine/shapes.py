@@ -22,7 +22,7 @@ class Shapes:
     first: RequestShape  # the first turn, where a forced tool choice applies
     later: RequestShape  # every following turn
     repair: RequestShape  # after an answer that did not validate
-    schema_in_prompt: bool  # the first answer is not constrained, so the model must read what is wanted
+    schema_in_prompt: bool  # the first answer may not be constrained, so the model must read what is wanted
 
 
 def build_shapes(
@@ -55,7 +55,8 @@ def build_shapes(
     later = replace(first, tool_choice="auto") if _is_forced(spec.tool_choice) else first
     tool_free = replace(constrained, tools=(), tool_choice=None)
     repair = tool_free if native and not composed else later
-    return Shapes(first, later, repair, schema_in_prompt=schema is not None and not composed)
+    told = not (composed and capabilities.schema_proven)
+    return Shapes(first, later, repair, schema_in_prompt=schema is not None and told)
 
 
 def _is_forced(choice: JsonValue) -> bool:

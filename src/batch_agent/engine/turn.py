@@ -21,7 +21,7 @@ from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
 from batch_agent.errors import BackendError, BadResponse, OutputError, Timeout, Unavailable
-from batch_agent.events import Sink, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
+from batch_agent.events import SchemaUnsupported, Sink, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
 from batch_agent.job import Job, Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
@@ -61,6 +61,7 @@ class Resources:
     streaming: Streaming = field(default_factory=Streaming)
     foresight: Foresight | None = None
     compactor: Compactor | None = None  # None: what is asked is never cut
+    schema_noted: bool = False  # that the server does not keep to it
     chance: Callable[[], float] = random.random
 
 
@@ -234,12 +235,20 @@ async def _send(
         r.clock(), r.run, index, tally.turns, reply.usage, seconds, reply.first_token, cost, reply.saved
     )
     r.emit(done)
+    _note_schema(r)
     if early is not None and reply.saved is None:
         gained = early.gained(loop.time())
         decided = r.streaming.learn(gained, reply.usage.completion_tokens, limiter.scheduler.inflight)
         if decided is not None:
             r.emit(StreamingDecided(r.clock(), r.run, *decided))
     return reply
+
+
+def _note_schema(r: Resources) -> None:
+    """Say once what the backend has found out about its server and schemas."""
+    if r.schema is not None and not r.schema_noted and (note := r.backend.capabilities.schema_note):
+        r.schema_noted = True
+        r.emit(SchemaUnsupported(r.clock(), r.run, note))
 
 
 def _has_answer(text: str, schema: OutputSchema[object] | None) -> bool:

@@ -34,6 +34,8 @@ def summary_lines(
         lines += _labelled("why", [harmless(statistics.reason, REASON_CHARACTERS)])
     if statistics.outage_seconds:
         lines += _labelled("outage", [f"the server was down for {clock(statistics.outage_seconds)} in all"])
+    if statistics.schema_note:
+        lines += _labelled("schema", [harmless(statistics.schema_note, REASON_CHARACTERS)])
     if statistics.limits:
         lines += _labelled("limit", [_limit_line(statistics)])
     lines += _labelled("failed", _failure_lines(statistics))
@@ -71,6 +73,7 @@ def summary_json(
         "turns": statistics.turns,
         "retries": statistics.retries,
         "answers_rejected": statistics.rejected,
+        "schema_note": statistics.schema_note or None,
         "peak_inflight": statistics.peak_running,
         "limits": [
             {"from": step.before, "to": step.after, "reason": step.reason, "endpoint": step.endpoint}

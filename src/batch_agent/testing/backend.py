@@ -63,7 +63,7 @@ class ScriptedBackend(Generates):
         return ["scripted"]
 
     def check(self, shape: RequestShape) -> None:
-        encode_head(shape, False, "max_tokens")
+        encode_head(shape, False)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         naming = Naming(request.conversation.messages, FAULTS)
@@ -88,7 +88,7 @@ class ScriptedBackend(Generates):
             self.inflight -= 1
 
     def _request(self, request: ModelRequest, streamed: bool) -> Request:
-        raw = join_body(encode_head(request.shape, streamed, "max_tokens"), request.conversation)
+        raw = join_body(encode_head(request.shape, streamed), request.conversation)
         return Request(len(self.requests), "/v1/chat/completions", orjson.loads(raw), raw=raw)
 
     async def _track(self, request: Request) -> Track:
