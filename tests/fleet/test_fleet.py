@@ -122,7 +122,7 @@ def test_a_server_that_goes_away_takes_no_row_with_it(mode: str) -> None:
 @virtual_clock
 async def test_a_server_that_is_not_there_yet_is_knocked_at_and_joins_when_it_comes() -> None:
     async with AsyncExitStack() as stack:
-        (first,) = await servers(stack, "a")
+        (first,) = await servers(stack, "a", latency=0.5)
         place = nobody()
         port = int(place.rpartition(":")[2])
 
@@ -132,9 +132,9 @@ async def test_a_server_that_is_not_there_yet_is_knocked_at_and_joins_when_it_co
 
         async with asyncio.TaskGroup() as group:
             group.create_task(come_later())
-            results = await finish([first.backend_url, place], inputs=ROWS * 10)
+            results = await finish([first.backend_url, place], inputs=ROWS * 2)
     shares = Counter(result.output for result in results)
-    assert all(results) and shares["b"] > 500
+    assert all(results) and shares["b"] > 50
     assert all(result.attempts <= 2 for result in results)
 
 
@@ -272,7 +272,7 @@ async def test_two_runs_on_one_fleet_share_its_slots_and_what_one_does_not_want_
                 seen[name].append(run.shared.limiter.scheduler.inflight)
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(run("long", ROWS * 20))
+        group.create_task(run("long", ROWS * 10))
         await asyncio.sleep(0.25)
         group.create_task(run("short", ROWS * 3))
     assert max(seen["long"]) == 128, "alone it has all"
