@@ -26,6 +26,7 @@ PUBLIC = [
     "BatchSpec",
     "Failure",
     "Fleet",
+    "Image",
     "JobError",
     "Message",
     "Pipeline",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from batch_agent.fleet.backend import Fleet
     from batch_agent.job import AgentError, AgentResult, Failure, Success, Timings
-    from batch_agent.messages import Message, ToolCall, Usage
+    from batch_agent.messages import Image, Message, ToolCall, Usage
     from batch_agent.results import Results
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
@@ -39,6 +39,7 @@ __all__ = [
     "BatchSpec",
     "Failure",
     "Fleet",
+    "Image",
     "JobError",
     "Message",
     "Pipeline",
@@ -62,7 +63,7 @@ _HOMES = {
     "errors": ("BatchAgentError", "JobError", "RunRejected", "RunUnreachable", "SpecError", "StoreError", "ToolError"),
     "fleet.backend": ("Fleet",),
     "job": ("AgentError", "AgentResult", "Failure", "Success", "Timings"),
-    "messages": ("Message", "ToolCall", "Usage"),
+    "messages": ("Image", "Message", "ToolCall", "Usage"),
     "results": ("Results",),
     "spec": ("BatchSpec",),
     "tools.base": ("Tool",),

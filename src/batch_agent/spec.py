@@ -31,12 +31,15 @@ ALLOWED = {
     **dict.fromkeys(("task", "system_prompt"), "text"),
     **dict.fromkeys(("model", "api_key", "affinity"), "text, or None"),
     "template": "braces or jinja",
+    "images": "a list of names of fields",
+    "image_root": "a directory, or None",
     "tools": "a list of tools",
     "on_result": "a function, or None",
     **dict.fromkeys(
-        ("max_inflight", "max_agents", "max_turns", "max_total_tokens", "model_max_context"),
+        ("max_inflight", "max_agents", "max_turns", "max_total_tokens", "model_max_context", "rpm", "tpm"),
         f"a whole number above 0{_NO_LIMIT}",
     ),
+    "backpressure_ceiling": f"a whole number, 0 or more{_NO_LIMIT}",
     "max_retries": "a whole number, 0 or more: without a limit, what fails every time would cost without end",
     **dict.fromkeys(
         ("timeout_per_agent", "timeout_per_turn", "timeout_per_tool", "max_wall_time", "max_outage"),
@@ -62,7 +65,8 @@ ALLOWED = {
     "prewarm_max_age": "a number of seconds above 0",
     "retry_failed": "True, False, an error type or a list of them",
     **dict.fromkeys(
-        ("resume", "force_resume", "no_hoist", "strip_preamble", "streaming_tool_dispatch"), "True or False"
+        ("resume", "force_resume", "no_hoist", "strip_preamble", "streaming_tool_dispatch", "calibrate_backend"),
+        "True or False",
     ),
 }
 
@@ -90,6 +94,16 @@ class BatchSpec(BaseModel):
         "iterator, generator or async iterator; or a DataFrame, an Arrow table, a Hugging Face dataset, an open text "
         "file, or the path of a file or directory."
     )
+    images: Sequence[Text] = Field(
+        (),
+        description="Fields of a row that hold an image, or a list of them, as paths, URLs, data: URLs or bytes. In "
+        "Python, Image(...) says so by itself.",
+    )
+    image_root: Text | Path | None = Field(
+        None,
+        description="The directory of images whose paths are relative. Not given: the working directory; on the "
+        "command line, where the rows are.",
+    )
     system_prompt: Text = Field("", description="The same for all agents; everything shared belongs here.")
     tools: Sequence[Any] = Field((), description="Tools the agents may call: Tool values or plain functions.")
     output_schema: Any = Field(
@@ -110,7 +124,26 @@ class BatchSpec(BaseModel):
     )
     max_inflight: Count | None = Field(
         None,
-        description="Model calls in flight at once, never more. Not given: what suits the backend. None: no limit.",
+        description="Model calls in flight at once, never more. Not given: the right number is found while the run "
+        "goes. None: no limit.",
+    )
+    rpm: Count | None = Field(
+        None,
+        description="Requests an endpoint may be sent in any minute. What a provider's headers say of its budgets is "
+        "kept to without this.",
+    )
+    tpm: Count | None = Field(
+        None, description="Tokens, of prompts and answers, that an endpoint may be asked for in any minute."
+    )
+    backpressure_ceiling: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        None,
+        description="No new agent starts while more requests than this wait in the engine's queue, where the engine "
+        "tells how long that is.",
+    )
+    calibrate_backend: bool = Field(
+        False,
+        description="Find the number of calls in flight beyond which more bring no more, step by step on the first "
+        "rows, and remember it for this endpoint and model.",
     )
     max_agents: Count | None = Field(
         None,

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import importlib.util
+from urllib.parse import urlsplit
 
 import pytest
 
 from backends.wire import WireServer, answer
+from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend
 from batch_agent.backends.openai import OpenAIBackend
 from batch_agent.backends.registry import open_backend
@@ -135,6 +137,11 @@ def test_no_backend_is_an_error_that_says_what_to_give(model: str | None) -> Non
         open_backend(None, model=model, api_key=None, environ=KEY)
 
 
+def test_a_provider_that_is_nearly_one_is_suggested() -> None:
+    with pytest.raises(SpecError, match="did you mean openai/gpt-4o"):
+        open_backend(None, model="opnai/gpt-4o", api_key=None, environ=KEY)
+
+
 def test_a_backend_object_is_taken_as_it_is() -> None:
     backend: Backend = OpenAIBackend("http://h")
     assert open_backend(backend, model="a/b", api_key=None, environ={}) == (backend, "a/b")
@@ -148,7 +155,7 @@ def test_a_backend_object_is_taken_as_it_is() -> None:
         ("localhost:8000", "not a URL"),
         ("me:hidden@localhost:8000", "not a URL"),
         ("vlm://host", "did you mean 'vllm'"),
-        ("gopher://host", "Known: openai, vllm, sglang, http, https"),
+        ("gopher://host", "Known: local, vllm"),
         ("vllm://", "no host"),
         ("vllm://:8000", "no host"),
         ("http://me:hidden@", "no host"),
@@ -165,13 +172,26 @@ def test_a_backend_object_is_taken_as_it_is() -> None:
         ({"url": "http://h", "headers": {"A": 5}}, "headers"),
         ({"url": "http://h", "headers": ["A"]}, "headers"),
         (5, "int"),
-        (OpenAIBackend, "type"),
+        (OpenAIBackend, "the class OpenAIBackend"),
     ],
 )
 def test_what_is_wrong_with_a_backend_is_said_without_its_password(backend: object, words: str) -> None:
     with pytest.raises(SpecError, match=words) as caught:
         opened(backend)
     assert "hidden" not in str(caught.value)
+
+
+def test_options_are_true_or_false_or_texts_and_each_scheme_has_its_own() -> None:
+    def address(url: str) -> Address:
+        return Address(urlsplit(url), None, {}, {})
+
+    assert address("vllm://h?tls=1&native_schema=False").options == {"tls": True, "native_schema": False}
+    local = address("local://?threads=2&kv_gb=")
+    assert (local.options, local.text("threads"), local.text("max_seqs")) == ({}, "2", None)
+    with pytest.raises(SpecError, match="kv_gb is empty"):
+        local.text("kv_gb")
+    with pytest.raises(SpecError, match="Known: native_schema"):
+        address("http://h?threads=2").text("threads")
 
 
 def test_two_keys_are_an_error() -> None:

@@ -1,23 +1,22 @@
 """A backend as the user gave it, taken apart: where it is, who asks, and what stands behind the question mark.
 
-A factory of ``registry.SCHEMES`` makes a Backend of it. What is shown of an address has no user, password or key.
+The factory of its line in ``schemes`` makes a Backend of it. What is shown of an address has no user, password or key.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
-from urllib.parse import SplitResult, parse_qsl
+from urllib.parse import SplitResult, parse_qsl, urlencode
 
+from batch_agent.backends.schemes import FORMS, KEY_VARIABLE, SCHEMES, Scheme
 from batch_agent.errors import SpecError
 
 if TYPE_CHECKING:
     from batch_agent.backends.transport import Transport
-
-KEY_VARIABLE = "BATCH_AGENT_API_KEY"
-FORMS = "vllm://host:8000, sglang://host:30000, openai://, http://host:port/v1, https://host/v1, fleet://hosts.txt, or local://"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -27,6 +26,7 @@ class Address:
     headers: Mapping[str, str]
     environ: Mapping[str, str]
     sends: bool = True  # False: nothing will be sent, so a key may be missing
+    model: str | None = None  # the one that the user named beside it
     transport: Transport | None = None  # the connections it shares with others; None: it has its own
 
     @property
@@ -41,15 +41,44 @@ class Address:
 
     @property
     def options(self) -> Mapping[str, bool]:
-        """What stands behind the question mark, for servers that speak HTTP."""
-        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
-        allowed = ("native_schema",) if self.url.scheme in ("http", "https") else ("native_schema", "tls")
-        check_known(given, allowed, f"a {self.url.scheme}:// backend has no option")
+        """What stands behind the question mark and is true or false."""
         values = {"true": True, "1": True, "false": False, "0": False}
-        for name, value in given.items():
-            if value.lower() not in values:
+        flags = {name: value.lower() for name, value in self._given.items() if name in self._scheme.options}
+        for name, value in flags.items():
+            if value not in values:
                 raise SpecError(f"the backend's option {name} must be true or false")
-        return {name: values[value.lower()] for name, value in given.items()}
+        return {name: values[value] for name, value in flags.items()}
+
+    def text(self, name: str) -> str | None:
+        """An option behind the question mark that is text; None where it is not given."""
+        value = self._given.get(name)
+        if value == "":
+            raise SpecError(f"the backend's option {name} is empty: give it a value, or leave it out")
+        return value
+
+    @property
+    def _given(self) -> Mapping[str, str]:
+        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
+        allowed = (*self._scheme.options, *self._scheme.texts)
+        check_known(given, allowed, f"a {self.url.scheme}:// backend has no option")
+        return given
+
+    @property
+    def _scheme(self) -> Scheme:
+        return SCHEMES[self.url.scheme]
+
+    def seconds(self, *names: str) -> tuple[dict[str, float], Address]:
+        """Those of these options that the URL has, and the address without them."""
+        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
+        found: dict[str, float] = {}
+        for name in given.keys() & set(names):
+            try:
+                found[name] = float(given.pop(name))
+            except ValueError:
+                found[name] = -1.0
+            if not 0.0 <= found[name] < inf:
+                raise SpecError(f"the backend's option {name} must be a number of seconds")
+        return found, replace(self, url=self.url._replace(query=urlencode(given)))
 
     def key(self, variable: str = KEY_VARIABLE) -> str | None:
         """The key that was given, else the variable's, where the URL does not bring a login of its own."""
@@ -72,10 +101,10 @@ class Address:
 
 
 def check_known(names: Iterable[str], allowed: Iterable[str], complaint: str) -> None:
-    """SpecError for a name that is not allowed, with the one that was probably meant."""
+    """SpecError for a name that is not allowed, with those that were probably meant."""
     allowed = list(allowed)
     for name in names:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            near = difflib.get_close_matches(name, allowed)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
             raise SpecError(f"{complaint} {name!r}{hint} Known: {', '.join(allowed)}")

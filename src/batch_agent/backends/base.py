@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
@@ -27,9 +28,12 @@ class Capabilities:
     schema_with_tools: bool = False  # ... also when the same request offers tools
     streaming: bool = True  # can report tool calls while the model is still talking
     images: bool = False  # can be shown pictures; one that cannot refuses a message with one (``text_only``)
-    default_inflight: int = 64  # calls in flight when the user names no number
+    # Calls in flight when the user names no number, for a backend that knows; None: the number is found.
+    default_inflight: int | None = None
     endpoints: tuple[str, ...] = ("",)  # the names of the servers behind it, of which a turn is granted one
     load: bool = False  # tells how busy it is: it is a Measured
+    patient: bool = False  # answers take hours: no time limit of a turn but the user's; it is a Patient
+    price: float = 1.0  # the part of its provider's listed price that it asks
     batch: bool = False  # answers many conversations in one request, and better so: it is a Batched
     many: bool = False  # its endpoints are servers of their own, which come and go: it is a Many
 
@@ -88,9 +92,15 @@ class Member:
 
     name: str  # of Capabilities.endpoints
     weight: float = 1.0  # its share among the others
-    inflight: int = 64  # calls in flight when the user names no number
+    inflight: int | None = None  # calls in flight when the user names no number; None: the number is found
     models: frozenset[str] | None = None  # that it serves; None: nobody knows
     context: int | None = None  # tokens; None: as many as any
+
+
+def total_inflight(members: Sequence[Member]) -> int | None:
+    """Of all together; None where one of them has no number of its own."""
+    numbers = [member.inflight for member in members]
+    return None if None in numbers else sum(number for number in numbers if number is not None)
 
 
 class Party(Protocol):
@@ -197,4 +207,14 @@ class Many(Backend, Protocol):
 
     async def knock(self, endpoint: str) -> None:
         """Is it there? Costs it nothing. A BackendError where it does not answer."""
+        ...
+
+
+@runtime_checkable
+class Patient(Backend, Protocol):
+    """Where ``Capabilities.patient``."""
+
+    def keep(self, directory: Path | None) -> None:
+        """Called before it is entered: where it notes what it has sent, so that a run which is resumed picks that up.
+        None: nowhere, and nothing is picked up."""
         ...

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from hashlib import blake2b
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -30,10 +31,12 @@ from batch_agent.backends.base import (
     ModelRequest,
     OnToolCall,
     Party,
+    Patient,
     RequestShape,
 )
 from batch_agent.backends.cache_store import ResponseStore
 from batch_agent.backends.generating import Generates
+from batch_agent.backends.wire import report_calls
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
 
@@ -61,6 +64,9 @@ class CachingBackend(Generates):
     @property
     def capabilities(self) -> Capabilities:
         return replace(self._inner.capabilities, batch=False)  # each answer is looked up by itself
+
+    def keep(self, directory: Path | None) -> None:
+        cast(Patient, self._inner).keep(directory)
 
     async def load(self, endpoint: str = "") -> Load:
         return await cast(Measured, self._inner).load(endpoint)
@@ -177,9 +183,7 @@ class CachingBackend(Generates):
 
 def _again(reply: Reply, on_tool_call: OnToolCall | None) -> Reply:
     """The same answer for somebody else: it takes nothing, and its tool calls are reported as they would be."""
-    if on_tool_call is not None:
-        for call in reply.tool_calls:
-            on_tool_call(call)
+    report_calls(reply, on_tool_call)
     return replace(reply, usage=Usage(), first_token=None, saved=reply.saved or reply.usage)
 
 

@@ -18,7 +18,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from batch_agent.backends.faults import Faults
+from batch_agent.backends.faults import CHAT, Faults, Wording
 from batch_agent.backends.transport import Receive, Transport
 from batch_agent.errors import SpecError
 
@@ -44,7 +44,7 @@ class HttpClient:
     """Entered as often as there are users, each of them a user of its transport, which is its own unless one is given.
 
     A server that wants its key elsewhere than in ``Authorization`` gets it in ``headers``; one that wants each request
-    signed, by ``sign``.
+    signed, by ``sign``. ``wording`` is how the wire's servers speak of errors.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class HttpClient:
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
         sign: Sign | None = None,
+        wording: Wording = CHAT,
         transport: Transport | None = None,
     ) -> None:
         url, login = _without_login(base_url)
@@ -72,12 +73,14 @@ class HttpClient:
         password = URL(base_url).password or ""
         self._secrets = [password, *values, *(value.partition(" ")[2] for value in values)]
         self._sign = sign
+        self._wording = wording
         self._transport = Transport() if transport is None else transport
         self._proxy: URL | None = None
 
     def route(self, method: str, path: str) -> Route:
         url = URL(str(self._base) + path, encoded=True)
-        return Route(method, url, self._headers, Faults(f"{method} {url}", self._secrets), self._sign)
+        faults = Faults(f"{method} {url}", self._secrets, self._wording)
+        return Route(method, url, self._headers, faults, self._sign)
 
     async def __aenter__(self) -> Self:
         proxy = self._transport.proxy_for(self._base)

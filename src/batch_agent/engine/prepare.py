@@ -6,18 +6,22 @@ import asyncio
 import html
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 from batch_agent.backends.base import Backend, Many
 from batch_agent.backends.registry import open_backend
+from batch_agent.compiler.pictures import Look
 from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.prices import FORMS as PRICE_FORMS
 from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.endpoints import NEVER_ANSWERED
 from batch_agent.engine.shapes import Shapes, build_shapes
-from batch_agent.errors import BackendError, RunRejected, RunUnreachable, SpecError, Timeout
+from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
+from batch_agent.files.pictures import read_image
+from batch_agent.messages import Image
 from batch_agent.observe.text import rows
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.spec import BatchSpec
@@ -26,6 +30,8 @@ from batch_agent.tools.base import Tool, resolve_tools
 
 PAUSE = 2.0  # seconds between two questions for the model's name, at the most
 AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # alive at once, where the user names no number
+SOUGHT = 256  # slots that agents are reckoned for while nobody knows how many there will be
+OTHER_FILES = 128  # that a process may have open beside its connections
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -40,6 +46,7 @@ class Prepared:
     shapes: Shapes
     plan: Plan
     max_inflight: int | None
+    sought: bool  # nobody gave max_inflight: the right number is to be found, below this one
     max_agents: int | None
     prices: Prices | None  # None: what a token costs is not known
     summaries: tuple[Backend, str | None] | None = None  # who writes them, where that is a model, and its name
@@ -71,20 +78,51 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     shapes = build_shapes(spec, model or "", specs, schema, backend.capabilities)
     for shape in {shapes.first, shapes.later, shapes.repair}:
         backend.check(shape)
-    plan = compile_plan(spec, schema=schema, inject_schema=shapes.schema_in_prompt, tools=specs)
+    plan = compile_plan(
+        spec, schema=schema, inject_schema=shapes.schema_in_prompt, tools=specs, look=_look(spec, backend)
+    )
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
-    agents = spec.max_agents if spec.given("max_agents") else _enough_agents(inflight)
+    sought = inflight is None and not spec.given("max_inflight")
+    if sought:
+        inflight = most_connections()
+    agents = spec.max_agents if spec.given("max_agents") else _enough_agents(SOUGHT if sought else inflight)
     prices = find_prices(spec.prices, model=model, backend=backend.name)
+    if prices is not None and spec.prices is None and backend.capabilities.price != 1.0:
+        prices = prices.times(backend.capabilities.price)
     _check_budget(spec, prices, model, backend.name)
     answering = _cached(spec, backend)
     summaries = _summaries(spec, answering, sends=sends)
-    return Prepared(spec, answering, model, tools, schema, shapes, plan, inflight, agents, prices, summaries)
+    return Prepared(spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries)
+
+
+def _look(spec: BatchSpec, backend: Backend) -> Look:
+    """How pictures are made ready to send; a backend that cannot see is sent none."""
+    blind = f"{backend.name} cannot be shown images"
+    if backend.capabilities.images:
+        return partial(read_image, root=None if spec.image_root is None else Path(spec.image_root))
+    if spec.images:
+        raise SpecError(f"images: {blind}")
+
+    def look(image: Image) -> Image:
+        raise InputError(blind)
+
+    return look
 
 
 def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backend, str | None] | None:
     if spec.compaction_backend is not None:
         return open_backend(spec.compaction_backend, model=spec.compaction_model, api_key=None, sends=sends)
     return None if spec.compaction_model is None else (backend, spec.compaction_model)
+
+
+def most_connections() -> int | None:
+    """As many as this process may have open, and some files beside; None where nobody says."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return None
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if allowed == resource.RLIM_INFINITY else max(allowed - OTHER_FILES, allowed // 2)
 
 
 def _enough_agents(max_inflight: int | None) -> int | None:

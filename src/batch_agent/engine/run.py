@@ -14,12 +14,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Many
+from batch_agent.backends.base import Backend, Many, Patient
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.agent import bounded
@@ -30,6 +31,8 @@ from batch_agent.engine.compacting import open_compactor
 from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
 from batch_agent.engine.foresight import Foresight, open_foresight
+from batch_agent.engine.gauge import open_gauge
+from batch_agent.engine.knees import calibration
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.loop import tool_loop
 from batch_agent.engine.members import endpoints_of, following
@@ -54,7 +57,9 @@ from batch_agent.job import AgentResult, Placed
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.endpoint import Endpoint, Terms
+from batch_agent.scheduler.seeking import START
+from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
@@ -116,15 +121,23 @@ class Run(Generic[T]):
 
     def _new_limiter(self) -> Limiter:
         prepared = self._prepared
-        return Limiter(
+        limiter = Limiter(
             prepared.max_inflight,
             prepared.max_agents,
             self._limit_changed,
-            endpoints=endpoints_of(prepared.backend, prepared.max_inflight, given=self._inflight_given),
+            endpoints=endpoints_of(prepared.backend, self._terms(), given=self._inflight_given),
             max_outage=prepared.spec.max_outage,
             on_health=self._health_changed,
+            terms=self._terms(),
             knock=cast(Many, prepared.backend).knock if prepared.backend.capabilities.many else None,
         )
+        for endpoint in limiter.scheduler.endpoints:
+            endpoint.health.patient = prepared.backend.capabilities.patient
+        return limiter
+
+    def _terms(self) -> Terms:
+        prepared, spec = self._prepared, self._prepared.spec
+        return Terms(prepared.max_inflight, START if prepared.sought else None, spec.rpm, spec.tpm)
 
     @property
     def _inflight_given(self) -> bool:
@@ -227,6 +240,7 @@ class Run(Generic[T]):
             async with asyncio.TaskGroup() as first:
                 self._feeder = first.create_task(self._check_first())
             self._emit_start()
+            self._keep_jobs()
             if self._rows.seen:  # without inputs nothing is asked, and nothing recorded
                 backend = self._prepared.backend
                 async with backend:
@@ -257,11 +271,19 @@ class Run(Generic[T]):
             failure = await self._end_session(ended, reason, failure) or failure
             self._delivery.close(failure)
 
+    def _keep_jobs(self) -> None:
+        """A backend whose answers take hours notes in the run directory what it has sent."""
+        backend, directory = self._prepared.backend, self._prepared.spec.run_dir
+        if backend.capabilities.patient:
+            cast(Patient, backend).keep(None if directory is None else Path(directory))
+            if directory is None:
+                logger.warning("%s: without run_dir a job that is interrupted is lost, and paid for", backend.name)
+
     def _emit_start(self) -> None:
         """Before the backend is entered: an engine that loads its weights is part of the run's time."""
         prepared, now, price = self._prepared, self.shared.clock(), self.shared.spending.per_second
         self._emit(RunStarted(now, self.id, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
-        self._emit(LimitChanged(now, self.id, self.shared.limiter.scheduler.max_inflight, "start"))
+        self._emit(LimitChanged(now, self.id, self.shared.limiter.scheduler.slots, "start"))
 
     async def _check_first(self) -> None:
         """Before anything is sent: is there an input, and does it have the task's fields?"""
@@ -276,9 +298,12 @@ class Run(Generic[T]):
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         shared.spending.set_prices(prepared.shapes, prepared.prices)
         record = await self._begin_record(prepared)
+        hold = partial(self._backlog, "the engine's queue")
         async with (
             self._tools(prepared) as pool,
             open_foresight(spec, pool) as foresight,
+            open_gauge(prepared.backend, shared.limiter, spec.backpressure_ceiling, hold),
+            calibration(prepared.backend, shared.limiter, prepared.model or "", wanted=spec.calibrate_backend),
             AsyncExitStack() as extent,
         ):
             shared.pool, self._foresight = pool, foresight
@@ -296,7 +321,7 @@ class Run(Generic[T]):
                 max_turns=spec.turn_limit if self._worker is None else spec.max_turns,
                 max_retries=spec.max_retries,
                 timeout_per_agent=spec.timeout_per_agent,
-                timeout_per_turn=spec.timeout_per_turn,
+                timeout_per_turn=_time_limit(spec, prepared.backend),
                 early_tools=(
                     spec.streaming_tool_dispatch
                     and prepared.backend.capabilities.streaming
@@ -444,6 +469,11 @@ class Run(Generic[T]):
         self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
         if self._session is not None and health.state != "on trial":
             self._session.say_trouble(health.reason if health.is_down else None, since)
+
+
+def _time_limit(spec: BatchSpec, backend: Backend) -> float | None:
+    """Of a turn. Where answers take hours, only one that the user named."""
+    return None if backend.capabilities.patient and not spec.given("timeout_per_turn") else spec.timeout_per_turn
 
 
 def _first(error: BaseException) -> BaseException:

@@ -10,12 +10,12 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.cancellation import cancelled_by_us
-from batch_agent.engine.endpoints import trouble_of
 from batch_agent.engine.foresight import Foresight
 from batch_agent.engine.hedging import hedged
 from batch_agent.engine.limiter import Limiter
@@ -27,6 +27,7 @@ from batch_agent.job import Job, Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.scheduler.core import SUSPECT, Ticket
+from batch_agent.scheduler.health import trouble_of
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
 from batch_agent.scheduler.streaming import Streaming
 from batch_agent.store.steps import Spent
@@ -206,6 +207,7 @@ async def _send(
     claimed = loop.time()
     await limiter.hold(ticket)
     try:
+        await limiter.endpoints.afford(ticket, partial(spending.expect, request))
         call = await spending.reserve(request)
     except BaseException:
         limiter.release(ticket)
@@ -221,8 +223,10 @@ async def _send(
         if not reply.tool_calls and not _has_answer(reply.text, r.schema):
             raise BadResponse(f"{r.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
         cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
-        if reply.saved is None and by is ticket:  # else nothing was asked, or another endpoint, which has said so
-            limiter.answered(ticket, loop.time() - left, reply.usage)
+        if reply.saved is not None:
+            limiter.endpoints.settle(ticket, asked=False)
+        elif by is ticket:  # else another endpoint was asked, and has said so
+            limiter.answered(ticket, loop.time() - left, reply)
     except BackendError as error:
         tally.pay(error.usage or Usage(), spending.fail(call, error))
         limiter.endpoints.failed(ticket, error)

@@ -24,6 +24,8 @@ from math import inf
 from random import random
 from typing import Literal
 
+from batch_agent.errors import BackendError, Timeout, Unavailable
+
 State = Literal["works", "in doubt", "down", "on trial"]
 Kind = Literal["unreached", "broken", "overload", "silent"]
 
@@ -44,6 +46,7 @@ class Health:
     def __init__(self, chance: Callable[[], float] = random) -> None:
         self._chance = chance
         self.state: State = "works"
+        self.patient = False  # its answers take as long as they take: silence says nothing
         self.answered = False  # at least once
         self.down_since = 0.0
         self.next_trial = 0.0
@@ -109,7 +112,7 @@ class Health:
     @property
     def silent_at(self) -> float:
         """When the endpoint has said nothing for too long; never, while too little is known of it."""
-        if self._good < LEARNT:
+        if self._good < LEARNT or self.patient:
             return float("inf")
         return self.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * self._slowest)
 
@@ -134,7 +137,7 @@ class Health:
 
     def trial_seconds(self, now: float) -> float | None:
         """How long this trial may take; None while the server has never answered, and nobody knows what it takes."""
-        if not self.answered:
+        if not self.answered or self.patient:
             return None
         return max(SHORTEST_TRIAL, 2 * self._slowest, (now - self.down_since) * TRIAL_SHARE)
 
@@ -147,3 +150,14 @@ class Health:
         """It failed, or was withdrawn."""
         if self.state == "on trial":
             self.state = "down"
+
+
+def trouble_of(error: BackendError) -> Kind | None:
+    """What a failure says about the server; None when it says nothing against it."""
+    if error.overload:
+        return "overload"
+    if error.unreached:
+        return "unreached"
+    if isinstance(error, Unavailable) or (isinstance(error, Timeout) and not error.text):
+        return "broken"
+    return None

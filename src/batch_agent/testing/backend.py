@@ -7,6 +7,7 @@ everything above a backend; connections themselves take a ScriptedServer.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +20,8 @@ from batch_agent.backends.faults import Faults
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.openai import encode_head, join_body
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
+from batch_agent.backends.quota import read_quota
+from batch_agent.backends.wire import Naming, report_calls
 from batch_agent.messages import Reply
 from batch_agent.testing.request import Request
 from batch_agent.testing.script import Script, scripted_reply, wait_due
@@ -63,10 +66,11 @@ class ScriptedBackend(Generates):
         encode_head(shape, False, "max_tokens")
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        turn = len(request.conversation.messages)
+        naming = Naming(request.conversation.messages, FAULTS)
         stream = None
         if on_tool_call is not None and self._capabilities.streaming:
-            stream = AnswerStream(FAULTS, turn, on_tool_call, asyncio.get_running_loop().time, request.said)
+            request.said.clear()
+            stream = AnswerStream(naming, on_tool_call, asyncio.get_running_loop().time, request.said)
         asked = self._request(request, stream is not None)
         self.requests.append(asked)
         self.inflight += 1
@@ -75,7 +79,11 @@ class ScriptedBackend(Generates):
             track = await self._track(asked)
             if track.status >= 300:
                 raise FAULTS.answered(track.status, CIMultiDict(track.headers), b"".join(track.parts))
-            return await _read_stream(track, stream) if stream else await _read_body(track, turn)
+            reply = await _read_stream(track, stream) if stream else await _read_body(track, naming)
+            if stream is None:
+                report_calls(reply, on_tool_call)
+            quota = read_quota(CIMultiDict(track.headers)) if track.headers else None
+            return reply if quota is None else replace(reply, quota=quota)
         finally:
             self.inflight -= 1
 
@@ -98,10 +106,10 @@ async def _read_stream(track: Track, stream: AnswerStream) -> Reply:
     return stream.finish()
 
 
-async def _read_body(track: Track, turn: int) -> Reply:
+async def _read_body(track: Track, naming: Naming) -> Reply:
     await asyncio.sleep(track.delay * (len(track.parts) - 1))
     _check_dropped(track)
-    return read_answer(b"".join(track.parts), FAULTS, turn)
+    return read_answer(b"".join(track.parts), naming)
 
 
 def _check_dropped(track: Track) -> None:

@@ -26,6 +26,7 @@ from batch_agent.backends.local.options import Options, parse_url
 from batch_agent.backends.local.process import ENGINE_PROGRAM, Answer, EngineDied, EngineProcess
 from batch_agent.backends.local.prompt import chat_messages, describe_schema, describe_tools, read_call
 from batch_agent.backends.local.toolgrammar import compile_turn
+from batch_agent.backends.wire import report_calls
 from batch_agent.errors import InternalError, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolCall, Usage
 
@@ -66,7 +67,10 @@ class LocalBackend(Generates):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(native_schema=True, schema_with_tools=True, default_inflight=self._options.max_seqs)
+        # A call ends its answer: there is nothing to hear of it before.
+        return Capabilities(
+            native_schema=True, schema_with_tools=True, streaming=False, default_inflight=self._options.max_seqs
+        )
 
     @property
     def pid(self) -> int | None:
@@ -152,9 +156,7 @@ class LocalBackend(Generates):
                 error.usage = reply.usage + (error.usage or Usage())
                 raise
             reply = replace(again, usage=reply.usage + again.usage, first_token=reply.first_token)
-        if on_tool_call is not None:
-            for call in reply.tool_calls:
-                on_tool_call(call)
+        report_calls(reply, on_tool_call)
         return reply
 
     async def _infer(self, turn: _Turn, request: ModelRequest) -> Reply:
@@ -258,4 +260,5 @@ def from_url(url: str) -> LocalBackend:
 
 
 def from_address(address: Address) -> LocalBackend:
-    return from_url(address.url.geturl())
+    url = address.url.geturl()
+    return from_url(url) if address.sends else LocalBackend(parse_url(url))

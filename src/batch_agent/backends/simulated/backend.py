@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 from weakref import WeakKeyDictionary
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Capabilities, Load, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.simulated.answers import Answer, chat_answer
 from batch_agent.backends.simulated.core import Sequence
+from batch_agent.backends.simulated.metrics import engine_load
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import PromptView, chat_prompt, encode_tools
+from batch_agent.backends.wire import CallIds
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import Reply, Usage
 
@@ -38,7 +41,7 @@ class SimulatedBackend(Generates):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(native_schema=True, schema_with_tools=True, default_inflight=self.model.max_num_seqs)
+        return Capabilities(native_schema=True, schema_with_tools=True, load=True)
 
     async def __aenter__(self) -> Self:
         self._entered += 1
@@ -54,6 +57,9 @@ class SimulatedBackend(Generates):
     async def models(self) -> list[str]:
         return [self.model.name]
 
+    async def load(self, endpoint: str = "") -> Load:
+        return engine_load(self.runner.engine)
+
     def check(self, shape: RequestShape) -> None:
         """Nothing is beyond an engine that only pretends."""
 
@@ -62,7 +68,21 @@ class SimulatedBackend(Generates):
         if shape.model and shape.model != self.model.name:
             raise Rejected(f"the simulated engine serves {self.model.name!r}, not {shape.model!r}", status=404)
         prompt = chat_prompt(self._tools_of(shape), request.conversation.view(PromptView).pieces)
-        answer = chat_answer(
+        answer = self.answer(prompt, request)
+        if answer.calls:
+            ids = CallIds(request.conversation.messages)
+            answer = replace(answer, calls=tuple(replace(call, id=ids.take(call.id)) for call in answer.calls))
+        priority = shape.extra_body.get("priority", 0)
+        reply = await self._generate(prompt, answer, priority if isinstance(priority, int) else 0, on_tool_call)
+        if answer.cut:
+            message = f"the simulated answer reached max_tokens={shape.max_tokens}"
+            raise Truncated(message, text=answer.text, usage=reply.usage)
+        return reply
+
+    def answer(self, prompt: bytes, request: ModelRequest) -> Answer:
+        """What the model says; how long that takes is the engine's affair."""
+        shape = request.shape
+        return chat_answer(
             self.model,
             prompt,
             request.conversation.messages,
@@ -71,12 +91,6 @@ class SimulatedBackend(Generates):
             schema=shape.schema,
             max_tokens=shape.max_tokens,
         )
-        priority = shape.extra_body.get("priority", 0)
-        reply = await self._generate(prompt, answer, priority if isinstance(priority, int) else 0, on_tool_call)
-        if answer.cut:
-            message = f"the simulated answer reached max_tokens={shape.max_tokens}"
-            raise Truncated(message, text=answer.text, usage=reply.usage)
-        return reply
 
     async def _generate(self, prompt: bytes, answer: Answer, priority: int, on_tool_call: OnToolCall | None) -> Reply:
         loop = asyncio.get_running_loop()
