@@ -20,7 +20,8 @@ HEADER = ("`backend=`", "", "key from", "keeps schemas", "... beside tools", "se
 
 
 def able(scheme: Scheme) -> Capabilities:
-    url = scheme.form.replace("host:port", "host:1")
+    # A fleet can what its servers can.
+    url: object = ["vllm://host"] if scheme.name == "fleet" else scheme.form.replace("host:port", "host:1")
     backend, _ = open_backend(url, model=None, api_key=None, environ={}, sends=False)
     return backend.capabilities
 

@@ -25,6 +25,7 @@ PUBLIC = [
     "BatchAgentError",
     "BatchSpec",
     "Failure",
+    "Fleet",
     "Image",
     "JobError",
     "Message",

@@ -26,6 +26,12 @@ def tables() -> ModuleType:
     return module
 
 
+@pytest.fixture(autouse=True)
+def beside_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts.txt").write_text("host 8000\n")
+
+
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_each_line_opens_a_backend_of_its_form(scheme: Scheme) -> None:
     assert callable(resolve_name(scheme.factory))

@@ -9,10 +9,14 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, parse_qsl, urlencode
 
 from batch_agent.backends.schemes import FORMS, KEY_VARIABLE, SCHEMES, Scheme
 from batch_agent.errors import SpecError
+
+if TYPE_CHECKING:
+    from batch_agent.backends.transport import Transport
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -23,6 +27,7 @@ class Address:
     environ: Mapping[str, str]
     sends: bool = True  # False: nothing will be sent, so a key may be missing
     model: str | None = None  # the one that the user named beside it
+    transport: Transport | None = None  # the connections it shares with others; None: it has its own
 
     @property
     def name(self) -> str:

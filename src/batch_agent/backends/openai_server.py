@@ -25,6 +25,7 @@ from batch_agent.backends.model_list import may_be_unknown, no_such_model, read_
 from batch_agent.backends.openai_models import check_options
 from batch_agent.backends.openai_schema import unwrapped
 from batch_agent.backends.schema_support import blamed, is_kept
+from batch_agent.backends.transport import Transport
 from batch_agent.errors import BackendError, Rejected, SpecError
 from batch_agent.messages import JsonObject, Message, Reply, content_text
 
@@ -59,8 +60,9 @@ class OpenAIServer(HttpBackend[bytes]):
         tail: Callable[[ModelRequest], Tail] | None = None,
         query: str = "",
         models: Sequence[str] = (),
+        transport: Transport | None = None,
     ) -> None:
-        http = HttpClient(base_url, api_key=api_key, headers=headers)
+        http = HttpClient(base_url, api_key=api_key, headers=headers, transport=transport)
         route = http.route("POST", self.path + query)
         super().__init__(http, route, capabilities=capabilities or Capabilities(images=True), name=name)
         self._models = http.route("GET", f"/models{query}")

@@ -11,6 +11,7 @@ import difflib
 import os
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
 from batch_agent.backends.address import Address, check_known
@@ -18,7 +19,12 @@ from batch_agent.backends.base import Backend
 from batch_agent.backends.schemes import FORMS, PROVIDERS, SCHEMES
 from batch_agent.errors import SpecError
 
+if TYPE_CHECKING:
+    from batch_agent.backends.transport import Transport
+
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
+
+FLEET = "batch_agent.fleet.backend:Fleet"
 
 
 def open_backend(
@@ -28,8 +34,10 @@ def open_backend(
     api_key: str | None,
     environ: Mapping[str, str] = os.environ,
     sends: bool = True,
+    transport: Transport | None = None,
 ) -> tuple[Backend, str | None]:
-    """The backend, and the model's name without a provider before it. One that ``sends`` nothing needs no key."""
+    """The backend, and the model's name without a provider before it. One that ``sends`` nothing needs no key. A
+    ``transport`` is that of others too."""
     if backend is None:
         backend = environ.get(BACKEND_VARIABLE) or None
     if backend is None:
@@ -42,13 +50,16 @@ def open_backend(
         # A key of spaces is a variable that was not filled in.
         key = (api_key or "").strip() or None
         factory: Callable[[Address], Backend] = resolve_name(SCHEMES[scheme].factory)
-        return factory(Address(url, key, headers, environ, sends, model=model)), model
+        return factory(Address(url, key, headers, environ, sends, model=model, transport=transport)), model
+    if isinstance(backend, list | tuple):
+        fleet: Callable[..., Backend] = resolve_name(FLEET)
+        return fleet(backend, api_key=api_key, environ=environ, sends=sends), model
     if isinstance(backend, Backend) and not isinstance(backend, type):
         if api_key is not None:
             raise SpecError("api_key has no effect on a Backend object: give the key to the object")
         return backend, model
     what = f"the class {backend.__name__}" if isinstance(backend, type) else f"a {type(backend).__name__}"
-    raise SpecError(f"backend is {what}: give a URL ({FORMS}), a mapping with a url, or a Backend")
+    raise SpecError(f"backend is {what}: give a URL ({FORMS}), a mapping with a url, a list of these, or a Backend")
 
 
 def _provider_of(model: str | None) -> tuple[str, str | None]:

@@ -126,6 +126,13 @@ _LINES = (
     ),
     Scheme("https", f"{_SERVERS}:http", "https://host/v1", "the same, over TLS", KEY_VARIABLE, HTTP_OPTIONS, API),
     Scheme(
+        "fleet",
+        "batch_agent.fleet.backend:from_address",
+        "fleet://hosts.txt",
+        "many servers as one: the endpoints of a hostfile, `fleet://hosts.txt?role=worker` for some of them",
+        KEY_VARIABLE,
+    ),
+    Scheme(
         "simulated",
         "batch_agent.backends.simulated:from_address",
         "simulated://",

@@ -84,6 +84,7 @@ def provider(address: Address) -> Backend:
         capabilities=_capabilities(address, native_schema=keeps, proven=found.schemas == "always"),
         name=f"{name}://{address.place}",
         dialect=found.dialect,
+        transport=address.transport,
     )
 
 
@@ -102,6 +103,7 @@ def http(address: Address) -> Backend:
         headers=address.headers,
         capabilities=_capabilities(address, proven=False),
         name=address.name,
+        transport=address.transport,
     )
 
 
@@ -113,6 +115,7 @@ def _engine(address: Address, default_port: int) -> Backend:
         headers=address.headers,
         capabilities=_capabilities(address),
         name=address.name,
+        transport=address.transport,
     )
 
 

@@ -116,6 +116,8 @@ class Plan:
         check_same(self._hoisted, fields)
         prompt, own = with_pictures(template.render(fields), images), own_id(fields)
         job = Job(index, str(index) if own is None else own, value, prompt, own is not None, images=images)
+        if self._spec.affinity is not None:
+            job = replace(job, affinity=_affinity(self._spec.affinity, fields))
         tokens = self._tokens(prompt) + sum(image.tokens for image in images.values())
         if self._sizing.fits(tokens):
             return job
@@ -132,6 +134,7 @@ class Plan:
                 part["input"] if isinstance(value, str) else {**fields_of(value), **_without(part, images)},
                 _fill(template, part),
                 job.identified,
+                affinity=job.affinity,
                 images=images,
             )
             for number, part in enumerate(cut, start=1)
@@ -274,6 +277,14 @@ def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
     return inputs
 
 
+def _affinity(name: str, fields: Mapping[str, object]) -> str:
+    """A row without the field belongs nowhere."""
+    try:
+        return text_of(name, value_of(fields, name))
+    except Unfillable:
+        return ""
+
+
 def _without(texts: Mapping[str, str], images: Pictures) -> dict[str, str]:
     """Those that are not the marks of pictures, which a row has as they were given."""
     return {name: text for name, text in texts.items() if not any(mark in text for mark in images)}
@@ -302,6 +313,8 @@ def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
         raise SpecError(f"the task cannot be filled from the first input: {error}") from None
     except InputError:
         pass
+    if spec.affinity is not None and spec.affinity.partition(".")[0].partition("[")[0] not in names:
+        raise SpecError(f"affinity: the first input has no field {spec.affinity!r} (its fields: {listed(names)})")
     return template
 
 

@@ -8,8 +8,9 @@ import random
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
-from batch_agent.backends.base import Backend
+from batch_agent.backends.base import Backend, Many
 from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.pictures import Look
 from batch_agent.compiler.plan import Plan, compile_plan
@@ -150,8 +151,10 @@ def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, bac
 
 
 async def choose_model(prepared: Prepared) -> Prepared:
-    """The one model an entered backend serves, where the user named none."""
+    """The one model an entered backend serves, where the user named none; and where it is, of several places."""
     if prepared.model is not None:
+        if prepared.backend.capabilities.many:
+            await cast(Many, prepared.backend).locate(prepared.model)
         return prepared
     return with_model(prepared, await only_model(prepared.backend, prepared.spec, "model"))
 

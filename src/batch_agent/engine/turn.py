@@ -17,6 +17,7 @@ from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.cancellation import cancelled_by_us
 from batch_agent.engine.foresight import Foresight
+from batch_agent.engine.hedging import hedged
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
@@ -26,6 +27,7 @@ from batch_agent.job import Job, Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.scheduler.core import SUSPECT, Ticket
+from batch_agent.scheduler.health import trouble_of
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
 from batch_agent.scheduler.streaming import Streaming
 from batch_agent.store.steps import Spent
@@ -58,6 +60,7 @@ class Resources:
     timeout_per_agent: float | None
     timeout_per_turn: float | None
     early_tools: bool  # start a tool while the model is still talking
+    hedge: float | None = None  # seconds after which another endpoint is asked too
     streaming: Streaming = field(default_factory=Streaming)
     foresight: Foresight | None = None
     compactor: Compactor | None = None  # None: what is asked is never cut
@@ -177,6 +180,8 @@ def _delay(r: Resources, ticket: Ticket, error: BackendError) -> float | None:
     unless its request is there each time the server goes down."""
     endpoint = ticket.endpoint
     assert endpoint is not None
+    elsewhere = r.limiter.endpoints.others_work(endpoint) and trouble_of(error) is not None
+    ticket.avoid = endpoint if elsewhere else None
     if endpoint.given_up:
         return 0.0  # at another endpoint; where there is none, the run is over
     if ticket.hits > max(SUSPECT, r.max_retries):
@@ -185,6 +190,8 @@ def _delay(r: Resources, ticket: Ticket, error: BackendError) -> float | None:
         return None
     if endpoint.health.is_down or ticket.lost:
         return 0.0
+    if elsewhere:
+        return 0.0 if not error.overload else retry_delay(max(1, ticket.failures), None, r.chance())
     if _asks_too_much(error):
         return None
     return retry_delay(max(1, ticket.failures), error.retry_after, r.chance())
@@ -213,14 +220,14 @@ async def _send(
     tally.leave()
     r.emit(TurnStarted(r.clock(), r.run, index, tally.turns + 1))
     try:
-        reply = await _infer(r, request, ticket, early)
+        reply, by = await _answer(r, request, ticket, early)
         if not reply.tool_calls and not _has_answer(reply.text, r.schema):
             raise BadResponse(f"{r.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
         cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
-        if reply.saved is None:
-            limiter.answered(ticket, loop.time() - left, reply)
-        else:
+        if reply.saved is not None:
             limiter.endpoints.settle(ticket, asked=False)
+        elif by is ticket:  # else another endpoint was asked, and has said so
+            limiter.answered(ticket, loop.time() - left, reply)
     except BackendError as error:
         tally.pay(error.usage or Usage(), spending.fail(call, error))
         limiter.endpoints.failed(ticket, error)
@@ -229,6 +236,8 @@ async def _send(
         spending.fail(call)
         limiter.release(ticket)
         tally.inference += loop.time() - left
+    if by is not ticket and early is not None:
+        early.abandon()
     seconds = loop.time() - left
     tally.add(reply, cost)
     done = TurnFinished(
@@ -258,6 +267,16 @@ def _has_answer(text: str, schema: OutputSchema[object] | None) -> bool:
         with suppress(OutputError):  # which is for whoever reads the answer to say
             text = strip_reasoning(text)
     return bool(text)
+
+
+async def _answer(
+    r: Resources, request: ModelRequest, ticket: Ticket, early: EarlyCalls | None
+) -> tuple[Reply, Ticket]:
+    """And the ticket that it came by."""
+    if r.hedge is None or len(r.limiter.scheduler.endpoints) == 1:
+        return await _infer(r, request, ticket, early), ticket
+    first = _infer(r, request, ticket, early)
+    return await hedged(r, r.hedge, request, ticket, first, lambda again, other: _infer(r, again, other, None))
 
 
 async def _infer(r: Resources, request: ModelRequest, ticket: Ticket, early: EarlyCalls | None) -> Reply:

@@ -33,20 +33,35 @@ class Terms:
 class Endpoint:
     __slots__ = (
         "capacity",
+        "context",
         "given_up",
         "health",
         "held_until",
         "inflight",
+        "leaving",
+        "models",
         "most_in_flight",
         "name",
         "rates",
         "refusals",
+        "weight",
     )
 
     def __init__(
-        self, name: str = "", ceiling: int | None = None, seeker: Seeker | None = None, rates: Rates | None = None
+        self,
+        name: str = "",
+        ceiling: int | None = None,
+        seeker: Seeker | None = None,
+        rates: Rates | None = None,
+        *,
+        weight: float = 1.0,
+        models: frozenset[str] | None = None,
+        context: int | None = None,
     ) -> None:
         self.name = name
+        self.weight = weight  # of its share, among others
+        self.models = models  # that it serves; None: any
+        self.context = context  # tokens; None: as many as any
         self.capacity = Capacity(ceiling, seeker)
         self.rates = rates  # None while no budget is known
         self.health = Health()
@@ -55,10 +70,11 @@ class Endpoint:
         self.most_in_flight = 0  # since it last came back
         self.held_until = 0.0  # it asked to be left alone until then
         self.given_up = ""  # why it gets no more requests in this run
+        self.leaving = False  # it gets no more, and is gone when it has answered what it has
 
     def has_slot(self, now: float) -> bool:
         """Whether a request may leave for it now."""
-        if self.given_up or now < self.held_until:
+        if self.given_up or self.leaving or now < self.held_until:
             return False
         if self.rates is not None and self.rates.free_at(now) > now:
             return False
@@ -71,7 +87,7 @@ class Endpoint:
     @property
     def spare(self) -> float:
         """Slots that stay idle if nobody takes them. Where it is down that is the one of the next trial."""
-        if self.given_up or self.held_until or self.health.state == "on trial":
+        if self.given_up or self.leaving or self.held_until or self.health.state == "on trial":
             return 0
         if self.health.state == "down":
             return 1
@@ -81,7 +97,7 @@ class Endpoint:
     @property
     def slots(self) -> int | None:
         """How many it has while it works; None: no end of them."""
-        return 0 if self.given_up or self.health.is_down else self.capacity.limit
+        return 0 if self.given_up or self.leaving or self.health.is_down else self.capacity.limit
 
     def take(self, now: float) -> bool:
         """A request leaves. True when it is a trial."""
