@@ -13,7 +13,18 @@ from urllib.parse import SplitResult, parse_qsl
 from batch_agent.errors import SpecError
 
 KEY_VARIABLE = "BATCH_AGENT_API_KEY"
-FORMS = "vllm://host:8000, sglang://host:30000, openai://, http://host:port/v1, https://host/v1, or local://"
+FORMS = (
+    "vllm://host:8000, sglang://host:30000, dynamo://host:8000, openai://, http://host:port/v1, https://host/v1, "
+    "or local://"
+)
+# What may stand behind the question mark: true or false, and texts.
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "http": ("native_schema",),
+    "https": ("native_schema",),
+    "vllm": ("native_schema", "tls", "priority"),
+    "sglang": ("native_schema", "tls", "priority"),
+}
+TEXTS: Mapping[str, tuple[str, ...]] = {"vllm": ("cache_salt",), "sglang": ("extra_key",), "dynamo": ("cache_salt",)}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -36,15 +47,29 @@ class Address:
 
     @property
     def options(self) -> Mapping[str, bool]:
-        """What stands behind the question mark, for servers that speak HTTP."""
-        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
-        allowed = ("native_schema",) if self.url.scheme in ("http", "https") else ("native_schema", "tls")
-        check_known(given, allowed, f"a {self.url.scheme}:// backend has no option")
+        """What stands behind the question mark and is true or false, for servers that speak HTTP."""
+        flags = FLAGS.get(self.url.scheme, ("native_schema", "tls"))
         values = {"true": True, "1": True, "false": False, "0": False}
-        for name, value in given.items():
-            if value.lower() not in values:
-                raise SpecError(f"the backend's option {name} must be true or false")
-        return {name: values[value.lower()] for name, value in given.items()}
+        found = {}
+        for name, value in self._given(flags).items():
+            if name in flags:
+                if value.lower() not in values:
+                    raise SpecError(f"the backend's option {name} must be true or false")
+                found[name] = values[value.lower()]
+        return found
+
+    def text(self, name: str) -> str | None:
+        """An option behind the question mark that is text; None where it is not given."""
+        value = self._given(FLAGS.get(self.url.scheme, ())).get(name)
+        if value == "":
+            raise SpecError(f"the backend's option {name} is empty: give it a value, or leave it out")
+        return value
+
+    def _given(self, flags: tuple[str, ...]) -> Mapping[str, str]:
+        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
+        texts = TEXTS.get(self.url.scheme, ())
+        check_known(given, (*flags, *texts), f"a {self.url.scheme}:// backend has no option")
+        return given
 
     def key(self, variable: str = KEY_VARIABLE) -> str | None:
         """The key that was given, else the variable's, where the URL does not bring a login of its own."""

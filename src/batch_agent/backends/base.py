@@ -25,12 +25,15 @@ class Capabilities:
 
     native_schema: bool = False  # keeps to a JSON schema that comes with the request
     schema_with_tools: bool = False  # ... also when the same request offers tools
+    schema_beside_tools: bool = False  # ... also when it shows tools and forbids their use, and reads them all the same
     streaming: bool = True  # can report tool calls while the model is still talking
     images: bool = False  # can be shown pictures; one that cannot refuses a message with one (``text_only``)
     default_inflight: int = 64  # calls in flight when the user names no number
     endpoints: tuple[str, ...] = ("",)  # the names of the servers behind it, of which a turn is granted one
     load: bool = False  # tells how busy it is: it is a Measured
     batch: bool = False  # answers many conversations in one request, and better so: it is a Batched
+    probe: bool = False  # can be asked what it serves before a run: it is a Probed
+    prefix_leader: bool = False  # computes what all requests begin with once, if one of them goes ahead of the others
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -52,6 +55,7 @@ class RequestShape:
     schema: JsonObject | None = None  # the answer must be JSON of this schema
     schema_name: str = "answer"
     extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
+    hints: bool = True  # a server that can plan is told of the agent's way what it can use
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,11 @@ class ModelRequest:
     turns_left: int = 0  # how near the agent is to its end; fewer goes sooner
     agent: int = 0  # its number, unique in the run; a job_id may come twice
     endpoint: str = ""  # the one that was granted, of Capabilities.endpoints
+    run: str = ""  # the id of the run; "" outside of one
+    turn: int = 0  # the answer that is asked for, from 1; the same when it is asked for again
+    last: bool = False  # no tool can follow it: as far as is known, the agent ends with it
+    usual_tokens: int | None = None  # what answers of this run have had so far, on average
+    on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)  # a streamed answer begins
     # The text that has come so far where the answer is streamed, for whoever gives the turn up before its end.
     said: list[str] = field(default_factory=list, compare=False, repr=False)
 
@@ -79,6 +88,13 @@ class Load:
     prefix_hits: int | None = None  # ... and found
     first_token_count: int | None = None  # answers begun since it started
     first_token_seconds: float | None = None  # ... and the sum of the times that took
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a server says of a model. None: it does not say."""
+
+    context: int | None = None  # tokens of prompt and answer together
 
 
 def text_only(message: Message) -> str:
@@ -132,6 +148,16 @@ class Measured(Backend, Protocol):
 
     async def load(self, endpoint: str = "") -> Load:
         """How busy the endpoint is now. A BackendError where it cannot be asked; never a reason to fail a row."""
+        ...
+
+
+@runtime_checkable
+class Probed(Backend, Protocol):
+    """Where ``Capabilities.probe``."""
+
+    async def probe(self, model: str) -> Facts:
+        """Asked when a run starts, before its first request. What the server says of the model is the answer; what it
+        says of itself, the backend remembers. A BackendError where it cannot be asked; never a reason to fail."""
         ...
 
 

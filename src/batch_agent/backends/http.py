@@ -92,8 +92,10 @@ class HttpClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._users = 0
 
-    def route(self, method: str, path: str) -> Route:
-        url = URL(str(self._base) + path, encoded=True)
+    def route(self, method: str, path: str, *, beside: bool = False) -> Route:
+        """``beside``: next to the ``/v1`` that the address ends in, where engines have what is not of the API."""
+        base = str(self._base)
+        url = URL((base.removesuffix("/v1") if beside else base) + path, encoded=True)
         return Route(method, url, self._headers, Faults(f"{method} {url}", self._secrets), self._sign)
 
     async def __aenter__(self) -> Self:

@@ -62,7 +62,7 @@ class OpenAIBackend(Generates):
         self._heads: WeakKeyDictionary[RequestShape, dict[bool, bytes]] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
-        return f"OpenAIBackend({self._name!r})"
+        return f"{type(self).__name__}({self._name!r})"
 
     @property
     def name(self) -> str:

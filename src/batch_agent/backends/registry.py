@@ -21,7 +21,7 @@ BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
 # Where the Callable[[Address], Backend] of each scheme is.
 SCHEMES: Mapping[str, str] = {
     "openai": "batch_agent.backends.servers:openai",
-    "vllm": "batch_agent.backends.servers:vllm",
+    "vllm": "batch_agent.backends.vllm:from_address",
     "sglang": "batch_agent.backends.servers:sglang",
     "http": "batch_agent.backends.servers:http",
     "https": "batch_agent.backends.servers:http",

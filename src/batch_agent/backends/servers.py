@@ -32,10 +32,6 @@ def openai(address: Address) -> Backend:
     )
 
 
-def vllm(address: Address) -> Backend:
-    return _engine(address, 8000)
-
-
 def sglang(address: Address) -> Backend:
     return _engine(address, 30000)
 
