@@ -55,7 +55,6 @@ class RequestShape:
     schema: JsonObject | None = None  # the answer must be JSON of this schema
     schema_name: str = "answer"
     extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
-    hints: bool = True  # a server that can plan is told of the agent's way what it can use
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +68,7 @@ class ModelRequest:
     run: str = ""  # the id of the run; "" outside of one
     turn: int = 0  # the answer that is asked for, from 1; the same when it is asked for again
     last: bool = False  # no tool can follow it: as far as is known, the agent ends with it
+    hints: bool = True  # a server that can plan may be told what it can expect of the agent
     usual_tokens: int | None = None  # what answers of this run have had so far, on average
     on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)  # a streamed answer begins
     # The text that has come so far where the answer is streamed, for whoever gives the turn up before its end.

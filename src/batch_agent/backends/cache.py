@@ -20,7 +20,17 @@ from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Backend, Capabilities, Load, Measured, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import (
+    Backend,
+    Capabilities,
+    Facts,
+    Load,
+    Measured,
+    ModelRequest,
+    OnToolCall,
+    Probed,
+    RequestShape,
+)
 from batch_agent.backends.cache_store import ResponseStore
 from batch_agent.backends.generating import Generates
 from batch_agent.errors import BackendError
@@ -53,6 +63,9 @@ class CachingBackend(Generates):
 
     async def load(self, endpoint: str = "") -> Load:
         return await cast(Measured, self._inner).load(endpoint)
+
+    async def probe(self, model: str) -> Facts:
+        return await cast(Probed, self._inner).probe(model)
 
     async def models(self) -> list[str]:
         return await self._inner.models()

@@ -4,8 +4,10 @@ of its own, which keeps to schemas by grammars and tells beside its API how busy
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 
 import orjson
@@ -23,6 +25,8 @@ ABLE = Capabilities(native_schema=True, images=True, load=True)
 
 
 class EngineBackend(OpenAIBackend):
+    patience = 2.0  # seconds for what it would be good to know
+
     def __init__(self, address: Address, *, port: int, capabilities: Capabilities = ABLE) -> None:
         native = address.options.get("native_schema", True)
         beside = native and capabilities.schema_beside_tools
@@ -49,7 +53,10 @@ class EngineBackend(OpenAIBackend):
 
     async def ask(self, route: Route, question: JsonObject | None = None) -> JsonObject:
         """One of the engine's own routes: a JSON object in, or nothing, and one out."""
-        body = await self._http.send(route, None if question is None else orjson.dumps(question)) or b""
+        return await self.ask_bytes(route, None if question is None else orjson.dumps(question))
+
+    async def ask_bytes(self, route: Route, question: bytes | None) -> JsonObject:
+        body = await self._http.send(route, question) or b""
         try:
             answer: JsonValue = orjson.loads(body)
         except orjson.JSONDecodeError:
@@ -59,11 +66,11 @@ class EngineBackend(OpenAIBackend):
         return answer
 
     async def ask_if_there(self, route: Route, question: JsonObject | None = None) -> JsonObject:
-        """The same; nothing where the server does not have it or does not answer it."""
-        try:
-            return await self.ask(route, question)
-        except BackendError:
-            return {}
+        """The same; nothing where the server does not have it, or does not answer it soon: nobody waits for that."""
+        with suppress(BackendError, TimeoutError):
+            async with asyncio.timeout(self.patience):
+                return await self.ask(route, question)
+        return {}
 
 
 def at(document: JsonValue, *path: str) -> JsonValue:

@@ -7,20 +7,21 @@ limits, retries or times out: whoever calls this for thousands holds a limiter i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import cast
+from typing import TypeAlias, cast
 
 from batch_agent.backends.base import Backend, Batched, ModelRequest, RequestShape
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.messages import Conversation, Message, Reply
 
 Prompt = str | Sequence[Message] | Conversation
+Answers: TypeAlias = list[Reply | BackendError]
+NOT_THERE = frozenset([404, 405, 501])  # what a server without such a route answers
 
 
-async def generate_batch(
-    backend: Backend, prompts: Sequence[Prompt], shape: RequestShape | None = None
-) -> list[Reply | BackendError]:
+async def generate_batch(backend: Backend, prompts: Sequence[Prompt], shape: RequestShape | None = None) -> Answers:
     """The answers in the order of the prompts; one that failed is its error. A prompt is the user's words, or a
     conversation. Without a model in ``shape`` the one that the backend serves."""
     if not prompts:
@@ -29,7 +30,7 @@ async def generate_batch(
     if not shape.model:
         shape = replace(shape, model=await _only_model(backend))
     requests = [
-        ModelRequest(shape, _conversation(prompt), str(number), agent=number) for number, prompt in enumerate(prompts)
+        ModelRequest(shape, conversation_of(prompt), str(number), agent=number) for number, prompt in enumerate(prompts)
     ]
     if backend.capabilities.batch and not shape.tools:
         return await cast(Batched, backend).infer_batch(requests)
@@ -39,10 +40,42 @@ async def generate_batch(
 class Generates:
     """``generate_batch`` as a method, for a Backend to inherit."""
 
-    async def generate_batch(
-        self: Backend, prompts: Sequence[Prompt], shape: RequestShape | None = None
-    ) -> list[Reply | BackendError]:
+    async def generate_batch(self: Backend, prompts: Sequence[Prompt], shape: RequestShape | None = None) -> Answers:
         return await generate_batch(self, prompts, shape)
+
+
+async def infer_in_lists(
+    backend: Backend,
+    requests: Sequence[ModelRequest],
+    most: int,
+    infer_list: Callable[[Sequence[ModelRequest]], Awaitable[Answers]],
+) -> tuple[Answers, bool]:
+    """For a backend that answers a list of so many in one request: ``infer_list`` gives their answers, or raises for
+    all of them. A list that is refused is asked in halves, so that the bad one fails alone; where the server has no
+    lists at all, each is asked by itself. And whether it has them, as far as was seen."""
+    lists = [requests[start : start + most] for start in range(0, len(requests), most)]
+    answered = await asyncio.gather(*(_list(backend, part, infer_list) for part in lists))
+    return [answer for answers, _ in answered for answer in answers], all(there for _, there in answered)
+
+
+async def _list(
+    backend: Backend,
+    requests: Sequence[ModelRequest],
+    infer_list: Callable[[Sequence[ModelRequest]], Awaitable[Answers]],
+) -> tuple[Answers, bool]:
+    if len(requests) == 1:
+        return [await _one(backend, requests[0])], True
+    try:
+        return await infer_list(requests), True
+    except BackendError as error:
+        if error.retryable:
+            return [copy(error) for _ in requests], True
+        status = error.status
+    if status in NOT_THERE:
+        answers = await asyncio.gather(*(_one(backend, request) for request in requests))
+        # A model that is not there answers like a route that is not, but then nothing else works either.
+        return answers, not any(isinstance(answer, Reply) for answer in answers)
+    return await infer_in_lists(backend, requests, -(-len(requests) // 2), infer_list)
 
 
 async def _one(backend: Backend, request: ModelRequest) -> Reply | BackendError:
@@ -59,7 +92,7 @@ async def _only_model(backend: Backend) -> str:
     return names[0]
 
 
-def _conversation(prompt: Prompt) -> Conversation:
+def conversation_of(prompt: Prompt) -> Conversation:
     if isinstance(prompt, Conversation):
         return prompt
     return Conversation([Message("user", prompt)] if isinstance(prompt, str) else prompt)

@@ -89,7 +89,8 @@ class OpenAIBackend(Generates):
         turn = len(request.conversation.messages)
         stream = None
         if on_tool_call is not None and self._capabilities.streaming:
-            stream = AnswerStream(faults, turn, on_tool_call, asyncio.get_running_loop().time, request.said)
+            clock = asyncio.get_running_loop().time
+            stream = AnswerStream(faults, turn, on_tool_call, clock, request.said, request.on_begin)
         tail = None if self._tail is None else self._tail(request)
         body = self._body(request, stream is not None, tail)
         headers = None if tail is None else tail.headers
@@ -111,18 +112,20 @@ class OpenAIBackend(Generates):
             raise self._models.faults.bad(f"the answer is not a list of models: {shown}")
         return names
 
-    def _body(self, request: ModelRequest, stream: bool, tail: Tail | None) -> bytes:
-        heads = self._heads.get(request.shape)
+    def head(self, shape: RequestShape, stream: bool = False) -> bytes:
+        heads = self._heads.get(shape)
         if heads is None:
-            heads = self._heads[request.shape] = {}
+            heads = self._heads[shape] = {}
         head = heads.get(stream)
         if head is None:
-            head = heads[stream] = encode_head(request.shape, stream, self._max_tokens_field)
+            head = heads[stream] = encode_head(shape, stream, self._max_tokens_field)
+        return head
+
+    def _body(self, request: ModelRequest, stream: bool, tail: Tail | None) -> bytes:
+        head = self.head(request.shape, stream)
         if tail is None:
             return join_body(head, request.conversation)
-        # The user's extra_body has the last word here too.
-        own = {name: value for name, value in tail.fields.items() if name not in request.shape.extra_body}
-        return join_body(head, request.conversation, own)
+        return join_body(head, request.conversation, end_body(tail.fields, request.shape))
 
 
 def encode_head(shape: RequestShape, stream: bool, max_tokens_field: MaxTokensField) -> bytes:
@@ -183,10 +186,14 @@ class ChatView(MessageView):
     encode = staticmethod(encode_message)
 
 
-def join_body(head: bytes, conversation: Conversation, fields: JsonObject | None = None) -> bytes:
-    """``fields`` come last, and must be none of the head's."""
-    end = b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
+def join_body(head: bytes, conversation: Conversation, end: bytes = b"]}") -> bytes:
     return b"".join((head, b",".join(conversation.view(ChatView).pieces), end))
+
+
+def end_body(fields: JsonObject, shape: RequestShape) -> bytes:
+    """What closes the messages, with the fields of a request's own. The user's extra_body has the last word."""
+    own = {name: value for name, value in fields.items() if name not in shape.extra_body}
+    return b"]," + orjson.dumps(own)[1:] if own else b"]}"
 
 
 def _sendable(content: Content) -> Content:

@@ -56,14 +56,22 @@ class AnswerStream:
     """Chunks of an event stream in, one Reply out; tool calls are reported as soon as each is complete.
 
     A call is complete when its JSON object closes, or when the answer ends well; the pieces of several calls may come
-    in any order. ``said`` gets the text piece by piece, for whoever gives the answer up before its end.
+    in any order. ``said`` gets the text piece by piece, for whoever gives the answer up before its end; ``on_begin`` is
+    called at the first piece.
     """
 
     def __init__(
-        self, faults: Faults, turn: int, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
+        self,
+        faults: Faults,
+        turn: int,
+        on_tool_call: OnToolCall,
+        clock: Callable[[], float],
+        said: list[str],
+        on_begin: Callable[[], None] | None = None,
     ) -> None:
         self._faults = faults
         self._on_tool_call = on_tool_call
+        self._on_begin = on_begin
         self._naming = _Naming(turn, faults)
         self._clock = clock
         self._sent_at = clock()
@@ -137,6 +145,8 @@ class AnswerStream:
         items = _call_items(delta, self._faults)
         if self._first_token is None and (text or reasoning or items):
             self._first_token = self._clock() - self._sent_at
+            if self._on_begin is not None:
+                self._on_begin()
         if text:
             self._text.append(text)
         if reasoning:

@@ -29,9 +29,10 @@ from batch_agent.engine.compacting import open_compactor
 from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
 from batch_agent.engine.foresight import Foresight, open_foresight
+from batch_agent.engine.lead import lead_of
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.loop import tool_loop
-from batch_agent.engine.prepare import Prepared, choose_model
+from batch_agent.engine.prepare import Prepared, choose_model, learn_context
 from batch_agent.engine.recording import RECORDED_STATES, begin_session, fingerprint_of, open_session
 from batch_agent.engine.rows import Rows
 from batch_agent.engine.shared import Shared, Sinks
@@ -222,7 +223,7 @@ class Run(Generic[T]):
             self._emit_start()
             if self._rows.seen:  # without inputs nothing is asked, and nothing recorded
                 async with self._prepared.backend:
-                    await self._work(await choose_model(self._prepared))
+                    await self._work(await learn_context(await choose_model(self._prepared)))
             elif not self._feed.closed:
                 self._feed.end()
             ended, failure = self._how_ended()
@@ -290,7 +291,10 @@ class Run(Generic[T]):
                     and prepared.backend.capabilities.streaming
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
+                ends_with_answer=self._worker is None,
                 foresight=foresight,
+                lead=lead_of(prepared.plan, prepared.backend.capabilities) if self._worker is None else None,
+                hints=spec.nvext_agent_hints,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
             self._batch = batch = Batch(

@@ -66,7 +66,8 @@ class ScriptedBackend(Generates):
         turn = len(request.conversation.messages)
         stream = None
         if on_tool_call is not None and self._capabilities.streaming:
-            stream = AnswerStream(FAULTS, turn, on_tool_call, asyncio.get_running_loop().time, request.said)
+            clock = asyncio.get_running_loop().time
+            stream = AnswerStream(FAULTS, turn, on_tool_call, clock, request.said, request.on_begin)
         asked = self._request(request, stream is not None)
         self.requests.append(asked)
         self.inflight += 1
