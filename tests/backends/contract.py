@@ -1,61 +1,101 @@
 """What every Backend does, whatever its wire. A backend is done when a class that inherits BackendContract passes.
 
-The concrete class implements ``peer``: a server (or a stand-in for one) that gives the answers it is told to give, in
-the backend's own wire form, and a Backend that talks to it.
+The concrete class implements ``peer``: a server (or a stand-in for one) that gives the answers it is told to give and
+says what it heard (``peer.py``), and a Backend that talks to it. Over HTTP inherit HttpContract (``http_contract.py``),
+which has the server; ``chat_contract.py`` is an example.
+
+What a wire cannot carry is declared, never skipped, and what is declared is checked too:
+
+- ``refuses``: options for which ``check`` is a SpecError that names them.
+- ``drops``: options and parts of a conversation that are not sent, and of which the peer hears nothing.
+- ``lacks``: what the wire's answers have no place for; a reply then comes without it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any, ClassVar
 
+import jsonschema_rs
 import pytest
 
-from batch_agent.backends.base import Backend, ModelRequest, RequestShape
-from batch_agent.errors import BackendError, ContextOverflow, RateLimited, Rejected, Truncated, Unavailable
-from batch_agent.messages import Conversation, Message, ToolCall, ToolSpec, Usage
+from backends.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Peer, Refuse, Say
+from batch_agent.backends.base import Backend, Batched, Measured, ModelRequest, OnToolCall, RequestShape
+from batch_agent.errors import (
+    BackendError,
+    BadResponse,
+    ContextOverflow,
+    RateLimited,
+    Rejected,
+    SpecError,
+    Truncated,
+    Unavailable,
+)
+from batch_agent.messages import Conversation, Image, Message, Reply, Sealed, ToolCall, ToolSpec, Usage
+
+__all__ = ["CALLS", "SEARCH", "SHAPE", "BackendContract", "Hang", "Heard", "Item", "Peer", "Refuse", "Say", "ask"]
 
 SEARCH = ToolSpec("search", "Search.", {"type": "object", "properties": {"query": {"type": "string"}}})
 SHAPE = RequestShape(model="test-model", tools=(SEARCH,))
 CALLS = (ToolCall("call_a", "search", '{"query":"x"}'), ToolCall("call_b", "search", '{"query":"}{"}'))
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+HALF = "half a pair \ud83d here"
+PICTURE = Image.of(b"\x89PNG", "image/png")
+OPTIONS: tuple[tuple[str, Any], ...] = (
+    ("max_tokens", 170),
+    ("temperature", 0.25),
+    ("temperature", 0.0),
+    ("top_p", 0.5),
+    ("seed", 7),
+    ("stop", ("END", "STOP")),
+)
 
+REFUSABLE = frozenset({"max_tokens", "temperature", "top_p", "seed", "stop", "tool_choice", "schema", "extra_body"})
+DROPPABLE = REFUSABLE | {
+    "tool_name",  # whose a result is
+    "call_ids",  # which call a result belongs to: its place says so
+}
+LACKABLE = frozenset(
+    {
+        "reasoning",
+        "sealed",
+        "several_calls",
+        "text_beside_calls",
+        "call_ids",  # the backend makes them all
+        "broken_arguments",  # a call is one only if its arguments can be read
+        "broken_whole",  # ... in an answer that is not streamed: they come as an object
+        "usage",  # the engine counts for itself, whatever the script says
+        "cached_tokens",
+        "reasoning_tokens",
+        "statuses",  # errors have types and no HTTP status
+        "retry_after",
+        "errors_inside",  # an answer that began well has no form for an error
+        "faults",  # an engine inside this process: nothing between us breaks
+    }
+)
+REFUSALS: Mapping[Refuse, type[BackendError]] = {
+    Refuse(429): RateLimited,
+    Refuse(500): Unavailable,
+    Refuse(503): Unavailable,
+    Refuse(400): Rejected,
+    Refuse(401): Rejected,
+    Refuse(403): Rejected,
+    Refuse(404): Rejected,
+    Refuse(422): Rejected,
+    Refuse(400, overflow=True): ContextOverflow,
+}
 
-@dataclass(frozen=True)
-class Say:
-    """A complete answer. With ``hold`` the peer goes on after the first tool call only when the event is set."""
-
-    text: str = ""
-    calls: Sequence[ToolCall] = ()
-    usage: Usage = field(default_factory=Usage)
-    hold: asyncio.Event | None = None
-    cut: bool = False  # ends at the token limit
-
-
-@dataclass(frozen=True)
-class Refuse:
-    status: int
-    message: str = "no"
-    retry_after: str | None = None
-    overflow: bool = False
-
-
-@dataclass(frozen=True)
-class Hang:
-    """Begins an answer and never ends it."""
-
-
-class Peer(Protocol):
-    backend: Backend
-    requests: Sequence[bytes]  # what the conversations looked like to the server, oldest first
-
-    async def wait_until_asked(self) -> None:
-        """Returns when the first request has arrived."""
-
-    async def wait_until_left(self) -> None:
-        """Returns when the server has noticed that the client gave a request up."""
+both = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 
 
 def ask(*messages: Message, shape: RequestShape = SHAPE, conversation: Conversation | None = None) -> ModelRequest:
@@ -64,97 +104,229 @@ def ask(*messages: Message, shape: RequestShape = SHAPE, conversation: Conversat
     return ModelRequest(shape, conversation, "job-0")
 
 
-class BackendContract:
-    @asynccontextmanager
-    async def peer(self, *script: Say | Refuse | Hang) -> AsyncIterator[Peer]:
-        raise NotImplementedError
-        yield
+def listener(streamed: bool) -> OnToolCall | None:
+    return (lambda call: None) if streamed else None
 
-    async def test_a_plain_answer_is_a_reply_with_its_usage(self) -> None:
+
+def go_on(request: ModelRequest, reply: Reply, *results: str) -> None:
+    """The agent's part: the answer and what its calls came to."""
+    request.conversation.append(reply.message())
+    for call, result in zip(reply.tool_calls, results, strict=True):
+        request.conversation.append(Message("tool", result, tool_call_id=call.id, tool_name=call.name))
+
+
+class BackendContract:
+    refuses: ClassVar[frozenset[str]] = frozenset()
+    drops: ClassVar[frozenset[str]] = frozenset()
+    lacks: ClassVar[frozenset[str]] = frozenset()
+    reserved: ClassVar[Sequence[str]] = ("messages", "stream")  # what extra_body may not set
+    refusals: ClassVar[Mapping[Refuse, type[BackendError]]] = REFUSALS  # those that the peer can give
+    patience: ClassVar[float] = 10.0  # seconds, for what would otherwise never end
+
+    @abstractmethod
+    def peer(self, *script: Item) -> AbstractAsyncContextManager[Peer]:
+        """Item n answers request n. The backend has been entered and serves ``test-model``."""
+
+    def shape(self, **options: Any) -> RequestShape:
+        """A request with these options, and with whatever else it takes for them to have a meaning."""
+        return RequestShape(model="test-model", **options)
+
+    # Answers
+
+    @both
+    async def test_a_plain_answer_is_a_reply_with_its_usage(self, streamed: bool) -> None:
         usage = Usage(prompt_tokens=12, cached_tokens=8, completion_tokens=5, reasoning_tokens=2)
         async with self.peer(Say("Hello.", usage=usage)) as peer:
-            reply = await peer.backend.infer(ask())
-        assert (reply.text, reply.tool_calls, reply.usage) == ("Hello.", (), usage)
+            reply = await peer.backend.infer(ask(), listener(streamed))
+        assert (reply.text, reply.tool_calls) == ("Hello.", ())
+        self.assert_usage(reply.usage, usage)
+        assert not streamed or not peer.backend.capabilities.streaming or (reply.first_token or -1) >= 0, (
+            f"a streamed answer tells when its first token came, not {reply.first_token!r}"
+        )
 
-    async def test_several_tool_calls_of_one_answer_come_in_order(self) -> None:
+    @both
+    async def test_several_tool_calls_of_one_answer_come_in_order(self, streamed: bool) -> None:
         async with self.peer(Say("Let me look.", CALLS)) as peer:
-            reply = await peer.backend.infer(ask())
-        assert reply.tool_calls == CALLS
-        assert reply.text == "Let me look."
+            reply = await peer.backend.infer(ask(), listener(streamed))
+        self.assert_calls(reply.tool_calls, CALLS)
+        assert reply.text == ("" if "text_beside_calls" in self.lacks else "Let me look.")
 
     async def test_each_tool_call_is_reported_once_and_in_order_and_the_reply_has_the_same_values(self) -> None:
         seen: list[ToolCall] = []
         async with self.peer(Say("Let me look.", CALLS)) as peer:
             reply = await peer.backend.infer(ask(), seen.append)
-        assert seen == list(CALLS)
-        assert all(a is b for a, b in zip(seen, reply.tool_calls, strict=True))
+        assert [call.id for call in seen] == [call.id for call in reply.tool_calls], "each call is reported once"
+        assert all(a is b for a, b in zip(seen, reply.tool_calls, strict=True)), "the reply has other values"
 
-    async def test_a_tool_call_is_reported_while_the_model_is_still_talking(self) -> None:
+    async def test_a_tool_call_is_reported_while_the_model_is_still_talking_if_it_streams(self) -> None:
         reported = asyncio.Event()
-        async with self.peer(Say(calls=CALLS, hold=reported)) as peer, asyncio.timeout(10):
+        async with self.peer(Say(calls=CALLS, hold=reported)) as peer, asyncio.timeout(self.patience):
             if not peer.backend.capabilities.streaming:
-                pytest.skip("this backend does not stream")
+                reported.set()
             reply = await peer.backend.infer(ask(), lambda call: reported.set())
-        assert len(reply.tool_calls) == 2
+        self.assert_calls(reply.tool_calls, CALLS)
 
-    async def test_a_streamed_answer_tells_its_usage_and_its_first_token(self) -> None:
+    @both
+    async def test_only_a_request_that_somebody_listens_to_is_streamed(self, streamed: bool) -> None:
+        async with self.peer(Say("Hello.")) as peer:
+            await peer.backend.infer(ask(), listener(streamed))
+            expected = streamed and peer.backend.capabilities.streaming
+        assert peer.heard[0].streamed is expected
+
+    @both
+    async def test_an_answer_that_was_cut_is_an_error_that_keeps_its_text_and_its_usage(self, streamed: bool) -> None:
         usage = Usage(prompt_tokens=12, completion_tokens=5)
-        async with self.peer(Say("Hello.", usage=usage)) as peer:
-            reply = await peer.backend.infer(ask(), lambda call: None)
-        assert (reply.text, reply.usage) == ("Hello.", usage)
-        assert not peer.backend.capabilities.streaming or (reply.first_token is not None and reply.first_token >= 0)
-
-    @pytest.mark.parametrize("streamed", [False, True])
-    async def test_cancelling_ends_the_request_at_the_server(self, streamed: bool) -> None:
-        async with self.peer(Hang()) as peer, asyncio.timeout(10):
-            task = asyncio.create_task(peer.backend.infer(ask(), (lambda call: None) if streamed else None))
-            await peer.wait_until_asked()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await peer.wait_until_left()
-
-    @pytest.mark.parametrize("streamed", [False, True])
-    @pytest.mark.parametrize(
-        ("refusal", "kind"),
-        [
-            (Refuse(429), RateLimited),
-            (Refuse(500), Unavailable),
-            (Refuse(503), Unavailable),
-            (Refuse(400), Rejected),
-            (Refuse(401), Rejected),
-            (Refuse(404), Rejected),
-            (Refuse(400, overflow=True), ContextOverflow),
-        ],
-    )
-    async def test_a_refusal_is_an_error_of_its_type(
-        self, refusal: Refuse, kind: type[BackendError], streamed: bool
-    ) -> None:
-        async with self.peer(refusal) as peer:
-            with pytest.raises(BackendError) as caught:
-                await peer.backend.infer(ask(), (lambda call: None) if streamed else None)
-        assert type(caught.value) is kind
-        assert caught.value.status == refusal.status
-
-    async def test_the_wait_that_a_server_asks_for_is_on_the_error(self) -> None:
-        async with self.peer(Refuse(429, retry_after="7")) as peer:
-            with pytest.raises(RateLimited) as caught:
-                await peer.backend.infer(ask())
-        assert caught.value.retry_after == 7.0
-
-    @pytest.mark.parametrize("streamed", [False, True])
-    async def test_an_answer_that_was_cut_is_an_error_that_keeps_its_text(self, streamed: bool) -> None:
-        async with self.peer(Say("Once upon a", cut=True)) as peer:
+        async with self.peer(Say("Once upon a", usage=usage, cut=True)) as peer:
             with pytest.raises(Truncated) as caught:
-                await peer.backend.infer(ask(), (lambda call: None) if streamed else None)
+                await peer.backend.infer(ask(shape=self.shape()), listener(streamed))
         assert caught.value.text == "Once upon a"
+        assert caught.value.usage is not None, "what was computed is paid for: Truncated has no usage"
+        self.assert_usage(caught.value.usage, usage)
+
+    @both
+    async def test_reasoning_comes_apart_from_the_text(self, streamed: bool) -> None:
+        async with self.peer(Say("Hello.", reasoning="They said hello.")) as peer:
+            reply = await peer.backend.infer(ask(), listener(streamed))
+        assert reply.text == "Hello."
+        assert reply.reasoning == ("" if "reasoning" in self.lacks else "They said hello.")
+
+    @both
+    async def test_broken_arguments_reach_the_engine_as_they_are(self, streamed: bool) -> None:
+        broken = ToolCall("call_a", "search", '{"query": "x')
+        async with self.peer(Say(calls=[broken])) as peer:
+            reply = await peer.backend.infer(ask(), listener(streamed))
+        if "broken_arguments" not in self.lacks and (streamed or "broken_whole" not in self.lacks):
+            assert [call.arguments for call in reply.tool_calls] == [broken.arguments]
+
+    @both
+    async def test_call_ids_are_unique_in_a_conversation_whatever_the_server_sends(self, streamed: bool) -> None:
+        same = Say(calls=[ToolCall("call_0", "search", f'{{"query":"{n}"}}') for n in range(2)])
+        async with self.peer(same, same, Say("Done.")) as peer:
+            request = ask()
+            for turn in range(2):
+                reply = await peer.backend.infer(request, listener(streamed))
+                go_on(request, reply, *(f"result {turn} {n}" for n in range(len(reply.tool_calls))))
+            await peer.backend.infer(request, listener(streamed))
+        ids = [call.id for message in request.conversation.messages for call in message.tool_calls]
+        assert len(ids) >= 2 and all(ids), f"every call has an id: {ids}"
+        assert len(set(ids)) == len(ids), f"the server repeats its ids, and the backend lets it: {ids}"
+        self.assert_heard(peer.heard[-1], request)
+
+    # Requests
+
+    async def test_the_model_and_the_tools_are_sent(self) -> None:
+        other = ToolSpec("look_up", "Look a word up.", {"type": "object", "properties": {"word": {"type": "string"}}})
+        async with self.peer(Say("Hello.")) as peer:
+            await peer.backend.infer(ask(shape=self.shape(tools=(SEARCH, other))))
+        assert peer.heard[0].model == "test-model"
+        assert list(peer.heard[0].tools) == [SEARCH, other]
+
+    @pytest.mark.parametrize(("name", "value"), OPTIONS, ids=[f"{name}={value}" for name, value in OPTIONS])
+    async def test_an_option_is_sent_or_the_loss_of_it_is_declared(self, name: str, value: object) -> None:
+        shape = self.shape(**{name: value})
+        if name in self.refuses:
+            return await self.assert_refused(shape, name)
+        async with self.peer(Say("Hello."), Say("Hello.")) as peer:
+            peer.backend.check(shape)
+            await peer.backend.infer(ask(shape=shape))
+            await peer.backend.infer(ask(shape=replace(shape, **{name: RequestShape("").__getattribute__(name)})))
+        said, silent = (getattr(heard, name) for heard in peer.heard)
+        if name in self.drops:
+            assert said == silent, f"{name} is declared as dropped, and something of it was sent: {said!r}"
+        else:
+            assert (tuple(said or ()) if name == "stop" else said) == value, f"expected {name}={value!r} on the wire"
+
+    @pytest.mark.parametrize("choice", ["auto", "none", "required", "search"])
+    async def test_a_choice_of_tools_is_sent(self, choice: str) -> None:
+        shape = self.shape(tools=(SEARCH,), tool_choice=choice)
+        if "tool_choice" in self.refuses and choice != "auto":
+            return await self.assert_refused(shape, "tool_choice")
+        async with self.peer(Say(calls=CALLS[:1])) as peer:
+            peer.backend.check(shape)
+            await peer.backend.infer(ask(shape=shape))
+        allowed = {"auto": ("auto", None)}.get(choice, (choice,))
+        assert peer.heard[0].tool_choice in ((None,) if "tool_choice" in self.drops else allowed)
+
+    async def test_a_choice_without_tools_is_not_sent(self) -> None:
+        async with self.peer(Say("Hello.")) as peer:
+            await peer.backend.infer(ask(shape=self.shape(tool_choice="required")))
+        assert peer.heard[0].tool_choice is None, "there is nothing to choose, and strict servers refuse it"
+
+    async def test_a_schema_is_sent_that_means_the_same(self) -> None:
+        shape = self.shape(schema=SCHEMA)
+        if "schema" in self.refuses:
+            return await self.assert_refused(shape, "schema")
+        async with self.peer(Say('{"a": 1}')) as peer:
+            peer.backend.check(shape)
+            reply = await peer.backend.infer(ask(shape=shape))
+        assert json.loads(reply.text) == {"a": 1}
+        heard = peer.heard[0].schema
+        if "schema" in self.drops:
+            assert heard is None
+        else:
+            assert heard is not None, "expected the answer's schema on the wire"
+            fits = [jsonschema_rs.is_valid(heard, value) for value in ({"a": 1}, {"a": "x"}, {}, [])]
+            assert fits == [True, False, False, False], f"the schema on the wire means something else: {heard}"
+
+    async def test_extra_body_is_sent(self) -> None:
+        extra = self.extra_body()
+        shape = self.shape(extra_body=extra)
+        if "extra_body" in self.refuses:
+            return await self.assert_refused(shape, "extra_body")
+        async with self.peer(Say("Hello.")) as peer:
+            peer.backend.check(shape)
+            await peer.backend.infer(ask(shape=shape))
+        sent = {name: peer.heard[0].extra[name] for name in extra if name in peer.heard[0].extra}
+        assert sent == ({} if "extra_body" in self.drops else extra), "the user's extra_body has the last word"
+
+    def extra_body(self) -> dict[str, Any]:
+        """Fields that the server takes."""
+        return {"top_k": 3, "metadata": {"team": "é"}}
+
+    # Conversations
+
+    async def test_calls_and_their_results_are_sent_in_pairs(self) -> None:
+        async with self.peer(Say("Let me look.", CALLS), Say("", CALLS[:1]), Say("Done.")) as peer:
+            request = ask()
+            reply = await peer.backend.infer(request)
+            go_on(request, reply, *(f"result {n}" for n in range(len(reply.tool_calls))))
+            reply = await peer.backend.infer(request)
+            go_on(request, reply, "found é “it”")
+            request.conversation.append(Message("user", "And now?"))
+            await peer.backend.infer(request)
+        self.assert_heard(peer.heard[-1], request)
+
+    async def test_broken_arguments_are_echoed_as_an_empty_object(self) -> None:
+        written = ['{"query": "x', "[1]", "", "null", "not JSON", '{"a": "\\ud83d"}']
+        calls = tuple(ToolCall(f"call_{n}", "search", text) for n, text in enumerate(written))
+        results = [Message("tool", "not JSON", tool_call_id=c.id, tool_name=c.name) for c in calls]
+        async with self.peer(Say("Done.")) as peer:
+            request = ask(Message("user", "Hello"), Message("assistant", "", calls), *results)
+            await peer.backend.infer(request)
+        echoed = [call.arguments for message in peer.heard[0].messages for call in message.tool_calls]
+        assert [json.loads(text) for text in echoed] == [{}] * len(written), (
+            "servers parse the arguments of earlier calls again: what is no JSON object goes back as {}"
+        )
+
+    async def test_halves_of_surrogate_pairs_do_not_stop_a_conversation(self) -> None:
+        call = ToolCall("call_a", "search", '{"query":"x"}')
+        async with self.peer(Say("Done.")) as peer:
+            request = ask(
+                Message("system", f"system {HALF}"),
+                Message("user", f"user {HALF}"),
+                Message("assistant", f"assistant {HALF}", (call,)),
+                Message("tool", f"result {HALF} 😀", tool_call_id="call_a", tool_name="search"),
+            )
+            await peer.backend.infer(request)
+        for role, message in zip(("system", "user", "assistant", "result"), peer.heard[0].messages, strict=True):
+            text = str(message.content)
+            assert text.startswith(f"{role} half a pair "), f"expected the rest of the text on the wire, not {text!r}"
+            assert " here" in text
 
     async def test_the_next_turn_extends_the_conversation_byte_for_byte(self) -> None:
         async with self.peer(Say("", CALLS[:1]), Say("Done.")) as peer:
             request = ask()
-            reply = await peer.backend.infer(request)
-            request.conversation.append(Message("assistant", reply.text, reply.tool_calls))
-            request.conversation.append(Message("tool", "found é “it”", tool_call_id=reply.tool_calls[0].id))
+            go_on(request, await peer.backend.infer(request), "found é “it”")
             await peer.backend.infer(request)
         first, second = peer.requests
         assert len(second) > len(first)
@@ -168,20 +340,138 @@ class BackendContract:
         first, second = peer.requests
         assert first[: first.index(b"one")] == second[: second.index(b"two")]
 
-    async def test_a_request_with_a_schema_is_answered(self) -> None:
-        shape = RequestShape(model="test-model", schema={"type": "object", "properties": {"a": {"type": "integer"}}})
-        async with self.peer(Say('{"a": 1}')) as peer:
-            reply = await peer.backend.infer(ask(shape=shape))
-        assert reply.text == '{"a": 1}'
+    @both
+    async def test_what_only_the_wire_can_read_is_sent_back_to_it(self, streamed: bool) -> None:
+        async with self.peer(Say("", CALLS[:1], reasoning="Hm.", sealed="sig-1"), Say("Done.")) as peer:
+            request = ask()
+            reply = await peer.backend.infer(request, listener(streamed))
+            if reply.sealed is not None:  # it is recorded on its way
+                assert json.loads(json.dumps(reply.sealed.value)) == reply.sealed.value
+            go_on(request, reply, "found")
+            await peer.backend.infer(request, listener(streamed))
+        if "sealed" in self.lacks:
+            assert reply.sealed is None
+        assert list(peer.heard[1].seals) == ([] if "sealed" in self.lacks else ["sig-1"])
+        self.assert_heard(peer.heard[1], request)
+
+    async def test_what_another_wire_sealed_is_not_sent(self) -> None:
+        sealed = Sealed("another wire", {"type": "thinking", "thinking": "Hm.", "signature": "sig-foreign"})
+        async with self.peer(Say("Done.")) as peer:
+            answer = Message("assistant", "Hello.", sealed=sealed)
+            await peer.backend.infer(ask(Message("user", "Hello"), answer, Message("user", "Go on")))
+        assert b"sig-foreign" not in peer.requests[0]
+
+    async def test_a_picture_is_sent_or_refused_in_words(self) -> None:
+        request = ask(Message("user", ("What is this?", PICTURE)))
+        async with self.peer(Say("A picture.")) as peer:
+            if peer.backend.capabilities.images:
+                await peer.backend.infer(request)
+                assert peer.heard[0].messages[-1].content == ("What is this?", PICTURE)
+            else:
+                with pytest.raises(Rejected, match="image"):
+                    await peer.backend.infer(request)
+                assert not peer.requests, "it was sent all the same"
+
+    # What cannot be sent
+
+    async def test_check_refuses_what_extra_body_may_not_set(self) -> None:
+        for name in self.reserved:
+            await self.assert_refused(self.shape(extra_body={name: []}), name)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"extra_body": {"note": HALF}},
+            {"extra_body": {"note": 2**70}},
+            {"stop": (HALF,)},
+            {"tools": (replace(SEARCH, description=HALF),)},
+            {"schema": {**SCHEMA, "description": HALF}},
+        ],
+        ids=lambda options: next(iter(options)),
+    )
+    async def test_what_cannot_be_written_is_refused_before_the_first_request(self, options: dict[str, Any]) -> None:
+        shape = self.shape(**options)
+        async with self.peer(Say("Hello.")) as peer:
+            try:
+                peer.backend.check(shape)
+            except SpecError:
+                return
+            await peer.backend.infer(ask(shape=shape))  # check let it through: then it can be sent
+
+    # Faults
+
+    @both
+    async def test_a_refusal_is_an_error_of_its_type(self, streamed: bool) -> None:
+        for refusal, kind in self.refusals.items():
+            async with self.peer(refusal) as peer:
+                with pytest.raises(BackendError) as caught:
+                    await peer.backend.infer(ask(), listener(streamed))
+            assert type(caught.value) is kind, f"{refusal} is a {kind.__name__}, not {caught.value!r}"
+            if "statuses" not in self.lacks:
+                assert caught.value.status == refusal.status
+            assert "no" in str(caught.value), "what the server said is not in the error"
+
+    async def test_the_wait_that_a_server_asks_for_is_on_the_error(self) -> None:
+        if "retry_after" in self.lacks:
+            assert not any(refusal.status == 429 for refusal in self.refusals), (
+                "a limit of rates tells how long to wait"
+            )
+            return
+        async with self.peer(Refuse(429, retry_after="7")) as peer:
+            with pytest.raises(RateLimited) as caught:
+                await peer.backend.infer(ask())
+        assert caught.value.retry_after == 7.0
+
+    @both
+    @pytest.mark.parametrize("clean", [False, True], ids=["lost", "closed"])
+    async def test_an_answer_that_breaks_off_is_an_error_and_leaves_its_text(self, streamed: bool, clean: bool) -> None:
+        self.needs("faults")
+        request = ask()
+        request.said.append("what an earlier try said")
+        async with self.peer(BreakOff("Once upon a", clean)) as peer, asyncio.timeout(self.patience):
+            streams = streamed and peer.backend.capabilities.streaming
+            with pytest.raises((BadResponse, Unavailable)) as caught:
+                await peer.backend.infer(request, listener(streamed))
+        assert caught.value.retryable
+        if streams:
+            assert "".join(request.said) == "Once upon a", "ModelRequest.said is what came of this try"
+
+    @both
+    async def test_an_error_inside_a_good_answer_is_an_error_of_its_type(self, streamed: bool) -> None:
+        self.needs("faults")
+        self.needs("errors_inside")
+        async with self.peer(ErrorInside(message="the engine is tired")) as peer, asyncio.timeout(self.patience):
+            with pytest.raises(Unavailable, match="the engine is tired"):
+                await peer.backend.infer(ask(), listener(streamed))
+
+    @both
+    async def test_a_server_that_hangs_up_is_unavailable(self, streamed: bool) -> None:
+        self.needs("faults")
+        async with self.peer(Disconnect()) as peer, asyncio.timeout(self.patience):
+            with pytest.raises(Unavailable):
+                await peer.backend.infer(ask(), listener(streamed))
+
+    @both
+    async def test_cancelling_ends_the_request_at_the_server(self, streamed: bool) -> None:
+        async with self.peer(Hang()) as peer, asyncio.timeout(self.patience):
+            task = asyncio.create_task(peer.backend.infer(ask(), listener(streamed)))
+            await peer.wait_until_asked()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await peer.wait_until_left()
+
+    # The rest of the protocol
 
     async def test_two_requests_at_once_get_each_its_answer(self) -> None:
         held = asyncio.Event()
-        async with self.peer(Say("", CALLS[:1], hold=held), Say("second")) as peer, asyncio.timeout(10):
+        async with self.peer(Say("", CALLS[:1], hold=held), Say("second")) as peer, asyncio.timeout(self.patience):
             first = asyncio.create_task(peer.backend.infer(ask(), lambda call: None))
             await peer.wait_until_asked()
             second = await peer.backend.infer(ask())
             held.set()
-            assert (second.text, (await first).tool_calls) == ("second", CALLS[:1])
+            assert second.text == "second"
+            self.assert_calls((await first).tool_calls, CALLS[:1])
 
     async def test_it_stays_open_until_its_last_user_leaves_and_opens_again(self) -> None:
         async with self.peer(Say("a"), Say("b"), Say("c")) as peer:
@@ -197,7 +487,74 @@ class BackendContract:
         async with self.peer(Say("a")) as peer:
             assert "test-model" in await peer.backend.models()
 
-    async def test_it_is_a_backend_and_has_a_name(self) -> None:
+    async def test_it_is_what_its_capabilities_say(self) -> None:
         async with self.peer(Say("a")) as peer:
-            assert isinstance(peer.backend, Backend)
-            assert peer.backend.name
+            backend = peer.backend
+            assert isinstance(backend, Backend)
+            assert backend.name
+            assert isinstance(backend, Measured) or not backend.capabilities.load
+            assert isinstance(backend, Batched) or not backend.capabilities.batch
+
+    def test_what_is_declared_has_a_name_that_the_contract_knows(self) -> None:
+        assert self.refuses <= REFUSABLE
+        assert self.drops <= DROPPABLE
+        assert self.lacks <= LACKABLE
+        assert not self.refuses & self.drops, "what is refused cannot be dropped as well"
+
+    # What the tests have in common
+
+    def needs(self, name: str) -> None:
+        if name in self.lacks:
+            pytest.skip(f"declared: this wire has no {name}, and nothing is left to check without")
+
+    async def assert_refused(self, shape: RequestShape, name: str) -> None:
+        async with self.peer(Say("a")) as peer:
+            with pytest.raises(SpecError, match=name):
+                peer.backend.check(shape)
+
+    def assert_usage(self, usage: Usage, told: Usage) -> None:
+        if "usage" in self.lacks:
+            assert usage.prompt_tokens > 0
+            assert usage.completion_tokens > 0
+        else:
+            absent = {part: 0 for part in ("cached_tokens", "reasoning_tokens") if part in self.lacks}
+            assert usage == replace(told, **absent)
+
+    def assert_calls(self, calls: Sequence[ToolCall], told: Sequence[ToolCall]) -> None:
+        told = told[:1] if "several_calls" in self.lacks else told
+        if "call_ids" in self.lacks:
+            assert [(c.name, json.loads(c.arguments)) for c in calls] == [
+                (c.name, json.loads(c.arguments)) for c in told
+            ]
+        else:
+            assert tuple(calls) == tuple(told)
+
+    def assert_heard(self, heard: Heard, request: ModelRequest) -> None:
+        """The server understood the conversation that the engine holds, call by call and result by result."""
+        told = [self._plain(message) for message in request.conversation.messages]
+        assert [_lines(message) for message in heard.messages] == [_lines(message) for message in told]
+
+    def _plain(self, message: Message) -> Message:
+        message = replace(message, reasoning="", sealed=None)
+        if "tool_name" in self.drops:
+            message = replace(message, tool_name="")
+        if "call_ids" in self.drops:
+            calls = tuple(replace(call, id="") for call in message.tool_calls)
+            message = replace(message, tool_call_id="", tool_calls=calls)
+        return message
+
+
+def _lines(message: Message) -> list[str]:
+    """A message in words, so that a difference can be read."""
+    lines = [f"{message.role}: {message.content}"]
+    if message.role == "tool":
+        lines.append(f"is the result of {message.tool_call_id!r}, of the tool {message.tool_name!r}")
+    lines += [f"calls {c.name!r} as {c.id!r} with {_value(c.arguments)}" for c in message.tool_calls]
+    return lines
+
+
+def _value(arguments: str) -> object:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return f"what is not JSON: {arguments}"

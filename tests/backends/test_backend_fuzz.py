@@ -8,12 +8,13 @@ import random
 import orjson
 import pytest
 
+from backends.chat_contract import in_pieces, whole
 from backends.contract import CALLS, Say, ask
-from backends.test_openai_backend import in_pieces, whole
 from backends.wire import Exchange, WireServer
 from batch_agent.backends.faults import Faults, ServerError
 from batch_agent.backends.openai import OpenAIBackend
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
+from batch_agent.backends.wire import Naming
 from batch_agent.errors import BackendError
 from batch_agent.messages import Reply, ToolCall, Usage
 
@@ -86,7 +87,7 @@ def test_five_thousand_damaged_documents() -> None:
     outcomes = set()
     for _ in range(5000):
         body = damaged(rng, rng.choice(DOCUMENTS))
-        outcomes.add(outcome(lambda body=body: read_answer(body, FAULTS, 2)))
+        outcomes.add(outcome(lambda body=body: read_answer(body, Naming([], FAULTS))))
     assert outcomes >= {"Reply", "BadResponse", "Truncated", "Unavailable"}
 
 
@@ -98,7 +99,7 @@ def test_five_thousand_damaged_streams() -> None:
         seen: list[ToolCall] = []
 
         def read(body: bytes = body, seen: list[ToolCall] = seen) -> Reply:
-            stream = AnswerStream(FAULTS, 2, seen.append, lambda: 0.0, [])
+            stream = AnswerStream(Naming([], FAULTS), seen.append, lambda: 0.0, [])
             at = 0
             while at < len(body):
                 step = rng.choice((1, 7, 100, 5000))

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import pytest
 
-from backends import test_openai_backend as openai
-from backends.contract import SEARCH, Hang, Refuse, ask
-from backends.contract import Say as ContractSay
+from backends.chat_contract import ChatContract
+from backends.contract import SEARCH, Item, ask
+from backends.http_contract import HttpPeer
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache import CachingBackend
 from batch_agent.backends.cache_store import FILE, ResponseStore
@@ -42,20 +42,21 @@ class Seeded:
     async def __aexit__(self, *exception: Any) -> None:
         await self._inner.__aexit__(*exception)
 
-    def check(self, shape: RequestShape) -> None: ...
+    def check(self, shape: RequestShape) -> None:
+        self._inner.check(shape)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        shape = replace(request.shape, seed=next(self._seeds))
+        shape = replace(request.shape, seed=request.shape.seed or next(self._seeds))
         return await self._inner.infer(replace(request, shape=shape), on_tool_call)
 
 
-class TestCachingBackend(openai.TestOpenAIBackend):
+class TestCachingBackend(ChatContract):
     @pytest.fixture(autouse=True)
     def somewhere(self, tmp_path: Path) -> None:
         self.path = tmp_path / FILE
 
     @asynccontextmanager
-    async def peer(self, *script: ContractSay | Refuse | Hang) -> AsyncIterator[openai.WirePeer]:
+    async def peer(self, *script: Item) -> AsyncIterator[HttpPeer]:
         async with super().peer(*script) as peer, CachingBackend(peer.backend, ResponseStore(self.path)) as caching:
             peer.backend = Seeded(caching)  # type: ignore[assignment]
             yield peer

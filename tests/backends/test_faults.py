@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from batch_agent.backends.faults import Faults, retry_after
-from batch_agent.errors import BackendError, ContextOverflow, RateLimited, Rejected, Unavailable
+from batch_agent.backends.faults import Faults, Wording, retry_after
+from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, Unavailable
 
 FAULTS = Faults("POST http://host/v1", ["sk-secret-value", "sk-secret", "abc"])
 
@@ -77,6 +79,20 @@ def test_hints_name_the_key_and_the_path() -> None:
     assert "/v1" in str(FAULTS.answered(404, {}, b'{"detail": "Not Found"}'))
     unknown = b'{"error": {"message": "The model `x` does not exist.", "type": "NotFoundError", "code": 404}}'
     assert "path" not in str(FAULTS.answered(404, {}, unknown))
+
+
+def test_a_wire_has_words_of_its_own_for_errors_and_hints() -> None:
+    own = Wording(
+        {"tired_error": 529}, re.compile("too many words"), key_hint="set MY_KEY", path_hint="no path is needed"
+    )
+    faults = Faults("POST http://host", wording=own)
+    assert str(faults.answered(401, {}, b"{}")).endswith("(set MY_KEY)")
+    assert str(faults.answered(404, {}, b"{}")).endswith("(no path is needed)")
+    assert type(faults.answered(400, {}, b"too many words")) is ContextOverflow
+    assert type(FAULTS.answered(400, {}, b"too many words")) is Rejected
+    tired = {"type": "tired_error", "message": "later"}
+    assert type(faults.reported(tired)) is Unavailable
+    assert type(FAULTS.reported(tired)) is BadResponse
 
 
 def test_a_redirect_tells_where_to() -> None:

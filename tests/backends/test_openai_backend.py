@@ -6,13 +6,12 @@ import asyncio
 import gc
 import weakref
 from collections import UserDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import orjson
 import pytest
 
-from backends.contract import CALLS, SEARCH, BackendContract, Hang, Refuse, Say, ask
+from backends.chat_contract import ChatContract, delta, in_pieces, whole
+from backends.contract import CALLS, SEARCH, Say, ask
 from backends.wire import Exchange, Step, WireServer, answer, hang, raw, stream
 from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
 from batch_agent.backends.openai import OpenAIBackend, Tail, encode_message
@@ -22,92 +21,8 @@ from batch_agent.messages import Conversation, Image, Message, ToolCall
 OK = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}]}
 
 
-def usage_of(say: Say) -> dict:
-    usage = say.usage
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }
-
-
-def whole(say: Say) -> dict:
-    calls = [
-        {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in say.calls
-    ]
-    finish = "length" if say.cut else "tool_calls" if calls else "stop"
-    message = {"role": "assistant", "content": say.text, "tool_calls": calls or None}
-    return {"choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": usage_of(say)}
-
-
-def delta(**fields: object) -> dict:
-    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
-
-
-def in_pieces(say: Say) -> list[object]:
-    parts: list[object] = [delta(role="assistant", content="")]
-    parts += [delta(content=character) for character in say.text]
-    for index, call in enumerate(say.calls):
-        head = {"index": index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
-        parts.append(delta(tool_calls=[head]))
-        parts += [delta(tool_calls=[{"index": index, "function": {"arguments": c}}]) for c in call.arguments]
-        if index == 0 and say.hold is not None:
-            parts.append(say.hold)
-    finish = "length" if say.cut else "tool_calls" if say.calls else "stop"
-    parts.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
-    parts.append({"choices": [], "usage": usage_of(say)})
-    return parts
-
-
-def step_for(item: Say | Refuse | Hang) -> Step:
-    if isinstance(item, Hang):
-        return hang
-    if isinstance(item, Refuse):
-        error = {"message": item.message, "type": "Error", "param": "input_tokens" if item.overflow else None}
-        headers = {"Retry-After": item.retry_after} if item.retry_after else {}
-        return answer({"error": error}, item.status, headers)
-
-    async def step(exchange: Exchange) -> None:
-        streamed = exchange.json.get("stream")
-        if not streamed and item.hold is not None:
-            await item.hold.wait()
-        await (stream(*in_pieces(item)) if streamed else answer(whole(item)))(exchange)
-
-    return step
-
-
-class WirePeer:
-    def __init__(self, server: WireServer) -> None:
-        self._server = server
-        self.backend = OpenAIBackend(server.url)
-
-    @property
-    def requests(self) -> list[bytes]:
-        return [r.body[r.body.index(b'"messages":[') : -2] for r in self._server.requests if r.method == "POST"]
-
-    async def wait_until_asked(self) -> None:
-        await self._server.asked.wait()
-
-    async def wait_until_left(self) -> None:
-        await self._server.client_gone.wait()
-
-
-class TestOpenAIBackend(BackendContract):
-    @asynccontextmanager
-    async def peer(self, *script: Say | Refuse | Hang) -> AsyncIterator[WirePeer]:
-        steps = iter([step_for(item) for item in script])
-
-        async def serve(exchange: Exchange) -> None:
-            if exchange.method == "GET":
-                await answer({"object": "list", "data": [{"id": "test-model"}]})(exchange)
-            else:
-                await next(steps)(exchange)
-
-        async with WireServer(serve) as server:
-            peer = WirePeer(server)
-            async with peer.backend:
-                yield peer
+class TestOpenAIBackend(ChatContract):
+    pass
 
 
 async def body_of(shape: RequestShape, streamed: bool = False, **options: object) -> dict:

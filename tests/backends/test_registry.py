@@ -165,7 +165,7 @@ def test_a_backend_object_is_taken_as_it_is() -> None:
         ({"url": "http://h", "headers": {"A": 5}}, "headers"),
         ({"url": "http://h", "headers": ["A"]}, "headers"),
         (5, "int"),
-        (OpenAIBackend, "type"),
+        (OpenAIBackend, "the class OpenAIBackend"),
     ],
 )
 def test_what_is_wrong_with_a_backend_is_said_without_its_password(backend: object, words: str) -> None:

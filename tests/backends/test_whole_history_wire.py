@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
 import pytest
 
+from backends.messages_contract import MessagesContract
 from backends.messages_wire import MARK, HistoryView, MessagesBackend
+from backends.wire import Exchange, Step, WireServer, answer
 from batch_agent import BatchAgent, Tool
-from batch_agent.backends.base import RequestShape
 from batch_agent.backends.openai import ChatView
-from batch_agent.errors import Unavailable
 from batch_agent.messages import Conversation, Image, JsonObject, Message, Sealed, ToolCall
 
-SHAPE = RequestShape(model="m")
 THOUGHT: JsonObject = {"type": "thinking", "thinking": "hm", "signature": "sig-1"}
 CALLS = (ToolCall("a", "look_up", '{"word":"x"}'), ToolCall("b", "look_up", '{"word":"y"}'))
 ANSWER = Message("assistant", "Let me look.", CALLS, sealed=Sealed("messages", THOUGHT))
 RESULTS = [Message("tool", f"about {c.id}", tool_call_id=c.id, tool_name=c.name) for c in CALLS]
+
+
+class TestMessagesBackend(MessagesContract):
+    pass
 
 
 def conversation() -> Conversation:
@@ -26,7 +30,7 @@ def conversation() -> Conversation:
 
 
 def body(talk: Conversation) -> bytes:
-    return talk.view(HistoryView).render(SHAPE, {"metadata": {"user_id": 7}})
+    return talk.view(HistoryView).render(b'{"model":"m"}', {"metadata": {"user_id": 7}})
 
 
 def test_the_system_prompt_stands_apart_and_tool_results_are_one_named_message() -> None:
@@ -105,6 +109,15 @@ async def look_up(word: str) -> str:
     return f"about {word}"
 
 
+def served(script: Callable[[JsonObject], list[JsonObject]]) -> Step:
+    usage = {"input": 10, "read": 60, "written": 30, "output": 10}
+
+    async def step(exchange: Exchange) -> None:
+        await answer({"content": script(exchange.json), "why": "end", "usage": usage})(exchange)
+
+    return step
+
+
 def look_then_answer(sent: JsonObject) -> list[JsonObject]:
     if len(sent["messages"]) == 1:  # type: ignore[arg-type]
         return [THOUGHT, {"type": "tool_use", "id": "a", "name": "look_up", "input": {"word": "x"}}]
@@ -113,33 +126,29 @@ def look_then_answer(sent: JsonObject) -> list[JsonObject]:
 
 @pytest.mark.parametrize("broken", [False, True])
 async def test_signed_reasoning_comes_back_in_the_next_turn_also_after_a_resume(tmp_path: Path, broken: bool) -> None:
-    def breaks_off(sent: JsonObject) -> list[JsonObject]:
-        if len(sent["messages"]) > 1:  # type: ignore[arg-type]
-            raise Unavailable("gone")
-        return look_then_answer(sent)
-
-    async def run(backend: MessagesBackend) -> None:
+    async def run(server: WireServer, ok: bool) -> None:
         [result] = await BatchAgent.run(
-            **{"task": "{input}", "inputs": ["a"], "tools": [look_up], "backend": backend, "model": "m"},
-            **{"run_dir": tmp_path, "resume": True, "max_retries": 0},
+            **{"task": "{input}", "inputs": ["a"], "tools": [look_up], "backend": MessagesBackend(server.url)},
+            **{"model": "m", "run_dir": tmp_path, "resume": True, "max_retries": 0},
+            **{"streaming_tool_dispatch": False},
         )
-        assert result.ok is (backend is good)
-        if result.ok:
+        assert result.ok is ok
+        if ok:
             assert result.usage.cache_write_tokens == 60
 
-    good = MessagesBackend(look_then_answer)
-    if broken:
-        await run(MessagesBackend(breaks_off))
-    await run(good)
-    assert len(good.bodies) == (1 if broken else 2), "what was recorded is not asked again"
-    last = orjson.loads(good.bodies[-1])
+    async with WireServer(served(look_then_answer)) as good:
+        if broken:
+            async with WireServer(served(look_then_answer), answer({"error": "broken"}, 400)) as bad:
+                await run(bad, ok=False)
+        await run(good, ok=True)
+    assert len(good.requests) == (1 if broken else 2), "what was recorded is not asked again"
+    last = good.requests[-1].json
     assert last["messages"][1]["content"][0] == THOUGHT
     assert last["messages"][2]["content"][0]["name"] == "look_up"
 
 
 async def test_a_request_knows_its_agent_by_a_number_of_its_own_where_job_ids_repeat() -> None:
-    backend = MessagesBackend(lambda sent: [{"type": "text", "text": "done"}])
     inputs = [{"id": "same", "n": n} for n in range(3)]
-    await BatchAgent.run(task="{n}", inputs=inputs, backend=backend, model="m")
-    assert sorted(request.agent for request in backend.requests) == [0, 1, 2]
-    assert sorted(orjson.loads(sent)["metadata"]["user_id"] for sent in backend.bodies) == [0, 1, 2]
+    async with WireServer(served(lambda sent: [{"type": "text", "text": "done"}])) as server:
+        await BatchAgent.run(task="{n}", inputs=inputs, backend=MessagesBackend(server.url), model="m")
+    assert sorted(exchange.json["metadata"]["user_id"] for exchange in server.requests) == [0, 1, 2]

@@ -112,6 +112,15 @@ def raw(data: bytes) -> Step:
     return step
 
 
+def half_of(body: bytes, clean: bool) -> Step:
+    """A JSON document that stops in the middle; not ``clean``, the connection ends where more was promised."""
+    half = body[: len(body) // 2]
+    if clean:
+        return answer(half)
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return raw(head.encode() + half)
+
+
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

@@ -18,6 +18,7 @@ from email.utils import parsedate_to_datetime
 import aiohttp
 import orjson
 
+from batch_agent.backends.quota import read_quota
 from batch_agent.errors import (
     BackendError,
     BadResponse,
@@ -33,27 +34,44 @@ OVERLOAD_STATUSES = frozenset({503, 529})  # beside 429
 SHORTEST_SECRET = 4  # replacing something shorter would only garble the message
 
 _CONTROL = re.compile(r"[\x00-\x20\x7f-\x9f\u2028\u2029\u200b-\u200f\u202a-\u202e\u2066-\u2069]+")
-_OVERFLOW_CODES = {"context_length_exceeded", "exceed_context_size_error"}
-# OpenAI and vLLM; SGLang; llama.cpp and its Python server.
-_OVERFLOW_TEXT = re.compile(
-    r"maximum context length|longer than the model's context"
-    r"|available context size|exceed\w* (the )?context (window|size)",
-    re.IGNORECASE,
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """How the servers of one wire name what is wrong, and what helps then. Hints follow what the server said."""
+
+    statuses: Mapping[str, int]  # that the names of errors would have had, for those inside a 200
+    overflow: re.Pattern[str]  # in a code, a type or a message: the conversation is too long
+    spent: frozenset[str] = frozenset()  # codes of a 429 that no wait will lift
+    key_hint: str = "check the API key"
+    path_hint: str = "check the path of the URL"
+
+
+CHAT = Wording(
+    statuses={
+        "rate_limit_exceeded": 429,
+        "rate_limit_error": 429,
+        "insufficient_quota": 429,
+        "overloaded_error": 503,
+        "server_error": 500,
+        "internal_server_error": 500,
+        "InternalServerError": 500,
+        "ServiceUnavailableError": 503,
+        "invalid_request_error": 400,
+        "BadRequestError": 400,
+        "exceed_context_size_error": 400,
+        "context_length_exceeded": 400,
+    },
+    # OpenAI and vLLM; SGLang; llama.cpp and its Python server.
+    overflow=re.compile(
+        r"context_length_exceeded|maximum context length|longer than the model's context"
+        r"|exceed_context_size_error|available context size|exceed\w* (the )?context (window|size)",
+        re.IGNORECASE,
+    ),
+    # A spent quota answers 429 as well.
+    spent=frozenset({"insufficient_quota"}),
+    path_hint="check the path of the URL: it usually ends in /v1",
 )
-_NAMED_STATUS = {
-    "rate_limit_exceeded": 429,
-    "rate_limit_error": 429,
-    "insufficient_quota": 429,
-    "overloaded_error": 503,
-    "server_error": 500,
-    "internal_server_error": 500,
-    "InternalServerError": 500,
-    "ServiceUnavailableError": 503,
-    "invalid_request_error": 400,
-    "BadRequestError": 400,
-    "exceed_context_size_error": 400,
-    "context_length_exceeded": 400,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +102,25 @@ class ServerError:
         except orjson.JSONDecodeError:
             return cls(body[: 64 * SHOWN_CHARS].decode("utf-8", "replace"))
 
-    @property
-    def is_overflow(self) -> bool:
-        return (
-            self.param == "input_tokens"
-            or not _OVERFLOW_CODES.isdisjoint((self.code, self.kind))
-            or _OVERFLOW_TEXT.search(self.message) is not None
-        )
+    def is_overflow(self, wording: Wording) -> bool:
+        told = (self.code, self.kind, self.message)
+        return self.param == "input_tokens" or any(wording.overflow.search(text) for text in told)
 
-    @property
-    def status(self) -> int | None:
+    def status(self, wording: Wording) -> int | None:
         """The HTTP status it would have had, for an error inside a 200."""
         if re.fullmatch(r"[45]\d\d", self.code):
             return int(self.code)
-        return _NAMED_STATUS.get(self.code) or _NAMED_STATUS.get(self.kind)
+        return wording.statuses.get(self.code) or wording.statuses.get(self.kind)
 
 
 class Faults:
     """Builds the errors of one place. ``where`` is a method and a URL without credentials."""
 
-    __slots__ = ("_secrets", "where")
+    __slots__ = ("_secrets", "_wording", "where")
 
-    def __init__(self, where: str, secrets: Iterable[str] = ()) -> None:
+    def __init__(self, where: str, secrets: Iterable[str] = (), wording: Wording = CHAT) -> None:
         self.where = where
+        self._wording = wording
         self._secrets = sorted({s for s in secrets if len(s) >= SHORTEST_SECRET}, key=len, reverse=True)
 
     def clean(self, text: str) -> str:
@@ -122,15 +136,17 @@ class Faults:
         if 300 <= status < 400:
             target = self.clean(headers.get("Location", "nowhere").partition("?")[0])
             return Rejected(f"{self.where} redirects ({status}) to {target}: give that address instead", status=status)
-        message = f"{self.where} answered {status}: {self.clean(said.message) or '(nothing)'}{_hint(status, said)}"
-        return _build(status, said, message, retry_after(headers))
+        message = f"{self.where} answered {status}: {self.clean(said.message) or '(nothing)'}{self._hint(status, said)}"
+        error = self._build(status, said, message, retry_after(headers))
+        error.quota = read_quota(headers)
+        return error
 
     def reported(self, error: object) -> BackendError:
         """An error object inside an answer that began as a 200."""
         said = ServerError.of(error)
         message = f"{self.where} reported an error in its answer: {self.clean(said.message) or '(nothing)'}"
-        status = said.status or (400 if said.is_overflow else None)
-        return BadResponse(message) if status is None else _build(status, said, message, None)
+        status = said.status(self._wording) or (400 if said.is_overflow(self._wording) else None)
+        return BadResponse(message) if status is None else self._build(status, said, message, None)
 
     def bad(self, what: str, *, text: str = "") -> BadResponse:
         """An answer that cannot be read or is not complete; ``text`` is the part that came."""
@@ -155,6 +171,24 @@ class Faults:
                 unreached = isinstance(error, aiohttp.ClientConnectorError)
                 return Unavailable(f"{self.where}: {_broken(error, said)}", unreached=unreached)
 
+    def _build(self, status: int, said: ServerError, message: str, wait: float | None) -> BackendError:
+        if status in (400, 413, 422, 500) and said.is_overflow(self._wording):
+            return ContextOverflow(message, status=status)
+        if status == 429:
+            if not self._wording.spent.isdisjoint((said.code, said.kind)):
+                return Rejected(message, status=status)
+            return RateLimited(message, status=status, retry_after=wait)
+        if status in (408, 425) or (status >= 500 and status != 501):
+            return Unavailable(message, status=status, retry_after=wait, overload=status in OVERLOAD_STATUSES)
+        return Rejected(message, status=status)
+
+    def _hint(self, status: int, said: ServerError) -> str:
+        if status in (401, 403):
+            return f" ({self._wording.key_hint})"
+        if status in (404, 405) and not (said.kind or said.code):
+            return f" ({self._wording.path_hint})"
+        return ""
+
 
 def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
     """Seconds to wait as the server asks: ``Retry-After`` as a number or a date, or ``retry-after-ms``."""
@@ -178,27 +212,6 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return max(0.0, number) if math.isfinite(number) else None
-
-
-def _build(status: int, said: ServerError, message: str, wait: float | None) -> BackendError:
-    if status in (400, 413, 422, 500) and said.is_overflow:
-        return ContextOverflow(message, status=status)
-    if status == 429:
-        # A spent quota answers 429 as well, and no wait will refill it.
-        if "insufficient_quota" in (said.code, said.kind):
-            return Rejected(message, status=status)
-        return RateLimited(message, status=status, retry_after=wait)
-    if status in (408, 425) or (status >= 500 and status != 501):
-        return Unavailable(message, status=status, retry_after=wait, overload=status in OVERLOAD_STATUSES)
-    return Rejected(message, status=status)
-
-
-def _hint(status: int, said: ServerError) -> str:
-    if status in (401, 403):
-        return " (check the API key)"
-    if status in (404, 405) and not (said.kind or said.code):
-        return " (check the path of the URL: it usually ends in /v1)"
-    return ""
 
 
 def _broken(error: Exception, said: str) -> str:

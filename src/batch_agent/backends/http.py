@@ -20,7 +20,7 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
-from batch_agent.backends.faults import Faults
+from batch_agent.backends.faults import CHAT, Faults, Wording
 from batch_agent.errors import InternalError, SpecError
 
 CONNECT_SECONDS = 30.0
@@ -58,7 +58,7 @@ class HttpClient:
     """Entered as often as there are users; the first opens the session, the last closes it.
 
     A server that wants its key elsewhere than in ``Authorization`` gets it in ``headers``; one that wants each request
-    signed, by ``sign``.
+    signed, by ``sign``. ``wording`` is how the wire's servers speak of errors.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class HttpClient:
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
         sign: Sign | None = None,
+        wording: Wording = CHAT,
     ) -> None:
         url, login = _without_login(base_url)
         if login and api_key:
@@ -85,6 +86,7 @@ class HttpClient:
         password = URL(base_url).password or ""
         self._secrets = [password, *values, *(value.partition(" ")[2] for value in values)]
         self._sign = sign
+        self._wording = wording
         self._streams = 0  # being read now
         self._resting: list[asyncio.Transport] = []  # to be read at the next beat
         self._session: aiohttp.ClientSession | None = None
@@ -96,7 +98,8 @@ class HttpClient:
         """``beside``: next to the ``/v1`` that the address ends in, where engines have what is not of the API."""
         base = str(self._base)
         url = URL((base.removesuffix("/v1") if beside else base) + path, encoded=True)
-        return Route(method, url, self._headers, Faults(f"{method} {url}", self._secrets), self._sign)
+        faults = Faults(f"{method} {url}", self._secrets, self._wording)
+        return Route(method, url, self._headers, faults, self._sign)
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()

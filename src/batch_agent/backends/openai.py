@@ -1,29 +1,27 @@
 """The ``/chat/completions`` wire: OpenAI, and every server that speaks its dialect (vLLM, SGLang, llama.cpp, Ollama …).
 
 This file writes requests; ``openai_answer`` reads answers, ``openai_schema`` writes the schemas they must keep to, and
-``http`` moves the bytes. A body is head, messages and tail. The head is encoded once per RequestShape, each message
-once per conversation, the shared ones once for all agents; the tail is what a turn has of its own, if anything.
+``http_backend`` takes the one to the other. A body is head, messages and tail. The head is encoded once per
+RequestShape, each message once per conversation, the shared ones once for all agents; the tail is what a turn has of
+its own, if anything.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Literal, Self
-from weakref import WeakKeyDictionary
+from typing import Literal
 
 import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient
+from batch_agent.backends.http_backend import HttpBackend
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
 from batch_agent.backends.openai_schema import response_schema
-from batch_agent.errors import SpecError
-from batch_agent.messages import Content, Conversation, JsonObject, Message, MessageView, Reply, content_json
+from batch_agent.backends.wire import Naming, echoed, written, written_options
+from batch_agent.messages import Conversation, JsonObject, Message, MessageView, Reply, content_json
 
 MaxTokensField = Literal["max_tokens", "max_completion_tokens"]
 
@@ -37,7 +35,7 @@ class Tail:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class OpenAIBackend(Generates):
+class OpenAIBackend(HttpBackend):
     """One server at ``base_url`` (up to and without ``/chat/completions``). ``tail`` says what each request has of its
     own, for servers that take hints."""
 
@@ -52,57 +50,29 @@ class OpenAIBackend(Generates):
         max_tokens_field: MaxTokensField = "max_tokens",
         tail: Callable[[ModelRequest], Tail] | None = None,
     ) -> None:
-        self._http = HttpClient(base_url, api_key=api_key, headers=headers)
-        self._chat = self._http.route("POST", "/chat/completions")
-        self._models = self._http.route("GET", "/models")
-        self._capabilities = capabilities or Capabilities(images=True)
-        self._name = name or self._http.base_url
+        http = HttpClient(base_url, api_key=api_key, headers=headers)
+        chat = http.route("POST", "/chat/completions")
+        super().__init__(http, chat, capabilities=capabilities or Capabilities(images=True), name=name)
+        self._models = http.route("GET", "/models")
         self._max_tokens_field: MaxTokensField = max_tokens_field
         self._tail = tail
-        self._heads: WeakKeyDictionary[RequestShape, dict[bool, bytes]] = WeakKeyDictionary()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._name!r})"
+    def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
+        return encode_head(shape, streamed, self._max_tokens_field)
 
-    @property
-    def name(self) -> str:
-        return self._name
+    def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
+        if self._tail is None:
+            return join_body(head, request.conversation), None
+        tail = self._tail(request)
+        return join_body(head, request.conversation, end_body(tail.fields, request.shape)), tail.headers
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
+    def read_whole(self, body: bytes, naming: Naming) -> Reply:
+        return read_answer(body, naming)
 
-    async def __aenter__(self) -> Self:
-        await self._http.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._http.__aexit__(kind, error, trace)
-
-    def check(self, shape: RequestShape) -> None:
-        encode_head(shape, False, self._max_tokens_field)
-
-    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        faults = self._chat.faults
-        turn = len(request.conversation.messages)
-        stream = None
-        if on_tool_call is not None and self._capabilities.streaming:
-            clock = asyncio.get_running_loop().time
-            stream = AnswerStream(faults, turn, on_tool_call, clock, request.said, request.on_begin)
-        tail = None if self._tail is None else self._tail(request)
-        body = self._body(request, stream is not None, tail)
-        headers = None if tail is None else tail.headers
-        answer = await self._http.send(self._chat, body, stream.feed if stream else None, headers)
-        if answer is None and stream is not None:
-            return stream.finish()
-        # Also where a stream was asked for and the server, which is allowed to, sent the whole at once.
-        reply = read_answer(answer or b"", faults, turn)
-        if on_tool_call is not None:
-            for call in reply.tool_calls:
-                on_tool_call(call)
-        return reply
+    def read_stream(
+        self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
+    ) -> AnswerStream:
+        return AnswerStream(naming, on_tool_call, clock, said)
 
     async def models(self) -> list[str]:
         body = await self._http.send(self._models) or b""
@@ -112,27 +82,9 @@ class OpenAIBackend(Generates):
             raise self._models.faults.bad(f"the answer is not a list of models: {shown}")
         return names
 
-    def head(self, shape: RequestShape, stream: bool = False) -> bytes:
-        heads = self._heads.get(shape)
-        if heads is None:
-            heads = self._heads[shape] = {}
-        head = heads.get(stream)
-        if head is None:
-            head = heads[stream] = encode_head(shape, stream, self._max_tokens_field)
-        return head
-
-    def _body(self, request: ModelRequest, stream: bool, tail: Tail | None) -> bytes:
-        head = self.head(request.shape, stream)
-        if tail is None:
-            return join_body(head, request.conversation)
-        return join_body(head, request.conversation, end_body(tail.fields, request.shape))
-
 
 def encode_head(shape: RequestShape, stream: bool, max_tokens_field: MaxTokensField) -> bytes:
     """All of a body up to and with the bracket that opens the messages. ``extra_body`` has the last word."""
-    for name in ("messages", "stream"):
-        if name in shape.extra_body:
-            raise SpecError(f"extra_body cannot set {name!r}: it is what a request is made of")
     fields: dict[str, object] = {
         "model": shape.model,
         max_tokens_field: shape.max_tokens,
@@ -154,11 +106,7 @@ def encode_head(shape: RequestShape, stream: bool, max_tokens_field: MaxTokensFi
         fields["response_format"] = {"type": "json_schema", "json_schema": response_schema(shape)}
     if stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    fields = {name: value for name, value in fields.items() if value is not None} | dict(shape.extra_body)
-    try:
-        return orjson.dumps(fields)[:-1] + b',"messages":['
-    except orjson.JSONEncodeError as error:
-        raise SpecError(f"the options of the request cannot be written as JSON: {error}") from None
+    return written_options(shape, fields, ("messages", "stream"))[:-1] + b',"messages":['
 
 
 def encode_message(message: Message) -> bytes:
@@ -169,16 +117,13 @@ def encode_message(message: Message) -> bytes:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": _echoed(call.arguments)},
+                "function": {"name": call.name, "arguments": echoed(call.arguments)},
             }
             for call in message.tool_calls
         ]
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
-    try:
-        return orjson.dumps(fields)
-    except orjson.JSONEncodeError:
-        return orjson.dumps(fields | {"content": content_json(_sendable(message.content))})
+    return written(fields)
 
 
 class ChatView(MessageView):
@@ -194,25 +139,6 @@ def end_body(fields: JsonObject, shape: RequestShape) -> bytes:
     """What closes the messages, with the fields of a request's own. The user's extra_body has the last word."""
     own = {name: value for name, value in fields.items() if name not in shape.extra_body}
     return b"]," + orjson.dumps(own)[1:] if own else b"]}"
-
-
-def _sendable(content: Content) -> Content:
-    """Without halves of surrogate pairs, from a file read with errors ignored: no JSON reader would take them."""
-    if isinstance(content, str):
-        return content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return tuple(
-        part.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(part, str) else part
-        for part in content
-    )
-
-
-def _echoed(arguments: str) -> str:
-    """A model's arguments as servers take them back: they parse them, and refuse a conversation with a broken one. What
-    the model really wrote is in the tool's error message."""
-    try:
-        return arguments if isinstance(orjson.loads(arguments), dict) else "{}"
-    except orjson.JSONDecodeError:
-        return "{}"
 
 
 def _tool_choice(choice: JsonValue) -> JsonValue:

@@ -16,18 +16,18 @@ from pydantic import JsonValue
 from batch_agent.backends.base import OnToolCall
 from batch_agent.backends.faults import Faults
 from batch_agent.backends.sse import Event, EventTooLarge, SSEParser
+from batch_agent.backends.wire import Naming, counted, usage_of
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import JsonObject, Reply, ToolCall, Usage
 
-LARGEST_COUNT = 2**53  # tokens: what is more is no count, and no reason to fail
 _CUT = {"length", "max_tokens", "max_output_tokens", "model_length"}
 _ABORTED = {"abort", "aborted", "cancelled", "error", "insufficient_system_resource"}
 _FILTERED = {"content_filter"}
 _CACHE_WRITES = ("cache_write_tokens", "cache_creation_tokens", "created_cache_tokens")
 
 
-def read_answer(body: bytes, faults: Faults, turn: int) -> Reply:
-    """``turn`` tells this answer from others of its conversation, for calls that come without an id."""
+def read_answer(body: bytes, naming: Naming) -> Reply:
+    faults = naming.faults
     document = _object(body, faults)
     if error := _error_in(document):
         raise faults.reported(error)
@@ -47,7 +47,6 @@ def read_answer(body: bytes, faults: Faults, turn: int) -> Reply:
     usage = _usage(document.get("usage"))
     items = _call_items(message, faults)
     _check_finish(finish, text, bool(items), usage, faults)
-    naming = _Naming(turn, faults)
     calls = tuple(naming.call(*_call_fields(item, faults)) for item in items)
     return Reply(text, calls, usage, _reasoning(message), finish_reason=finish)
 
@@ -56,28 +55,17 @@ class AnswerStream:
     """Chunks of an event stream in, one Reply out; tool calls are reported as soon as each is complete.
 
     A call is complete when its JSON object closes, or when the answer ends well; the pieces of several calls may come
-    in any order. ``said`` gets the text piece by piece, for whoever gives the answer up before its end; ``on_begin`` is
-    called at the first piece.
+    in any order. ``said`` gets the text piece by piece, for whoever gives the answer up before its end.
     """
 
-    def __init__(
-        self,
-        faults: Faults,
-        turn: int,
-        on_tool_call: OnToolCall,
-        clock: Callable[[], float],
-        said: list[str],
-        on_begin: Callable[[], None] | None = None,
-    ) -> None:
-        self._faults = faults
+    def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
+        self._faults = naming.faults
         self._on_tool_call = on_tool_call
-        self._on_begin = on_begin
-        self._naming = _Naming(turn, faults)
+        self._naming = naming
         self._clock = clock
         self._sent_at = clock()
         self._first_token: float | None = None
         self._sse = SSEParser()
-        said.clear()  # of an earlier try
         self._text = said
         self._reasoning: list[str] = []
         self._started: list[_CallInProgress] = []
@@ -145,8 +133,6 @@ class AnswerStream:
         items = _call_items(delta, self._faults)
         if self._first_token is None and (text or reasoning or items):
             self._first_token = self._clock() - self._sent_at
-            if self._on_begin is not None:
-                self._on_begin()
         if text:
             self._text.append(text)
         if reasoning:
@@ -243,27 +229,6 @@ class _CallInProgress:
         return len(fragment)
 
 
-class _Naming:
-    """Makes the ToolCalls of one answer, each with an id of its own."""
-
-    __slots__ = ("_faults", "_turn", "_used")
-
-    def __init__(self, turn: int, faults: Faults) -> None:
-        self._turn = turn
-        self._faults = faults
-        self._used: set[str] = set()
-
-    def call(self, call_id: str, name: str, arguments: str) -> ToolCall:
-        if not name:
-            raise self._faults.bad("the answer has a tool call without a name")
-        position = len(self._used)
-        while not call_id or call_id in self._used:
-            call_id = f"call_{self._turn}_{position}"
-            position += 1
-        self._used.add(call_id)
-        return ToolCall(call_id, name, arguments if arguments.strip() else "{}")
-
-
 def _check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: Faults) -> None:
     if finish in _CUT:
         count = f" after {usage.completion_tokens} tokens" if usage.completion_tokens else ""
@@ -353,15 +318,11 @@ def _call_fields(item: JsonValue, faults: Faults) -> tuple[str, str, str]:
 def _usage(value: JsonValue) -> Usage:
     if not isinstance(value, dict):
         return Usage()
-    prompt, details = _count(value, "prompt_tokens"), value.get("prompt_tokens_details")
-    cached = _count(details, "cached_tokens")
-    written = next(filter(None, (_count(details, name) for name in _CACHE_WRITES)), 0)
-    if cached + written > prompt:  # a provider that counts what passes its cache apart from the rest
-        prompt += cached + written
-    reasoning = _count(value.get("completion_tokens_details"), "reasoning_tokens")
-    return Usage(prompt, cached, _count(value, "completion_tokens"), reasoning, written)
-
-
-def _count(value: JsonValue, name: str) -> int:
-    number = value.get(name) if isinstance(value, dict) else None
-    return min(number, LARGEST_COUNT) if type(number) is int and number > 0 else 0
+    details = value.get("prompt_tokens_details")
+    return usage_of(
+        prompt=counted(value, "prompt_tokens"),
+        cached=counted(details, "cached_tokens"),
+        completion=counted(value, "completion_tokens"),
+        reasoning=counted(value.get("completion_tokens_details"), "reasoning_tokens"),
+        written=counted(details, *_CACHE_WRITES),
+    )

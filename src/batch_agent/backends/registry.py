@@ -57,7 +57,8 @@ def open_backend(
         if api_key is not None:
             raise SpecError("api_key has no effect on a Backend object: give the key to the object")
         return backend, model
-    raise SpecError(f"backend is a {type(backend).__name__}: give a URL ({FORMS}), a mapping with a url, or a Backend")
+    what = f"the class {backend.__name__}" if isinstance(backend, type) else f"a {type(backend).__name__}"
+    raise SpecError(f"backend is {what}: give a URL ({FORMS}), a mapping with a url, or a Backend")
 
 
 def _provider_of(model: str | None) -> tuple[str, str | None]:

@@ -23,6 +23,7 @@ from batch_agent.backends.exposition import Exposition
 from batch_agent.backends.generating import Answers, Prompt, conversation_of, infer_in_lists
 from batch_agent.backends.openai import Tail, end_body, join_body
 from batch_agent.backends.openai_answer import read_answer
+from batch_agent.backends.wire import Naming
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject
 
@@ -83,7 +84,7 @@ class VllmBackend(EngineBackend):
     async def count_tokens(self, prompt: Prompt, shape: RequestShape | None = None) -> int:
         """Of the whole prompt as the server renders it, the tools of ``shape`` and what opens the answer included."""
         shape = shape or RequestShape("")
-        asked = orjson.loads(join_body(self.head(shape), conversation_of(prompt)))
+        asked = orjson.loads(join_body(self._head(shape, False), conversation_of(prompt)))
         question = {name: asked[name] for name in ("model", "messages", "tools") if asked.get(name)}
         count = (await self.ask(self._tokenize, question)).get("count")
         if type(count) is not int:
@@ -100,14 +101,14 @@ class VllmBackend(EngineBackend):
         faults, shape = self._lists.faults, requests[0].shape
         own = self._own_fields(min(requests, key=lambda request: request.turns_left))
         conversations = b",".join(join_body(b"[", request.conversation, b"]") for request in requests)
-        document = await self.ask_bytes(self._lists, self.head(shape) + conversations + end_body(own, shape))
+        document = await self.ask_bytes(self._lists, self._head(shape, False) + conversations + end_body(own, shape))
         choices = document.get("choices")
         by_index = {at(choice, "index"): choice for choice in choices} if isinstance(choices, list) else {}
         answers: Answers = []
         for place, usage in enumerate(_shares(document.get("usage"), len(requests))):
             alone = orjson.dumps({"choices": [by_index.get(place)], "usage": usage})
             try:
-                answers.append(read_answer(alone, faults, 0))
+                answers.append(read_answer(alone, Naming((), faults)))
             except BackendError as error:
                 answers.append(error)
         return answers

@@ -7,6 +7,8 @@ everything above a backend; connections themselves take a ScriptedServer.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +21,8 @@ from batch_agent.backends.faults import Faults
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.openai import encode_head, join_body
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
+from batch_agent.backends.quota import read_quota
+from batch_agent.backends.wire import Naming
 from batch_agent.messages import Reply
 from batch_agent.testing.request import Request
 from batch_agent.testing.script import Script, scripted_reply, wait_due
@@ -63,11 +67,11 @@ class ScriptedBackend(Generates):
         encode_head(shape, False, "max_tokens")
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        turn = len(request.conversation.messages)
+        naming = Naming(request.conversation.messages, FAULTS)
         stream = None
         if on_tool_call is not None and self._capabilities.streaming:
-            clock = asyncio.get_running_loop().time
-            stream = AnswerStream(FAULTS, turn, on_tool_call, clock, request.said, request.on_begin)
+            request.said.clear()
+            stream = AnswerStream(naming, on_tool_call, asyncio.get_running_loop().time, request.said)
         asked = self._request(request, stream is not None)
         self.requests.append(asked)
         self.inflight += 1
@@ -76,7 +80,12 @@ class ScriptedBackend(Generates):
             track = await self._track(asked)
             if track.status >= 300:
                 raise FAULTS.answered(track.status, CIMultiDict(track.headers), b"".join(track.parts))
-            return await _read_stream(track, stream) if stream else await _read_body(track, turn)
+            reply = await _read_stream(track, stream, request.on_begin) if stream else await _read_body(track, naming)
+            if stream is None and on_tool_call is not None:
+                for call in reply.tool_calls:
+                    on_tool_call(call)
+            quota = read_quota(CIMultiDict(track.headers)) if track.headers else None
+            return reply if quota is None else replace(reply, quota=quota)
         finally:
             self.inflight -= 1
 
@@ -89,20 +98,22 @@ class ScriptedBackend(Generates):
         return track_of(await wait_due(reply), Wire(request, model=request.model, fingerprint="scripted"))
 
 
-async def _read_stream(track: Track, stream: AnswerStream) -> Reply:
+async def _read_stream(track: Track, stream: AnswerStream, on_begin: Callable[[], None] | None) -> Reply:
     for index, part in enumerate(track.parts):
         if index:
             await asyncio.sleep(track.delay)
+        if on_begin is not None:
+            on_begin()
         if stream.feed(part):
             break
     _check_dropped(track)
     return stream.finish()
 
 
-async def _read_body(track: Track, turn: int) -> Reply:
+async def _read_body(track: Track, naming: Naming) -> Reply:
     await asyncio.sleep(track.delay * (len(track.parts) - 1))
     _check_dropped(track)
-    return read_answer(b"".join(track.parts), FAULTS, turn)
+    return read_answer(b"".join(track.parts), naming)
 
 
 def _check_dropped(track: Track) -> None:

@@ -46,6 +46,7 @@ class Say(Scripted):
     usage: Usage | None = field(default=None, kw_only=True)  # None: counted, four bytes a token, nothing cached
     chunk_delay: float = field(default=0.0, kw_only=True)
     write_bytes: int | None = field(default=None, kw_only=True)
+    headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # of the response: rate limits, ids
 
 
 class CallTools(Say):
@@ -63,6 +64,7 @@ class CallTools(Say):
         latency: float = 0.0,
         chunk_delay: float = 0.0,
         write_bytes: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
             text,
@@ -73,6 +75,7 @@ class CallTools(Say):
             latency=latency,
             chunk_delay=chunk_delay,
             write_bytes=write_bytes,
+            headers=headers or {},
         )
 
 

@@ -45,7 +45,7 @@ def _stream_track(reply: Say | Cut | StreamError | Body, wire: Wire) -> Track:
     match reply:
         case Say():
             parts = [part for event in _events(reply, wire) for part in _writes(event, reply.write_bytes)]
-            return Track([*parts, DONE], STREAM_TYPE, delay=reply.chunk_delay)
+            return Track([*parts, DONE], STREAM_TYPE, headers=reply.headers, delay=reply.chunk_delay)
         case Cut(answer):
             parts = _events(answer, wire)[: reply.after_chunks]
             return Track(parts, STREAM_TYPE, delay=answer.chunk_delay, dropped=not reply.clean)
@@ -60,7 +60,8 @@ def _body_track(reply: Say | Cut | StreamError | Body, wire: Wire) -> Track:
     match reply:
         case Say():
             body = wire.body(say_pieces(reply, wire.request))
-            return Track(_writes(body, reply.write_bytes), JSON_TYPE, delay=reply.chunk_delay, length=len(body))
+            writes = _writes(body, reply.write_bytes)
+            return Track(writes, JSON_TYPE, headers=reply.headers, delay=reply.chunk_delay, length=len(body))
         case Cut(answer):
             body = wire.body(say_pieces(answer, wire.request))
             half = body[: len(body) // 2] if reply.after_chunks else b""

@@ -1,0 +1,324 @@
+"""The contract, tried on backends that are wrong in one thing each: every one of them fails it, where it should."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any, ClassVar
+
+import pytest
+
+from backends.contract import BackendContract
+from backends.messages_contract import MessagesContract
+from backends.messages_wire import MessagesBackend, MessagesStream
+from backends.peer import Refuse
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.wire import Naming
+from batch_agent.errors import BackendError, BadResponse, RateLimited, Truncated, Unavailable
+from batch_agent.messages import Conversation, Message, Reply, Sealed, ToolCall, Usage, content_text
+
+
+class Right(MessagesBackend):
+    """Does all that the contract asks; the others differ from it in what they override."""
+
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        return request
+
+    def answered(self, reply: Reply) -> Reply:
+        return reply
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        return self.answered(await super().infer(self.asked(request), on_tool_call))
+
+
+class TestRight(MessagesContract):
+    def backend(self, url: str) -> Backend:
+        return Right(url)
+
+
+def without(name: str, value: object) -> type[Right]:
+    """Forgets a part of the shape."""
+
+    class Forgetful(Right):
+        def asked(self, request: ModelRequest) -> ModelRequest:
+            return replace(request, shape=replace(request.shape, **{name: value}))
+
+    return Forgetful
+
+
+def writing(change: Callable[[Message], Message]) -> type[Right]:
+    """Writes its messages otherwise."""
+
+    class Careless(Right):
+        def asked(self, request: ModelRequest) -> ModelRequest:
+            return replace(request, conversation=Conversation(map(change, request.conversation.messages)))
+
+    return Careless
+
+
+def giving(**changed: object) -> type[Right]:
+    """Forgets a part of the answer."""
+
+    class Deaf(Right):
+        def answered(self, reply: Reply) -> Reply:
+            return replace(reply, **changed)
+
+    return Deaf
+
+
+def forgiving(*kinds: type[BackendError]) -> type[Right]:
+    """Takes what came before these errors for an answer."""
+
+    class Forgiving(Right):
+        async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+            try:
+                return await super().infer(request, on_tool_call)
+            except kinds:
+                return Reply("".join(request.said))
+
+    return Forgiving
+
+
+class TruthyOptions(Right):
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        return replace(request, shape=replace(request.shape, temperature=request.shape.temperature or None))
+
+
+class CrashesOnSurrogates(Right):
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        for message in request.conversation.messages:
+            content_text(message.content).encode()
+        return request
+
+
+class CrashesOnBrokenArguments(Right):
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        for message in request.conversation.messages:
+            for call in message.tool_calls:
+                json.loads(call.arguments)
+        return request
+
+
+class NamesCallsPerAnswer(Right):
+    def read_whole(self, body: bytes, naming: Naming) -> Reply:
+        return super().read_whole(body, Naming([], naming.faults))
+
+    def read_stream(self, naming: Naming, *rest: Any) -> MessagesStream:
+        return super().read_stream(Naming([], naming.faults), *rest)
+
+
+class ChecksNothing(Right):
+    def check(self, shape: RequestShape) -> None: ...
+
+
+class TruncatedForFree(Right):
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        try:
+            return await super().infer(request, on_tool_call)
+        except Truncated as error:
+            raise Truncated(str(error), text=error.text) from None
+
+
+class ForgetsTheWait(Right):
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        try:
+            return await super().infer(request, on_tool_call)
+        except RateLimited as error:
+            raise RateLimited(str(error), status=error.status) from None
+
+
+class ReportsTwice(Right):
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        reply = await super().infer(request, on_tool_call)
+        for call in reply.tool_calls if on_tool_call is not None else ():
+            on_tool_call(call)
+        return reply
+
+
+class ReportsAtTheEnd(Right):
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        calls: list[ToolCall] = []
+        reply = await super().infer(request, None if on_tool_call is None else calls.append)
+        for call in calls if on_tool_call is not None else ():
+            on_tool_call(call)
+        return reply
+
+
+class NeverStreams(Right):
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        reply = await super().infer(request)
+        for call in reply.tool_calls if on_tool_call is not None else ():
+            on_tool_call(call)
+        return replace(reply, first_token=0.0)
+
+
+class MendsArguments(Right):
+    def answered(self, reply: Reply) -> Reply:
+        calls = tuple(replace(call, arguments=call.arguments.rstrip('"}') + '"}') for call in reply.tool_calls)
+        return replace(reply, tool_calls=calls)
+
+
+class SendsWhatOthersSealed(Right):
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        def sealed(message: Message) -> Message:
+            return replace(message, sealed=message.sealed and Sealed("messages", message.sealed.value))
+
+        return replace(request, conversation=Conversation(map(sealed, request.conversation.messages)))
+
+
+class ChangesItsPrefix(Right):
+    turns = 0
+
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        self.turns += 1
+        note = Message("system", f"This is request {self.turns}.")
+        return replace(request, conversation=Conversation([note, *request.conversation.messages]))
+
+
+class IsBlindAndSilent(Right):
+    def __init__(self, url: str) -> None:
+        super().__init__(url, Capabilities(native_schema=True))
+
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        texts = [replace(message, content=content_text(message.content)) for message in request.conversation.messages]
+        return replace(request, conversation=Conversation(texts))
+
+
+class KeepsWhatAnEarlierTrySaid(Right):
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        before = list(request.said)
+        try:
+            return await super().infer(request, on_tool_call)
+        finally:
+            request.said[:0] = before
+
+
+class TakesOthersWords(Right):
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        try:
+            return await super().infer(request, on_tool_call)
+        except BackendError as error:
+            raise Unavailable(str(error), status=error.status) from None
+
+
+class ClosesWithTheFirstWhoLeaves(Right):
+    async def __aexit__(self, *exception: Any) -> None:
+        while self._http._users:
+            await super().__aexit__(*exception)
+
+
+BROKEN: Mapping[str, tuple[type[Right], str]] = {
+    "the model is not sent": (without("model", "another"), "the_model_and_the_tools"),
+    "tools are not sent": (without("tools", ()), "the_model_and_the_tools"),
+    "a choice of tools is not sent": (without("tool_choice", None), "a_choice_of_tools_is_sent"),
+    "the schema is not sent": (without("schema", None), "a_schema_is_sent"),
+    "another schema is sent": (without("schema", {"type": "object"}), "a_schema_is_sent"),
+    "max_tokens is not sent": (without("max_tokens", None), "an_option_is_sent"),
+    "temperature is not sent": (without("temperature", None), "an_option_is_sent"),
+    "a temperature of 0 is not sent": (TruthyOptions, "an_option_is_sent"),
+    "top_p is not sent": (without("top_p", None), "an_option_is_sent"),
+    "the seed is not sent": (without("seed", None), "an_option_is_sent"),
+    "stop is not sent": (without("stop", ()), "an_option_is_sent"),
+    "extra_body is not sent": (without("extra_body", {}), "extra_body_is_sent"),
+    "calls are not echoed": (writing(lambda m: replace(m, tool_calls=())), "in_pairs"),
+    "a result does not say whose it is": (writing(lambda m: replace(m, tool_name="")), "in_pairs"),
+    "a result does not say what it answers": (writing(lambda m: replace(m, tool_call_id="")), "in_pairs"),
+    "a stream without its end is an answer": (forgiving(BadResponse, Unavailable), "breaks_off"),
+    "an error inside is an answer": (forgiving(Unavailable), "an_error_inside"),
+    "half a surrogate pair is a crash": (CrashesOnSurrogates, "halves_of_surrogate_pairs"),
+    "broken arguments are a crash": (CrashesOnBrokenArguments, "are_echoed_as_an_empty_object"),
+    "broken arguments are mended in silence": (MendsArguments, "reach_the_engine_as_they_are"),
+    "ids repeat in every turn": (NamesCallsPerAnswer, "call_ids_are_unique"),
+    "check is empty": (ChecksNothing, "check_refuses"),
+    "what cannot be sent is found out late": (ChecksNothing, "cannot_be_written"),
+    "reasoning is lost": (giving(reasoning=""), "reasoning_comes_apart"),
+    "a cut answer has no usage": (TruncatedForFree, "keeps_its_text_and_its_usage"),
+    "usage is lost": (giving(usage=Usage()), "a_plain_answer"),
+    "the first token is not timed": (giving(first_token=None), "a_plain_answer"),
+    "signed parts are lost": (giving(sealed=None), "sent_back_to_it"),
+    "another wire's signed parts are sent": (SendsWhatOthersSealed, "another_wire_sealed"),
+    "the text beside calls is lost": (giving(text=""), "several_tool_calls"),
+    "the wait that a server asks for is lost": (ForgetsTheWait, "the_wait_that_a_server"),
+    "every error is tried again": (TakesOthersWords, "a_refusal_is_an_error"),
+    "a call is reported twice": (ReportsTwice, "reported_once"),
+    "a call is reported late": (ReportsAtTheEnd, "while_the_model_is_still_talking"),
+    "it never streams": (NeverStreams, "is_streamed"),
+    "the prefix changes": (ChangesItsPrefix, "share_a_prefix"),
+    "pictures are left out": (IsBlindAndSilent, "a_picture"),
+    "what was said before is said again": (KeepsWhatAnEarlierTrySaid, "breaks_off"),
+    "the first who leaves closes it": (ClosesWithTheFirstWhoLeaves, "until_its_last_user_leaves"),
+}
+
+
+def cases(contract: type[BackendContract], name: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The tests whose name has these words, as pytest would call them."""
+    for test, function in inspect.getmembers(contract, inspect.isfunction):
+        if test.startswith("test_") and name in test:
+            axes = [_values(mark) for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
+            for chosen in product(*axes):
+                yield function, {key: value for values in chosen for key, value in values.items()}
+
+
+def _values(mark: pytest.Mark) -> list[dict[str, Any]]:
+    names, rows = mark.args
+    names = [names] if isinstance(names, str) else list(names)
+    return [dict(zip(names, [row] if len(names) == 1 else row, strict=True)) for row in rows]
+
+
+async def failures(contract: type[BackendContract], name: str) -> list[str]:
+    failed = []
+    for function, arguments in cases(contract, name):
+        try:
+            outcome = function(contract(), **arguments)
+            if inspect.isawaitable(outcome):
+                await outcome
+        except (Exception, pytest.fail.Exception) as error:
+            failed.append(f"{type(error).__name__}: {error}")
+    return failed
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+async def test_a_backend_that_is_wrong_in_one_thing_fails(fault: str) -> None:
+    broken, name = BROKEN[fault]
+
+    class Contract(MessagesContract):
+        patience = 0.2
+
+        def backend(self, url: str) -> Backend:
+            return broken(url)
+
+    assert len({function for function, _ in cases(Contract, name)}) == 1, f"one test is about {name}"
+    assert await failures(Contract, name), f"the contract does not mind that {fault}"
+    assert not await failures(TestRight, name), "the test fails a backend that is right, too"
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "test"),
+    [
+        ("drops", {"seed"}, "an_option_is_sent"),
+        ("refuses", {"seed"}, "an_option_is_sent"),
+        ("drops", {"tool_name"}, "in_pairs"),
+        ("drops", {"tool_choice"}, "a_choice_of_tools_is_sent"),
+        ("drops", {"schema"}, "a_schema_is_sent"),
+        ("drops", {"extra_body"}, "extra_body_is_sent"),
+        ("lacks", {"reasoning"}, "reasoning_comes_apart"),
+        ("lacks", {"sealed"}, "sent_back_to_it"),
+        ("lacks", {"several_calls"}, "several_tool_calls"),
+        ("lacks", {"cached_tokens"}, "a_plain_answer"),
+        ("drops", {"sede"}, "what_is_declared"),
+    ],
+)
+async def test_what_is_declared_and_not_so_fails(kind: str, names: set[str], test: str) -> None:
+    declared = {kind: getattr(MessagesContract, kind) | names}
+    assert await failures(type("Contract", (TestRight,), declared), test)
+
+
+async def test_a_refusal_of_the_wrong_type_is_told_in_words() -> None:
+    class Contract(TestRight):
+        refusals: ClassVar[Mapping[Refuse, type[BackendError]]] = {Refuse(429): Unavailable}
+
+    [told, _] = await failures(Contract, "a_refusal_is_an_error")
+    assert "is a Unavailable, not RateLimited(" in told
