@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TypeAlias, cast
+from typing import TypeAlias, TypeVar, cast
 
 from batch_agent.backends.base import Backend, Batched, ModelRequest, RequestShape
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.messages import Conversation, Message, Reply
 
 Prompt = str | Sequence[Message] | Conversation
+T = TypeVar("T")
 Answers: TypeAlias = list[Reply | BackendError]
 NOT_THERE = frozenset([404, 405, 501])  # what a server without such a route answers
 
@@ -34,7 +35,7 @@ async def generate_batch(backend: Backend, prompts: Sequence[Prompt], shape: Req
     ]
     if backend.capabilities.batch and not shape.tools:
         return await cast(Batched, backend).infer_batch(requests)
-    return await asyncio.gather(*(_one(backend, request) for request in requests))
+    return await asyncio.gather(*(_caught(backend.infer(request)) for request in requests))
 
 
 class Generates:
@@ -45,42 +46,42 @@ class Generates:
 
 
 async def infer_in_lists(
-    backend: Backend,
-    requests: Sequence[ModelRequest],
+    asked: Sequence[T],
     most: int,
-    infer_list: Callable[[Sequence[ModelRequest]], Awaitable[Answers]],
+    ask_list: Callable[[Sequence[T]], Awaitable[Answers]],
+    ask_one: Callable[[T], Awaitable[Reply]],
 ) -> tuple[Answers, bool]:
-    """For a backend that answers a list of so many in one request: ``infer_list`` gives their answers, or raises for
-    all of them. A list that is refused is asked in halves, so that the bad one fails alone; where the server has no
-    lists at all, each is asked by itself. And whether it has them, as far as was seen."""
-    lists = [requests[start : start + most] for start in range(0, len(requests), most)]
-    answered = await asyncio.gather(*(_list(backend, part, infer_list) for part in lists))
+    """For a server that answers so many in one request: ``ask_list`` gives the answers of a list, or raises for all of
+    it. A list that is refused is asked in halves, so that the bad one fails alone; where the server has no lists at
+    all, each is asked by itself. And whether it has them, as far as was seen."""
+    lists = [asked[start : start + most] for start in range(0, len(asked), most)]
+    answered = await asyncio.gather(*(_ask_list(part, ask_list, ask_one) for part in lists))
     return [answer for answers, _ in answered for answer in answers], all(there for _, there in answered)
 
 
-async def _list(
-    backend: Backend,
-    requests: Sequence[ModelRequest],
-    infer_list: Callable[[Sequence[ModelRequest]], Awaitable[Answers]],
+async def _ask_list(
+    asked: Sequence[T],
+    ask_list: Callable[[Sequence[T]], Awaitable[Answers]],
+    ask_one: Callable[[T], Awaitable[Reply]],
 ) -> tuple[Answers, bool]:
-    if len(requests) == 1:
-        return [await _one(backend, requests[0])], True
+    if len(asked) == 1:
+        return [await _caught(ask_one(asked[0]))], True
     try:
-        return await infer_list(requests), True
+        return await ask_list(asked), True
     except BackendError as error:
         if error.retryable:
-            return [copy(error) for _ in requests], True
+            return [copy(error) for _ in asked], True
         status = error.status
     if status in NOT_THERE:
-        answers = await asyncio.gather(*(_one(backend, request) for request in requests))
+        answers = await asyncio.gather(*(_caught(ask_one(each)) for each in asked))
         # A model that is not there answers like a route that is not, but then nothing else works either.
         return answers, not any(isinstance(answer, Reply) for answer in answers)
-    return await infer_in_lists(backend, requests, -(-len(requests) // 2), infer_list)
+    return await infer_in_lists(asked, -(-len(asked) // 2), ask_list, ask_one)
 
 
-async def _one(backend: Backend, request: ModelRequest) -> Reply | BackendError:
+async def _caught(asking: Awaitable[Reply]) -> Reply | BackendError:
     try:
-        return await backend.infer(request)
+        return await asking
     except BackendError as error:
         return error
 

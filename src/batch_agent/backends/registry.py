@@ -22,7 +22,8 @@ BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
 SCHEMES: Mapping[str, str] = {
     "openai": "batch_agent.backends.servers:openai",
     "vllm": "batch_agent.backends.vllm:from_address",
-    "sglang": "batch_agent.backends.servers:sglang",
+    "sglang": "batch_agent.backends.sglang:from_address",
+    "dynamo": "batch_agent.backends.dynamo:from_address",
     "http": "batch_agent.backends.servers:http",
     "https": "batch_agent.backends.servers:http",
     "local": "batch_agent.backends.local:from_address",

@@ -32,27 +32,12 @@ def openai(address: Address) -> Backend:
     )
 
 
-def sglang(address: Address) -> Backend:
-    return _engine(address, 30000)
-
-
 def http(address: Address) -> Backend:
     return OpenAIBackend(
         address.base_url(),
         api_key=address.key(),
         headers=address.headers,
         capabilities=_capabilities(address, native_schema=False, schema_with_tools=False),
-        name=address.name,
-    )
-
-
-def _engine(address: Address, default_port: int) -> Backend:
-    """A server that people run themselves: plain http on its own port, and schemas kept by a grammar."""
-    return OpenAIBackend(
-        address.base_url(default_port),
-        api_key=address.key(),
-        headers=address.headers,
-        capabilities=_capabilities(address, native_schema=True, schema_with_tools=False),
         name=address.name,
     )
 

@@ -92,7 +92,7 @@ class VllmBackend(EngineBackend):
         return count
 
     async def infer_batch(self, requests: Sequence[ModelRequest]) -> Answers:
-        answers, there = await infer_in_lists(self, requests, LIST, self._infer_list)
+        answers, there = await infer_in_lists(requests, LIST, self._infer_list, self.infer)
         if not there:
             self._capabilities = replace(self._capabilities, batch=False)
         return answers
