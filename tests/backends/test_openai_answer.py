@@ -425,7 +425,7 @@ def in_deltas(call_id: str, *pieces: str, index: int = 0) -> bytes:
 
 
 ASKED = '{"x":1}'
-CALLED = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"tool_calls"}]}\n\ndata: [DASKED]\n\n'
+CALLED = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"tool_calls"}]}\n\ndata: [DONE]\n\n'
 
 
 @pytest.mark.parametrize(
