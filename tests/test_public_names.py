@@ -25,6 +25,7 @@ PUBLIC = [
     "BatchAgentError",
     "BatchSpec",
     "Failure",
+    "Image",
     "JobError",
     "Message",
     "Pipeline",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         ToolError,
     )
     from batch_agent.job import AgentError, AgentResult, Failure, Success, Timings
-    from batch_agent.messages import Message, ToolCall, Usage
+    from batch_agent.messages import Image, Message, ToolCall, Usage
     from batch_agent.results import Results
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
@@ -37,6 +37,7 @@ __all__ = [
     "BatchAgentError",
     "BatchSpec",
     "Failure",
+    "Image",
     "JobError",
     "Message",
     "Pipeline",
@@ -59,7 +60,7 @@ _HOMES = {
     "api": ("BatchAgent",),
     "errors": ("BatchAgentError", "JobError", "RunRejected", "RunUnreachable", "SpecError", "StoreError", "ToolError"),
     "job": ("AgentError", "AgentResult", "Failure", "Success", "Timings"),
-    "messages": ("Message", "ToolCall", "Usage"),
+    "messages": ("Image", "Message", "ToolCall", "Usage"),
     "results": ("Results",),
     "spec": ("BatchSpec",),
     "tools.base": ("Tool",),

@@ -57,6 +57,8 @@ class Options(TypedDict, total=False):
     task: str
     template: Literal["braces", "jinja"]
     inputs: Iterable[object] | AsyncIterable[object] | Sized | Path
+    images: Sequence[str]
+    image_root: str | Path | None
     system_prompt: str
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str]
     model: str | None

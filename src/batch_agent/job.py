@@ -6,12 +6,13 @@ and ``error`` are; for ``isinstance`` it is the class both have in common.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, TypeAlias, TypeVar
 
 from batch_agent.errors import JobError, error_of
 from batch_agent.foreign import describe
-from batch_agent.messages import Message, Usage
+from batch_agent.messages import Image, Message, Usage
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -29,6 +30,7 @@ class Job:
     identified: bool = False  # job_id is the input's own, not its position
     parts: tuple[Job, ...] = ()  # it does not fit, and these are done instead and merged
     shortened: bool = False  # its longest field was cut to fit
+    images: Mapping[str, Image] = field(default_factory=dict, compare=False)  # what the marks in its prompt stand for
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -19,16 +21,57 @@ if TYPE_CHECKING:
 Role = Literal["system", "user", "assistant", "tool"]
 JsonObject = dict[str, "JsonValue"]
 
+IMAGE_TOKENS = 1000  # of a picture whose size is not known: models count a page-sized one about so
 
-@dataclass(frozen=True, slots=True)
+
 class Image:
-    """A picture in a message. ``url`` is a ``data:`` URL, or an address from which the server fetches it."""
+    """A picture: the path of a file, an address from which the server fetches it (http, https), a ``data:`` URL, or
+    bytes. ``url`` is what was given, bytes as a ``data:`` URL.
 
-    url: str
+    No dataclass, so that nobody writes its bytes out by taking it for plain data.
+    """
+
+    __slots__ = ("_digest", "tokens", "url")
+
+    def __init__(self, source: str | bytes | PathLike[str], *, tokens: int = IMAGE_TOKENS, digest: str = "") -> None:
+        """``tokens`` is about what a model counts it as, ``digest`` the SHA-256 of its bytes where that is known."""
+        self.url = _data_url(source, "") if isinstance(source, bytes) else fspath(source)
+        self.tokens = tokens
+        self._digest = digest
 
     @classmethod
     def of(cls, data: bytes, media_type: str) -> Self:
-        return cls(f"data:{media_type};base64,{b64encode(data).decode()}")
+        return cls(_data_url(data, media_type))
+
+    @property
+    def is_data(self) -> bool:
+        return self.url.startswith("data:")
+
+    @property
+    def is_address(self) -> bool:
+        return self.url.startswith(("http://", "https://"))
+
+    @property
+    def mark(self) -> str:
+        """What stands for it where text is all there is: in the record, in transcripts, in a row's identity. What it
+        shows is known by its hash."""
+        if not self.is_data:
+            return f"[image {self.url}]"
+        self._digest = self._digest or sha256(self.url.partition(",")[2].encode()).hexdigest()
+        return f"[image sha256:{self._digest}]"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and self.url == other.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def __repr__(self) -> str:
+        return f"Image({self.url[:60]!r})"
+
+
+def _data_url(data: bytes, media_type: str) -> str:
+    return f"data:{media_type};base64,{b64encode(data).decode()}"
 
 
 Part = str | Image
@@ -38,6 +81,11 @@ Content = str | tuple[Part, ...]
 def content_text(content: Content) -> str:
     """The words of a message, without its pictures."""
     return content if isinstance(content, str) else "".join(part for part in content if isinstance(part, str))
+
+
+def content_shown(content: Content) -> str:
+    """The same with a mark for each picture."""
+    return content if isinstance(content, str) else "".join(p if isinstance(p, str) else p.mark for p in content)
 
 
 def content_json(content: Content) -> JsonValue:

@@ -31,6 +31,8 @@ ALLOWED = {
     **dict.fromkeys(("task", "system_prompt"), "text"),
     **dict.fromkeys(("model", "api_key"), "text, or None"),
     "template": "braces or jinja",
+    "images": "a list of names of fields",
+    "image_root": "a directory, or None",
     "tools": "a list of tools",
     "on_result": "a function, or None",
     **dict.fromkeys(
@@ -89,6 +91,16 @@ class BatchSpec(BaseModel):
         description="One agent per row: dicts, strings ({input}), pydantic models or dataclasses, in a list, "
         "iterator, generator or async iterator; or a DataFrame, an Arrow table, a Hugging Face dataset, an open text "
         "file, or the path of a file or directory."
+    )
+    images: Sequence[Text] = Field(
+        (),
+        description="Fields of a row that hold an image, or a list of them, as paths, URLs, data: URLs or bytes. In "
+        "Python, Image(...) says so by itself.",
+    )
+    image_root: Text | Path | None = Field(
+        None,
+        description="The directory of images whose paths are relative. Not given: the working directory; on the "
+        "command line, where the rows are.",
     )
     system_prompt: Text = Field("", description="The same for all agents; everything shared belongs here.")
     tools: Sequence[Any] = Field((), description="Tools the agents may call: Tool values or plain functions.")

@@ -35,7 +35,7 @@ class Say:
 @dataclass(frozen=True)
 class Refuse:
     status: int
-    message: str = "no"
+    message: str = "not today"
     retry_after: str | None = None
     overflow: bool = False  # the conversation is too long, in the wire's own words for it
 

@@ -135,6 +135,11 @@ def test_no_backend_is_an_error_that_says_what_to_give(model: str | None) -> Non
         open_backend(None, model=model, api_key=None, environ=KEY)
 
 
+def test_a_provider_that_is_nearly_one_is_suggested() -> None:
+    with pytest.raises(SpecError, match="did you mean openai/gpt-4o"):
+        open_backend(None, model="opnai/gpt-4o", api_key=None, environ=KEY)
+
+
 def test_a_backend_object_is_taken_as_it_is() -> None:
     backend: Backend = OpenAIBackend("http://h")
     assert open_backend(backend, model="a/b", api_key=None, environ={}) == (backend, "a/b")
@@ -148,7 +153,7 @@ def test_a_backend_object_is_taken_as_it_is() -> None:
         ("localhost:8000", "not a URL"),
         ("me:hidden@localhost:8000", "not a URL"),
         ("vlm://host", "did you mean 'vllm'"),
-        ("gopher://host", "Known: openai, vllm, sglang, dynamo, http, https"),
+        ("gopher://host", "Known: local, vllm"),
         ("vllm://", "no host"),
         ("vllm://:8000", "no host"),
         ("http://me:hidden@", "no host"),

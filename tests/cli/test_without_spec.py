@@ -216,3 +216,14 @@ def test_what_was_sent_and_received_is_told_and_secrets_are_cut_out(
 
 def test_standard_error_that_is_no_terminal_is_not_wrapped() -> None:
     assert terminal_width(io.StringIO()) is None
+
+
+def test_a_column_of_images_is_looked_up_beside_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("data").mkdir()
+    Path("data/rows.csv").write_text("photo\na.png\nb.png\n")
+    Path("data/a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(20))
+    question = ["--task", "See {photo}", "data/rows.csv", "--set", 'images=["photo"]']
+    assert main(["run", *question, "--backend", "http://h/v1", "--model", "m", "--dry-run", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "See [image sha256:" in shown
+    assert "data/b.png cannot be read" in shown

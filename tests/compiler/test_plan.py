@@ -85,7 +85,7 @@ def test_inputs_that_are_one_thing_are_refused(inputs: object) -> None:
 
 @pytest.mark.parametrize("first", [5, None, ["a"], Row, Point, b"x"])
 def test_a_first_input_of_no_known_kind_is_refused(first: object) -> None:
-    with pytest.raises(SpecError, match="a dict, a string, a pydantic model or a dataclass"):
+    with pytest.raises(SpecError, match="a dict, a string, an Image, a pydantic model or a dataclass"):
         plan_of("go", [first])
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batch_agent.compiler.budget import IMAGE_TOKENS, content_tokens, estimate_tokens
-from batch_agent.messages import Image
+from batch_agent.compiler.budget import content_tokens, estimate_tokens
+from batch_agent.messages import IMAGE_TOKENS, Image
 
 
 def test_a_message_of_parts_is_its_texts_and_its_images() -> None:

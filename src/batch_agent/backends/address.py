@@ -1,30 +1,18 @@
 """A backend as the user gave it, taken apart: where it is, who asks, and what stands behind the question mark.
 
-A factory of ``registry.SCHEMES`` makes a Backend of it. What is shown of an address has no user, password or key.
+The factory of its line in ``schemes`` makes a Backend of it. What is shown of an address has no user, password or key.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from urllib.parse import SplitResult, parse_qsl
+from dataclasses import dataclass, replace
+from math import inf
+from urllib.parse import SplitResult, parse_qsl, urlencode
 
+from batch_agent.backends.schemes import FORMS, KEY_VARIABLE, SCHEMES
 from batch_agent.errors import SpecError
-
-KEY_VARIABLE = "BATCH_AGENT_API_KEY"
-FORMS = (
-    "vllm://host:8000, sglang://host:30000, dynamo://host:8000, openai://, http://host:port/v1, https://host/v1, "
-    "or local://"
-)
-# What may stand behind the question mark: true or false, and texts.
-FLAGS: Mapping[str, tuple[str, ...]] = {
-    "http": ("native_schema",),
-    "https": ("native_schema",),
-    "vllm": ("native_schema", "tls", "priority"),
-    "sglang": ("native_schema", "tls", "priority"),
-}
-TEXTS: Mapping[str, tuple[str, ...]] = {"vllm": ("cache_salt",), "sglang": ("extra_key",), "dynamo": ("cache_salt",)}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -34,6 +22,7 @@ class Address:
     headers: Mapping[str, str]
     environ: Mapping[str, str]
     sends: bool = True  # False: nothing will be sent, so a key may be missing
+    model: str | None = None  # the one that the user named beside it
 
     @property
     def name(self) -> str:
@@ -47,29 +36,36 @@ class Address:
 
     @property
     def options(self) -> Mapping[str, bool]:
-        """What stands behind the question mark and is true or false, for servers that speak HTTP."""
-        flags = FLAGS.get(self.url.scheme, ("native_schema", "tls"))
-        values = {"true": True, "1": True, "false": False, "0": False}
-        found = {}
-        for name, value in self._given(flags).items():
-            if name in flags:
-                if value.lower() not in values:
-                    raise SpecError(f"the backend's option {name} must be true or false")
-                found[name] = values[value.lower()]
-        return found
-
-    def text(self, name: str) -> str | None:
-        """An option behind the question mark that is text; None where it is not given."""
-        value = self._given(FLAGS.get(self.url.scheme, ())).get(name)
-        if value == "":
-            raise SpecError(f"the backend's option {name} is empty: give it a value, or leave it out")
-        return value
-
-    def _given(self, flags: tuple[str, ...]) -> Mapping[str, str]:
+        """What stands behind the question mark, for servers that speak HTTP."""
         given = dict(parse_qsl(self.url.query, keep_blank_values=True))
-        texts = TEXTS.get(self.url.scheme, ())
-        check_known(given, (*flags, *texts), f"a {self.url.scheme}:// backend has no option")
-        return given
+        check_known(given, SCHEMES[self.url.scheme].options, f"a {self.url.scheme}:// backend has no option")
+        values = {"true": True, "1": True, "false": False, "0": False}
+        for name, value in given.items():
+            if value.lower() not in values:
+                raise SpecError(f"the backend's option {name} must be true or false")
+        return {name: values[value.lower()] for name, value in given.items()}
+
+    def seconds(self, *names: str) -> tuple[dict[str, float], Address]:
+        """Those of these options that the URL has, and the address without them."""
+        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
+        found: dict[str, float] = {}
+        for name in given.keys() & set(names):
+            try:
+                found[name] = float(given.pop(name))
+            except ValueError:
+                found[name] = -1.0
+            if not 0.0 <= found[name] < inf:
+                raise SpecError(f"the backend's option {name} must be a number of seconds")
+        return found, replace(self, url=self.url._replace(query=urlencode(given)))
+
+    def texts(self, *names: str) -> tuple[dict[str, str], Address]:
+        """The same for options that are text."""
+        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
+        found = {name: given.pop(name) for name in names if name in given}
+        for name, text in found.items():
+            if not text:
+                raise SpecError(f"the backend's option {name} is empty: give it a value, or leave it out")
+        return found, replace(self, url=self.url._replace(query=urlencode(given)))
 
     def key(self, variable: str = KEY_VARIABLE) -> str | None:
         """The key that was given, else the variable's, where the URL does not bring a login of its own."""
@@ -92,10 +88,10 @@ class Address:
 
 
 def check_known(names: Iterable[str], allowed: Iterable[str], complaint: str) -> None:
-    """SpecError for a name that is not allowed, with the one that was probably meant."""
+    """SpecError for a name that is not allowed, with those that were probably meant."""
     allowed = list(allowed)
     for name in names:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            near = difflib.get_close_matches(name, allowed)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
             raise SpecError(f"{complaint} {name!r}{hint} Known: {', '.join(allowed)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
@@ -31,6 +32,8 @@ class Capabilities:
     default_inflight: int = 64  # calls in flight when the user names no number
     endpoints: tuple[str, ...] = ("",)  # the names of the servers behind it, of which a turn is granted one
     load: bool = False  # tells how busy it is: it is a Measured
+    patient: bool = False  # answers take hours: no time limit of a turn but the user's; it is a Patient
+    price: float = 1.0  # the part of its provider's listed price that it asks
     batch: bool = False  # answers many conversations in one request, and better so: it is a Batched
     probe: bool = False  # can be asked what it serves before a run: it is a Probed
     prefix_leader: bool = False  # computes what all requests begin with once, if one of them goes ahead of the others
@@ -168,4 +171,14 @@ class Batched(Backend, Protocol):
     async def infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
         """One turn of each, in their order. They share one shape, without tools; one that cannot be answered is an
         error in its own place and takes nobody with it."""
+        ...
+
+
+@runtime_checkable
+class Patient(Backend, Protocol):
+    """Where ``Capabilities.patient``."""
+
+    def keep(self, directory: Path | None) -> None:
+        """Called before it is entered: where it notes what it has sent, so that a run which is resumed picks that up.
+        None: nowhere, and nothing is picked up."""
         ...

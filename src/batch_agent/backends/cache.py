@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from hashlib import blake2b
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -28,6 +29,7 @@ from batch_agent.backends.base import (
     Measured,
     ModelRequest,
     OnToolCall,
+    Patient,
     Probed,
     RequestShape,
 )
@@ -60,6 +62,9 @@ class CachingBackend(Generates):
     @property
     def capabilities(self) -> Capabilities:
         return replace(self._inner.capabilities, batch=False)  # each answer is looked up by itself
+
+    def keep(self, directory: Path | None) -> None:
+        cast(Patient, self._inner).keep(directory)
 
     async def load(self, endpoint: str = "") -> Load:
         return await cast(Measured, self._inner).load(endpoint)

@@ -34,14 +34,11 @@ REFUSED = {
 }
 
 
-def from_address(address: Address) -> DynamoBackend:
-    return DynamoBackend(address)
-
-
 class DynamoBackend(EngineBackend):
     def __init__(self, address: Address) -> None:
+        texts, address = address.texts("cache_salt")
         super().__init__(address, port=PORT, capabilities=replace(ABLE, probe=True))
-        self._salt = address.text("cache_salt")
+        self._salt = texts.get("cache_salt")
 
     def check(self, shape: RequestShape) -> None:
         super().check(shape)

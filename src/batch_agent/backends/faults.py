@@ -92,7 +92,9 @@ class ServerError:
             message = value.get("message") or value.get("detail") or (inner if isinstance(inner, str) else "")
             if not isinstance(message, str) or not message:
                 message = _as_json(value)
-            return cls(message, *(str(value.get(key) or "") for key in ("type", "code", "param")))
+            details = value.get("details")  # Anthropic's place for a code
+            code = value.get("code") or (details.get("error_code") if isinstance(details, Mapping) else None)
+            return cls(message, str(value.get("type") or ""), str(code or ""), str(value.get("param") or ""))
         return cls(value if isinstance(value, str) else _as_json(value))
 
     @classmethod

@@ -11,15 +11,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Generic, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.faults import Faults
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient, Receive, Route
 from batch_agent.backends.quota import read_quota
 from batch_agent.backends.wire import Naming
 from batch_agent.messages import Quota, Reply
+
+Head = TypeVar("Head")
 
 
 class AnswerReader(Protocol):
@@ -34,22 +37,22 @@ class AnswerReader(Protocol):
         ...
 
 
-class HttpBackend(Generates, ABC):
-    """A Backend but for its wire. ``chat`` is where turns are asked for."""
+class HttpBackend(Generates, ABC, Generic[Head]):
+    """A Backend but for its wire. ``chat`` is where turns are asked for; a Head is what the wire keeps of a shape."""
 
     def __init__(self, http: HttpClient, chat: Route, *, capabilities: Capabilities, name: str | None = None) -> None:
         self._http = http
         self._chat = chat
         self._capabilities = capabilities
         self._name = name or http.base_url
-        self._heads: WeakKeyDictionary[RequestShape, dict[bool, bytes]] = WeakKeyDictionary()
+        self._heads: WeakKeyDictionary[RequestShape, dict[bool, Head]] = WeakKeyDictionary()
 
     @abstractmethod
-    def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
+    def write_head(self, shape: RequestShape, streamed: bool) -> Head:
         """What all requests of a shape have in common, once for all of them; SpecError for what cannot be sent."""
 
     @abstractmethod
-    def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
+    def write_body(self, head: Head, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
         """The body of one request, and headers of its own."""
 
     @abstractmethod
@@ -60,6 +63,9 @@ class HttpBackend(Generates, ABC):
         self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
     ) -> AnswerReader:
         """``said`` takes the text piece by piece, ``clock`` tells when the first came."""
+
+    @abstractmethod
+    async def models(self) -> list[str]: ...
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r})"
@@ -98,7 +104,7 @@ class HttpBackend(Generates, ABC):
             quota = read_quota(answered)
 
         receive = None if stream is None else _beginning(stream.feed, request.on_begin)
-        answer = await self._http.send(self._chat, body, receive, headers, on_headers)
+        answer = await self._http.send(self.route_of(request, stream is not None), body, receive, headers, on_headers)
         if answer is None and stream is not None:
             reply = stream.finish()
         else:
@@ -109,7 +115,23 @@ class HttpBackend(Generates, ABC):
                     on_tool_call(call)
         return reply if quota is None else replace(reply, quota=quota)
 
-    def _head(self, shape: RequestShape, streamed: bool) -> bytes:
+    def route_of(self, request: ModelRequest, streamed: bool) -> Route:
+        """Where a turn is asked for, on a wire that has more than one place."""
+        return self._chat
+
+    @property
+    def client(self) -> HttpClient:
+        return self._http
+
+    @property
+    def faults(self) -> Faults:
+        return self._chat.faults
+
+    def body_of(self, request: ModelRequest) -> bytes:
+        """A request that is not streamed, for those who send it in another way."""
+        return self.write_body(self._head(request.shape, False), request)[0]
+
+    def _head(self, shape: RequestShape, streamed: bool) -> Head:
         heads = self._heads.get(shape)
         if heads is None:
             heads = self._heads[shape] = {}

@@ -35,7 +35,7 @@ class Tail:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class OpenAIBackend(HttpBackend):
+class OpenAIBackend(HttpBackend[bytes]):
     """One server at ``base_url`` (up to and without ``/chat/completions``). ``tail`` says what each request has of its
     own, for servers that take hints."""
 

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from batch_agent.backends.base import OnToolCall
 from batch_agent.backends.faults import Faults
 from batch_agent.backends.sse import Event, EventTooLarge, SSEParser
-from batch_agent.backends.wire import Naming, counted, usage_of
+from batch_agent.backends.wire import Naming, counted, json_of, object_of, usage_of
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import JsonObject, Reply, ToolCall, Usage
 
@@ -28,7 +28,7 @@ _CACHE_WRITES = ("cache_write_tokens", "cache_creation_tokens", "created_cache_t
 
 def read_answer(body: bytes, naming: Naming) -> Reply:
     faults = naming.faults
-    document = _object(body, faults)
+    document = object_of(body, faults)
     if error := _error_in(document):
         raise faults.reported(error)
     choices = document.get("choices")
@@ -103,11 +103,11 @@ class AnswerStream:
                 self._done = True
                 return
             if name == "error":
-                raise self._faults.reported(_loads(data) or data.decode("utf-8", "replace"))
+                raise self._faults.reported(json_of(data) or data.decode("utf-8", "replace"))
             if name == "tool_call_dispatch":
-                self._dispatch(_object(data, self._faults))
+                self._dispatch(object_of(data, self._faults))
             else:
-                self._chunk(_object(data, self._faults))
+                self._chunk(object_of(data, self._faults))
 
     def _chunk(self, chunk: JsonObject) -> None:
         # Once for every token: what is usually not there is looked for before anything is made of it.
@@ -258,24 +258,6 @@ def _check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults:
         raise Rejected(message, text=text, usage=usage)
     if finish == "tool_calls" and not has_calls and not text:
         raise faults.bad("the answer announces tool calls and has none")
-
-
-def _loads(data: bytes) -> JsonValue:
-    try:
-        value: JsonValue = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return None
-    return value
-
-
-def _object(data: bytes, faults: Faults) -> JsonObject:
-    value = _loads(data)
-    if isinstance(value, dict):
-        return value
-    shown = faults.clean(data.decode("utf-8", "replace")) or "(nothing)"
-    if data.lstrip()[:1] == b"<":
-        raise faults.bad(f"the answer is a web page, not JSON; is this the URL of an API? {shown}")
-    raise faults.bad(f"the answer is not a JSON object: {shown}")
 
 
 def _error_in(document: Mapping[str, JsonValue]) -> JsonValue:

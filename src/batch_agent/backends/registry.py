@@ -1,35 +1,24 @@
 """From what a user gives as ``backend=`` and ``model=`` to a Backend and the model's name.
 
-A scheme is one line in ``SCHEMES``, a provider whose name may stand before a model's one in ``PROVIDERS``. Only the
-backend that is named is imported: an HTTP client or an engine is a good part of a start. Everything that is wrong with
-an address is a SpecError that says what is allowed, and none of them shows a password or a key.
+``schemes`` is the table of what there is. Only the backend that is named is imported: an HTTP client or an engine is a
+good part of a start. Everything that is wrong with an address is a SpecError that says what is allowed, and none of
+them shows a password or a key.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from urllib.parse import SplitResult, urlsplit
 
-from batch_agent.backends.address import FORMS, Address, check_known
+from batch_agent.backends.address import Address, check_known
 from batch_agent.backends.base import Backend
+from batch_agent.backends.schemes import FORMS, PROVIDERS, SCHEMES
 from batch_agent.errors import SpecError
 
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
-
-# Where the Callable[[Address], Backend] of each scheme is.
-SCHEMES: Mapping[str, str] = {
-    "openai": "batch_agent.backends.servers:openai",
-    "vllm": "batch_agent.backends.vllm:from_address",
-    "sglang": "batch_agent.backends.sglang:from_address",
-    "dynamo": "batch_agent.backends.dynamo:from_address",
-    "http": "batch_agent.backends.servers:http",
-    "https": "batch_agent.backends.servers:http",
-    "local": "batch_agent.backends.local:from_address",
-    "simulated": "batch_agent.backends.simulated:from_address",
-}
-PROVIDERS: Mapping[str, str] = {"openai": "openai://"}
 
 
 def open_backend(
@@ -52,8 +41,8 @@ def open_backend(
         scheme, url = _read_url(backend)
         # A key of spaces is a variable that was not filled in.
         key = (api_key or "").strip() or None
-        factory: Callable[[Address], Backend] = resolve_name(SCHEMES[scheme])
-        return factory(Address(url, key, headers, environ, sends)), model
+        factory: Callable[[Address], Backend] = resolve_name(SCHEMES[scheme].factory)
+        return factory(Address(url, key, headers, environ, sends, model=model)), model
     if isinstance(backend, Backend) and not isinstance(backend, type):
         if api_key is not None:
             raise SpecError("api_key has no effect on a Backend object: give the key to the object")
@@ -68,8 +57,10 @@ def _provider_of(model: str | None) -> tuple[str, str | None]:
         return PROVIDERS[provider], name
     if model is None or model.endswith(".gguf") or _is_embedded(model):
         return f"local://{model or ''}", None
+    near = difflib.get_close_matches(provider, PROVIDERS) if slash else []
+    hint = f"; did you mean {' or '.join(f'{one}/{name}' for one in near)}?" if near and name else ""
     raise SpecError(
-        f"no backend for the model {model!r}: give backend= (or set {BACKEND_VARIABLE}), as {FORMS}; "
+        f"no backend for the model {model!r}{hint or ':'} give backend= (or set {BACKEND_VARIABLE}), as {FORMS}; "
         f"or put a provider before its name ({', '.join(f'{p}/…' for p in PROVIDERS)})"
     )
 

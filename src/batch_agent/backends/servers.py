@@ -7,11 +7,13 @@ from urllib.parse import urlsplit
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend, Capabilities
+from batch_agent.backends.jobs import JobBackend
 from batch_agent.backends.openai import OpenAIBackend
+from batch_agent.backends.openai_jobs import OpenAIJobs
 from batch_agent.errors import SpecError
 
 
-def openai(address: Address) -> Backend:
+def openai(address: Address) -> OpenAIBackend:
     if not address.url.netloc:
         base = address.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
         url = urlsplit(base)
@@ -30,6 +32,14 @@ def openai(address: Address) -> Backend:
         # Newer models refuse max_tokens.
         max_tokens_field="max_completion_tokens",
     )
+
+
+def openai_batch(address: Address) -> Backend:
+    """The same server and key, through its batch API. ``gather`` and ``look`` are seconds: how long nobody may have
+    joined a job before it is sent, and after how long it is first asked whether it is done."""
+    waits, address = address.seconds("gather", "look")
+    wire = openai(replace(address, url=address.url._replace(scheme="openai")))
+    return JobBackend(wire, OpenAIJobs(wire.client), **waits)
 
 
 def http(address: Address) -> Backend:

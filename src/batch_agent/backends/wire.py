@@ -4,33 +4,33 @@ takes. Pure; ``http_backend`` has what those over HTTP share beside it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.base import RequestShape
-from batch_agent.backends.faults import Faults
 from batch_agent.errors import SpecError
-from batch_agent.messages import JsonObject, Message, ToolCall, Usage
+from batch_agent.messages import Content, JsonObject, Message, ToolCall, Usage
+
+if TYPE_CHECKING:  # an HTTP client would come along
+    from batch_agent.backends.faults import Faults
 
 LARGEST_COUNT = 2**53  # tokens: what is more is no count, and no reason to fail
 
 
-class Naming:
-    """Makes the ToolCalls of one answer, each with an id that no other call of its conversation has: the engine and the
-    server pair results with calls by it. A server's own id is kept where it is such a one. Some servers send none, the
-    same for all calls of an answer, or the same again in every turn."""
+class CallIds:
+    """Ids for the tool calls of one answer, none of which another call of its conversation has: the engine and the
+    server pair results with calls by them. A server's own id is kept where it is such a one. Some servers send none,
+    the same for all calls of an answer, or the same again in every turn."""
 
-    __slots__ = ("_messages", "_used", "faults")
+    __slots__ = ("_messages", "_used")
 
-    def __init__(self, messages: Sequence[Message], faults: Faults) -> None:
-        self.faults = faults
+    def __init__(self, messages: Sequence[Message]) -> None:
         self._messages = messages  # those that the request had
         self._used: set[str] | None = None  # most answers call nothing
 
-    def call(self, call_id: str, name: str, arguments: str) -> ToolCall:
-        if not name:
-            raise self.faults.bad("the answer has a tool call without a name")
+    def take(self, call_id: str) -> str:
         if self._used is None:
             self._used = {call.id for message in self._messages for call in message.tool_calls}
         position = 0
@@ -38,7 +38,22 @@ class Naming:
             call_id = f"call_{len(self._messages)}_{position}"
             position += 1
         self._used.add(call_id)
-        return ToolCall(call_id, name, arguments if arguments.strip() else "{}")
+        return call_id
+
+
+class Naming:
+    """Makes the ToolCalls of one answer, each with an id of its own; errors of reading it are ``faults``'."""
+
+    __slots__ = ("_ids", "faults")
+
+    def __init__(self, messages: Sequence[Message], faults: Faults) -> None:
+        self.faults = faults
+        self._ids = CallIds(messages)
+
+    def call(self, call_id: str, name: str, arguments: str) -> ToolCall:
+        if not name:
+            raise self.faults.bad("the answer has a tool call without a name")
+        return ToolCall(self._ids.take(call_id), name, arguments if arguments.strip() else "{}")
 
 
 def echoed_object(arguments: str) -> JsonObject:
@@ -62,6 +77,12 @@ def echoed(arguments: str) -> str:
 def mended(text: str) -> str:
     """Without halves of surrogate pairs, from a file read with errors ignored: no JSON reader would take them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def mended_content(content: Content) -> Content:
+    if isinstance(content, str):
+        return mended(content)
+    return tuple(mended(part) if isinstance(part, str) else part for part in content)
 
 
 def written(value: object) -> bytes:
@@ -107,3 +128,23 @@ def usage_of(prompt: int, cached: int, completion: int, reasoning: int = 0, writ
     if cached + written > prompt:
         prompt += cached + written
     return Usage(prompt, cached, completion, reasoning, written)
+
+
+def json_of(data: bytes) -> JsonValue:
+    """None for what is no JSON."""
+    try:
+        value: JsonValue = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    return value
+
+
+def object_of(data: bytes, faults: Faults) -> JsonObject:
+    """An answer that must be a JSON object."""
+    value = json_of(data)
+    if isinstance(value, dict):
+        return value
+    shown = faults.clean(data.decode("utf-8", "replace")) or "(nothing)"
+    if data.lstrip()[:1] == b"<":
+        raise faults.bad(f"the answer is a web page, not JSON; is this the URL of an API? {shown}")
+    raise faults.bad(f"the answer is not a JSON object: {shown}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from batch_agent.backends.base import Backend
 from batch_agent.backends.local import physical_cores, require_engine, weights
 from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
+from batch_agent.backends.schemes import OWN_FORMS, SCHEMES, Scheme
 from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.files.results import to_json
@@ -27,9 +28,9 @@ from batch_agent.observe.text import amount, harmless
 from batch_agent.version import __version__
 
 PACKAGE = "batch-agent"
+SERVICES = [scheme for scheme in SCHEMES.values() if scheme.is_service and scheme.listed]
 PATIENCE = 3.0  # seconds for a server to say what it serves
 REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*(?:;.*extra == ['\"](?P<extra>[\w-]+)['\"])?")
-SERVERS = "vllm://host:8000, sglang://host:30000, https://host/v1"
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -65,7 +66,7 @@ class Diagnosis:
         return cls(
             packages=_installed(None),
             extras={extra: _installed(extra) for extra in sorted({e for _, e in _requirements() if e is not None})},
-            backends=(_local(), _openai()),
+            backends=(_local(), *map(_service, SERVICES)),
             default=_default(),
             because=f"{BACKEND_VARIABLE} says so" if is_set else f"{BACKEND_VARIABLE} is not set",
             cores=_usable_cores(),
@@ -96,9 +97,10 @@ class Diagnosis:
         for extra, packages in self.extras.items():
             yield f"  {extra:<9} {_versions(packages)}"
         yield "backends"
+        width = max(9, *(len(finding.backend) for finding in self.backends))
         for finding in self.backends:
-            yield f"  {finding.backend:<9} {_verdict(finding)}"
-        yield f"  servers   yours or anybody's: --backend {SERVERS}"
+            yield f"  {finding.backend:<{width}} {_verdict(finding)}"
+        yield f"  {'servers':<{width}} yours or anybody's: --backend {OWN_FORMS}"
         verdict = "as above" if self.default in self.backends else _verdict(self.default)
         yield f"default     {self.default.backend}, for {self.because}; {verdict}"
         memory = f", {amount(self.memory_bytes)}B of memory" if self.memory_bytes else ""
@@ -159,12 +161,12 @@ def _local() -> Finding:
     return Finding("local://", True, f"{model.name} is fetched at first use, {amount(model.size_bytes)}B")
 
 
-def _openai() -> Finding:
+def _service(scheme: Scheme) -> Finding:
     try:
-        open_backend("openai://", model=None, api_key=None)
+        open_backend(scheme.form, model=None, api_key=None)
     except SpecError as error:
-        return Finding("openai://", False, str(error))
-    return Finding("openai://", True, "there is a key; whether it is a good one was not asked")
+        return Finding(scheme.form, False, str(error))
+    return Finding(scheme.form, True, "there is a key; whether it is a good one was not asked")
 
 
 def _requirements() -> Iterator[tuple[str, str | None]]:

@@ -77,7 +77,18 @@ def load_spec(options: argparse.Namespace) -> BatchSpec:
     if options.env_file is not None:
         load_env_file(Path(options.env_file))
     file = spec_file(options)
-    return file.resolve({"inputs": inputs_of(file, options), **overrides_of(file, options)})
+    overrides = {"inputs": inputs_of(file, options), **overrides_of(file, options)}
+    if "images" in overrides or "images" in file.options:
+        overrides = {"image_root": _beside_the_rows(file, options), **overrides}
+    return file.resolve(overrides)
+
+
+def _beside_the_rows(file: SpecFile, options: argparse.Namespace) -> Path:
+    """Where images with relative paths are, unless the file says where."""
+    if "image_root" in file.options:
+        return file.path.parent / str(file.options["image_root"])
+    rows = options.inputs or file.inputs_path()
+    return file.path.parent if rows is None or rows == STDIN else Path(rows).parent
 
 
 def overrides_of(file: SpecFile, options: argparse.Namespace) -> dict[str, object]:

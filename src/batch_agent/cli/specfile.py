@@ -86,6 +86,7 @@ class SpecFile:
             "output_schema": self._schema,
             "cache": self._directory,
             "predictive_prewarm": self._directory,
+            "image_root": self._directory,
         }
         followed = dict(options)
         for name in resolvers.keys() & options.keys():

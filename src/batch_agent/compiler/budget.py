@@ -13,7 +13,6 @@ from batch_agent.errors import Oversized
 from batch_agent.messages import Content
 
 BYTES_PER_TOKEN = 4
-IMAGE_TOKENS = 1_600  # of a large picture; servers shrink larger ones to about that
 
 
 def size_bytes(text: str) -> int:
@@ -29,13 +28,13 @@ def content_bytes(content: Content) -> int:
     """As many bytes as there can be tokens at the most; a picture has as many as it usually has tokens."""
     if isinstance(content, str):
         return size_bytes(content)
-    return sum(size_bytes(part) if isinstance(part, str) else IMAGE_TOKENS for part in content)
+    return sum(size_bytes(part) if isinstance(part, str) else part.tokens for part in content)
 
 
 def content_tokens(content: Content) -> int:
     if isinstance(content, str):
         return estimate_tokens(content)
-    return sum(estimate_tokens(part) if isinstance(part, str) else IMAGE_TOKENS for part in content)
+    return sum(estimate_tokens(part) if isinstance(part, str) else part.tokens for part in content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """An input seen as named fields, and a field's value as text.
 
-An input is a dict (its keys), a string (the one field ``input``), a pydantic model or a dataclass. Text goes into a
-prompt as it is; any other value as its JSON, and one whose JSON is a string (a date, a path, an enum) as that string.
+An input is a dict (its keys), a string or an Image (the one field ``input``), a pydantic model or a dataclass. Text
+goes into a prompt as it is; any other value as its JSON, and one whose JSON is a string (a date, a path, an enum) as
+that string. Pictures are ``pictures``' affair.
 ``user.name`` and ``items[0]`` name a place in a field's data: keys, positions, and the fields of models and
 dataclasses, never attributes or methods of anything else. Reading an input may run its author's code (serializers,
 properties, ``__iter__``): whatever that raises becomes an InputError here.
@@ -18,8 +19,9 @@ from pydantic_core import from_json, to_json
 
 from batch_agent.errors import InputError
 from batch_agent.foreign import describe
+from batch_agent.messages import Image
 
-ALLOWED = "a dict, a string, a pydantic model or a dataclass"
+ALLOWED = "a dict, a string, an Image, a pydantic model or a dataclass"
 NAMES_SHOWN = 20
 PATH = re.compile(r"([^\W\d]\w*)((?:\.[^\W\d]\w*|\[[^][{}]+\])+)")  # a field's name, and the steps into its data
 _STEP = re.compile(r"\.(\w+)|\[([^]]+)\]")
@@ -32,7 +34,7 @@ class Unfillable(InputError):
 def field_names(value: object) -> tuple[str, ...]:
     """The fields an input has, found without reading their values. InputError when it is no input at all."""
     match value:
-        case str():
+        case str() | Image():
             return ("input",)
         case BaseModel():
             kind = type(value)
@@ -53,13 +55,14 @@ def field_names(value: object) -> tuple[str, ...]:
 def fields_of(value: object) -> Mapping[str, object]:
     if type(value) is dict:
         return value
-    if isinstance(value, str):
+    if isinstance(value, str | Image):
         return {"input": value}
     try:
         match value:
             case BaseModel():
-                dumped = value.model_dump(mode="json")
-                return {"root": dumped} if isinstance(value, RootModel) else dumped
+                pictures = {name: image for name, image in value if isinstance(image, Image)}
+                dumped = value.model_dump(mode="json", exclude=set(pictures))
+                return {"root": dumped} if isinstance(value, RootModel) else dumped | pictures
             case Mapping():
                 return dict(value)
             case _:

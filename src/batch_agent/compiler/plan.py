@@ -17,13 +17,16 @@ from batch_agent.compiler.fields import ALLOWED, Unfillable, field_names, fields
 from batch_agent.compiler.hoist import Constant, check_same, constants_of, hoistable, reference, section
 from batch_agent.compiler.merge import groups, merge_prompt
 from batch_agent.compiler.oversized import Sizing, longest
+from batch_agent.compiler.pictures import Look, Pictures, has_pictures, see, with_pictures
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
 from batch_agent.compiler.template import Piece, TaskTemplate, Template
 from batch_agent.errors import InputError, InternalError, JobError, SpecError
 from batch_agent.job import Job, UnreadableRow
-from batch_agent.messages import Conversation, Message, ToolSpec
+from batch_agent.messages import Conversation, Image, Message, ToolSpec
 from batch_agent.spec import BatchSpec
+
+NO_PICTURES: Pictures = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Plan:
         warning: str | None,
         tool_tokens: int,
         sizing: Sizing,
+        look: Look,
     ) -> None:
         self.system = system
         self.own_system = own_system
@@ -76,6 +80,8 @@ class Plan:
         self._head = head
         self._shared_tokens = estimate_tokens(system) + tool_tokens
         self._sizing = sizing
+        self._look = look
+        self._named_images = frozenset(spec.images)
         self.warning = warning
 
     def check_first(self, first: object) -> None:
@@ -84,7 +90,7 @@ class Plan:
         if self._template is None and not isinstance(first, UnreadableRow):
             self._template = _parse(self._spec, first)
             self._head = self._template.head
-            self.warning = _unused(self._template, field_names(first), self.total)
+            self.warning = _unused(self._template, self._own(field_names(first)), self.total)
 
     def fit(self, context: int) -> None:
         """The model's context, learnt after the plan was made: what does not fit it is cut as the spec says."""
@@ -95,6 +101,14 @@ class Plan:
         """About how many tokens all first requests begin with: system, tools, the task up to what varies."""
         return self._shared_tokens + estimate_tokens(self._head)
 
+    def shows(self, value: object) -> bool:
+        """Whether an input has pictures, so that making a job of it may read files."""
+        return bool(self._named_images) or (type(value) is dict and has_pictures(value)) or isinstance(value, Image)
+
+    def _own(self, names: Collection[str]) -> Collection[str]:
+        """Fields that a task should name: pictures are sent in any case."""
+        return [name for name in names if name not in self._named_images]
+
     def job(self, index: int, value: object) -> Job:
         """One input, rendered. Raises InputError or Oversized, which concern this input alone."""
         if isinstance(value, UnreadableRow):
@@ -102,11 +116,11 @@ class Plan:
         template = self._template
         if template is None:
             raise InternalError("a job was asked for before the plan saw the first input")
-        fields = fields_of(value)
+        fields, images = self._seen(fields_of(value))
         check_same(self._hoisted, fields)
-        prompt, own = template.render(fields), own_id(fields)
-        job = Job(index, str(index) if own is None else own, value, prompt, own is not None)
-        tokens = self._tokens(prompt)
+        prompt, own = with_pictures(template.render(fields), images), own_id(fields)
+        job = Job(index, str(index) if own is None else own, value, prompt, own is not None, images=images)
+        tokens = self._tokens(prompt) + sum(image.tokens for image in images.values())
         if self._sizing.fits(tokens):
             return job
         if self._sizing.how == "fail" or not isinstance(template, Template):
@@ -119,20 +133,26 @@ class Plan:
             Job(
                 index,
                 f"{job.job_id}#{number}",
-                part["input"] if isinstance(value, str) else {**fields, **part},
+                part["input"] if isinstance(value, str) else {**fields_of(value), **_without(part, images)},
                 _fill(template, part),
                 job.identified,
+                images=images,
             )
             for number, part in enumerate(cut, start=1)
         ]
         return replace(job, parts=tuple(parts))
+
+    def _seen(self, fields: Mapping[str, object]) -> tuple[Mapping[str, object], Pictures]:
+        if not self._named_images and not has_pictures(fields):  # nearly always
+            return fields, NO_PICTURES
+        return see(fields, self._named_images, self._look)
 
     def merging(self, job: Job, answers: Sequence[str]) -> list[Job]:
         """What is asked to make one answer of those to the parts of a job: all of them in one message, or, where they
         do not fit, some in each of several, whose answers are merged in turn."""
         template = self._template
         assert isinstance(template, Template)
-        texts = _texts(template, fields_of(job.input))
+        texts = _texts(template, self._seen(fields_of(job.input))[0])
         cut = longest(template.names, texts)
         task = _fill(template, {**texts, cut: f"[{cut}: read in parts]"})
         room = self._sizing.room - self._tokens(merge_prompt(task, ()))
@@ -154,14 +174,14 @@ class Plan:
         template = self._unhoisted or self._template
         if isinstance(value, UnreadableRow) or template is None:
             raise InputError("this input asks nothing")
-        fields = fields_of(value)
+        fields, images = self._seen(fields_of(value))
         sent = self._template
         if self._sizing.how == "truncate" and isinstance(sent, Template):  # what was cut off is no part of the question
             own = _texts(sent, fields)
             tokens = self._tokens(_fill(sent, own))
             if not self._sizing.fits(tokens):
                 fields = {**fields, **self._sizing.cut(sent.names, own, tokens)[0]}
-        return own_id(fields), template.render(fields)
+        return own_id(fields), with_pictures(template.render(fields), images)
 
     def describe(self, sample: Sequence[object]) -> Description:
         """The plan for people; ``sample`` is the first inputs, as many as one cares to render."""
@@ -173,7 +193,7 @@ class Plan:
             try:
                 prompts.append(self.job(index, value).prompt)
                 if len(prompts) == 1 and self._template is not None:
-                    pieces = self._template.pieces(fields_of(value))
+                    pieces = self._template.pieces(self._seen(fields_of(value))[0])
             except JobError as error:
                 unusable.append(f"input {index}: {error.type}: {error}")
         head_tokens = estimate_tokens(self._head)
@@ -197,8 +217,9 @@ def compile_plan(
     schema: OutputSchema[object] | None,
     inject_schema: bool,
     tools: Sequence[ToolSpec] = (),
+    look: Look = lambda image: image,
 ) -> Plan:
-    """``inject_schema`` is False when the backend takes the schema natively."""
+    """``inject_schema`` is False when the backend takes the schema natively; ``look`` makes pictures ready to send."""
     inputs = _checked_inputs(spec.inputs)
     system = _system_text(spec, schema if inject_schema else None)
     _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
@@ -216,10 +237,11 @@ def compile_plan(
         readable := [value for value in inputs if not isinstance(value, UnreadableRow)]
     ):
         template = _parse(spec, readable[0])
-        warning = _unused(template, field_names(readable[0]), len(inputs))
+        named = [name for name in field_names(readable[0]) if name not in spec.images]
+        warning = _unused(template, named, len(inputs))
         head = template.head
         if isinstance(template, Template):  # what other languages do with a value cannot be done with a reference
-            constants = constants_of(readable, template.names)
+            constants = constants_of(readable, [name for name in template.names if name not in spec.images])
             if not spec.no_hoist:
                 moved = {name: constants[name] for name in hoistable(template, constants)}
                 if sizing.how != "fail":  # what is to be cut stays in its row
@@ -242,6 +264,7 @@ def compile_plan(
         warning=warning,
         tool_tokens=sum(map(tool_tokens, tools)),
         sizing=sizing,
+        look=look,
     )
 
 
@@ -253,6 +276,11 @@ def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
     if not isinstance(inputs, Iterable | AsyncIterable):
         raise SpecError(f"inputs must be a list, iterator or async iterator, not {type(inputs).__name__}")
     return inputs
+
+
+def _without(texts: Mapping[str, str], images: Pictures) -> dict[str, str]:
+    """Those that are not the marks of pictures, which a row has as they were given."""
+    return {name: text for name, text in texts.items() if not any(mark in text for mark in images)}
 
 
 def _texts(template: Template, fields: Mapping[str, object]) -> dict[str, str]:
@@ -269,6 +297,8 @@ def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
         names = field_names(first)
     except InputError as error:
         raise SpecError(f"the first input cannot be used: {error}") from None
+    if missing := [name for name in spec.images if name not in names]:
+        raise SpecError(f"images: the first input has no field {missing[0]!r} (its fields: {listed(names)})")
     template = _jinja(spec.task) if spec.template == "jinja" else Template.parse(spec.task, names)
     try:
         template.render(fields_of(first))
@@ -301,7 +331,7 @@ def _system_text(spec: BatchSpec, schema: OutputSchema[object] | None) -> str:
     system = strip_preamble(spec.system_prompt) if spec.strip_preamble else spec.system_prompt
     if schema is None or any(carries_schema(text, schema.json_schema) for text in (system, spec.task)):
         return system
-    return _join(system, schema_instruction(schema))
+    return _join(system, schema_instruction(schema.json_text))
 
 
 def _join(*parts: str) -> str:

@@ -43,6 +43,14 @@ class Prices:
     tiers: tuple[Rates, ...] = ()
     per_second: float = 0.0
 
+    def times(self, factor: float) -> Prices:
+        """The same at a discount."""
+        tiers = tuple(
+            Rates(factor * t.input, factor * t.cached, factor * t.cache_write, factor * t.output, t.above)
+            for t in self.tiers
+        )
+        return Prices(f"{factor:g} x {self.source}", tiers, self.per_second)
+
     def cost(self, usage: Usage) -> float:
         """$ of one call's tokens; the size of its prompt decides the tier."""
         rates = None

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator
 
-from batch_agent.compiler.schema import OutputSchema
 from batch_agent.messages import JsonObject
 
 _PREAMBLE = re.compile(
@@ -24,10 +23,10 @@ def strip_preamble(system: str) -> str:
     return _PREAMBLE.sub("", system)
 
 
-def schema_instruction(schema: OutputSchema[object]) -> str:
+def schema_instruction(json_text: str) -> str:
     return (
         "Your final answer must be JSON that is valid against this JSON schema. "
-        f"Answer with the JSON alone: no code fence, no text around it.\n{schema.json_text}"
+        f"Answer with the JSON alone: no code fence, no text around it.\n{json_text}"
     )
 
 

@@ -8,6 +8,8 @@ and stops the run.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from batch_agent.engine.cancellation import cancelled_by_us
@@ -16,6 +18,7 @@ from batch_agent.engine.turn import Resources
 from batch_agent.errors import AgentTimeout, Interrupted, JobError, StoreError, WorkerFailed
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, BaseResult, Job
+from batch_agent.messages import Message, content_shown
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.outlook import Progress
 from batch_agent.store.trail import FailedBefore, Trail
@@ -85,7 +88,7 @@ class Agent:
             usage=tally.usage,
             cost=tally.cost,
             timings=tally.timings(context.seconds()),
-            messages=tuple(context.conversation.messages),
+            messages=_kept(context.conversation.messages, self.job),
             raw_text=context.text,
             repaired=context.repaired and self._verdict is None,
             resumed=not self._trail.fresh,
@@ -100,6 +103,16 @@ class Agent:
     @property
     def turns(self) -> int:
         return self._context.tally.turns
+
+
+def _kept(messages: Sequence[Message], job: Job) -> tuple[Message, ...]:
+    """What a result holds: pictures by their marks, since a thousand results would be a thousand pictures."""
+    if not job.images:
+        return tuple(messages)
+    return tuple(
+        message if isinstance(message.content, str) else replace(message, content=content_shown(message.content))
+        for message in messages
+    )
 
 
 def bounded(worker: Worker) -> Worker:

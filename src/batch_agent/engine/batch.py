@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from batch_agent.blocking import in_thread
 from batch_agent.compiler.plan import Plan
 from batch_agent.engine.agent import Agent
 from batch_agent.engine.context import Worker
@@ -69,7 +70,7 @@ class Batch:
                 return
             for value in values:
                 self._plan.check_first(value.value if isinstance(value, Placed) else value)
-            jobs = [_compile(self._plan, index + place, value) for place, value in enumerate(values)]
+            jobs = await _compile_all(self._plan, index, values)
             trails = await self._trails([job for job in jobs if isinstance(job, Job)])
             for job in jobs:
                 if not await self._feed.wait_room():
@@ -241,6 +242,15 @@ class Batch:
                 result.resumed,
             )
         )
+
+
+async def _compile_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
+    """The jobs of inputs that begin at a place; beside the event loop, where pictures are to be read."""
+
+    def jobs() -> list[Job | AgentResult[object]]:
+        return [_compile(plan, first + place, value) for place, value in enumerate(values)]
+
+    return await in_thread(jobs) if any(map(plan.shows, values)) else jobs()
 
 
 def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.compiler.pictures import content_of
 from batch_agent.engine.calls import run_calls
 from batch_agent.engine.compacting import Compactor
 from batch_agent.engine.history import History
@@ -67,7 +68,7 @@ class AgentContext:
         self.failure: JobError | None = None
         self.ticket: Ticket | None = None  # a claim to a slot that was made already
         self._r = resources
-        self._history = History(resources.shared, job.prompt)
+        self._history = History(resources.shared, content_of(job))
         self._cut_from: int | None = None  # tokens, where the conversation was cut since the latest answer
         self._trail = trail
         self._loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batch_agent.compiler.compaction import Cut, history_tokens
-from batch_agent.messages import Conversation, Message, Reply
+from batch_agent.messages import Content, Conversation, Message, Reply
 
 
 class History:
@@ -17,8 +17,8 @@ class History:
 
     __slots__ = ("_measured", "_measured_at", "_shared", "asked", "cut", "said")
 
-    def __init__(self, shared: Conversation, prompt: str) -> None:
-        self.said = self.asked = Conversation((Message("user", prompt),), parent=shared)
+    def __init__(self, shared: Conversation, task: Content) -> None:
+        self.said = self.asked = Conversation((Message("user", task),), parent=shared)
         self.cut = Cut()
         self._shared = shared
         self._measured: int | None = None  # tokens of ``asked``, its first so many messages, as the server counted them

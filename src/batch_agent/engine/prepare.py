@@ -7,18 +7,22 @@ import html
 import random
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 from batch_agent.backends.base import Backend, Probed
 from batch_agent.backends.registry import open_backend
+from batch_agent.compiler.pictures import Look
 from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.prices import FORMS as PRICE_FORMS
 from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.endpoints import NEVER_ANSWERED
 from batch_agent.engine.shapes import Shapes, build_shapes
-from batch_agent.errors import BackendError, RunRejected, RunUnreachable, SpecError, Timeout
+from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
+from batch_agent.files.pictures import read_image
+from batch_agent.messages import Image
 from batch_agent.observe.text import rows
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.spec import BatchSpec
@@ -76,15 +80,33 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     shapes = build_shapes(spec, model or "", specs, schema, backend.capabilities)
     for shape in {shapes.first, shapes.later, shapes.repair}:
         backend.check(shape)
-    plan = compile_plan(spec, schema=schema, inject_schema=shapes.schema_in_prompt, tools=specs)
+    plan = compile_plan(
+        spec, schema=schema, inject_schema=shapes.schema_in_prompt, tools=specs, look=_look(spec, backend)
+    )
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
     agents = spec.max_agents if spec.given("max_agents") else _enough_agents(inflight)
     prices = find_prices(spec.prices, model=model, backend=backend.name)
+    if prices is not None and spec.prices is None and backend.capabilities.price != 1.0:
+        prices = prices.times(backend.capabilities.price)
     _check_budget(spec, prices, model, backend.name)
     answering = _cached(spec, backend)
     summaries = _summaries(spec, answering, sends=sends)
     context = spec.model_max_context
     return Prepared(spec, answering, model, tools, schema, shapes, plan, inflight, agents, prices, summaries, context)
+
+
+def _look(spec: BatchSpec, backend: Backend) -> Look:
+    """How pictures are made ready to send; a backend that cannot see is sent none."""
+    blind = f"{backend.name} cannot be shown images"
+    if backend.capabilities.images:
+        return partial(read_image, root=None if spec.image_root is None else Path(spec.image_root))
+    if spec.images:
+        raise SpecError(f"images: {blind}")
+
+    def look(image: Image) -> Image:
+        raise InputError(blind)
+
+    return look
 
 
 def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backend, str | None] | None:

@@ -14,11 +14,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
 
 from pydantic import JsonValue
 
+from batch_agent.backends.base import Backend, Patient
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.agent import bounded
@@ -54,6 +56,7 @@ from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
@@ -115,7 +118,7 @@ class Run(Generic[T]):
 
     def _new_limiter(self) -> Limiter:
         prepared = self._prepared
-        return Limiter(
+        limiter = Limiter(
             prepared.max_inflight,
             prepared.max_agents,
             self._limit_changed,
@@ -123,6 +126,9 @@ class Run(Generic[T]):
             max_outage=prepared.spec.max_outage,
             on_health=self._health_changed,
         )
+        for endpoint in limiter.scheduler.endpoints:
+            endpoint.health.patient = prepared.backend.capabilities.patient
+        return limiter
 
     def _new_spending(self, limiter: Limiter, limiters: Mapping[str, Limiter]) -> Spending:
         def time_is_up() -> None:
@@ -221,6 +227,7 @@ class Run(Generic[T]):
             async with asyncio.TaskGroup() as first:
                 self._feeder = first.create_task(self._check_first())
             self._emit_start()
+            self._keep_jobs()
             if self._rows.seen:  # without inputs nothing is asked, and nothing recorded
                 async with self._prepared.backend:
                     await self._work(await learn_context(await choose_model(self._prepared)))
@@ -245,6 +252,14 @@ class Run(Generic[T]):
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
             failure = await self._end_session(ended, reason, failure) or failure
             self._delivery.close(failure)
+
+    def _keep_jobs(self) -> None:
+        """A backend whose answers take hours notes in the run directory what it has sent."""
+        backend, directory = self._prepared.backend, self._prepared.spec.run_dir
+        if backend.capabilities.patient:
+            cast(Patient, backend).keep(None if directory is None else Path(directory))
+            if directory is None:
+                logger.warning("%s: without run_dir a job that is interrupted is lost, and paid for", backend.name)
 
     def _emit_start(self) -> None:
         """Before the backend is entered: an engine that loads its weights is part of the run's time."""
@@ -285,7 +300,7 @@ class Run(Generic[T]):
                 max_turns=spec.turn_limit if self._worker is None else spec.max_turns,
                 max_retries=spec.max_retries,
                 timeout_per_agent=spec.timeout_per_agent,
-                timeout_per_turn=spec.timeout_per_turn,
+                timeout_per_turn=_time_limit(spec, prepared.backend),
                 early_tools=(
                     spec.streaming_tool_dispatch
                     and prepared.backend.capabilities.streaming
@@ -435,6 +450,11 @@ class Run(Generic[T]):
         self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
         if self._session is not None and health.state != "on trial":
             self._session.say_trouble(health.reason if health.is_down else None, since)
+
+
+def _time_limit(spec: BatchSpec, backend: Backend) -> float | None:
+    """Of a turn. Where answers take hours, only one that the user named."""
+    return None if backend.capabilities.patient and not spec.given("timeout_per_turn") else spec.timeout_per_turn
 
 
 def _first(error: BaseException) -> BaseException:

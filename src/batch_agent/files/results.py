@@ -14,6 +14,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, UnreadableRow
+from batch_agent.messages import Image
 
 
 def result_line(result: AgentResult[object]) -> bytes:
@@ -99,6 +100,8 @@ def _to_json_slowly(value: object) -> str:
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, Image):
+        return value.mark if value.is_data else value.url
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -44,6 +44,7 @@ class Health:
     def __init__(self, chance: Callable[[], float] = random) -> None:
         self._chance = chance
         self.state: State = "works"
+        self.patient = False  # its answers take as long as they take: silence says nothing
         self.answered = False  # at least once
         self.down_since = 0.0
         self.next_trial = 0.0
@@ -109,7 +110,7 @@ class Health:
     @property
     def silent_at(self) -> float:
         """When the endpoint has said nothing for too long; never, while too little is known of it."""
-        if self._good < LEARNT:
+        if self._good < LEARNT or self.patient:
             return float("inf")
         return self.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * self._slowest)
 
@@ -134,7 +135,7 @@ class Health:
 
     def trial_seconds(self, now: float) -> float | None:
         """How long this trial may take; None while the server has never answered, and nobody knows what it takes."""
-        if not self.answered:
+        if not self.answered or self.patient:
             return None
         return max(SHORTEST_TRIAL, 2 * self._slowest, (now - self.down_since) * TRIAL_SHARE)
 

@@ -66,7 +66,10 @@ class LocalBackend(Generates):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(native_schema=True, schema_with_tools=True, default_inflight=self._options.max_seqs)
+        # A call ends its answer: there is nothing to hear of it before.
+        return Capabilities(
+            native_schema=True, schema_with_tools=True, streaming=False, default_inflight=self._options.max_seqs
+        )
 
     @property
     def pid(self) -> int | None:
@@ -258,4 +261,5 @@ def from_url(url: str) -> LocalBackend:
 
 
 def from_address(address: Address) -> LocalBackend:
-    return from_url(address.url.geturl())
+    url = address.url.geturl()
+    return from_url(url) if address.sends else LocalBackend(parse_url(url))

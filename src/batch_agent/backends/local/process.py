@@ -16,6 +16,7 @@ from typing import Self, cast
 
 import orjson
 
+from batch_agent.backends.wire import written
 from batch_agent.errors import BackendError, ContextOverflow, Rejected
 from batch_agent.messages import JsonObject
 
@@ -24,6 +25,11 @@ ENGINE_PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from batch_agent.backends.local.child import main; main()"
 )
 ERRORS: dict[str, type[BackendError]] = {"context": ContextOverflow, "invalid": Rejected}
+
+
+def encode_line(message: JsonObject) -> bytes:
+    """What the process reads."""
+    return written(message) + b"\n"
 
 
 class EngineDied(Exception):
@@ -108,7 +114,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
 
     def _send(self, message: JsonObject) -> None:
         if not self._input.is_closing():
-            self._input.write(orjson.dumps(message) + b"\n")
+            self._input.write(encode_line(message))
 
     # What asyncio calls.
 

@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterable
 from decimal import Decimal
 
-import orjson
 from pydantic import JsonValue
+
+from batch_agent.backends.wire import written
 
 LIMIT = 10**15  # what an open range stops short of: integers below it survive a trip through a double
 PLACES = (1, 2, 4)  # decimal places a number may have, besides those of its bounds
@@ -63,7 +64,7 @@ def json_text(value: JsonValue) -> str:
         case list():
             return "[" + ", ".join(map(json_text, value)) + "]"
         case _:
-            return orjson.dumps(value).decode()
+            return written(value).decode()
 
 
 def either(options: Iterable[str]) -> str:

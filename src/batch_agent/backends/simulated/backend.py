@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ from batch_agent.backends.simulated.core import Sequence
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import PromptView, chat_prompt, encode_tools
+from batch_agent.backends.wire import CallIds
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import Reply, Usage
 
@@ -62,7 +64,21 @@ class SimulatedBackend(Generates):
         if shape.model and shape.model != self.model.name:
             raise Rejected(f"the simulated engine serves {self.model.name!r}, not {shape.model!r}", status=404)
         prompt = chat_prompt(self._tools_of(shape), request.conversation.view(PromptView).pieces)
-        answer = chat_answer(
+        answer = self.answer(prompt, request)
+        if answer.calls:
+            ids = CallIds(request.conversation.messages)
+            answer = replace(answer, calls=tuple(replace(call, id=ids.take(call.id)) for call in answer.calls))
+        priority = shape.extra_body.get("priority", 0)
+        reply = await self._generate(prompt, answer, priority if isinstance(priority, int) else 0, on_tool_call)
+        if answer.cut:
+            message = f"the simulated answer reached max_tokens={shape.max_tokens}"
+            raise Truncated(message, text=answer.text, usage=reply.usage)
+        return reply
+
+    def answer(self, prompt: bytes, request: ModelRequest) -> Answer:
+        """What the model says; how long that takes is the engine's affair."""
+        shape = request.shape
+        return chat_answer(
             self.model,
             prompt,
             request.conversation.messages,
@@ -71,12 +87,6 @@ class SimulatedBackend(Generates):
             schema=shape.schema,
             max_tokens=shape.max_tokens,
         )
-        priority = shape.extra_body.get("priority", 0)
-        reply = await self._generate(prompt, answer, priority if isinstance(priority, int) else 0, on_tool_call)
-        if answer.cut:
-            message = f"the simulated answer reached max_tokens={shape.max_tokens}"
-            raise Truncated(message, text=answer.text, usage=reply.usage)
-        return reply
 
     async def _generate(self, prompt: bytes, answer: Answer, priority: int, on_tool_call: OnToolCall | None) -> Reply:
         loop = asyncio.get_running_loop()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import orjson
-
 from batch_agent.backends.base import text_only
+from batch_agent.backends.wire import written
 from batch_agent.messages import Message, MessageView, ToolCall, ToolSpec
 
 TOKEN_BYTES = 4
@@ -48,7 +47,7 @@ class PromptView(MessageView):
 def encode_tools(tools: Iterable[ToolSpec]) -> bytes:
     """Tools stand in front of everything, as in most chat templates."""
     described = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools]
-    return encode(orjson.dumps(described).decode()) + END if described else b""
+    return encode(written(described).decode()) + END if described else b""
 
 
 def chat_prompt(tools: bytes, messages: Iterable[bytes]) -> bytes:

@@ -1,0 +1,134 @@
+"""The table of backends: what may stand before ``://``, as data. A new backend is one line here.
+
+The registry opens what is named; messages, ``doctor`` and the tables of the documentation (``docs/tables.py``) are
+made of these lines. What each can do is not said here: its ``Capabilities`` do, and are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+KEY_VARIABLE = "BATCH_AGENT_API_KEY"
+HTTP_OPTIONS = ("native_schema",)
+ENGINE_OPTIONS = ("native_schema", "tls")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    name: str
+    factory: str  # where its Callable[[Address], Backend] is, imported only when it is named
+    form: str  # as users write it
+    what: str  # for people, in a few words
+    key: str = ""  # the variable that its key is taken from
+    options: tuple[str, ...] = ()  # what may stand behind the question mark
+    own: bool = False  # an engine that people run themselves
+    provider: bool = False  # may stand before a model's name: openai/gpt-4o
+    listed: bool = True  # named where a message says what can be given
+
+    @property
+    def is_service(self) -> bool:
+        """Has a place of its own and needs nothing but a key."""
+        return bool(self.key) and self.form == f"{self.name}://"
+
+
+_SERVERS = "batch_agent.backends.servers"
+_LINES = (
+    Scheme(
+        "local",
+        "batch_agent.backends.local:from_address",
+        "local://",
+        "the embedded engine, on this machine's CPU; `local://path/to/model.gguf` for weights of your own",
+        options=("threads", "kv_gb", "max_seqs"),
+        own=True,
+    ),
+    Scheme(
+        "vllm",
+        "batch_agent.backends.vllm:VllmBackend",
+        "vllm://host:8000",
+        "vLLM",
+        KEY_VARIABLE,
+        ("cache_salt", "priority", *ENGINE_OPTIONS),
+        own=True,
+    ),
+    Scheme(
+        "sglang",
+        "batch_agent.backends.sglang:SglangBackend",
+        "sglang://host:30000",
+        "SGLang",
+        KEY_VARIABLE,
+        ("extra_key", "priority", *ENGINE_OPTIONS),
+        own=True,
+    ),
+    Scheme(
+        "dynamo",
+        "batch_agent.backends.dynamo:DynamoBackend",
+        "dynamo://host:8000",
+        "NVIDIA Dynamo's frontend",
+        KEY_VARIABLE,
+        ("cache_salt", *ENGINE_OPTIONS),
+        own=True,
+    ),
+    Scheme("openai", f"{_SERVERS}:openai", "openai://", "OpenAI", "OPENAI_API_KEY", ENGINE_OPTIONS, provider=True),
+    Scheme(
+        "anthropic",
+        "batch_agent.backends.anthropic:from_address",
+        "anthropic://",
+        "Anthropic; `anthropic://host:port` for a server that speaks its wire",
+        "ANTHROPIC_API_KEY",
+        ("version", *ENGINE_OPTIONS),
+        provider=True,
+    ),
+    Scheme(
+        "bedrock",
+        "batch_agent.backends.bedrock:from_address",
+        "bedrock://region/model",
+        "AWS Bedrock, with the credentials that boto3 finds (needs the package boto3)",
+        options=("endpoint_url", "native_schema"),
+        provider=True,
+    ),
+    Scheme(
+        "openai-batch",
+        f"{_SERVERS}:openai_batch",
+        "openai-batch://",
+        "OpenAI's batch API: half the price, within a day",
+        "OPENAI_API_KEY",
+        ("gather", "look", *ENGINE_OPTIONS),
+        listed=False,
+    ),
+    Scheme(
+        "anthropic-batch",
+        "batch_agent.backends.anthropic:batch_from_address",
+        "anthropic-batch://",
+        "Anthropic's batch API: half the price, within a day",
+        "ANTHROPIC_API_KEY",
+        ("gather", "look", "version", *ENGINE_OPTIONS),
+        listed=False,
+    ),
+    Scheme(
+        "http",
+        f"{_SERVERS}:http",
+        "http://host:port/v1",
+        "any server that speaks OpenAI's dialect",
+        KEY_VARIABLE,
+        HTTP_OPTIONS,
+    ),
+    Scheme("https", f"{_SERVERS}:http", "https://host/v1", "the same, over TLS", KEY_VARIABLE, HTTP_OPTIONS),
+    Scheme(
+        "simulated",
+        "batch_agent.backends.simulated:from_address",
+        "simulated://",
+        "a model of an engine, for planning: `batch-agent simulate --help` has its options",
+        listed=False,
+    ),
+)
+SCHEMES: Mapping[str, Scheme] = {line.name: line for line in _LINES}
+PROVIDERS: Mapping[str, str] = {line.name: f"{line.name}://" for line in _LINES if line.provider}
+
+
+def _or(forms: list[str]) -> str:
+    return f"{', '.join(forms[:-1])}, or {forms[-1]}"
+
+
+FORMS = _or([line.form for line in _LINES if line.listed])
+OWN_FORMS = _or([line.form for line in _LINES if line.listed and not line.is_service and line.name != "local"])

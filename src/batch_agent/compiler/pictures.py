@@ -1,0 +1,82 @@
+"""Pictures in rows: which fields hold some, and where in a row's message they go.
+
+While a message is made a picture is its mark, a short text that names it by its hash, so that templates, estimates and
+the record know nothing of pictures; at the end the marks give way to what they stand for. A picture that the task does
+not name stands behind it. Reading files is left to whoever compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from os import PathLike
+
+from batch_agent.errors import InputError
+from batch_agent.job import Job
+from batch_agent.messages import Content, Image, Part
+
+Look = Callable[[Image], Image]
+"""A picture as it can be sent. Raises InputError for one that cannot."""
+
+Pictures = Mapping[str, Image]
+"""By their marks, in the order of the row's fields."""
+
+
+def has_pictures(fields: Mapping[str, object]) -> bool:
+    return any(type(value) is Image or (type(value) is list and _all_images(value)) for value in fields.values())
+
+
+def see(fields: Mapping[str, object], named: Collection[str], look: Look) -> tuple[Mapping[str, object], Pictures]:
+    """The fields with a mark in place of each picture, and the pictures. ``named`` are fields that hold some although
+    they do not look like it."""
+    pictures: dict[str, Image] = {}
+    marked: dict[str, object] = {}
+    for name, value in fields.items():
+        images = _images(name, value, named=name in named)
+        for image in images or ():
+            found = look(image)
+            pictures[found.mark] = found
+            marked[name] = "\n".join(filter(None, (marked.get(name), found.mark)))  # type: ignore[arg-type]
+        if images == []:
+            marked[name] = ""
+    return ({**fields, **marked} if marked else fields), pictures
+
+
+def _images(name: str, value: object, *, named: bool) -> list[Image] | None:
+    """The pictures of a field; None where it is not one of pictures."""
+    if type(value) is Image:
+        return [value]
+    if isinstance(value, list | tuple) and (_all_images(value) or named):
+        return [image for item in value for image in _images(name, item, named=named) or ()]
+    if not named:
+        return None
+    if value is None or value == "":
+        return []  # this row has none
+    if isinstance(value, str | bytes | bytearray | PathLike):
+        return [Image(bytes(value) if isinstance(value, bytearray) else value)]
+    raise InputError(f"the field {name!r} is no image: it is a {type(value).__name__}, not a path, a URL or bytes")
+
+
+def _all_images(values: Collection[object]) -> bool:
+    return bool(values) and all(type(value) is Image for value in values)
+
+
+def with_pictures(prompt: str, pictures: Pictures) -> str:
+    """The message with the marks of those pictures that the task does not name behind it."""
+    return "\n".join([prompt, *(mark for mark in pictures if mark not in prompt)])
+
+
+def content_of(job: Job) -> Content:
+    """What a job says, with its pictures in their places."""
+    parts: list[Part] = [job.prompt]
+    for mark, image in job.images.items():
+        parts = [piece for part in parts for piece in _split(part, mark, image)]
+    return tuple(part for part in parts if part != "") if job.images else job.prompt
+
+
+def _split(part: Part, mark: str, image: Image) -> list[Part]:
+    if isinstance(part, Image):
+        return [part]
+    pieces: list[Part] = []
+    for text in part.split(mark):
+        pieces += [text, image]
+    return pieces[:-1]

@@ -1,0 +1,85 @@
+"""Pictures from files: what kind they are, how large, and the ``data:`` URL in which they travel.
+
+Only what models are shown everywhere is taken: PNG, JPEG, GIF and WebP. What is wrong with a picture is an InputError,
+which concerns its row alone.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode, b64encode
+from hashlib import sha256
+from pathlib import Path
+
+from batch_agent.errors import InputError
+from batch_agent.messages import IMAGE_TOKENS, Image
+
+KINDS = (
+    (re.compile(rb"\x89PNG\r\n\x1a\n"), "image/png"),
+    (re.compile(rb"\xff\xd8\xff"), "image/jpeg"),
+    (re.compile(rb"GIF8[79]a"), "image/gif"),
+    (re.compile(rb"RIFF....WEBP", re.DOTALL), "image/webp"),
+)
+# Models see a picture in tiles, larger ones made smaller first: about a token for each 750 pixels, up to a limit.
+PIXELS_PER_TOKEN, LEAST_TOKENS, MOST_TOKENS = 750, 85, 1600
+
+
+def read_image(image: Image, root: Path | None = None) -> Image:
+    """The picture as it can be sent: an address as it is, anything else as a ``data:`` URL of a kind that models take.
+    A relative path is one below ``root``."""
+    if image.is_address:
+        return image
+    if image.is_data:
+        data, where = _decoded(image.url), "the image"
+    else:
+        path = Path(image.url).expanduser() if root is None else root / Path(image.url).expanduser()
+        where = f"the image {path}"
+        try:
+            data = path.read_bytes()
+        except (OSError, ValueError) as error:
+            raise InputError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    kind = next((media for pattern, media in KINDS if pattern.match(data)), None)
+    if kind is None:
+        what = "is empty" if not data else "is not a PNG, JPEG, GIF or WebP"
+        raise InputError(f"{where} {what}")
+    url = f"data:{kind};base64,{b64encode(data).decode()}"
+    return Image(url, tokens=_tokens(data, kind), digest=sha256(data).hexdigest())
+
+
+def _decoded(url: str) -> bytes:
+    head, comma, body = url.partition(",")
+    try:
+        if not comma or not head.endswith(";base64"):
+            raise ValueError
+        return b64decode(body, validate=True)
+    except ValueError:
+        raise InputError("the image is a data: URL that is not base64") from None
+
+
+def _tokens(data: bytes, kind: str) -> int:
+    size = _size(data, kind)
+    if size is None:
+        return IMAGE_TOKENS
+    return min(MOST_TOKENS, max(LEAST_TOKENS, size[0] * size[1] // PIXELS_PER_TOKEN))
+
+
+def _size(data: bytes, kind: str) -> tuple[int, int] | None:
+    """Width and height, where the file says so at a place that is easy to find."""
+    if kind == "image/png" and len(data) >= 24:
+        return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
+    if kind == "image/gif" and len(data) >= 10:
+        return int.from_bytes(data[6:8], "little"), int.from_bytes(data[8:10], "little")
+    if kind == "image/webp" and data[12:16] == b"VP8X" and len(data) >= 30:
+        return int.from_bytes(data[24:27], "little") + 1, int.from_bytes(data[27:30], "little") + 1
+    return _jpeg_size(data) if kind == "image/jpeg" else None
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """From the first frame header, behind as many other segments as there are."""
+    at = 2
+    while at + 9 <= len(data) and data[at] == 0xFF:
+        marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4])
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            return int.from_bytes(data[at + 7 : at + 9]), int.from_bytes(data[at + 5 : at + 7])
+        at += 2 + length
+    return None

@@ -1,0 +1,290 @@
+"""Rows through a provider's batch API: one job for each wave, noted before it is waited for, and never paid twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from batch_agent import BatchAgent, Tool
+from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.backends.job_ledger import FILE, JobLedger
+from batch_agent.backends.jobs import JobBackend
+from batch_agent.backends.openai_jobs import OpenAIJobs
+from batch_agent.backends.registry import open_backend
+from batch_agent.errors import SpecError
+from batch_agent.messages import Conversation, Message
+from batch_agent.testing.job_server import JobServer
+
+Body = dict[str, Any]
+
+
+def say(text: str, calls: list[Body] | None = None) -> Body:
+    message: Body = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = calls
+    finish = "tool_calls" if calls else "stop"
+    usage = {"prompt_tokens": 10, "completion_tokens": 5}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": finish}], "usage": usage}
+
+
+def echo(body: Body) -> Body:
+    return say(f"heard {body['messages'][-1]['content']}")
+
+
+def url(server: JobServer, **options: object) -> dict[str, str]:
+    settings = "&".join(f"{name}={value}" for name, value in {"gather": 0.05, "look": 0.01, **options}.items())
+    return {"url": f"openai-batch://{server.address}/v1?tls=false&{settings}", "api_key": "k"}
+
+
+async def ask(server: JobServer, *rows: object, **options: Any) -> Any:
+    given: dict[str, Any] = {"task": "{input}", "model": "test-model", "backend": url(server)}
+    return await BatchAgent.run(inputs=list(rows), **given | options)
+
+
+async def test_the_rows_of_a_run_are_one_job_and_each_gets_its_own_answer() -> None:
+    async with JobServer(echo, looks=3) as server:
+        results = await ask(server, *(f"row {n}" for n in range(200)))
+    assert [result.output for result in results] == [f"heard row {n}" for n in range(200)]
+    assert [len(job.requests) for job in server.jobs] == [200]
+
+
+async def test_two_rows_that_ask_the_same_get_two_answers() -> None:
+    async with JobServer(echo) as server:
+        results = await ask(server, "same", "same")
+    assert [result.output for result in results] == ["heard same", "heard same"]
+    assert len(server.jobs[0].requests) == 2
+
+
+async def test_agents_with_tools_go_in_waves_with_one_job_for_each_turn() -> None:
+    @Tool.define(cacheable=True)
+    def look_up(key: str) -> str:
+        """Look up."""
+        return f"value of {key}"
+
+    def answer(body: Body) -> Body:
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            return say(last["content"])
+        function = {"name": "look_up", "arguments": json.dumps({"key": last["content"]})}
+        return say("", [{"id": "call_1", "type": "function", "function": function}])
+
+    async with JobServer(answer) as server:
+        results = await ask(server, "a", "b", "c", tools=[look_up])
+    assert [result.output for result in results] == ["value of a", "value of b", "value of c"]
+    assert [len(job.requests) for job in server.jobs] == [3, 3]
+
+
+async def test_a_row_that_is_refused_fails_alone() -> None:
+    def answer(body: Body) -> Body | int:
+        return 400 if body["messages"][-1]["content"] == "bad" else say("fine")
+
+    async with JobServer(answer) as server:
+        results = await ask(server, "a", "bad", "c")
+    assert [result.ok for result in results] == [True, False, True]
+    assert results[1].error.type == "Rejected"
+
+
+async def test_a_job_that_expires_keeps_what_finished_and_the_rest_is_asked_again() -> None:
+    async with JobServer(echo, expires_after=2) as server:
+        results = await ask(server, "a", "b", "c")
+    assert [result.output for result in results] == ["heard a", "heard b", "heard c"]
+    assert [len(job.requests) for job in server.jobs] == [3, 1]
+    assert [result.attempts for result in results] == [1, 1, 2]
+
+
+async def test_a_job_that_is_refused_as_a_whole_says_why() -> None:
+    async with JobServer(echo, invalid="the model is not available for batches") as server:
+        results = await ask(server, "a", "b")
+    assert all("the model is not available for batches" in result.error.message for result in results)
+    assert len(server.jobs) == 1
+
+
+async def test_a_provider_that_is_away_for_a_while_costs_nothing_but_time() -> None:
+    async with JobServer(echo) as server:
+        server.refuse = [503, 500, 429]
+        results = await ask(server, "a", "b")
+        server.refuse = []
+    assert all(results)
+    assert len(server.jobs) == 1
+
+
+async def test_a_job_whose_submission_was_never_answered_is_found_again() -> None:
+    async with JobServer(echo) as server:
+        server.drop = 1
+        results = await ask(server, "a", "b")
+    assert all(results)
+    assert len(server.jobs) == 1
+
+
+async def test_a_run_that_was_stopped_picks_its_job_up(tmp_path: Path) -> None:
+    async with JobServer(echo, looks=1_000_000) as server:
+        stopped = asyncio.create_task(ask(server, "a", "b", run_dir=tmp_path))
+        while not (server.jobs and server.jobs[0].looked):
+            await asyncio.sleep(0.01)
+        stopped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopped
+        assert server.jobs[0].status == "in_progress", "a job that is noted is left to go on"
+        server._looks = 1
+        results = await ask(server, "a", "b", "c", run_dir=tmp_path, resume=True)
+    assert [result.output for result in results] == ["heard a", "heard b", "heard c"]
+    assert [len(job.requests) for job in server.jobs] == [2, 1]
+
+
+async def test_a_job_that_was_sent_before_its_id_was_noted_is_found_by_its_name(tmp_path: Path) -> None:
+    async with JobServer(echo) as server:
+        await ask(server, "a", run_dir=tmp_path / "first")
+        [job] = server.jobs
+        notes = [json.loads(line) for line in (tmp_path / "first" / FILE).read_text().splitlines()]
+        other = tmp_path / "second"
+        other.mkdir()
+        (other / FILE).write_text(json.dumps(notes[0]) + "\n" + '{"wave": "cut sho')
+        results = await ask(server, "a", run_dir=other, resume=True)
+    assert results[0].output == "heard a"
+    assert server.jobs == [job]
+
+
+async def test_without_a_run_directory_a_job_that_nobody_waits_for_is_cancelled() -> None:
+    async with JobServer(echo, looks=1_000_000) as server:
+        stopped = asyncio.create_task(ask(server, "a"))
+        while not (server.jobs and server.jobs[0].looked):
+            await asyncio.sleep(0.01)
+        stopped.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopped
+        assert server.jobs[0].status == "cancelled"
+
+
+async def test_answers_are_handed_out_once_so_that_a_failed_row_is_really_asked_again(tmp_path: Path) -> None:
+    class Number(BaseModel):
+        n: int
+
+    answers = iter(["words"] * 4 + ['{"n": 1}'] * 4)
+    given: dict[str, Any] = {"run_dir": tmp_path, "output_schema": Number, "max_retries": 0}
+    async with JobServer(lambda body: say(next(answers))) as server:
+        first = await ask(server, "a", **given)
+        again = await ask(server, "a", resume=True, **given)
+        third = await ask(server, "a", resume=True, **given)
+    assert [first[0].ok, again[0].ok, third[0].ok] == [False, False, False]
+    assert len(server.jobs) == 3
+
+
+async def test_a_wave_that_is_full_goes_and_the_next_one_begins() -> None:
+    async with JobServer(echo) as server:
+        backend, _ = open_backend(url(server), model="test-model", api_key=None)
+        assert isinstance(backend, JobBackend)
+        service = backend._service
+        assert isinstance(service, OpenAIJobs)
+        service.limits = type(service.limits)(requests=2, body_bytes=10**6)  # type: ignore[misc]
+        results = await ask(server, "a", "b", "c", backend=backend)
+    assert all(results)
+    assert sorted(len(job.requests) for job in server.jobs) == [1, 2]
+
+
+async def test_whoever_drives_a_wave_may_leave_it_and_the_others_are_answered() -> None:
+    def request(text: str) -> ModelRequest:
+        return ModelRequest(RequestShape("test-model"), Conversation([Message("user", text)]), text)
+
+    async with JobServer(echo, looks=1_000_000) as server:
+        backend, _ = open_backend(url(server), model="test-model", api_key=None)
+        async with backend:
+            driver, other = (asyncio.create_task(backend.infer(request(text))) for text in ("a", "b"))
+            while not (server.jobs and server.jobs[0].looked):
+                await asyncio.sleep(0.01)
+            driver.cancel()
+            server._looks = 1
+            assert (await other).text == "heard b"
+    assert len(server.jobs) == 1
+
+
+def answer_of_claude(body: Body) -> Body:
+    text = body["messages"][-1]["content"][-1]["text"]
+    return {
+        "id": "m",
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "text", "text": f"heard {text}"}],
+        "stop_reason": "end_turn",
+        "usage": {"input_tokens": 10, "output_tokens": 5},
+    }
+
+
+async def test_anthropics_batch_api_is_the_same_to_those_who_use_it() -> None:
+    async with JobServer(answer_of_claude, looks=2) as server:
+        backend = {"url": f"anthropic-batch://{server.address}?gather=0.05&look=0.01", "api_key": "k"}
+        results = await ask(server, "a", "b", backend=backend)
+    assert [result.output for result in results] == ["heard a", "heard b"]
+    assert [len(job.requests) for job in server.jobs] == [2]
+
+
+async def test_what_expires_or_is_refused_in_anthropics_api_has_its_type() -> None:
+    def answer(body: Body) -> Body | int:
+        return 400 if body["messages"][-1]["content"][-1]["text"] == "bad" else answer_of_claude(body)
+
+    async with JobServer(answer, expires_after=2) as server:
+        backend = {"url": f"anthropic-batch://{server.address}?gather=0.05&look=0.01", "api_key": "k"}
+        results = await ask(server, "a", "bad", "c", backend=backend)
+    assert [result.ok for result in results] == [True, False, True]
+    assert results[1].error.type == "Rejected"
+    assert [len(job.requests) for job in server.jobs] == [3, 1]
+
+
+async def test_anthropics_own_client_takes_the_server_of_these_tests() -> None:
+    anthropic = pytest.importorskip("anthropic")
+    params = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}
+    async with (
+        JobServer(answer_of_claude) as server,
+        anthropic.AsyncAnthropic(base_url=f"http://{server.address}", api_key="k", max_retries=0) as client,
+    ):
+        job = await client.messages.batches.create(requests=[{"custom_id": "a", "params": params}])
+        done = await client.messages.batches.retrieve(job.id)
+        results = [result async for result in await client.messages.batches.results(done.id)]
+    assert [result.result.message.content[0].text for result in results] == ["heard x"]
+
+
+async def test_the_server_of_these_tests_is_one_that_the_providers_own_client_takes() -> None:
+    openai = pytest.importorskip("openai")
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [{"content": "x"}]}}
+    async with (
+        JobServer(echo) as server,
+        openai.AsyncOpenAI(base_url=f"http://{server.address}/v1", api_key="k", max_retries=0) as client,
+    ):
+        file = await client.files.create(file=json.dumps(line).encode(), purpose="batch")
+        job = await client.batches.create(
+            input_file_id=file.id,
+            endpoint="/v1/chat/completions",
+            completion_window="24h",
+            metadata={"a": "b"},
+        )
+        done = await client.batches.retrieve(job.id)
+        content = await client.files.content(done.output_file_id)
+    answer = json.loads(content.text)
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == "heard x"
+
+
+async def test_the_price_is_half_and_a_turn_has_no_time_limit_but_the_users() -> None:
+    async with JobServer(echo) as server:
+        backend, _ = open_backend(url(server), model="m", api_key=None)
+        capabilities = backend.capabilities
+    assert (capabilities.price, capabilities.patient, capabilities.streaming) == (0.5, True, False)
+
+
+@pytest.mark.parametrize("wrong", ["gather=soon", "look=-1", "gather=inf"])
+def test_a_wait_that_is_no_number_of_seconds_is_refused(wrong: str) -> None:
+    with pytest.raises(SpecError, match="must be a number of seconds"):
+        open_backend(f"openai-batch://h?{wrong}", model="m", api_key="k")
+
+
+async def test_a_ledger_that_was_cut_short_goes_on_in_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b'{"wave":"one","requests":["a"]}\n{"wave":"two","requ')
+    ledger = JobLedger(tmp_path)
+    await ledger.sent("one", "job-1")
+    entries = await ledger.read()
+    assert [(entry.wave, entry.job, entry.requests) for entry in entries] == [("one", "job-1", ["a"])]
+    await ledger.close([])
+    assert await ledger.read() == []
