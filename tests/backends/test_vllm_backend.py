@@ -7,6 +7,7 @@ import pytest
 from backends.chat_contract import ChatContract
 from backends.wire import Exchange, Step, WireServer, answer, hang
 from batch_agent.backends.base import Backend, Facts, Load, Measured, ModelRequest, RequestShape
+from batch_agent.backends.engine import Sharing
 from batch_agent.backends.registry import open_backend
 from batch_agent.backends.vllm import LIST, VllmBackend
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, SpecError, Truncated, Unavailable
@@ -228,3 +229,47 @@ async def test_a_server_that_is_down_fails_all_of_a_list_to_be_tried_again() -> 
         replies = await backend.generate_batch(["a", "b"], SHAPE)
     assert [type(reply) for reply in replies] == [Unavailable, Unavailable]
     assert len(server.requests) == 1
+
+
+# Whether prefixes are shared
+
+
+def hits(count: int) -> bytes:
+    return b"vllm:num_requests_running 0\nvllm:prefix_cache_hits_total %d\n" % count
+
+
+async def sharing(*details: dict | None, metrics: list[bytes] | None = None) -> tuple[Sharing, list[dict]]:
+    """Of a server that says this of two requests, and shows these metrics."""
+    told = [{"prompt_tokens": 600, "completion_tokens": 1, "prompt_tokens_details": each} for each in details]
+    shown = iter(metrics or [])
+    bodies = []
+
+    async def serve(exchange: Exchange) -> None:
+        if exchange.path == "/metrics":
+            text = next(shown, None)
+            await answer(text or b"", 200 if text else 404, kind="text/plain")(exchange)
+        else:
+            bodies.append(exchange.json)
+            await answer({"choices": [said("A", "length")], "usage": told[len(bodies) - 1]})(exchange)
+
+    async with WireServer(serve) as server, vllm(server) as backend:
+        return await backend.verify_prefix_sharing("m"), bodies
+
+
+async def test_siblings_share_what_the_server_says_that_it_found() -> None:
+    found, (first, second) = await sharing({"cached_tokens": 0}, {"cached_tokens": 570})
+    assert (found, found.share) == (Sharing(600, 570), 0.95)
+    assert first["messages"][0] == second["messages"][0]
+    assert first["tools"] == second["tools"] != []
+    assert first["messages"][1] != second["messages"][1]
+    _, (third, _) = await sharing({"cached_tokens": 0}, {"cached_tokens": 570})
+    assert third["messages"][0] != first["messages"][0], "an earlier trial must not be what is found"
+
+
+async def test_a_server_that_tells_nothing_of_each_request_is_judged_by_its_counters() -> None:
+    found, _ = await sharing(None, None, metrics=[hits(1000), hits(1560)])
+    assert found == Sharing(600, 560)
+    found, _ = await sharing(None, None, metrics=[hits(1000), hits(1000)])
+    assert found.share == 0
+    found, _ = await sharing(None, None)
+    assert found.share is None

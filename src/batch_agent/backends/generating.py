@@ -29,7 +29,7 @@ async def generate_batch(backend: Backend, prompts: Sequence[Prompt], shape: Req
         return []
     shape = shape or RequestShape("")
     if not shape.model:
-        shape = replace(shape, model=await _only_model(backend))
+        shape = replace(shape, model=await only_model(backend))
     requests = [
         ModelRequest(shape, conversation_of(prompt), str(number), agent=number) for number, prompt in enumerate(prompts)
     ]
@@ -86,7 +86,7 @@ async def _caught(asking: Awaitable[Reply]) -> Reply | BackendError:
         return error
 
 
-async def _only_model(backend: Backend) -> str:
+async def only_model(backend: Backend) -> str:
     names = await backend.models()
     if len(names) != 1:
         raise SpecError(f"{backend.name} serves {', '.join(names) or 'no model'}: name one in the shape")
