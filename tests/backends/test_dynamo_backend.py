@@ -14,7 +14,7 @@ from batch_agent.backends.dynamo import DynamoBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message
-from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
+from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedServer, ToolUse
 
 KNOWN = {"model", "messages", "max_tokens", "temperature", "top_p", "seed", "stop", "tools", "tool_choice"}
 KNOWN |= {"response_format", "stream", "stream_options", "nvext", "cache_salt", "chat_template_kwargs"}
@@ -65,8 +65,8 @@ class Headers(ScriptedServer):
         return await super()._complete(http)
 
 
-async def asked(**options: Any) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    async with Headers(two_turns) as server:
+async def asked(script: Any = two_turns, **options: Any) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    async with Headers(script) as server:
         known: dict[str, Any] = {"task": "{input}", "inputs": ["a"], "tools": [look], "max_turns": 4, "max_tokens": 50}
         results = await BatchAgent.run(backend=f"dynamo://{server.address}", **{**known, **options})
         assert [result.error for result in results] == [None] * len(results)
@@ -95,6 +95,15 @@ async def test_each_agent_has_a_session_which_ends_with_its_last_turn() -> None:
         for session in sessions
     }
     assert list(last.values()) == [[None, "true"]] * 2
+
+
+async def test_a_turn_that_is_asked_for_again_leaves_its_session_whose_worker_may_be_dead() -> None:
+    def script(request: Request) -> Say | Fail:
+        return Fail(500) if request.number == 0 else two_turns(request)
+
+    _, headers = await asked(script)
+    first, again, second = (each["x-dynamo-session-id"] for each in headers)
+    assert first == second != again
 
 
 async def test_a_turn_without_tools_is_the_last_of_its_session_and_prepares_nothing() -> None:

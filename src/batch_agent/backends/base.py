@@ -70,6 +70,7 @@ class ModelRequest:
     endpoint: str = ""  # the one that was granted, of Capabilities.endpoints
     run: str = ""  # the id of the run; "" outside of one
     turn: int = 0  # the answer that is asked for, from 1; the same when it is asked for again
+    tries: int = 0  # how often it was asked for before, and failed
     last: bool = False  # no tool can follow it: as far as is known, the agent ends with it
     hints: bool = True  # a server that can plan may be told what it can expect of the agent
     usual_tokens: int | None = None  # what answers of this run have had so far, on average

@@ -55,7 +55,10 @@ class DynamoBackend(EngineBackend):
             return Tail(fields)
         if request.hints:
             fields["nvext"] = {"agent_hints": _hints(request)}
-        headers = {"x-dynamo-session-id": f"batchagent-{request.run}-{request.agent}"}
+        session = f"batchagent-{request.run}-{request.agent}"
+        if request.tries:  # a session stays with its worker for some ten seconds after that has died
+            session += f"-{request.turn}-{request.tries}"
+        headers = {"x-dynamo-session-id": session}
         if request.last:
             headers["x-dynamo-session-final"] = "true"
         return Tail(fields, headers)

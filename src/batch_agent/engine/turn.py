@@ -175,6 +175,7 @@ async def take_turn(
         if delay is None:
             raise error
         tally.again = True
+        request = replace(request, tries=request.tries + 1)
         try:
             await r.limiter.again(ticket, delay)
         finally:

@@ -7,7 +7,7 @@ Each worker is a process of its own, so that one can be killed; their ids are in
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,8 +49,11 @@ def dynamo(folder: Path) -> Iterator[str]:
         workers = []
         for number in range(WORKERS):
             log = folder / f"worker-{number}.log"
-            # The frontend lists the model, and each instance of it under what is healthy.
-            there = answers(f"{url}/v1/models", b"smollm2")
-            workers.append(processes.enter_context(running(mocker, log, there, environ)))
+            workers.append(processes.enter_context(running(mocker, log, _has(url, number + 1), environ)))
         os.environ["BATCH_AGENT_TEST_DYNAMO_WORKERS"] = ",".join(str(worker.pid) for worker in workers)
         yield f"dynamo://127.0.0.1:{port}"
+
+
+def _has(url: str, workers: int) -> Callable[[], bool]:
+    """The frontend is healthy without a worker, and lists those that it has."""
+    return answers(f"{url}/health", lambda said: said.count(b'"endpoint":"generate"') >= workers)

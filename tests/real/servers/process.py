@@ -22,13 +22,13 @@ def free_port() -> int:
         return port
 
 
-def answers(url: str, has: bytes = b"") -> Callable[[], bool]:
-    """Whether the address answers, with this in what it says."""
+def answers(url: str, holds: Callable[[bytes], bool] = lambda said: True) -> Callable[[], bool]:
+    """Whether the address answers, and this holds of what it says."""
 
     def ask() -> bool:
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
-                return has in answer.read()
+                return holds(answer.read())
         except OSError:
             return False
 
