@@ -14,6 +14,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend, virtual_clock
 
 LEADING = Capabilities(prefix_leader=True)
+ROWS = list("abcdefghijklmnop")
 LONG = "You are a careful clerk. " * (4 * lead.LEAST_TOKENS // 20)
 
 
@@ -35,7 +36,7 @@ def slowly(request: Request) -> Say:
 
 
 async def run(backend: ScriptedBackend, **options: Any) -> list[Any]:
-    known: dict[str, Any] = {"task": "{input}", "inputs": list("abcdefgh"), "system_prompt": LONG, "max_retries": 0}
+    known: dict[str, Any] = {"task": "{input}", "inputs": ROWS, "system_prompt": LONG, "max_retries": 0}
     return await BatchAgent.run(backend=backend, **{**known, **options})
 
 
@@ -45,22 +46,22 @@ async def test_the_others_go_when_the_first_answer_begins_and_not_when_it_ends()
     results = await run(backend)
     assert all(result.ok for result in results)
     began = backend.times[0]
-    assert [time - began for time in backend.times[1:]] == [1.0] * 7
-    assert [request.streamed for request in backend.requests] == [True] + [False] * 7
+    assert [time - began for time in backend.times[1:]] == [1.0] * 15
+    assert [request.streamed for request in backend.requests] == [True] + [False] * 15
 
 
 @virtual_clock
 async def test_nothing_is_sent_that_is_not_an_agents_own_request() -> None:
     backend = Timed(slowly)
     await run(backend)
-    assert sorted(request.text for request in backend.requests) == list("abcdefgh")
+    assert sorted(request.text for request in backend.requests) == ROWS
 
 
 @virtual_clock
 async def test_a_leader_that_fails_lets_the_others_go_at_once() -> None:
     backend = Timed(lambda request: Fail(400, latency=1) if request.text == "a" else Say("ok"))
     results = await run(backend)
-    assert [result.ok for result in results] == [False] + [True] * 7
+    assert [result.ok for result in results] == [False] + [True] * 15
     assert {time - backend.times[0] for time in backend.times[1:]} == {1.0}
 
 
@@ -68,13 +69,13 @@ async def test_a_leader_that_fails_lets_the_others_go_at_once() -> None:
 async def test_a_leader_that_never_answers_holds_the_others_only_for_a_while() -> None:
     backend = Timed(lambda request: Hang() if request.text == "a" else Say("ok"))
     results = await run(backend, timeout_per_turn=1000)
-    assert [result.ok for result in results] == [False] + [True] * 7
-    assert all(time - backend.times[0] < 10 for time in backend.times[1:8])
+    assert [result.ok for result in results] == [False] + [True] * 15
+    assert all(time - backend.times[0] < 10 for time in backend.times[1:16])
 
 
 @virtual_clock
 async def test_a_short_prefix_few_rows_or_a_backend_that_shares_by_itself_need_no_leader() -> None:
-    for options in ({"system_prompt": "Be brief."}, {"inputs": list("abc")}):
+    for options in ({"system_prompt": "Be brief."}, {"inputs": ROWS[:15]}):
         backend = Timed(slowly)
         await run(backend, **options)
         assert set(backend.times) == {backend.times[0]}
@@ -92,15 +93,15 @@ async def test_a_worker_of_the_users_own_is_not_waited_for() -> None:
         await asyncio.sleep(5)
         return (await ctx.ask()).text
 
-    spec = BatchSpec(task="{input}", inputs=list("abcdefgh"), system_prompt=LONG, backend=backend, model="m")
+    spec = BatchSpec(task="{input}", inputs=ROWS, system_prompt=LONG, backend=backend, model="m")
     async with Run(prepare(spec), worker=work) as running:
-        assert len([result async for result in running.results()]) == 8
+        assert len([result async for result in running.results()]) == 16
     assert set(backend.times) == {backend.times[0]}
 
 
 @virtual_clock
 async def test_leaving_the_run_while_the_leader_is_out_leaves_nothing_behind() -> None:
     backend = Timed(lambda request: Hang())
-    async with BatchAgent.open(task="{input}", inputs=list("abcd"), system_prompt=LONG, backend=backend):
+    async with BatchAgent.open(task="{input}", inputs=ROWS, system_prompt=LONG, backend=backend):
         await asyncio.sleep(0.5)
     assert (len(backend.requests), backend.inflight) == (1, 0)

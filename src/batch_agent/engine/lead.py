@@ -14,7 +14,7 @@ from batch_agent.backends.base import Capabilities
 from batch_agent.compiler.plan import Plan
 
 LEAST_TOKENS = 512  # of a prefix; one that is shorter is computed in less time than is lost by going ahead
-LEAST_ROWS = 4
+LEAST_TOGETHER = 16  # requests that would reach the engine at once; of few, few compute the prefix twice
 SLOWEST = 200  # tokens a second at which a prefix is expected to be computed
 PATIENCE = 1.0  # seconds beside that
 
@@ -41,7 +41,9 @@ class Lead:
                 await self._over.wait()
 
 
-def lead_of(plan: Plan, able: Capabilities) -> Lead | None:
+def lead_of(plan: Plan, able: Capabilities, max_inflight: int | None) -> Lead | None:
     """None where nobody needs to go ahead."""
-    enough = plan.total is None or plan.total >= LEAST_ROWS
-    return Lead(plan.prefix_tokens) if able.prefix_leader and enough and plan.prefix_tokens >= LEAST_TOKENS else None
+    together = min((count for count in (plan.total, max_inflight) if count is not None), default=LEAST_TOGETHER)
+    if not able.prefix_leader or together < LEAST_TOGETHER or plan.prefix_tokens < LEAST_TOKENS:
+        return None
+    return Lead(plan.prefix_tokens)

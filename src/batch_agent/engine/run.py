@@ -31,7 +31,7 @@ from batch_agent.engine.compacting import open_compactor
 from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
 from batch_agent.engine.foresight import Foresight, open_foresight
-from batch_agent.engine.lead import lead_of
+from batch_agent.engine.lead import Lead, lead_of
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.loop import tool_loop
 from batch_agent.engine.prepare import Prepared, choose_model, learn_context
@@ -308,7 +308,7 @@ class Run(Generic[T]):
                 ),
                 ends_with_answer=self._worker is None,
                 foresight=foresight,
-                lead=lead_of(prepared.plan, prepared.backend.capabilities) if self._worker is None else None,
+                lead=self._lead(prepared),
                 hints=spec.nvext_agent_hints,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
@@ -346,6 +346,12 @@ class Run(Generic[T]):
     def _record_of_parts(self, prepared: Prepared) -> Record | None:
         session = self.shared.session
         return None if session is None else session.part(fingerprint_of(prepared, self._worker))
+
+    def _lead(self, prepared: Prepared) -> Lead | None:
+        """A worker of the user's own may do something else first, or never ask."""
+        if self._worker is not None:
+            return None
+        return lead_of(prepared.plan, prepared.backend.capabilities, prepared.max_inflight)
 
     @asynccontextmanager
     async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:
