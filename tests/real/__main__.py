@@ -34,7 +34,10 @@ def main() -> int:
     with SERVERS[options.server](folder) as url:
         print(f"{options.server} is at {url}", flush=True)
         if options.serve:
-            signal.pause()
+            ends = {signal.SIGINT, signal.SIGTERM}
+            signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+            signal.sigwait(ends)
+            return 0
         suite = Path(__file__).parent / f"test_{options.server}.py"
         environ = os.environ | {f"BATCH_AGENT_TEST_{options.server.upper()}": url}
         return subprocess.run([sys.executable, "-m", "pytest", suite, "-v", *pytest], env=environ).returncode
