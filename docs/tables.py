@@ -32,7 +32,7 @@ def table() -> Iterator[str]:
         can = able(scheme)
         flags = (can.native_schema, can.schema_with_tools, can.images, can.load)
         key = f"`{scheme.key}`" if scheme.key else ""
-        options = ", ".join(f"`{name}`" for name in scheme.options)
+        options = ", ".join(f"`{name}`" for name in (*scheme.options, *scheme.texts))
         cells = (f"`{scheme.form}`", scheme.what, key, *("yes" if flag else "" for flag in flags), options)
         yield "| " + " | ".join(cells) + " |"
 

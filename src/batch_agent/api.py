@@ -67,6 +67,10 @@ class Options(TypedDict, total=False):
     api_key: str | None
     max_inflight: int | None
     max_concurrent: int | None
+    rpm: int | None
+    tpm: int | None
+    backpressure_ceiling: int | None
+    calibrate_backend: bool
     max_agents: int | None
     max_dispatched: int | None
     max_turns: int | None

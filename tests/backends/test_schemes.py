@@ -63,9 +63,3 @@ def test_the_tables_of_the_documentation_are_up_to_date() -> None:
     for page in made.PAGES:
         assert page.read_text() == made.filled(page.read_text()), f"python docs/tables.py writes {page.name}"
     assert made.BEGIN in (ROOT / "docs" / "backends.md").read_text()
-
-
-def test_the_page_of_options_names_every_form() -> None:
-    [line] = [row for row in (ROOT / "docs" / "options.md").read_text().splitlines() if row.startswith("| `backend` |")]
-    for scheme in SCHEMES.values():
-        assert f"`{scheme.form}`" in line

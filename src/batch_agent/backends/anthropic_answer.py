@@ -146,7 +146,8 @@ class OpenBlock:
     def whole(self) -> tuple[JsonObject, str]:
         """The block, and the arguments as the model wrote them if it is a call."""
         block = dict(self._began)
-        arguments = "".join(self._pieces.pop("partial_json", ())) or arguments_of(block)
+        given = block.get("input")
+        arguments = "".join(self._pieces.pop("partial_json", ())) or (arguments_of(block) if given else "")
         for name, pieces in self._pieces.items():
             block[name] = _string(block.get(name)) + "".join(pieces)
         return block, arguments
@@ -160,6 +161,7 @@ class Answer:
         self._on_tool_call = on_tool_call
         self._blocks: list[JsonObject] = []
         self._calls: list[ToolCall] = []
+        self._reported: set[str] = set()  # ids
         self._counts: JsonObject = {}
         self._details: JsonObject = {}
         self.stop: str | None = None
@@ -170,8 +172,9 @@ class Answer:
             call = self._naming.call(_string(block.get("id")), _string(block.get("name")), arguments)
             block = {**block, "id": call.id}
             self._calls.append(call)
-            if self._on_tool_call is not None:
-                self._on_tool_call(call)
+            # Where the token limit cuts a call, its block is closed all the same: only a whole object is reported now.
+            if json_of(arguments.encode("utf-8", "surrogatepass")) is not None:
+                self._report(call)
         if "input" in block:
             block = {**block, "input": echoed_object(arguments)}
         self._blocks.append(block)
@@ -186,6 +189,8 @@ class Answer:
 
     def reply(self, first_token: float | None = None) -> Reply:
         stop = self._good_stop()
+        for call in self._calls:
+            self._report(call)
         sealed = None
         if stop == PAUSED or any(block.get("type") not in _PLAIN or block.get("citations") for block in self._blocks):
             sealed = Sealed(WIRE, [block for block in self._blocks if not is_empty(block)])
@@ -198,6 +203,11 @@ class Answer:
             stop,
             sealed=sealed,
         )
+
+    def _report(self, call: ToolCall) -> None:
+        if self._on_tool_call is not None and call.id not in self._reported:
+            self._reported.add(call.id)
+            self._on_tool_call(call)
 
     def _good_stop(self) -> str:
         stop, faults, text = self.stop, self._naming.faults, self._joined("text")

@@ -29,7 +29,8 @@ class Capabilities:
     schema_beside_tools: bool = False  # ... also when it shows tools and forbids their use, and reads them all the same
     streaming: bool = True  # can report tool calls while the model is still talking
     images: bool = False  # can be shown pictures; one that cannot refuses a message with one (``text_only``)
-    default_inflight: int = 64  # calls in flight when the user names no number
+    # Calls in flight when the user names no number, for a backend that knows; None: the number is found.
+    default_inflight: int | None = None
     endpoints: tuple[str, ...] = ("",)  # the names of the servers behind it, of which a turn is granted one
     load: bool = False  # tells how busy it is: it is a Measured
     patient: bool = False  # answers take hours: no time limit of a turn but the user's; it is a Patient

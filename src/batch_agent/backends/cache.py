@@ -35,6 +35,7 @@ from batch_agent.backends.base import (
 )
 from batch_agent.backends.cache_store import ResponseStore
 from batch_agent.backends.generating import Generates
+from batch_agent.backends.wire import report_calls
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
 
@@ -161,9 +162,7 @@ class CachingBackend(Generates):
 
 def _again(reply: Reply, on_tool_call: OnToolCall | None) -> Reply:
     """The same answer for somebody else: it takes nothing, and its tool calls are reported as they would be."""
-    if on_tool_call is not None:
-        for call in reply.tool_calls:
-            on_tool_call(call)
+    report_calls(reply, on_tool_call)
     return replace(reply, usage=Usage(), first_token=None, saved=reply.saved or reply.usage)
 
 

@@ -36,9 +36,8 @@ REFUSED = {
 
 class DynamoBackend(EngineBackend):
     def __init__(self, address: Address) -> None:
-        texts, address = address.texts("cache_salt")
         super().__init__(address, port=PORT, capabilities=replace(ABLE, probe=True))
-        self._salt = texts.get("cache_salt")
+        self._salt = address.text("cache_salt")
 
     def check(self, shape: RequestShape) -> None:
         super().check(shape)

@@ -19,7 +19,7 @@ from batch_agent.backends.faults import Faults
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient, Receive, Route
 from batch_agent.backends.quota import read_quota
-from batch_agent.backends.wire import Naming
+from batch_agent.backends.wire import Naming, report_calls
 from batch_agent.messages import Quota, Reply
 
 Head = TypeVar("Head")
@@ -110,9 +110,7 @@ class HttpBackend(Generates, ABC, Generic[Head]):
         else:
             # Also where a stream was asked for and the server, which is allowed to, sent the whole at once.
             reply = self.read_whole(answer or b"", naming)
-            if on_tool_call is not None:
-                for call in reply.tool_calls:
-                    on_tool_call(call)
+            report_calls(reply, on_tool_call)
         return reply if quota is None else replace(reply, quota=quota)
 
     def route_of(self, request: ModelRequest, streamed: bool) -> Route:

@@ -21,7 +21,8 @@ class Scheme:
     form: str  # as users write it
     what: str  # for people, in a few words
     key: str = ""  # the variable that its key is taken from
-    options: tuple[str, ...] = ()  # what may stand behind the question mark
+    options: tuple[str, ...] = ()  # what may stand behind the question mark: true or false
+    texts: tuple[str, ...] = ()  # ... and what has another value
     own: bool = False  # an engine that people run themselves
     provider: bool = False  # may stand before a model's name: openai/gpt-4o
     listed: bool = True  # named where a message says what can be given
@@ -39,7 +40,7 @@ _LINES = (
         "batch_agent.backends.local:from_address",
         "local://",
         "the embedded engine, on this machine's CPU; `local://path/to/model.gguf` for weights of your own",
-        options=("threads", "kv_gb", "max_seqs"),
+        texts=("threads", "kv_gb", "max_seqs"),
         own=True,
     ),
     Scheme(
@@ -48,7 +49,8 @@ _LINES = (
         "vllm://host:8000",
         "vLLM",
         KEY_VARIABLE,
-        ("cache_salt", "priority", *ENGINE_OPTIONS),
+        ("priority", *ENGINE_OPTIONS),
+        texts=("cache_salt",),
         own=True,
     ),
     Scheme(
@@ -57,7 +59,8 @@ _LINES = (
         "sglang://host:30000",
         "SGLang",
         KEY_VARIABLE,
-        ("extra_key", "priority", *ENGINE_OPTIONS),
+        ("priority", *ENGINE_OPTIONS),
+        texts=("extra_key",),
         own=True,
     ),
     Scheme(
@@ -66,7 +69,8 @@ _LINES = (
         "dynamo://host:8000",
         "NVIDIA Dynamo's frontend",
         KEY_VARIABLE,
-        ("cache_salt", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        texts=("cache_salt",),
         own=True,
     ),
     Scheme("openai", f"{_SERVERS}:openai", "openai://", "OpenAI", "OPENAI_API_KEY", ENGINE_OPTIONS, provider=True),
@@ -74,9 +78,10 @@ _LINES = (
         "anthropic",
         "batch_agent.backends.anthropic:from_address",
         "anthropic://",
-        "Anthropic; `anthropic://host:port` for a server that speaks its wire",
+        "Anthropic; `anthropic://host:8000` for a server of your own that speaks its wire",
         "ANTHROPIC_API_KEY",
-        ("version", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        ("version",),
         provider=True,
     ),
     Scheme(
@@ -84,7 +89,8 @@ _LINES = (
         "batch_agent.backends.bedrock:from_address",
         "bedrock://region/model",
         "AWS Bedrock, with the credentials that boto3 finds (needs the package boto3)",
-        options=("endpoint_url", "native_schema"),
+        options=("native_schema",),
+        texts=("endpoint_url",),
         provider=True,
     ),
     Scheme(
@@ -93,7 +99,8 @@ _LINES = (
         "openai-batch://",
         "OpenAI's batch API: half the price, within a day",
         "OPENAI_API_KEY",
-        ("gather", "look", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        ("gather", "look"),
         listed=False,
     ),
     Scheme(
@@ -102,7 +109,8 @@ _LINES = (
         "anthropic-batch://",
         "Anthropic's batch API: half the price, within a day",
         "ANTHROPIC_API_KEY",
-        ("gather", "look", "version", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        ("gather", "look", "version"),
         listed=False,
     ),
     Scheme(

@@ -35,12 +35,11 @@ NAMES = frozenset([RUNNING, WAITING, USAGE, PROMPT, CACHED, f"{FIRST_TOKEN}_coun
 
 class SglangBackend(EngineBackend):
     def __init__(self, address: Address) -> None:
-        texts, address = address.texts("extra_key")
         super().__init__(address, port=PORT, capabilities=replace(ABLE, probe=True, prefix_leader=True))
         self._generate = self._http.route("POST", "/generate", beside=True)
         self._loads = self._http.route("GET", "/loads?include=core")
         self._server_info = self._http.route("GET", "/server_info", beside=True)
-        self._extra_key = texts.get("extra_key")
+        self._extra_key = address.text("extra_key")
         self._priority = address.options.get("priority")  # None: the server is asked
         self._lowest_first = False
         self._has_loads = True

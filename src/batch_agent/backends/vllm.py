@@ -45,13 +45,12 @@ NAMES = frozenset(
 
 class VllmBackend(EngineBackend):
     def __init__(self, address: Address) -> None:
-        texts, address = address.texts("cache_salt")
         able = replace(ABLE, schema_beside_tools=True, batch=True, probe=True, prefix_leader=True)
         super().__init__(address, port=PORT, capabilities=able)
         self._lists = self._http.route("POST", "/chat/completions/batch")
         self._tokenize = self._http.route("POST", "/tokenize", beside=True)
         self._server_info = self._http.route("GET", "/server_info?config_format=json", beside=True)
-        self._salt = texts.get("cache_salt")
+        self._salt = address.text("cache_salt")
         self._priority = address.options.get("priority")  # None: the server is asked
 
     def own_part(self, request: ModelRequest) -> Tail:

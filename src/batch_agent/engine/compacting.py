@@ -30,6 +30,7 @@ from batch_agent.messages import Conversation, Message, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.outlook import Progress
+from batch_agent.scheduler.seeking import START
 from batch_agent.store.steps import Compacted
 
 logger = logging.getLogger("batch_agent")
@@ -175,7 +176,7 @@ async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncItera
         yield compactor
         return
     able = backend.capabilities
-    limiter = Limiter(able.default_inflight, endpoints=able.endpoints, max_outage=PATIENCE)
+    limiter = Limiter(able.default_inflight or START, endpoints=able.endpoints, max_outage=PATIENCE)
     try:
         async with backend:
             compactor.shape = RequestShape(model or await only_model(backend, spec, "compaction_model"))

@@ -11,14 +11,19 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected, Timeout, Unavailable
+from batch_agent.messages import Quota, Reply, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.engine_load import Reading
 from batch_agent.scheduler.health import Kind
+from batch_agent.scheduler.rates import Rates, is_spent
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
+from batch_agent.scheduler.seeking import Seeker
 
 if TYPE_CHECKING:
     from batch_agent.events import Ended
 
+MOST_SPENT = 20  # refusals of one turn for a spent budget, before they count like others
 NEVER_ANSWERED = 15.0  # seconds after which a server is given up that has not answered once
 
 OnHealth = Callable[[Endpoint, float], None]
@@ -49,17 +54,27 @@ class Endpoints:
         self.doubts: list[tuple[Ticket, asyncio.Future[None]]] = []  # those who wait to learn whose fault it was
         self._limits: dict[Ticket, asyncio.Timeout] = {}  # of requests on their way
         self._patient: dict[Endpoint, Ticket] = {}  # the trial that may be waited for beside the next ones
+        self.short: set[asyncio.Future[None]] = set()  # those who wait for a budget, with their slots
         self._timer: asyncio.TimerHandle | None = None
         self._due = inf
 
     # Requests
 
     def sent(self, ticket: Ticket) -> None:
-        assert ticket.endpoint is not None
+        endpoint = ticket.endpoint
+        assert endpoint is not None
         if ticket.trial:
-            self._on_health(ticket.endpoint, ticket.sent_at)
-        if ticket.trial or self._due == inf:
+            self._on_health(endpoint, ticket.sent_at)
             self.arm()
+        seeker = endpoint.capacity.seeker
+        if seeker is not None and seeker.ramp_at is None:
+            endpoint.capacity.ramp(endpoint.inflight, ticket.sent_at)
+            self.arm(endpoint)
+        if endpoint.rates is not None:
+            ticket.lease = endpoint.rates.begin(ticket.sent_at)
+            self.arm(endpoint)
+        elif self._due == inf:
+            self.arm(endpoint)
 
     def limit(self, ticket: Ticket, seconds: float | None) -> asyncio.Timeout:
         """The time limit of one request; ``finished`` must follow. An endpoint on trial has to answer in the time that
@@ -79,12 +94,63 @@ class Endpoints:
         if ticket.trial and ticket.endpoint is not None and self._patient.get(ticket.endpoint) is ticket:
             del self._patient[ticket.endpoint]
 
-    def answered(self, ticket: Ticket, seconds: float) -> None:
+    async def afford(self, ticket: Ticket, expect: Callable[[], Usage]) -> None:
+        """Until the endpoint's budgets have room for what the request is expected to take; ``settle`` must follow."""
+        endpoint = ticket.endpoint
+        assert endpoint is not None
+        rates, counted = endpoint.rates, ticket.lease
+        if rates is None or counted is None or not rates.counts_tokens:
+            return
+        expected = expect()
+        lease = rates.reserve(counted, expected, _now())
+        waited = lease is None
+        while lease is None:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.short.add(turn)
+            self.arm(endpoint)
+            try:
+                await turn
+            finally:
+                self.short.discard(turn)
+            lease = rates.reserve(counted, expected, _now())
+        if waited:
+            rates.count(_now())  # it leaves later than it was counted: better twice than too early
+        ticket.lease = lease
+
+    def settle(self, ticket: Ticket, used: Usage | None = None, *, asked: bool = True) -> None:
+        """What the request took of the budgets; None where nobody knows. ``asked``: the endpoint has seen it."""
+        lease, endpoint = ticket.lease, ticket.endpoint
+        if lease is None or endpoint is None or endpoint.rates is None:
+            return
+        ticket.lease = None
+        if asked:
+            endpoint.rates.settle(lease, used, _now())
+        else:
+            endpoint.rates.unsend(lease, _now())
+        self._serve_short()
+        self.arm(endpoint)
+
+    def _serve_short(self) -> None:
+        for turn in self.short:
+            if not turn.done():
+                turn.set_result(None)
+
+    def _learn_quota(self, endpoint: Endpoint, ticket: Ticket, quota: Quota | None, used: Usage) -> None:
+        if quota is not None:
+            if endpoint.rates is None:
+                endpoint.rates = Rates()
+            endpoint.rates.learn(quota, ticket.lease, endpoint.inflight - 1, used, _now())
+            self.arm(endpoint)
+
+    def answered(self, ticket: Ticket, seconds: float, reply: Reply) -> None:
         """A good answer: what failed although it was asked no later has failed by itself. Of what was asked later it
         says nothing: a server may finish what it has and take nothing new."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         self._is_alive(endpoint, ticket, seconds)
+        self._learn_quota(endpoint, ticket, reply.quota, reply.usage)
+        counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
+        self.settle(ticket, reply.usage if counted else None)
         endpoint.refusals.answered(ticket.sent_at)
         if doubted := self._doubted.get(endpoint):
             for other in [other for other in doubted if other.sent_at <= ticket.sent_at]:
@@ -92,14 +158,18 @@ class Endpoints:
                 doubted.remove(other)
         if self.doubts:
             self._tell_what_is_known(endpoint)
-        if not endpoint.health.is_down and endpoint.capacity.succeeded():
-            self._on_limit(endpoint, "answers are good")
+        if not endpoint.health.is_down:
+            tokens = reply.usage.completion_tokens
+            self._say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, _now()))
 
     def failed(self, ticket: Ticket, error: BackendError) -> None:
         """Called while the ticket is still held. Counts the failure as the row's own, as long as it may be."""
         endpoint, now = ticket.endpoint, _now()
         assert endpoint is not None
         kind, health = trouble_of(error), endpoint.health
+        self._learn_quota(endpoint, ticket, error.quota, error.usage or Usage())
+        free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
+        self.settle(ticket, Usage() if free else error.usage)
         if ticket.lost and (ticket.overdue or ticket.sent_at < health.down_since):
             return  # it was we who ended it
         if kind is None:
@@ -110,6 +180,12 @@ class Endpoints:
             return
         if kind == "overload":
             self._overloaded(endpoint, ticket, error, now)
+            ticket.spent += is_spent(error.quota)
+            if is_spent(error.quota) and ticket.spent <= MOST_SPENT:
+                return  # nobody's fault, and it is known when there will be more
+        elif isinstance(error, Timeout) and not error.unreached and endpoint.capacity.seeker is not None:
+            # A number that we found ourselves was too high: they wait in the server's queue.
+            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight))
         if kind != "unreached" and ticket.failures > ticket.doubtful and not health.is_down:
             ticket.failures += 1  # it has failed while others were answered: it says nothing about the server
             return
@@ -167,6 +243,19 @@ class Endpoints:
             if ticket.endpoint.health.is_down:
                 self._lose(ticket, now)
 
+    def loaded(self, endpoint: Endpoint, load: Reading) -> None:
+        """The endpoint told how busy it is."""
+        self._say(endpoint, endpoint.capacity.loaded(load, endpoint.inflight))
+        self._wake()
+
+    def seek(self, endpoint: Endpoint, seeker: Seeker, why: str) -> None:
+        endpoint.capacity.seek(seeker)
+        self._say(endpoint, why)
+
+    def _say(self, endpoint: Endpoint, reason: str) -> None:
+        if reason:
+            self._on_limit(endpoint, reason)
+
     def resize(self, ceiling: int | None) -> None:
         for endpoint in self._all:
             endpoint.capacity.resize(ceiling)
@@ -192,9 +281,10 @@ class Endpoints:
             self._wake()
 
     def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
-        """It refused for load: halve, and let nobody ask again before it said so."""
-        if not endpoint.health.is_down and endpoint.capacity.overloaded(ticket.generation, endpoint.inflight):
-            self._on_limit(endpoint, "the server is overloaded")
+        """It refused for load: halve, and let nobody ask again before it said so. A budget by the minute that is spent
+        says nothing of what may be in flight."""
+        if not endpoint.health.is_down and not is_spent(error.quota):
+            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight))
         wait = error.retry_after or 0.0
         if 0.0 < wait <= LONGEST_RETRY_AFTER and now + wait > endpoint.held_until:
             endpoint.held_until = now + wait
@@ -236,11 +326,12 @@ class Endpoints:
 
     # Time
 
-    def arm(self) -> None:
-        """One timer, for what is due first."""
+    def arm(self, only: Endpoint | None = None) -> None:
+        """One timer, for what is due first; ``only`` where it is one endpoint alone that may want it earlier."""
         now = _now()
-        due = min((due for endpoint in self._all for due in self._dues(endpoint) if due > now), default=inf)
-        if due != self._due:
+        among = self._all if only is None else (only,)
+        due = min((due for endpoint in among for due in self._dues(endpoint) if due > now), default=inf)
+        if due != self._due and (only is None or due < self._due):
             self._due = due
             self.close()
             self._timer = None if due == inf else asyncio.get_running_loop().call_at(due, self._look)
@@ -254,7 +345,10 @@ class Endpoints:
             return (health.trial_ends,)
         if health.state == "down":
             return health.next_trial, endpoint.held_until, self._patience_ends(endpoint)
-        return endpoint.held_until, health.silent_at if endpoint.inflight else inf
+        seeker, rates = endpoint.capacity.seeker, endpoint.rates
+        ramp_at = inf if seeker is None or seeker.ramp_at is None else seeker.ramp_at
+        free_at = inf if rates is None else rates.free_at(_now())
+        return endpoint.held_until, health.silent_at if endpoint.inflight else inf, ramp_at, free_at
 
     def _patience_ends(self, endpoint: Endpoint) -> float:
         health = endpoint.health
@@ -267,7 +361,8 @@ class Endpoints:
             health = endpoint.health
             if endpoint.held_until <= now:
                 endpoint.held_until = 0.0
-            if health.is_silent(endpoint.inflight, now):
+            self._say(endpoint, endpoint.capacity.ramp(endpoint.inflight, now))
+            if not self.short and health.is_silent(endpoint.inflight, now):
                 health.go_down(now, silent=True)
                 health.reason = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
                 self._goes_down(endpoint, now)
@@ -281,6 +376,7 @@ class Endpoints:
                 and now >= self._patience_ends(endpoint)
             ):
                 self._give_up(endpoint, "unreachable", self._what_was_tried(endpoint, now))
+        self._serve_short()
         self._wake()
         self.arm()
 

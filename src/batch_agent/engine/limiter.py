@@ -13,8 +13,9 @@ from batch_agent.engine.endpoints import Endpoints, OnHealth, OnLimit
 from batch_agent.engine.inlet import Inlet
 from batch_agent.errors import Interrupted
 from batch_agent.events import Ended
+from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Scheduler, Ticket
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.endpoint import Terms
 from batch_agent.scheduler.health import SEVERAL
 from batch_agent.scheduler.outlook import Progress
 
@@ -82,12 +83,16 @@ class Limiter:
         endpoints: Sequence[str] = ("",),
         max_outage: float | None = None,
         on_health: OnHealth = lambda endpoint, now: None,
+        terms: Terms | None = None,
     ) -> None:
-        known = [Endpoint(name, max_inflight) for name in endpoints]
+        """``max_inflight`` is at all endpoints together; ``terms`` are those of each."""
+        self.terms = Terms(max_inflight) if terms is None else terms
+        known = [self.terms.endpoint(name) for name in endpoints]
         self.scheduler = Scheduler(max_inflight, max_agents, known)
         self.endpoints = Endpoints(
             known, max_outage, on_health, on_limit, self._end, self._pump, self.scheduler.rejoin, self._are_few
         )
+        self.reading = asyncio.Lock()  # whoever holds it reads how busy the endpoints are
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._sleepers: set[asyncio.Future[None]] = set()
         self._feeds: list[Feed] = []
@@ -125,6 +130,7 @@ class Limiter:
             raise
 
     def release(self, ticket: Ticket) -> None:
+        self.endpoints.settle(ticket)
         self.scheduler.give_back(ticket)
         if ticket.trial:
             self.endpoints.arm()  # for the next one, where this one was withdrawn
@@ -155,10 +161,10 @@ class Limiter:
             timer.cancel()
             self._sleepers.discard(sleeper)
 
-    def answered(self, ticket: Ticket, seconds: float) -> None:
+    def answered(self, ticket: Ticket, seconds: float, reply: Reply) -> None:
         """The ticket's request was answered, after so many seconds."""
         self.scheduler.outlook.answered(ticket.progress, seconds, asyncio.get_running_loop().time())
-        self.endpoints.answered(ticket, seconds)
+        self.endpoints.answered(ticket, seconds, reply)
 
     # Agents
 
@@ -204,6 +210,7 @@ class Limiter:
         self._refusal = self._refusal or why
         self._interrupt(self._waiters.values())
         self._interrupt(self._sleepers)
+        self._interrupt(self.endpoints.short)
         self._waiters.clear()
         self.endpoints.clear_doubts(Interrupted(self._refusal))
         self.endpoints.give_up_lost()

@@ -32,6 +32,8 @@ from batch_agent.tools.base import Tool, resolve_tools
 PROBE = 5.0  # seconds for a server to say what it serves, where the run can do without
 PAUSE = 2.0  # seconds between two questions for the model's name, at the most
 AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # alive at once, where the user names no number
+SOUGHT = 256  # slots that agents are reckoned for while nobody knows how many there will be
+OTHER_FILES = 128  # that a process may have open beside its connections
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -46,6 +48,7 @@ class Prepared:
     shapes: Shapes
     plan: Plan
     max_inflight: int | None
+    sought: bool  # nobody gave max_inflight: the right number is to be found, below this one
     max_agents: int | None
     prices: Prices | None  # None: what a token costs is not known
     summaries: tuple[Backend, str | None] | None = None  # who writes them, where that is a model, and its name
@@ -84,15 +87,20 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
         spec, schema=schema, inject_schema=shapes.schema_in_prompt, tools=specs, look=_look(spec, backend)
     )
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
-    agents = spec.max_agents if spec.given("max_agents") else _enough_agents(inflight)
+    sought = inflight is None and not spec.given("max_inflight")
+    if sought:
+        inflight = most_connections()
+    agents = spec.max_agents if spec.given("max_agents") else _enough_agents(SOUGHT if sought else inflight)
     prices = find_prices(spec.prices, model=model, backend=backend.name)
     if prices is not None and spec.prices is None and backend.capabilities.price != 1.0:
         prices = prices.times(backend.capabilities.price)
     _check_budget(spec, prices, model, backend.name)
     answering = _cached(spec, backend)
     summaries = _summaries(spec, answering, sends=sends)
-    context = spec.model_max_context
-    return Prepared(spec, answering, model, tools, schema, shapes, plan, inflight, agents, prices, summaries, context)
+    known = spec.model_max_context
+    return Prepared(
+        spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known
+    )
 
 
 def _look(spec: BatchSpec, backend: Backend) -> Look:
@@ -113,6 +121,16 @@ def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backe
     if spec.compaction_backend is not None:
         return open_backend(spec.compaction_backend, model=spec.compaction_model, api_key=None, sends=sends)
     return None if spec.compaction_model is None else (backend, spec.compaction_model)
+
+
+def most_connections() -> int | None:
+    """As many as this process may have open, and some files beside; None where nobody says."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return None
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if allowed == resource.RLIM_INFINITY else max(allowed - OTHER_FILES, allowed // 2)
 
 
 def _enough_agents(max_inflight: int | None) -> int | None:

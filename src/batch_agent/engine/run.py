@@ -31,6 +31,8 @@ from batch_agent.engine.compacting import open_compactor
 from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
 from batch_agent.engine.foresight import Foresight, open_foresight
+from batch_agent.engine.gauge import open_gauge
+from batch_agent.engine.knees import calibration
 from batch_agent.engine.lead import Lead, lead_of
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.loop import tool_loop
@@ -55,7 +57,8 @@ from batch_agent.job import AgentResult, Placed
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.endpoint import Endpoint, Terms
+from batch_agent.scheduler.seeking import START
 from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
@@ -125,10 +128,15 @@ class Run(Generic[T]):
             endpoints=prepared.backend.capabilities.endpoints,
             max_outage=prepared.spec.max_outage,
             on_health=self._health_changed,
+            terms=self._terms(),
         )
         for endpoint in limiter.scheduler.endpoints:
             endpoint.health.patient = prepared.backend.capabilities.patient
         return limiter
+
+    def _terms(self) -> Terms:
+        prepared, spec = self._prepared, self._prepared.spec
+        return Terms(prepared.max_inflight, START if prepared.sought else None, spec.rpm, spec.tpm)
 
     def _new_spending(self, limiter: Limiter, limiters: Mapping[str, Limiter]) -> Spending:
         def time_is_up() -> None:
@@ -265,7 +273,7 @@ class Run(Generic[T]):
         """Before the backend is entered: an engine that loads its weights is part of the run's time."""
         prepared, now, price = self._prepared, self.shared.clock(), self.shared.spending.per_second
         self._emit(RunStarted(now, self.id, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
-        self._emit(LimitChanged(now, self.id, self.shared.limiter.scheduler.max_inflight, "start"))
+        self._emit(LimitChanged(now, self.id, self.shared.limiter.scheduler.slots, "start"))
 
     async def _check_first(self) -> None:
         """Before anything is sent: is there an input, and does it have the task's fields?"""
@@ -280,9 +288,12 @@ class Run(Generic[T]):
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         shared.spending.set_prices(prepared.shapes, prepared.prices)
         record = await self._begin_record(prepared)
+        hold = partial(self._backlog, "the engine's queue")
         async with (
             self._tools(prepared) as pool,
             open_foresight(spec, pool) as foresight,
+            open_gauge(prepared.backend, shared.limiter, spec.backpressure_ceiling, hold),
+            calibration(prepared.backend, shared.limiter, prepared.model or "", wanted=spec.calibrate_backend),
             AsyncExitStack() as extent,
         ):
             shared.pool, self._foresight = pool, foresight

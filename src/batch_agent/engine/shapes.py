@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pydantic import JsonValue
+
 from batch_agent.backends.base import Capabilities, RequestShape
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import SpecError
@@ -60,13 +62,19 @@ def build_shapes(
         constrained = replace(free, schema=schema.json_schema, schema_name=schema.name)
     first = constrained if composed else free
     # A forced call repeated on every turn would never let the agent answer.
-    later = first if spec.tool_choice in (None, "auto", "none") else replace(first, tool_choice="auto")
+    later = replace(first, tool_choice="auto") if _is_forced(spec.tool_choice) else first
     if tools and capabilities.schema_beside_tools:
         tool_free = replace(constrained, tool_choice="none")
     else:
         tool_free = replace(constrained, tools=(), tool_choice=None)
     repair = tool_free if native and not composed else later
     return Shapes(first, later, repair, schema_in_prompt=schema is not None and not composed)
+
+
+def _is_forced(choice: JsonValue) -> bool:
+    """A wire's own object says in its type what a word says."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    return kind not in (None, "auto", "none")
 
 
 def _check_choice(spec: BatchSpec, tools: tuple[ToolSpec, ...]) -> None:

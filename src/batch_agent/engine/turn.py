@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend, ModelRequest
@@ -211,6 +212,7 @@ async def _send(
     claimed = loop.time()
     await limiter.hold(ticket)
     try:
+        await limiter.endpoints.afford(ticket, partial(spending.expect, request))
         call = await spending.reserve(request)
     except BaseException:
         limiter.release(ticket)
@@ -226,8 +228,10 @@ async def _send(
         if not reply.tool_calls and not _has_answer(reply.text, r.schema):
             raise BadResponse(f"{r.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
         cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
-        if reply.saved is None:  # else nothing was asked
-            limiter.answered(ticket, loop.time() - left)
+        if reply.saved is None:
+            limiter.answered(ticket, loop.time() - left, reply)
+        else:
+            limiter.endpoints.settle(ticket, asked=False)
     except BackendError as error:
         tally.pay(error.usage or Usage(), spending.fail(call, error))
         limiter.endpoints.failed(ticket, error)

@@ -32,6 +32,7 @@ from batch_agent.events import (
 )
 from batch_agent.messages import Usage
 from batch_agent.observe.history import History, Pace
+from batch_agent.observe.limits import Limits, LimitStep
 
 WINDOW = 30  # seconds over which the recent rate is taken
 RECENT_ERRORS = 5
@@ -136,6 +137,7 @@ class Statistics:
     draining: bool = False  # no new row starts
     peak_running: int = 0
     max_inflight: int | None = None
+    limits: tuple[LimitStep, ...] = ()  # how that changed, and why
     recent_errors: tuple[RecentError, ...] = ()  # the latest last
     recent_results: tuple[RecentResult, ...] = ()  # the latest last; for whoever sees results to fill in
     outages: tuple[Outage, ...] = ()  # of now
@@ -227,6 +229,7 @@ class Metrics:
         self._timed_rows = 0
         self._history = History()
         self._max_inflight: int | None = None
+        self._limits = Limits()
         self._down: dict[str, HealthChanged] = {}
         self._outage_seconds = 0.0
         self._errors: dict[tuple[str, str], RecentError] = {}
@@ -255,6 +258,7 @@ class Metrics:
                 self._answer_rejected(event)
             case LimitChanged():
                 self._max_inflight = event.max_inflight
+                self._limits.add(event)
             case HealthChanged():
                 self._health_changed(event)
             case RunStarted():
@@ -308,6 +312,7 @@ class Metrics:
             draining=self._draining,
             peak_running=self._peak_running,
             max_inflight=self._max_inflight,
+            limits=self._limits.steps(),
             recent_errors=tuple(self._errors.values()),
             outages=tuple(_outage(event, now) for event in self._down.values()),
             outage_seconds=self._outage_seconds + sum(now - event.since for event in self._down.values()),

@@ -13,6 +13,7 @@ from batch_agent.tools.latency import ToolStatistics
 
 ERROR_CHARACTERS = 300
 REASON_CHARACTERS = 600
+SHOWN_LIMITS = 4
 NO_TOOLS: Mapping[str, ToolStatistics] = MappingProxyType({})
 
 
@@ -33,6 +34,8 @@ def summary_lines(
         lines += _labelled("why", [harmless(statistics.reason, REASON_CHARACTERS)])
     if statistics.outage_seconds:
         lines += _labelled("outage", [f"the server was down for {clock(statistics.outage_seconds)} in all"])
+    if statistics.limits:
+        lines += _labelled("limit", [_limit_line(statistics)])
     lines += _labelled("failed", _failure_lines(statistics))
     lines += _labelled("tokens", [_token_line(statistics)])
     if statistics.cost is not None:
@@ -69,6 +72,10 @@ def summary_json(
         "retries": statistics.retries,
         "answers_rejected": statistics.rejected,
         "peak_inflight": statistics.peak_running,
+        "limits": [
+            {"from": step.before, "to": step.after, "reason": step.reason, "endpoint": step.endpoint}
+            for step in statistics.limits
+        ],
         "inference_seconds": round(statistics.inference_seconds, 3),
         "tool_wait_seconds": round(statistics.tool_wait_seconds, 3),
         "tokens": {
@@ -115,6 +122,12 @@ def _headline(statistics: Statistics) -> str:
         left = statistics.total - statistics.done if statistics.total is not None else 0
         line += f"; {stopped[statistics.ended]}" + (f", {rows(left)} not done" if left else "")
     return line
+
+
+def _limit_line(statistics: Statistics) -> str:
+    """The latest changes of the number of calls in flight."""
+    shown = statistics.limits[-SHOWN_LIMITS:]
+    return ("…; " if len(shown) < len(statistics.limits) else "") + "; ".join(map(str, shown))
 
 
 def _failure_lines(statistics: Statistics) -> list[str]:

@@ -29,6 +29,7 @@ from batch_agent.errors import InternalError
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.ordering import LAST, Queue
 from batch_agent.scheduler.outlook import Outlook, Progress
+from batch_agent.scheduler.rates import Lease
 
 MOST_AT_TOOLS = 1024  # agents that may wait for busy tools where the number of slots has no limit
 MOST_ASIDE = 8  # turns whose trial failed, before a new agent is started only for every so many trials
@@ -53,6 +54,8 @@ class Ticket:
     broke: bool = False  # one of the doubtful ones may have been what brought the server down
     hits: int = 0  # outages that began while it was in flight
     lost: bool = False  # its request was given up, once, because its answer was lost in an outage
+    spent: int = 0  # refusals because a budget by the minute was spent
+    lease: Lease | None = None  # of the endpoint's budgets, while it is in flight
 
     @property
     def chore(self) -> bool:

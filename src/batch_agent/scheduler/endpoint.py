@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 
 from batch_agent.scheduler.capacity import Capacity
 from batch_agent.scheduler.health import Health
+from batch_agent.scheduler.rates import Rates
 from batch_agent.scheduler.refusals import Refusals
+from batch_agent.scheduler.seeking import MOST, Seeker
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is known of an endpoint before it is asked. ``start`` is where the search for the right number begins; None
+    where the number is known, and is ``ceiling``."""
+
+    ceiling: int | None = None
+    start: int | None = None
+    rpm: int | None = None
+    tpm: int | None = None
+
+    def endpoint(self, name: str) -> Endpoint:
+        rates = None if self.rpm is None and self.tpm is None else Rates(self.rpm, self.tpm)
+        if self.start is None:
+            return Endpoint(name, self.ceiling, rates=rates)
+        most = MOST if self.ceiling is None else min(MOST, self.ceiling)
+        return Endpoint(name, most, Seeker(self.start, most=most), rates)
 
 
 class Endpoint:
-    __slots__ = ("capacity", "given_up", "health", "held_until", "inflight", "most_in_flight", "name", "refusals")
+    __slots__ = (
+        "capacity",
+        "given_up",
+        "health",
+        "held_until",
+        "inflight",
+        "most_in_flight",
+        "name",
+        "rates",
+        "refusals",
+    )
 
-    def __init__(self, name: str = "", ceiling: int | None = None) -> None:
+    def __init__(
+        self, name: str = "", ceiling: int | None = None, seeker: Seeker | None = None, rates: Rates | None = None
+    ) -> None:
         self.name = name
-        self.capacity = Capacity(ceiling)
+        self.capacity = Capacity(ceiling, seeker)
+        self.rates = rates  # None while no budget is known
         self.health = Health()
         self.refusals = Refusals()
         self.inflight = 0
@@ -25,6 +59,8 @@ class Endpoint:
     def has_slot(self, now: float) -> bool:
         """Whether a request may leave for it now."""
         if self.given_up or now < self.held_until:
+            return False
+        if self.rates is not None and self.rates.free_at(now) > now:
             return False
         state = self.health.state
         if state == "down":
@@ -52,6 +88,9 @@ class Endpoint:
         self.inflight += 1
         if self.inflight > self.most_in_flight:
             self.most_in_flight = self.inflight
+        limit = self.capacity.limit
+        if limit is not None and self.inflight >= limit:
+            self.capacity.filled = True
         trial = self.health.state == "down"
         if trial:
             self.health.try_now(now)

@@ -1,11 +1,13 @@
 """Doubles that ship with the package: users test and plan with what the project is tested with.
 
-``ScriptedServer`` a model server on a real socket that answers as told · ``ScriptedBackend`` the same without sockets ·
-``SimulatedServer`` the simulated engine over HTTP · ``run_virtual``, ``virtual_clock`` time that takes no time.
+``ScriptedServer`` a model server on a real socket that answers as told · ``MessagesServer`` the same on Anthropic's
+wire, and as strict as its API · ``ScriptedBackend`` the same without sockets · ``SimulatedServer`` the simulated engine
+over HTTP · ``run_virtual``, ``virtual_clock`` time that takes no time.
 """
 
 from batch_agent.testing.backend import ScriptedBackend
 from batch_agent.testing.clock import VirtualClockDeadlock, VirtualClockLoop, run_virtual, virtual_clock
+from batch_agent.testing.messages_server import MessagesServer
 from batch_agent.testing.replies import Body, CallTools, Cut, Fail, Hang, Malformed, Say, StreamError, ToolUse
 from batch_agent.testing.request import Request
 from batch_agent.testing.server import ScriptedServer
@@ -18,6 +20,7 @@ __all__ = [
     "Fail",
     "Hang",
     "Malformed",
+    "MessagesServer",
     "Request",
     "Say",
     "ScriptedBackend",

@@ -22,7 +22,7 @@ from batch_agent.backends.generating import Generates
 from batch_agent.backends.openai import encode_head, join_body
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
 from batch_agent.backends.quota import read_quota
-from batch_agent.backends.wire import Naming
+from batch_agent.backends.wire import Naming, report_calls
 from batch_agent.messages import Reply
 from batch_agent.testing.request import Request
 from batch_agent.testing.script import Script, scripted_reply, wait_due
@@ -81,9 +81,8 @@ class ScriptedBackend(Generates):
             if track.status >= 300:
                 raise FAULTS.answered(track.status, CIMultiDict(track.headers), b"".join(track.parts))
             reply = await _read_stream(track, stream, request.on_begin) if stream else await _read_body(track, naming)
-            if stream is None and on_tool_call is not None:
-                for call in reply.tool_calls:
-                    on_tool_call(call)
+            if stream is None:
+                report_calls(reply, on_tool_call)
             quota = read_quota(CIMultiDict(track.headers)) if track.headers else None
             return reply if quota is None else replace(reply, quota=quota)
         finally:

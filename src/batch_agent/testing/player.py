@@ -14,7 +14,7 @@ from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.testing.replies import Fail, ScriptedReply
 from batch_agent.testing.script import wait_due
 from batch_agent.testing.tracks import JSON_TYPE, STREAM_TYPE, Track, track_of
-from batch_agent.testing.wire import DONE, Piece, Wire, error_object
+from batch_agent.testing.wire import AnswerWire, Piece
 
 
 class Dropped(Exception):
@@ -29,7 +29,7 @@ class Live:
     open: Callable[[], AbstractContextManager[AsyncIterator[Piece]]]
 
 
-async def play(reply: ScriptedReply | Live, http: web.Request, wire: Wire) -> web.StreamResponse:
+async def play(reply: ScriptedReply | Live, http: web.Request, wire: AnswerWire) -> web.StreamResponse:
     if isinstance(reply, Live):
         return await _play_live(reply, http, wire)
     return await _send(track_of(await wait_due(reply), wire), http)
@@ -53,7 +53,7 @@ async def _send(track: Track, http: web.Request) -> web.StreamResponse:
     return response
 
 
-async def _play_live(reply: Live, http: web.Request, wire: Wire) -> web.StreamResponse:
+async def _play_live(reply: Live, http: web.Request, wire: AnswerWire) -> web.StreamResponse:
     try:
         with reply.open() as pieces:
             if not wire.request.streamed:
@@ -66,10 +66,11 @@ async def _play_live(reply: Live, http: web.Request, wire: Wire) -> web.StreamRe
             async for piece in pieces:
                 if (said := wire.event(piece)) is not None:
                     await response.write(said)
-            await response.write(DONE)
+            for event in wire.closing():
+                await response.write(event)
             await response.write_eof()
             return response
     except BackendError as error:
         status = error.status or 500
         param = "input_tokens" if isinstance(error, ContextOverflow) else None
-        return await _send(track_of(Fail(status, error_object(status, str(error), param)), wire), http)
+        return await _send(track_of(Fail(status, wire.error(status, str(error), param)), wire), http)

@@ -71,6 +71,11 @@ class Request:
         return schema if isinstance(schema, dict) else None
 
     @property
+    def tool_choice(self) -> JsonValue:
+        """As chat requests have it."""
+        return self.body.get("tool_choice")
+
+    @property
     def tools(self) -> list[ToolSpec]:
         tools = []
         for tool in _objects(self.body.get("tools")):

@@ -46,7 +46,7 @@ async def wait_due(reply: ScriptedReply) -> Answered:
 
 
 def default_reply(request: Request) -> ScriptedReply:
-    choice = request.body.get("tool_choice")
+    choice = request.tool_choice
     forced = _forced_tool(request, choice)
     if forced is not None:
         name, parameters = forced

@@ -10,9 +10,9 @@ import asyncio
 import errno
 import hmac
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 import orjson
 from aiohttp import web
@@ -22,15 +22,18 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.testing.player import Dropped, Live, play
 from batch_agent.testing.replies import ScriptedReply
-from batch_agent.testing.request import Request, refusal
+from batch_agent.testing.request import Refusal, Request, refusal
 from batch_agent.testing.script import Script, scripted_reply
-from batch_agent.testing.wire import Wire, error_object
+from batch_agent.testing.wire import AnswerWire, Wire, error_object
 
 MAX_BODY_BYTES = 256 * 1024 * 1024
 
 
 class ModelServer(ABC):
     """``async with`` binds the socket and serves until it is left; clients still connected are cut off then."""
+
+    paths: ClassVar[Sequence[str]] = ("/v1/chat/completions", "/v1/completions")
+    request_type: ClassVar[type[Request]] = Request
 
     def __init__(
         self,
@@ -81,10 +84,9 @@ class ModelServer(ABC):
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.add_routes([web.post(path, self._complete) for path in self.paths])
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._complete),
-                web.post("/v1/completions", self._complete),
                 web.get("/v1/models", self._list_models),
                 web.get("/metrics", self._show_metrics),
                 web.get("/health", self._health),
@@ -151,10 +153,10 @@ class ModelServer(ABC):
         try:
             body = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            return _error(400, f"the body is not JSON: {error}")
+            return self.refuse(400, f"the body is not JSON: {error}")
         if not isinstance(body, dict):
-            return _error(400, "the body must be a JSON object")
-        request = Request(self.received, http.path, body, http.headers, raw)
+            return self.refuse(400, "the body must be a JSON object")
+        request = self.request_type(self.received, http.path, body, http.headers, raw)
         self._open[request.number] = http
         self.arrive(request)
         try:
@@ -177,26 +179,40 @@ class ModelServer(ABC):
         self._changed()
 
     async def _answer(self, request: Request, http: web.Request) -> web.StreamResponse:
-        wrong = refusal(request, self._models)
+        wrong = self.wrong_with(request)
         if wrong is not None:
-            return _error(wrong.status, wrong.message, wrong.param)
-        reply = await self.respond(request)
-        return await play(reply, http, Wire(request, model=request.model, fingerprint=self._fingerprint))
+            return self.refuse(wrong.status, wrong.message, wrong.param)
+        return await play(await self.respond(request), http, self.wire(request))
+
+    def wrong_with(self, request: Request) -> Refusal | None:
+        return refusal(request, self._models)
+
+    def wire(self, request: Request) -> AnswerWire:
+        return Wire(request, model=request.model, fingerprint=self._fingerprint)
+
+    def refuse(self, status: int, message: str, param: str | None = None) -> web.Response:
+        return _json(error_object(status, message, param), status)
+
+    def given_key(self, headers: Mapping[str, str]) -> str:
+        scheme, _, key = headers.get("Authorization", "").partition(" ")
+        return key if scheme == "Bearer" else ""
 
     def _unauthorised(self, http: web.Request) -> web.Response | None:
         if self._api_key is None:
             return None
-        given = http.headers.get("Authorization", "")
-        if hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
+        if hmac.compare_digest(self.given_key(http.headers).encode(), self._api_key.encode()):
             return None
-        return _error(401, "Unauthorized")
+        return self.refuse(401, "Unauthorized")
 
     async def _list_models(self, http: web.Request) -> web.Response:
         refused = self._unauthorised(http)
         if refused is not None:
             return refused
         cards = [self.model_card(name) for name in self._models or [self._fingerprint]]
-        return _json({"object": "list", "data": [*cards]})
+        return _json(self.model_list(cards))
+
+    def model_list(self, cards: list[JsonObject]) -> JsonObject:
+        return {"object": "list", "data": [*cards]}
 
     async def _show_metrics(self, http: web.Request) -> web.Response:
         return web.Response(text=self.metrics(), content_type="text/plain")
@@ -255,7 +271,3 @@ class ScriptedServer(ModelServer):
 
 def _json(value: JsonObject, status: int = 200) -> web.Response:
     return web.Response(status=status, body=orjson.dumps(value), content_type="application/json")
-
-
-def _error(status: int, message: str, param: str | None = None) -> web.Response:
-    return _json(error_object(status, message, param), status)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import orjson
 
 from batch_agent.testing.replies import Answered, Body, Cut, Fail, Malformed, Say, StreamError
-from batch_agent.testing.wire import DONE, Wire, error_object, say_pieces, sse
+from batch_agent.testing.wire import AnswerWire, say_pieces
 
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream; charset=utf-8"
@@ -27,11 +27,11 @@ class Track:
     dropped: bool = False  # afterwards the connection is reset
 
 
-def track_of(reply: Answered, wire: Wire) -> Track:
+def track_of(reply: Answered, wire: AnswerWire) -> Track:
     match reply:
         case Fail(status, value):
             text = value.encode() if isinstance(value, str) else value
-            default = error_object(status, f"scripted failure {status}")
+            default = wire.error(status, f"scripted failure {status}")
             body = text if isinstance(text, bytes) else orjson.dumps(default if text is None else text)
             kind = "text/plain" if isinstance(text, bytes) else JSON_TYPE
             return Track([body], kind, status=status, headers=reply.headers, length=len(body))
@@ -41,22 +41,24 @@ def track_of(reply: Answered, wire: Wire) -> Track:
             return _stream_track(reply, wire) if wire.request.streamed else _body_track(reply, wire)
 
 
-def _stream_track(reply: Say | Cut | StreamError | Body, wire: Wire) -> Track:
+def _stream_track(reply: Say | Cut | StreamError | Body, wire: AnswerWire) -> Track:
     match reply:
         case Say():
             parts = [part for event in _events(reply, wire) for part in _writes(event, reply.write_bytes)]
-            return Track([*parts, DONE], STREAM_TYPE, headers=reply.headers, delay=reply.chunk_delay)
+            return Track([*parts, *wire.closing()], STREAM_TYPE, headers=reply.headers, delay=reply.chunk_delay)
         case Cut(answer):
             parts = _events(answer, wire)[: reply.after_chunks]
             return Track(parts, STREAM_TYPE, delay=answer.chunk_delay, dropped=not reply.clean)
         case StreamError(message, code):
             parts = _events(reply.answer, wire)[: reply.after_chunks]
-            return Track([*parts, sse(error_object(code, message)), DONE], STREAM_TYPE, delay=reply.answer.chunk_delay)
+            parts += [wire.sse(wire.error(code, message)), *wire.closing()]
+            return Track(parts, STREAM_TYPE, delay=reply.answer.chunk_delay)
         case Body(value):
-            return Track([*map(sse, value if isinstance(value, list) else [value]), DONE], STREAM_TYPE)
+            events = map(wire.sse, value if isinstance(value, list) else [value])
+            return Track([*events, *wire.closing()], STREAM_TYPE)
 
 
-def _body_track(reply: Say | Cut | StreamError | Body, wire: Wire) -> Track:
+def _body_track(reply: Say | Cut | StreamError | Body, wire: AnswerWire) -> Track:
     match reply:
         case Say():
             body = wire.body(say_pieces(reply, wire.request))
@@ -68,12 +70,12 @@ def _body_track(reply: Say | Cut | StreamError | Body, wire: Wire) -> Track:
             length = len(half) if reply.clean else len(body)
             return Track([half] if half else [], JSON_TYPE, length=length, dropped=not reply.clean)
         case StreamError(message, code):
-            return Track([orjson.dumps(error_object(code, message))], JSON_TYPE)
+            return Track([orjson.dumps(wire.error(code, message))], JSON_TYPE)
         case Body(value):
             return Track([orjson.dumps(value)], JSON_TYPE)
 
 
-def _events(answer: Say, wire: Wire) -> list[bytes]:
+def _events(answer: Say, wire: AnswerWire) -> list[bytes]:
     said = (wire.event(piece) for piece in say_pieces(answer, wire.request))
     return [*wire.opening(), *(event for event in said if event is not None)]
 

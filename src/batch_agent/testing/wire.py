@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import orjson
 from pydantic import JsonValue
@@ -82,8 +83,37 @@ def counted_usage(answer: Say, calls: Iterable[ToolCall], request: Request) -> U
     )
 
 
-class Wire:
+class AnswerWire(Protocol):
     """One request's answer on the wire."""
+
+    @property
+    def request(self) -> Request: ...
+
+    def opening(self) -> list[bytes]:
+        """What a stream begins with, before the first token."""
+        ...
+
+    def event(self, piece: Piece) -> bytes | None:
+        """None: nothing that this client is told."""
+        ...
+
+    def closing(self) -> list[bytes]:
+        """What follows the last piece of a stream."""
+        ...
+
+    def body(self, pieces: Iterable[Piece]) -> bytes:
+        """The whole answer as one JSON body."""
+        ...
+
+    def error(self, status: int, message: str, param: str | None = None) -> JsonObject: ...
+
+    def sse(self, value: JsonValue) -> bytes:
+        """A value as an event of this wire."""
+        ...
+
+
+class Wire:
+    """The answer to a chat, or to a plain completion."""
 
     def __init__(self, request: Request, *, model: str, fingerprint: str) -> None:
         self.request = request
@@ -100,11 +130,18 @@ class Wire:
         }
 
     def opening(self) -> list[bytes]:
-        """What a stream begins with, before the first token."""
         return [self._chunk({"role": "assistant", "content": ""}, 0)] if self._chat else []
 
+    def closing(self) -> list[bytes]:
+        return [DONE]
+
+    def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
+        return error_object(status, message, param)
+
+    def sse(self, value: JsonValue) -> bytes:
+        return sse(value)
+
     def event(self, piece: Piece) -> bytes | None:
-        """None: nothing that this client asked to be told."""
         match piece:
             case TextPiece(text, choice):
                 return self._chunk({"content": text}, choice)
@@ -124,7 +161,6 @@ class Wire:
                 return sse({**self._stream_head(), "choices": [], "usage": usage_object(piece)})
 
     def body(self, pieces: Iterable[Piece]) -> bytes:
-        """The whole answer as one JSON body."""
         collected = list(pieces)
         ends = [piece for piece in collected if isinstance(piece, End)]
         choices: list[JsonValue] = [self._choice(end, collected) for end in sorted(ends, key=lambda e: e.choice)]

@@ -1,0 +1,209 @@
+"""The shapes of an answer of Anthropic's ``/v1/messages``, and a request of it as a script sees it. Pure.
+
+The pieces are those of ``wire``; here they become blocks, one after the other, and thoughts get a signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.messages import JsonObject, Message, Role, ToolCall, ToolSpec, Usage
+from batch_agent.testing.request import Request, content_text
+from batch_agent.testing.wire import CallPiece, End, Piece, ReasoningPiece, TextPiece
+
+_STOPS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+class MessagesRequest(Request):
+    __slots__ = ()
+
+    @property
+    def blocks(self) -> list[list[JsonObject]]:
+        """Of each message."""
+        return [blocks_of(message.get("content")) for message in self.messages]
+
+    @property
+    def text(self) -> str:
+        last = self.blocks[-1] if self.blocks else []
+        return "".join(content_text(block.get("content")) + str(block.get("text") or "") for block in last)
+
+    @property
+    def schema(self) -> JsonObject | None:
+        config = self.body.get("output_config")
+        form = config.get("format") if isinstance(config, dict) else None
+        schema = form.get("schema") if isinstance(form, dict) else None
+        return schema if isinstance(schema, dict) else None
+
+    @property
+    def tool_choice(self) -> JsonValue:
+        choice = self.body.get("tool_choice")
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if isinstance(choice, dict) and kind == "tool":
+            return {"type": "function", "function": {"name": choice.get("name")}}
+        return "required" if kind == "any" else kind
+
+    @property
+    def tools(self) -> list[ToolSpec]:
+        return [
+            ToolSpec(str(tool.get("name")), str(tool.get("description") or ""), schema)
+            for tool in blocks_of(self.body.get("tools"))
+            if isinstance(schema := tool.get("input_schema"), dict)
+        ]
+
+    def conversation(self) -> list[Message]:
+        system = "".join(str(block.get("text")) for block in blocks_of(self.body.get("system")))
+        said = [Message("system", system)] if system else []
+        for message, blocks in zip(self.messages, self.blocks, strict=True):
+            for block in blocks:
+                if block.get("type") == "tool_result":
+                    said.append(Message("tool", content_text(block.get("content")), (), str(block.get("tool_use_id"))))
+            calls = [
+                ToolCall(str(block.get("id")), str(block.get("name")), orjson.dumps(block.get("input")).decode())
+                for block in blocks
+                if block.get("type") == "tool_use"
+            ]
+            if calls or any(block.get("type") == "text" for block in blocks):
+                role: Role = "assistant" if message.get("role") == "assistant" else "user"
+                said.append(Message(role, content_text([*blocks]), tuple(calls)))
+        return said
+
+
+class MessagesWire:
+    def __init__(self, request: MessagesRequest) -> None:
+        self.request = request
+        self._index = -1  # of the block that is open
+        self._open: JsonObject | None = None
+        self._thought = ""
+        self._stop = "end_turn"
+
+    def opening(self) -> list[bytes]:
+        message = self._message([], None, usage_object(Usage()))
+        return [self.sse({"type": "message_start", "message": message}), self.sse({"type": "ping"})]
+
+    def event(self, piece: Piece) -> bytes | None:
+        return b"".join(map(self.sse, self._events(piece)))
+
+    def closing(self) -> list[bytes]:
+        return [self.sse({"type": "message_stop"})]
+
+    def body(self, pieces: Iterable[Piece]) -> bytes:
+        events = [event for piece in pieces for event in self._events(piece)]
+        blocks: list[JsonObject] = []
+        texts: dict[str, str] = {}
+        usage: JsonValue = None
+        for event in events:
+            if isinstance(block := event.get("content_block"), dict):
+                blocks.append(block)
+                texts = {}
+            elif isinstance(usage := event.get("usage"), dict):
+                break
+            elif isinstance(delta := event.get("delta"), dict):
+                for name in delta.keys() - {"type"}:
+                    texts[name] = texts.get(name, "") + str(delta[name])
+                blocks[-1] |= {name: text for name, text in texts.items() if name != "partial_json"}
+                if "partial_json" in texts:
+                    blocks[-1]["input"] = _parsed(texts["partial_json"])
+        return orjson.dumps(self._message([*blocks], self._stop, usage))
+
+    def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
+        return error_object(status, message)
+
+    def sse(self, value: JsonValue) -> bytes:
+        kind = value.get("type") if isinstance(value, dict) else None
+        return b"event: %b\ndata: %b\n\n" % (str(kind).encode(), orjson.dumps(value))
+
+    def _message(self, content: list[JsonValue], stop: str | None, usage: JsonValue) -> JsonObject:
+        told: JsonObject = {"stop_reason": stop, "stop_sequence": None, "usage": usage}
+        head: JsonObject = {"id": f"msg_{self.request.number}", "type": "message", "role": "assistant"}
+        return {**head, "model": self.request.model, "content": content, **told}
+
+    def _events(self, piece: Piece) -> Iterator[JsonObject]:
+        match piece:
+            case TextPiece(text):
+                yield from self._begin({"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": text})
+            case ReasoningPiece(text):
+                yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+                self._thought += text
+                yield self._delta({"type": "thinking_delta", "thinking": text})
+            case CallPiece(_, arguments, call_id, name):
+                if call_id is not None:
+                    yield from self._begin({"type": "tool_use", "id": call_id, "name": name, "input": {}}, again=True)
+                if arguments:
+                    yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+            case End(reason):
+                yield from self._end()
+                self._stop = _STOPS.get(reason, reason)
+            case Usage():
+                delta: JsonObject = {"stop_reason": self._stop, "stop_sequence": None}
+                yield {"type": "message_delta", "delta": delta, "usage": usage_object(piece)}
+
+    def _begin(self, block: JsonObject, *, again: bool = False) -> Iterator[JsonObject]:
+        if not again and self._open is not None and self._open["type"] == block["type"]:
+            return
+        yield from self._end()
+        self._index += 1
+        self._open = block
+        yield {"type": "content_block_start", "index": self._index, "content_block": dict(block)}
+
+    def _end(self) -> Iterator[JsonObject]:
+        if self._open is None:
+            return
+        if self._open["type"] == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": signature(self._thought)})
+            self._thought = ""
+        self._open = None
+        yield {"type": "content_block_stop", "index": self._index}
+
+    def _delta(self, delta: JsonObject) -> JsonObject:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def signature(thought: str) -> str:
+    """What shows that a thought comes back as it was."""
+    return "signed-" + hashlib.sha256(thought.encode()).hexdigest()[:24]
+
+
+def error_object(status: int, message: str) -> JsonObject:
+    kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": "req_scripted"}
+
+
+def usage_object(usage: Usage) -> JsonObject:
+    """``input_tokens`` is what neither came from the cache nor went into it."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.cache_write_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": usage.cache_write_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+
+
+def blocks_of(content: JsonValue) -> list[JsonObject]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
+
+
+def _parsed(arguments: str) -> JsonValue:
+    try:
+        value: JsonValue = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return {}
+    return value
