@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from backends.chat_contract import ChatContract
 from backends.wire import Exchange, WireServer, answer, stream
 from batch_agent import BatchAgent, Tool
-from batch_agent.backends.base import Backend, Facts, Load, ModelRequest, RequestShape
+from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.dynamo import DynamoBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, SpecError, Unavailable
@@ -25,11 +24,6 @@ def dynamo(port: int, options: str = "") -> DynamoBackend:
     backend, _ = open_backend(f"dynamo://127.0.0.1:{port}{options}", model="m", api_key=None, environ={})
     assert isinstance(backend, DynamoBackend)
     return backend
-
-
-class TestDynamoContract(ChatContract):
-    def backend(self, url: str) -> Backend:
-        return open_backend(url.replace("http://", "dynamo://"), model=None, api_key=None, environ={})[0]
 
 
 def test_it_listens_on_8000_where_nothing_else_is_said() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.chat_contract import ChatContract
 from backends.wire import Exchange, Step, WireServer, answer
-from batch_agent.backends.base import Backend, Facts, Load, ModelRequest, RequestShape
+from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.registry import open_backend
 from batch_agent.backends.sglang import LIST, SglangBackend
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, SpecError, Truncated, Unavailable
@@ -30,11 +29,6 @@ def serving(**answers: Step) -> Step:
         await answers.get(name, answer({"detail": "Not Found"}, 404))(exchange)
 
     return step
-
-
-class TestSglangContract(ChatContract):
-    def backend(self, url: str) -> Backend:
-        return open_backend(url.replace("http://", "sglang://"), model=None, api_key=None, environ={})[0]
 
 
 # How busy it is

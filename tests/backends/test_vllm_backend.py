@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from backends.chat_contract import ChatContract
 from backends.wire import Exchange, Step, WireServer, answer, hang
-from batch_agent.backends.base import Backend, Facts, Load, Measured, ModelRequest, RequestShape
+from batch_agent.backends.base import Facts, Load, Measured, ModelRequest, RequestShape
 from batch_agent.backends.engine import Sharing
 from batch_agent.backends.registry import open_backend
 from batch_agent.backends.vllm import LIST, VllmBackend
@@ -35,11 +34,6 @@ def vllm(server: WireServer, options: str = "") -> VllmBackend:
     backend, _ = open_backend(f"vllm://127.0.0.1:{server.port}{options}", model="m", api_key=None, environ={})
     assert isinstance(backend, VllmBackend)
     return backend
-
-
-class TestVllmContract(ChatContract):
-    def backend(self, url: str) -> Backend:
-        return open_backend(url.replace("http://", "vllm://"), model=None, api_key=None, environ={})[0]
 
 
 async def test_how_busy_it_is_is_read_from_its_metrics() -> None:
