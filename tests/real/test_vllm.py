@@ -101,21 +101,22 @@ async def test_an_agent_calls_a_tool_and_reads_its_result() -> None:
 async def test_a_constrained_turn_that_shows_the_tools_finds_the_turn_before_it_in_the_cache() -> None:
     events: list[Event] = []
     async with BatchAgent.open(
-        system_prompt=f"{secrets.token_hex(4)} {SHARED}",
+        system_prompt=SHARED,
         task="Is this praise? {input}",
         inputs=["I love it"],
         tools=[population],
         tool_choice="none",
         output_schema=Verdict,
-        backend=URL,
-        max_tokens=60,
-        stop=["\n"],
+        # The same words each time, and nothing of them in the cache.
+        backend=f"{URL}?cache_salt={secrets.token_hex(8)}",
+        max_tokens=300,
         temperature=0,
         sinks=[events.append],
     ) as run:
         [result] = [result async for result in run.results()]
     assert isinstance(result.output, Verdict)
     first, *later = [event.usage for event in events if isinstance(event, TurnFinished)]
+    assert first.cached_tokens == 0
     for turn in later:
         assert turn.cached_tokens >= 0.85 * first.prompt_tokens
 
