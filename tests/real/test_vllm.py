@@ -22,8 +22,7 @@ from batch_agent.backends.base import Load, ModelRequest, RequestShape
 from batch_agent.backends.registry import open_backend
 from batch_agent.backends.schemes import SCHEMES
 from batch_agent.backends.vllm import VllmBackend
-from batch_agent.errors import ContextOverflow
-from batch_agent.events import Event, TurnFinished
+from batch_agent.errors import ContextOverflow, Truncated
 from batch_agent.messages import Conversation, Message, Reply, ToolSpec
 
 URL = os.environ.get("BATCH_AGENT_TEST_VLLM", "")
@@ -98,29 +97,6 @@ async def test_an_agent_calls_a_tool_and_reads_its_result() -> None:
         assert result.turns >= 2 or result.error is not None
 
 
-async def test_a_constrained_turn_that_shows_the_tools_finds_the_turn_before_it_in_the_cache() -> None:
-    events: list[Event] = []
-    async with BatchAgent.open(
-        system_prompt=SHARED,
-        task="Is this praise? {input}",
-        inputs=["I love it"],
-        tools=[population],
-        tool_choice="none",
-        output_schema=Verdict,
-        # The same words each time, and nothing of them in the cache.
-        backend=f"{URL}?cache_salt={secrets.token_hex(8)}",
-        max_tokens=300,
-        temperature=0,
-        sinks=[events.append],
-    ) as run:
-        [result] = [result async for result in run.results()]
-    assert isinstance(result.output, Verdict)
-    first, *later = [event.usage for event in events if isinstance(event, TurnFinished)]
-    assert first.cached_tokens == 0
-    for turn in later:
-        assert turn.cached_tokens >= 0.85 * first.prompt_tokens
-
-
 async def test_an_unknown_model_stops_the_run_at_its_first_request() -> None:
     with pytest.raises(RunRejected, match="404"):
         await BatchAgent.run(task="{input}", inputs=["a"] * 100, backend=URL, model="no-such-model")
@@ -192,6 +168,24 @@ async def test_of_32_agents_that_start_together_nine_tenths_of_what_they_share_i
     cached = sum(result.usage.cached_tokens for result in results)
     print(f"{cached} of {32 * shared} shared tokens were cached: {cached / (32 * shared):.1%}")
     assert cached >= 0.9 * 32 * shared
+
+
+async def test_a_constrained_turn_that_shows_the_tools_finds_the_turn_before_it_in_the_cache(
+    backend: VllmBackend, shape: RequestShape
+) -> None:
+    look = ToolSpec("look", "Look a word up.", {"type": "object", "properties": {"word": {"type": "string"}}})
+    free = replace(shape, tools=(look,), max_tokens=4)
+    told = Conversation([Message("system", f"{secrets.token_hex(8)} {SHARED}"), Message("user", "Praise? I love it")])
+    [cut] = await asyncio.gather(backend.infer(ModelRequest(free, told, "0")), return_exceptions=True)
+    assert isinstance(cut, Truncated)
+    assert cut.usage is not None
+    told.append(Message("assistant", cut.text))
+    told.append(Message("user", "Answer as JSON."))
+    kept = replace(free, schema=Verdict.model_json_schema(), tool_choice="none", max_tokens=60, extra_body={})
+    reply = await backend.infer(ModelRequest(kept, told, "0"))
+    Verdict.model_validate_json(reply.text)
+    print(f"{reply.usage.cached_tokens} tokens cached, of {cut.usage.prompt_tokens} of the turn before")
+    assert reply.usage.cached_tokens >= 0.85 * cut.usage.prompt_tokens
 
 
 async def test_siblings_share_their_prefix(backend: VllmBackend) -> None:
