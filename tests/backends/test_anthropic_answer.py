@@ -102,6 +102,13 @@ def test_blocks_of_the_servers_own_tools_are_no_calls_and_go_back() -> None:
     assert reply.sealed == Sealed("anthropic", [search, found, TEXT])
 
 
+def test_what_is_sealed_can_be_sent_back() -> None:
+    odd = CALL | {"id": "functions.search:0"}
+    reply = whole(THOUGHT, TEXT | {"citations": None}, odd, stop="tool_use")
+    assert reply.tool_calls[0].id == "functions_search_0", "the API takes no other letters"
+    assert reply.sealed == Sealed("anthropic", [THOUGHT, TEXT, odd | {"id": "functions_search_0"}])
+
+
 @pytest.mark.parametrize("stop", ["end_turn", "stop_sequence"])
 def test_a_good_reason_to_stop_makes_an_answer(stop: str) -> None:
     assert (whole(TEXT, stop=stop).text, whole(TEXT, stop=stop).finish_reason) == ("Hello.", stop)

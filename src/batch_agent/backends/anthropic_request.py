@@ -77,7 +77,7 @@ class MessagesView:
             elif message.role == "tool":
                 self._open[self._results : self._results] = blocks
                 self._results += 1
-                self._owed = tuple(call for call in self._owed if call != _fit(message.tool_call_id))
+                self._owed = tuple(call for call in self._owed if call != fit(message.tool_call_id))
             else:
                 self._open += blocks
 
@@ -97,7 +97,7 @@ class MessagesView:
             self._closed += self._last_exchange(marked=False)
             self._asked = self._said_now() or [orjson.dumps(self.written(NO_WORDS))]
             self._answer, self._open, self._results = blocks, [], 0
-        self._owed = tuple(_fit(call.id) for call in message.tool_calls)
+        self._owed = tuple(fit(call.id) for call in message.tool_calls)
 
     def _last_exchange(self, *, marked: bool) -> list[bytes]:
         asked = self.marked(self._asked) if marked else self._asked
@@ -204,7 +204,7 @@ def _blocks(message: Message) -> list[JsonObject]:
         case "assistant":
             return answer_blocks(message)
         case "tool":
-            return [_result(_fit(message.tool_call_id), message.content)]
+            return [_result(fit(message.tool_call_id), message.content)]
 
 
 def _parts(content: Content) -> list[JsonObject]:
@@ -224,7 +224,7 @@ def _image(image: Image) -> JsonObject:
 
 
 def _call(call: ToolCall) -> JsonObject:
-    return {"type": "tool_use", "id": _fit(call.id), "name": call.name, "input": echoed_object(call.arguments)}
+    return {"type": "tool_use", "id": fit(call.id), "name": call.name, "input": echoed_object(call.arguments)}
 
 
 def _result(call_id: str, content: Content) -> JsonObject:
@@ -235,8 +235,8 @@ def _result(call_id: str, content: Content) -> JsonObject:
     return block
 
 
-def _fit(call_id: str) -> str:
-    """The id of a call, which another wire may have given, in the letters that this one allows."""
+def fit(call_id: str) -> str:
+    """The id of a call, which another wire or a server like the API may have given, in the letters that this allows."""
     return _UNFIT.sub("_", call_id)
 
 

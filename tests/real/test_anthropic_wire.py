@@ -1,5 +1,5 @@
 """Anthropic's wire against a real server that speaks it:
-BATCH_AGENT_TEST_VLLM=vllm://127.0.0.1:8000 python -m pytest tests/real/test_messages.py
+BATCH_AGENT_TEST_VLLM=vllm://127.0.0.1:8000 python -m pytest tests/real/test_anthropic_wire.py
 
 The server of test_vllm.py does: vLLM serves ``/v1/messages`` beside its chat.
 """
