@@ -104,6 +104,7 @@ class Options(TypedDict, total=False):
     streaming_tool_dispatch: bool
     predictive_prewarm: bool | str | Path
     prewarm_max_age: float
+    nvext_agent_hints: bool
     model_max_context: int | None
     min_response_tokens: int
     oversized: Literal["fail", "chunk", "truncate"]

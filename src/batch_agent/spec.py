@@ -65,7 +65,15 @@ ALLOWED = {
     "prewarm_max_age": "a number of seconds above 0",
     "retry_failed": "True, False, an error type or a list of them",
     **dict.fromkeys(
-        ("resume", "force_resume", "no_hoist", "strip_preamble", "streaming_tool_dispatch", "calibrate_backend"),
+        (
+            "resume",
+            "force_resume",
+            "no_hoist",
+            "strip_preamble",
+            "streaming_tool_dispatch",
+            "nvext_agent_hints",
+            "calibrate_backend",
+        ),
         "True or False",
     ),
 }
@@ -238,7 +246,14 @@ class BatchSpec(BaseModel):
     prewarm_max_age: Seconds = Field(
         60.0, description="Seconds that a result made by predictive_prewarm stays good while no model asks for it."
     )
-    model_max_context: Count | None = Field(None, description="The model's context in tokens.")
+    nvext_agent_hints: bool = Field(
+        True,
+        description="Tell a server that plans (dynamo://) how near its end an agent is and what its answers usually "
+        "take.",
+    )
+    model_max_context: Count | None = Field(
+        None, description="The model's context in tokens. Not given: what the server says, where it does."
+    )
     min_response_tokens: Count = Field(256, description="Tokens of the context that are kept for the answer.")
     oversized: Literal["fail", "chunk", "truncate"] = Field(
         "fail",
@@ -303,8 +318,6 @@ class BatchSpec(BaseModel):
             raise ValueError("model is empty: name one, or leave it out for the one model the server has")
         if self.model_max_context is not None and self.model_max_context <= self.min_response_tokens:
             raise ValueError("model_max_context must be larger than min_response_tokens, which is kept for the answer")
-        if self.oversized != "fail" and self.model_max_context is None:
-            raise ValueError(f"oversized={self.oversized!r} needs model_max_context: what fits is not known without it")
         given = [name for name in ("compaction_backend", "compaction_model") if getattr(self, name) is not None]
         if given and self.compaction != "auto":
             raise ValueError(f"{given[0]} names a model to write what compaction, which is not auto, does without")

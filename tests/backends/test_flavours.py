@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from backends.chat_contract import ChatContract
-from batch_agent.backends.base import Backend, Load
+from batch_agent.backends.base import Backend, Facts, Load
 from batch_agent.backends.openai import OpenAIBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.cli.sent import LoggedBackend
@@ -59,15 +59,23 @@ class TestSglang(FlavourContract):
     url = "sglang://{}"
 
 
+class TestDynamo(FlavourContract):
+    url = "dynamo://{}"
+
+
 class TestLoggedBackend(ChatContract):
     def backend(self, url: str) -> Backend:
         told: list[JsonObject] = []
         return LoggedBackend(OpenAIBackend(url), [told.append])
 
 
-async def test_what_is_logged_tells_its_load_all_the_same() -> None:
+async def test_what_is_logged_tells_its_load_and_its_context_all_the_same() -> None:
     class Busy(OpenAIBackend):
         async def load(self, endpoint: str = "") -> Load:
             return Load(running=3)
 
-    assert await LoggedBackend(Busy("http://host/v1"), []).load() == Load(running=3)
+        async def probe(self, model: str) -> Facts:
+            return Facts(context=4096)
+
+    wrapped = LoggedBackend(Busy("http://host/v1"), [])
+    assert (await wrapped.load(), await wrapped.probe("m")) == (Load(running=3), Facts(context=4096))

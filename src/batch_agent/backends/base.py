@@ -28,6 +28,7 @@ class Capabilities:
     schema_with_tools: bool = False  # ... also when the same request offers tools
     schema_proven: bool = True  # False: it may or may not, so the prompt tells the schema too
     schema_note: str = ""  # what came of it, where it was found not to
+    schema_beside_tools: bool = False  # ... also when it shows tools and forbids their use, and reads them all the same
     streaming: bool = True  # can report tool calls while the model is still talking
     images: bool = False  # can be shown pictures; one that cannot refuses a message with one (``text_only``)
     # Calls in flight when the user names no number, for a backend that knows; None: the number is found.
@@ -38,6 +39,8 @@ class Capabilities:
     price: float = 1.0  # the part of its provider's listed price that it asks
     batch: bool = False  # answers many conversations in one request, and better so: it is a Batched
     many: bool = False  # its endpoints are servers of their own, which come and go: it is a Many
+    probe: bool = False  # can be asked what it serves before a run: it is a Probed
+    prefix_leader: bool = False  # computes what all requests begin with once, if one of them goes ahead of the others
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -69,6 +72,13 @@ class ModelRequest:
     turns_left: int = 0  # how near the agent is to its end; fewer goes sooner
     agent: int = 0  # its number, unique in the run; a job_id may come twice
     endpoint: str = ""  # the one that was granted, of Capabilities.endpoints
+    run: str = ""  # the id of the run; "" outside of one
+    turn: int = 0  # the answer that is asked for, from 1; the same when it is asked for again
+    tries: int = 0  # how often it was asked for before, and failed
+    last: bool = False  # no tool can follow it: as far as is known, the agent ends with it
+    hints: bool = True  # a server that can plan may be told what it can expect of the agent
+    usual_tokens: int | None = None  # what answers of this run have had so far, on average
+    on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)  # a streamed answer begins
     # The text that has come so far where the answer is streamed, for whoever gives the turn up before its end.
     said: list[str] = field(default_factory=list, compare=False, repr=False)
 
@@ -122,6 +132,13 @@ class Party(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a server says of a model. None: it does not say."""
+
+    context: int | None = None  # tokens of prompt and answer together
+
+
 def text_only(message: Message) -> str:
     """The words of a message, for a backend that cannot see: Rejected when there is a picture among them."""
     if isinstance(message.content, str):
@@ -173,6 +190,16 @@ class Measured(Backend, Protocol):
 
     async def load(self, endpoint: str = "") -> Load:
         """How busy the endpoint is now. A BackendError where it cannot be asked; never a reason to fail a row."""
+        ...
+
+
+@runtime_checkable
+class Probed(Backend, Protocol):
+    """Where ``Capabilities.probe``."""
+
+    async def probe(self, model: str) -> Facts:
+        """Asked when a run starts, before its first request. What the server says of the model is the answer; what it
+        says of itself, the backend remembers. A BackendError where it cannot be asked; never a reason to fail."""
         ...
 
 

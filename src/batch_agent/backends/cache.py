@@ -24,6 +24,7 @@ from pydantic import JsonValue
 from batch_agent.backends.base import (
     Backend,
     Capabilities,
+    Facts,
     Load,
     Many,
     Measured,
@@ -32,6 +33,7 @@ from batch_agent.backends.base import (
     OnToolCall,
     Party,
     Patient,
+    Probed,
     RequestShape,
 )
 from batch_agent.backends.cache_store import ResponseStore
@@ -70,6 +72,9 @@ class CachingBackend(Generates):
 
     async def load(self, endpoint: str = "") -> Load:
         return await cast(Measured, self._inner).load(endpoint)
+
+    async def probe(self, model: str) -> Facts:
+        return await cast(Probed, self._inner).probe(model)
 
     async def models(self) -> list[str]:
         return await self._inner.models()

@@ -19,6 +19,7 @@ from batch_agent.backends.faults import Faults
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient, Route
 from batch_agent.backends.quota import read_quota
+from batch_agent.backends.transport import Receive
 from batch_agent.backends.wire import Naming, report_calls
 from batch_agent.messages import Quota, Reply
 
@@ -103,9 +104,8 @@ class HttpBackend(Generates, ABC, Generic[Head]):
             nonlocal quota
             quota = read_quota(answered)
 
-        answer = await self._http.send(
-            self.route_of(request, stream is not None), body, stream.feed if stream else None, headers, on_headers
-        )
+        receive = None if stream is None else _beginning(stream.feed, request.on_begin)
+        answer = await self._http.send(self.route_of(request, stream is not None), body, receive, headers, on_headers)
         if answer is None and stream is not None:
             reply = stream.finish()
         else:
@@ -143,3 +143,15 @@ class HttpBackend(Generates, ABC, Generic[Head]):
         if head is None:
             head = heads[streamed] = self.write_head(shape, streamed)
         return head
+
+
+def _beginning(feed: Receive, on_begin: Callable[[], None] | None) -> Receive:
+    """Engines send nothing of a stream before the first token."""
+    if on_begin is None:
+        return feed
+
+    def receive(chunk: bytes) -> bool:
+        on_begin()
+        return feed(chunk)
+
+    return receive

@@ -31,7 +31,7 @@ class OpenAIBackend(OpenAIServer):
 
     def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
         tail = self.tail_of(request)
-        return join_body(head, request.conversation, tail.fields), tail.headers
+        return join_body(head, request.conversation, end_body(tail.fields)), tail.headers
 
     def finished(self, reply: Reply, shape: RequestShape) -> Reply:
         reply = super().finished(reply, shape)
@@ -102,10 +102,13 @@ class ChatView(MessageView):
     encode = staticmethod(encode_message)
 
 
-def join_body(head: bytes, conversation: Conversation, fields: JsonObject | None = None) -> bytes:
-    """``fields`` come last, and must be none of the head's."""
-    end = b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
+def join_body(head: bytes, conversation: Conversation, end: bytes = b"]}") -> bytes:
     return b"".join((head, b",".join(conversation.view(ChatView).pieces), end))
+
+
+def end_body(fields: JsonObject) -> bytes:
+    """What closes the messages, with the fields of a request's own."""
+    return b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
 
 
 def _tool_choice(choice: JsonValue) -> JsonValue:

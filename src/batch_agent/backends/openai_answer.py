@@ -72,6 +72,7 @@ class AnswerStream:
         self._reasoning: list[str] = []
         self._started: list[_CallInProgress] = []
         self._latest: dict[object, _CallInProgress] = {}  # by the server's number; None: of them all
+        self._dispatched: dict[object, str] = {}  # ids of calls that were told whole, by the server's number
         self._usage: JsonValue = None
         self._finish: str | None = None
         self._done = False
@@ -107,7 +108,10 @@ class AnswerStream:
                 return
             if name == "error":
                 raise self._faults.reported(json_of(data) or data.decode("utf-8", "replace"))
-            self._chunk(object_of(data, self._faults))
+            if name == "tool_call_dispatch":
+                self._dispatch(object_of(data, self._faults))
+            else:
+                self._chunk(object_of(data, self._faults))
 
     def _chunk(self, chunk: JsonObject) -> None:
         # Once for every token: what is usually not there is looked for before anything is made of it.
@@ -144,10 +148,20 @@ class AnswerStream:
         for item in items:
             self._call_delta(item)
 
+    def _dispatch(self, event: JsonObject) -> None:
+        """A whole call that is told before its deltas (NVIDIA Dynamo): they come all the same, and add nothing."""
+        call = event.get("tool_call")
+        if isinstance(call, dict) and not event.get("choice_index"):
+            number, (call_id, name, _) = _number(call), _call_fields(call, self._faults)
+            if name and (number not in self._latest or self._latest[number].id != call_id):
+                self._call_delta(call)
+                self._dispatched[number] = call_id
+
     def _call_delta(self, item: JsonValue) -> None:
         call_id, name, arguments = _call_fields(item, self._faults)
-        index = item.get("index") if isinstance(item, dict) else None
-        number = index if isinstance(index, int | str) else None
+        number = _number(item)
+        if number in self._dispatched and call_id in ("", self._dispatched[number]):
+            return
         call = self._latest.get(number)
         if call is None or call.is_over(call_id, name, arguments):
             call = self._latest[number] = self._latest[None] = _CallInProgress()
@@ -288,6 +302,12 @@ def _call_items(message: JsonObject, faults: Faults) -> list[JsonValue]:
     if not isinstance(calls, list):
         raise faults.bad("the answer's tool_calls are not a list")
     return calls
+
+
+def _number(item: JsonValue) -> int | str | None:
+    """The server's, of a call."""
+    index = item.get("index") if isinstance(item, dict) else None
+    return index if isinstance(index, int | str) else None
 
 
 def _call_fields(item: JsonValue, faults: Faults) -> tuple[str, str, str]:

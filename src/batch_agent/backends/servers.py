@@ -88,32 +88,12 @@ def provider(address: Address) -> Backend:
     )
 
 
-def vllm(address: Address) -> Backend:
-    return _engine(address, 8000)
-
-
-def sglang(address: Address) -> Backend:
-    return _engine(address, 30000)
-
-
 def http(address: Address) -> Backend:
     return _form(address)(
         address.base_url(),
         api_key=address.key(),
         headers=address.headers,
         capabilities=_capabilities(address, proven=False),
-        name=address.name,
-        transport=address.transport,
-    )
-
-
-def _engine(address: Address, default_port: int) -> Backend:
-    """A server that people run themselves: plain http on its own port, and schemas kept by a grammar."""
-    return _form(address)(
-        address.base_url(default_port),
-        api_key=address.key(),
-        headers=address.headers,
-        capabilities=_capabilities(address),
         name=address.name,
         transport=address.transport,
     )

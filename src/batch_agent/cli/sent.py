@@ -19,7 +19,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, cast
 
-from batch_agent.backends.base import Backend, Capabilities, Load, Measured, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import (
+    Backend,
+    Capabilities,
+    Facts,
+    Load,
+    Measured,
+    ModelRequest,
+    OnToolCall,
+    Probed,
+    RequestShape,
+)
 from batch_agent.cli.streams import say
 from batch_agent.engine.prepare import Prepared
 from batch_agent.errors import BackendError, SpecError
@@ -65,6 +75,9 @@ class LoggedBackend:
 
     async def load(self, endpoint: str = "") -> Load:
         return await cast(Measured, self._inner).load(endpoint)
+
+    async def probe(self, model: str) -> Facts:
+        return await cast(Probed, self._inner).probe(model)
 
     async def __aenter__(self) -> Self:
         await self._inner.__aenter__()

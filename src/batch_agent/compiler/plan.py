@@ -92,6 +92,10 @@ class Plan:
             self._head = self._template.head
             self.warning = _unused(self._template, self._own(field_names(first)), self.total)
 
+    def fit(self, context: int) -> None:
+        """The model's context, learnt after the plan was made: what does not fit it is cut as the spec says."""
+        self._sizing = replace(self._sizing, budget=replace(self._sizing.budget, model_max_context=context))
+
     @property
     def prefix_tokens(self) -> int:
         """About how many tokens all first requests begin with: system, tools, the task up to what varies."""

@@ -167,7 +167,7 @@ def _written(message: Message) -> str:
 async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncIterator[Compactor]:
     """A server for summaries alone has slots of its own."""
     spec = prepared.spec
-    compactor = Compactor(spec.compaction, spec.model_max_context, spec.min_response_tokens)
+    compactor = Compactor(spec.compaction, prepared.context, spec.min_response_tokens)
     if prepared.summaries is None:
         yield compactor
         return

@@ -33,10 +33,11 @@ from batch_agent.engine.delivery import Delivery
 from batch_agent.engine.foresight import Foresight, open_foresight
 from batch_agent.engine.gauge import open_gauge
 from batch_agent.engine.knees import calibration
+from batch_agent.engine.lead import Lead, lead_of
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.loop import tool_loop
 from batch_agent.engine.members import endpoints_of, following
-from batch_agent.engine.prepare import Prepared, choose_model
+from batch_agent.engine.prepare import Prepared, choose_model, learn_context
 from batch_agent.engine.recording import RECORDED_STATES, begin_session, fingerprint_of, open_session
 from batch_agent.engine.rows import Rows
 from batch_agent.engine.shared import Shared, Sinks
@@ -245,7 +246,7 @@ class Run(Generic[T]):
                 backend = self._prepared.backend
                 async with backend:
                     with following(backend, self.shared.limiter, given=self._inflight_given) as party:
-                        prepared = await choose_model(self._prepared)
+                        prepared = await learn_context(await choose_model(self._prepared))
                         if party is not None:
                             party.use(filter(None, (prepared.model, prepared.spec.compaction_model)))
                         await self._work(prepared)
@@ -328,7 +329,10 @@ class Run(Generic[T]):
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
                 hedge=spec.hedge,
+                ends_with_answer=self._worker is None,
                 foresight=foresight,
+                lead=self._lead(prepared),
+                hints=spec.nvext_agent_hints,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
             self._batch = batch = Batch(
@@ -365,6 +369,12 @@ class Run(Generic[T]):
     def _record_of_parts(self, prepared: Prepared) -> Record | None:
         session = self.shared.session
         return None if session is None else session.part(fingerprint_of(prepared, self._worker))
+
+    def _lead(self, prepared: Prepared) -> Lead | None:
+        """A worker of the user's own may do something else first, or never ask."""
+        if self._worker is not None:
+            return None
+        return lead_of(prepared.plan, prepared.backend.capabilities, prepared.max_inflight)
 
     @asynccontextmanager
     async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:

@@ -18,6 +18,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.cancellation import cancelled_by_us
 from batch_agent.engine.foresight import Foresight
 from batch_agent.engine.hedging import hedged
+from batch_agent.engine.lead import Lead
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
@@ -61,11 +62,21 @@ class Resources:
     timeout_per_turn: float | None
     early_tools: bool  # start a tool while the model is still talking
     hedge: float | None = None  # seconds after which another endpoint is asked too
+    ends_with_answer: bool = True  # an agent asks no more after an answer without calls, if that is a good one
     streaming: Streaming = field(default_factory=Streaming)
     foresight: Foresight | None = None
     compactor: Compactor | None = None  # None: what is asked is never cut
     schema_noted: bool = False  # that the server does not keep to it
+    lead: Lead | None = None  # None: nobody goes ahead of the others
+    hints: bool = True  # servers that plan are told what they can expect
+    answers: int = 0  # complete ones
+    answer_tokens: int = 0  # ... and what they had together
     chance: Callable[[], float] = random.random
+
+    @property
+    def usual_tokens(self) -> int | None:
+        """Of an answer; None before the first."""
+        return self.answer_tokens // self.answers if self.answers else None
 
 
 @dataclass(slots=True)
@@ -169,6 +180,7 @@ async def take_turn(
         if delay is None:
             raise error
         tally.again = True
+        request = replace(request, tries=request.tries + 1)
         try:
             await r.limiter.again(ticket, delay)
         finally:
@@ -240,6 +252,8 @@ async def _send(
         early.abandon()
     seconds = loop.time() - left
     tally.add(reply, cost)
+    r.answers += 1
+    r.answer_tokens += reply.usage.completion_tokens
     done = TurnFinished(
         r.clock(), r.run, index, tally.turns, reply.usage, seconds, reply.first_token, cost, reply.saved
     )
@@ -281,9 +295,10 @@ async def _answer(
 
 async def _infer(r: Resources, request: ModelRequest, ticket: Ticket, early: EarlyCalls | None) -> Reply:
     limit = r.limiter.endpoints.limit(ticket, r.timeout_per_turn)
+    report = early if early is not None or request.on_begin is None else _start_nothing
     try:
         async with limit:
-            return await r.backend.infer(request, early)
+            return await r.backend.infer(request, report)
     except BackendError as error:
         error.text = error.text or "".join(request.said)
         raise
@@ -299,6 +314,12 @@ async def _infer(r: Resources, request: ModelRequest, ticket: Ticket, early: Ear
         raise Unavailable(f"{r.backend.name} gave the call up: something it waited for was cancelled") from None
     finally:
         r.limiter.endpoints.finished(ticket)
+        if request.on_begin is not None:
+            request.on_begin()
+
+
+def _start_nothing(call: ToolCall) -> None:
+    """For an answer that is streamed only to see it begin."""
 
 
 def _time_allowed(r: Resources, ticket: Ticket) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from batch_agent.messages import JsonObject
+from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.metrics import Prewarm, Statistics, ToolUse
 from batch_agent.observe.savings import savings
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
@@ -88,6 +88,7 @@ def summary_json(
             "completion": usage.completion_tokens,
             "reasoning": usage.reasoning_tokens,
         },
+        "prefix_hit_rate": _hit_rate(usage),
         "cost": None if statistics.cost is None else round(statistics.cost, 9),
         "saved": {saving.name: {"value": saving.value, "how": saving.how} for saving in savings(statistics)},
         "tool_calls": {
@@ -103,6 +104,11 @@ def summary_json(
         "backend": statistics.backend,
         "output": output or None,
     }
+
+
+def _hit_rate(usage: Usage) -> float | None:
+    """Of all prompt tokens, the part that the server found in its cache; None where it never told of one."""
+    return round(usage.cached_tokens / usage.prompt_tokens, 4) if usage.cached_tokens else None
 
 
 def _headline(statistics: Statistics) -> str:

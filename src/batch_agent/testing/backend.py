@@ -7,6 +7,7 @@ everything above a backend; connections themselves take a ScriptedServer.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -79,7 +80,7 @@ class ScriptedBackend(Generates):
             track = await self._track(asked)
             if track.status >= 300:
                 raise FAULTS.answered(track.status, CIMultiDict(track.headers), b"".join(track.parts))
-            reply = await _read_stream(track, stream) if stream else await _read_body(track, naming)
+            reply = await _read_stream(track, stream, request.on_begin) if stream else await _read_body(track, naming)
             if stream is None:
                 report_calls(reply, on_tool_call)
             quota = read_quota(CIMultiDict(track.headers)) if track.headers else None
@@ -96,10 +97,12 @@ class ScriptedBackend(Generates):
         return track_of(await wait_due(reply), Wire(request, model=request.model, fingerprint="scripted"))
 
 
-async def _read_stream(track: Track, stream: AnswerStream) -> Reply:
+async def _read_stream(track: Track, stream: AnswerStream, on_begin: Callable[[], None] | None) -> Reply:
     for index, part in enumerate(track.parts):
         if index:
             await asyncio.sleep(track.delay)
+        if on_begin is not None:
+            on_begin()
         if stream.feed(part):
             break
     _check_dropped(track)
