@@ -5,7 +5,7 @@
 - ``uneven``: four servers on loopback, one 8 x slower, against the ideal split and against round robin
 - ``killed``: one of four servers is killed at a third of the run, against what three would have needed from then on
 - ``cpu``: 64 endpoints x 16 in flight, 10,000 rows, against one endpoint with as many in flight
-- ``scale``: 1,000 endpoints from one process: seconds until each has answered a row, and memory
+- ``scale``: 1,000 endpoints from one process: seconds until all have said which model they serve; memory after a run
 - ``keys``: how many keys move when one of 100 endpoints is removed
 - ``prefix``: 200 agents of several turns on eight simulated engines, against one with an endless cache, and round robin
 
