@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-vllm test-dynamo lint format bench clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,9 @@ demo: $(VENV)/.local  ## set up and run 30 agents on real weights: no server, no
 
 test: $(VENV)/.ready  ## set up and pass the tests
 	$(BIN)/python -m pytest -n auto
+
+test-vllm test-dynamo: test-%: $(VENV)/.ready  ## install and start a real server, and pass its suite
+	$(BIN)/python -m tests.real $*
 
 lint: $(VENV)/.ready  ## style and types
 	$(BIN)/ruff check .

@@ -4,7 +4,8 @@
 that the prompts carry (a logits processor forces the tokens between two marks): tokens, KV blocks, batching and timing
 are real, and every answer can be checked. Contenders take turns:
 
-- *ours*: ``BatchAgent.run``, the tool declared cacheable; in flight as given
+- *ours*: ``BatchAgent.run`` on ``vllm://``, the tool declared cacheable; in flight as given, or, where it says so, as
+  many as it finds by itself
 - *bare loop*: all agents at once, a semaphore around the model call alone, so that a slot is free while a tool runs; no
   retries, no validation, each tool call run for itself
 """
@@ -43,12 +44,18 @@ class Work:
     inflight: int
     tool_seconds: float  # 0: one turn, no tool
     topics: int = 10
+    found: bool = False  # we are not told the number, and have to find one; the loop has its own
 
     def __str__(self) -> str:
         tool = (
             f"{self.topics} distinct searches of {self.tool_seconds * 1000:.0f} ms" if self.tool_seconds else "1 turn"
         )
-        return f"{self.agents:,} agents, {tool}, {self.inflight} in flight"
+        ours = " (ours: no number given)" if self.found else ""
+        return f"{self.agents:,} agents, {tool}, {self.inflight} in flight{ours}"
+
+    @property
+    def bar(self) -> float:
+        return 0.8 if self.found else 1.0
 
     def prompt(self, agent: int) -> str:
         topic = agent % self.topics
@@ -58,7 +65,13 @@ class Work:
         return f"Research topic {topic} for report {agent}. {OPEN}{json.dumps(turns)}{CLOSE}"
 
 
-WORKS = (Work(20, 8, 0.4, topics=9), Work(100, 32, 0.8), Work(1_000, 256, 0.0))
+WORKS = (
+    Work(20, 8, 0.4, topics=9),
+    Work(100, 32, 0.8),
+    Work(1_000, 256, 0.0),
+    Work(100, 32, 0.8, found=True),
+    Work(1_000, 256, 0.0, found=True),
+)
 
 
 def result_of(query: str) -> str:
@@ -82,9 +95,9 @@ async def ours(work: Work, url: str) -> tuple[list[Finding | None], int]:
         inputs=[{"prompt": work.prompt(agent)} for agent in range(work.agents)],
         tools=[web_search] if work.tool_seconds else [],
         output_schema=Finding,
-        backend=f"{url}?native_schema=false",
+        backend=f"vllm://{url.partition('://')[2].removesuffix('/v1')}?native_schema=false",
         model="m",
-        max_inflight=work.inflight,
+        **({} if work.found else {"max_inflight": work.inflight}),
     )
     return [result.output for result in results], runs
 
@@ -157,6 +170,7 @@ async def measure(work: Work, url: str, repetitions: int) -> dict[str, object]:
         "wall_s": {name: report.spread(values) for name, values in walls.items()},
         "tool_runs": tool_runs,
         "ratio": report.spread(ratios),
+        "bar": work.bar,
     }
 
 
@@ -180,7 +194,7 @@ def main() -> int:
         cells = [f"{walls[name]['median']:.2f} s, {runs[name]} tool runs" for name in CONTENDERS]
         ratio = statistics.median(item["ratio"]["repetitions"])  # type: ignore[index]
         rows.append((str(item["work"]), *cells, f"{ratio:.2f}"))
-        bars.append(report.Bar(f"{item['work']}: wall, ours over the bare loop", ratio, "<=", 1.0))
+        bars.append(report.Bar(f"{item['work']}: wall, ours over the bare loop", ratio, "<=", item["bar"]))
     print(report.table(("work", *CONTENDERS, "ratio"), rows), "\n")
     return report.finish("gpu", env, bars, measurements)
 

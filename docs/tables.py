@@ -20,9 +20,9 @@ HEADER = ("`backend=`", "", "key from", "keeps schemas", "... beside tools", "se
 
 
 def able(scheme: Scheme) -> Capabilities:
-    url = scheme.form.replace("host:port", "host:1")
     # A fleet can what its servers can.
-    backend, _ = open_backend(["vllm://host"] if scheme.name == "fleet" else url, model=None, api_key=None, environ={}, sends=False)
+    url: object = ["vllm://host"] if scheme.name == "fleet" else scheme.form.replace("host:port", "host:1")
+    backend, _ = open_backend(url, model=None, api_key=None, environ={}, sends=False)
     return backend.capabilities
 
 
@@ -31,10 +31,11 @@ def table() -> Iterator[str]:
     yield "| --- " * len(HEADER) + "|"
     for scheme in SCHEMES.values():
         can = able(scheme)
-        flags = (can.native_schema, can.schema_with_tools, can.images, can.load)
+        schemas = ("yes" if can.schema_proven else "found out") if can.native_schema else ""
+        flags = (can.schema_with_tools, can.images, can.load)
         key = f"`{scheme.key}`" if scheme.key else ""
-        options = ", ".join(f"`{name}`" for name in scheme.options)
-        cells = (f"`{scheme.form}`", scheme.what, key, *("yes" if flag else "" for flag in flags), options)
+        options = ", ".join(f"`{name}`" for name in (*scheme.options, *scheme.texts))
+        cells = (f"`{scheme.form}`", scheme.what, key, schemas, *("yes" if flag else "" for flag in flags), options)
         yield "| " + " | ".join(cells) + " |"
 
 

@@ -67,6 +67,10 @@ class Options(TypedDict, total=False):
     api_key: str | None
     max_inflight: int | None
     max_concurrent: int | None
+    rpm: int | None
+    tpm: int | None
+    backpressure_ceiling: int | None
+    calibrate_backend: bool
     max_agents: int | None
     max_dispatched: int | None
     max_turns: int | None
@@ -100,6 +104,7 @@ class Options(TypedDict, total=False):
     streaming_tool_dispatch: bool
     predictive_prewarm: bool | str | Path
     prewarm_max_age: float
+    nvext_agent_hints: bool
     model_max_context: int | None
     min_response_tokens: int
     oversized: Literal["fail", "chunk", "truncate"]

@@ -201,6 +201,16 @@ class StreamingDecided:
 
 
 @dataclass(frozen=True, slots=True)
+class SchemaUnsupported:
+    """The server was found not to keep to the output schema: it goes there no more, and answers are checked and
+    repaired. Once in a run."""
+
+    at: float
+    run: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class DrainStarted:
     """No new row starts; those under way finish."""
 
@@ -233,6 +243,7 @@ Event = (
     | LimitChanged
     | HealthChanged
     | StreamingDecided
+    | SchemaUnsupported
     | ModelChosen
     | DrainStarted
     | RunFinished

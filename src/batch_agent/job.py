@@ -30,8 +30,8 @@ class Job:
     identified: bool = False  # job_id is the input's own, not its position
     parts: tuple[Job, ...] = ()  # it does not fit, and these are done instead and merged
     shortened: bool = False  # its longest field was cut to fit
-    images: Mapping[str, Image] = field(default_factory=dict, compare=False)  # what the marks in its prompt stand for
     affinity: str = ""  # jobs with the same one are best done by the same endpoint
+    images: Mapping[str, Image] = field(default_factory=dict, compare=False)  # what the marks in its prompt stand for
 
 
 @dataclass(frozen=True, slots=True)

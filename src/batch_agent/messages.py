@@ -102,7 +102,8 @@ def content_json(content: Content) -> JsonValue:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model wrote it; ``arguments`` is JSON text, kept verbatim."""
+    """A call as the model wrote it; ``arguments`` is JSON text, kept verbatim. No other call of its conversation has
+    its ``id``: the backend sees to that."""
 
     id: str
     name: str

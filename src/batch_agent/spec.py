@@ -36,9 +36,10 @@ ALLOWED = {
     "tools": "a list of tools",
     "on_result": "a function, or None",
     **dict.fromkeys(
-        ("max_inflight", "max_agents", "max_turns", "max_total_tokens", "model_max_context"),
+        ("max_inflight", "max_agents", "max_turns", "max_total_tokens", "model_max_context", "rpm", "tpm"),
         f"a whole number above 0{_NO_LIMIT}",
     ),
+    "backpressure_ceiling": f"a whole number, 0 or more{_NO_LIMIT}",
     "max_retries": "a whole number, 0 or more: without a limit, what fails every time would cost without end",
     **dict.fromkeys(
         ("timeout_per_agent", "timeout_per_turn", "timeout_per_tool", "max_wall_time", "max_outage"),
@@ -64,7 +65,16 @@ ALLOWED = {
     "prewarm_max_age": "a number of seconds above 0",
     "retry_failed": "True, False, an error type or a list of them",
     **dict.fromkeys(
-        ("resume", "force_resume", "no_hoist", "strip_preamble", "streaming_tool_dispatch"), "True or False"
+        (
+            "resume",
+            "force_resume",
+            "no_hoist",
+            "strip_preamble",
+            "streaming_tool_dispatch",
+            "nvext_agent_hints",
+            "calibrate_backend",
+        ),
+        "True or False",
     ),
 }
 
@@ -122,7 +132,26 @@ class BatchSpec(BaseModel):
     )
     max_inflight: Count | None = Field(
         None,
-        description="Model calls in flight at once, never more. Not given: what suits the backend. None: no limit.",
+        description="Model calls in flight at once, never more. Not given: the right number is found while the run "
+        "goes. None: no limit.",
+    )
+    rpm: Count | None = Field(
+        None,
+        description="Requests an endpoint may be sent in any minute. What a provider's headers say of its budgets is "
+        "kept to without this.",
+    )
+    tpm: Count | None = Field(
+        None, description="Tokens, of prompts and answers, that an endpoint may be asked for in any minute."
+    )
+    backpressure_ceiling: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        None,
+        description="No new agent starts while more requests than this wait in the engine's queue, where the engine "
+        "tells how long that is.",
+    )
+    calibrate_backend: bool = Field(
+        False,
+        description="Find the number of calls in flight beyond which more bring no more, step by step on the first "
+        "rows, and remember it for this endpoint and model.",
     )
     max_agents: Count | None = Field(
         None,
@@ -217,7 +246,14 @@ class BatchSpec(BaseModel):
     prewarm_max_age: Seconds = Field(
         60.0, description="Seconds that a result made by predictive_prewarm stays good while no model asks for it."
     )
-    model_max_context: Count | None = Field(None, description="The model's context in tokens.")
+    nvext_agent_hints: bool = Field(
+        True,
+        description="Tell a server that plans (dynamo://) how near its end an agent is and what its answers usually "
+        "take.",
+    )
+    model_max_context: Count | None = Field(
+        None, description="The model's context in tokens. Not given: what the server says, where it does."
+    )
     min_response_tokens: Count = Field(256, description="Tokens of the context that are kept for the answer.")
     oversized: Literal["fail", "chunk", "truncate"] = Field(
         "fail",
@@ -282,8 +318,6 @@ class BatchSpec(BaseModel):
             raise ValueError("model is empty: name one, or leave it out for the one model the server has")
         if self.model_max_context is not None and self.model_max_context <= self.min_response_tokens:
             raise ValueError("model_max_context must be larger than min_response_tokens, which is kept for the answer")
-        if self.oversized != "fail" and self.model_max_context is None:
-            raise ValueError(f"oversized={self.oversized!r} needs model_max_context: what fits is not known without it")
         given = [name for name in ("compaction_backend", "compaction_model") if getattr(self, name) is not None]
         if given and self.compaction != "auto":
             raise ValueError(f"{given[0]} names a model to write what compaction, which is not auto, does without")

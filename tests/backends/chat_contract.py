@@ -3,6 +3,7 @@ its flavours, and for whatever wraps one."""
 
 from __future__ import annotations
 
+import json
 from typing import ClassVar
 
 import orjson
@@ -82,6 +83,14 @@ def hear_chat(body: bytes) -> Heard:
     )
 
 
+def chat_history(body: bytes) -> bytes:
+    """The messages as they were written, without the bracket that ends them and what may follow."""
+    text = body.decode()
+    start = text.index('"messages":[') + len('"messages":')
+    _, end = json.JSONDecoder().raw_decode(text, start)
+    return text[start : end - 1].encode()
+
+
 class ChatContract(HttpContract):
     drops: ClassVar[frozenset[str]] = frozenset({"tool_name"})
     lacks: ClassVar[frozenset[str]] = frozenset({"sealed"})
@@ -93,9 +102,10 @@ class ChatContract(HttpContract):
         return stream(*in_pieces(item)) if streamed else answer(whole(item))
 
     def break_off(self, item: BreakOff, streamed: bool) -> Step:
+        begun = Say(item.text, item.calls)
         if streamed:
-            return stream(*in_pieces(Say(item.text))[:-2], done=False, end=item.clean)
-        return half_of(orjson.dumps(whole(Say(item.text))), item.clean)
+            return stream(*in_pieces(begun)[:-2], done=False, end=item.clean)
+        return half_of(orjson.dumps(whole(begun)), item.clean)
 
     def error_inside(self, item: ErrorInside, streamed: bool) -> Step:
         error = {"error": {"message": item.message, "type": "Error", "code": item.status}}
@@ -109,4 +119,4 @@ class ChatContract(HttpContract):
         return hear_chat(exchange.body)
 
     def history(self, exchange: Exchange) -> bytes:
-        return exchange.body[exchange.body.index(b'"messages":[') : -2]
+        return chat_history(exchange.body)

@@ -23,6 +23,7 @@ import pytest
 from backends.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Peer, Refuse, Say
 from backends.terms import DROPPABLE, LACKABLE, REFUSABLE, Terms
 from batch_agent.backends.base import Backend, Batched, Measured, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.generating import generate_batch
 from batch_agent.errors import (
     BackendError,
     BadResponse,
@@ -94,7 +95,7 @@ class BackendContract(Terms):
 
     @both
     async def test_a_plain_answer_is_a_reply_with_its_usage(self, streamed: bool) -> None:
-        usage = Usage(prompt_tokens=12, cached_tokens=8, completion_tokens=5, reasoning_tokens=2)
+        usage = Usage(20, cached_tokens=8, completion_tokens=5, reasoning_tokens=2, cache_write_tokens=3)
         async with self.peer(Say("Hello.", usage=usage)) as peer:
             reply = await peer.backend.infer(self.ask(), listener(streamed))
         assert (reply.text, reply.tool_calls) == ("Hello.", ())
@@ -142,6 +143,12 @@ class BackendContract(Terms):
         assert caught.value.text == "Once upon a"
         assert caught.value.usage is not None, "what was computed is paid for: Truncated has no usage"
         self.assert_usage(caught.value.usage, usage)
+
+    @both
+    async def test_a_cut_answer_is_an_error_also_where_calls_came_before_the_cut(self, streamed: bool) -> None:
+        async with self.peer(Say("", CALLS, cut=True)) as peer:
+            with pytest.raises(Truncated):
+                await peer.backend.infer(self.ask(), listener(streamed))
 
     @both
     async def test_reasoning_comes_apart_from_the_text(self, streamed: bool) -> None:
@@ -403,6 +410,13 @@ class BackendContract(Terms):
             assert "".join(request.said) == "Once upon a", "ModelRequest.said is what came of this try"
 
     @both
+    async def test_a_complete_call_does_not_make_an_answer_complete(self, streamed: bool) -> None:
+        self.needs("faults")
+        async with self.peer(BreakOff("", True, CALLS[:1])) as peer, asyncio.timeout(self.patience):
+            with pytest.raises((BadResponse, Unavailable)):
+                await peer.backend.infer(self.ask(), listener(streamed))
+
+    @both
     async def test_an_error_inside_a_good_answer_is_an_error_of_its_type(self, streamed: bool) -> None:
         self.needs("faults")
         self.needs("errors_inside")
@@ -438,6 +452,13 @@ class BackendContract(Terms):
             held.set()
             assert second.text == "second"
             self.assert_calls((await first).tool_calls, CALLS[:1])
+
+    async def test_many_prompts_are_answered_together_and_a_bad_one_fails_alone(self) -> None:
+        refusal = next(iter(self.refusals))
+        async with self.peer(Say("a"), refusal, Say("c")) as peer:
+            outcomes = await generate_batch(peer.backend, ["one", "two", "three"], self.shape())
+        assert sorted(outcome.text for outcome in outcomes if isinstance(outcome, Reply)) == ["a", "c"]
+        assert [type(outcome) for outcome in outcomes if isinstance(outcome, BackendError)] == [self.refusals[refusal]]
 
     async def test_it_stays_open_until_its_last_user_leaves_and_opens_again(self) -> None:
         async with self.peer(Say("a"), Say("b"), Say("c")) as peer:

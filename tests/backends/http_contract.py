@@ -13,6 +13,11 @@ from backends.wire import Exchange, Step, WireServer, answer, hang
 from batch_agent.backends.base import Backend
 
 
+def is_turn(exchange: Exchange) -> bool:
+    """A server need not take lists of conversations; this one does not."""
+    return exchange.method == "POST" and not exchange.path.endswith("/batch")
+
+
 class HttpPeer:
     def __init__(
         self,
@@ -28,7 +33,7 @@ class HttpPeer:
 
     @property
     def _asked(self) -> list[Exchange]:
-        return [exchange for exchange in self._server.requests if exchange.method == "POST"]
+        return [exchange for exchange in self._server.requests if is_turn(exchange)]
 
     @property
     def requests(self) -> list[bytes]:
@@ -102,8 +107,10 @@ class HttpContract(BackendContract):
         async def serve(exchange: Exchange) -> None:
             if exchange.method == "GET":
                 await answer(self.models)(exchange)
-            else:
+            elif is_turn(exchange):
                 await next(steps, over)(exchange)
+            else:
+                await answer({"detail": "Not Found"}, 404)(exchange)
 
         async with WireServer(serve) as server:
             peer = HttpPeer(server, self.backend(server.url), self.hear, self.history)

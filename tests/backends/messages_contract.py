@@ -70,9 +70,10 @@ class MessagesContract(HttpContract):
         return stream(*in_pieces(item), done=False) if streamed else answer(whole(item))
 
     def break_off(self, item: BreakOff, streamed: bool) -> Step:
+        begun = Say(item.text, item.calls)
         if streamed:
-            return stream(*list(in_pieces(Say(item.text)))[:-2], done=False, end=item.clean)
-        return half_of(orjson.dumps(whole(Say(item.text))), item.clean)
+            return stream(*list(in_pieces(begun))[:-1], done=False, end=item.clean)
+        return half_of(orjson.dumps(whole(begun)), item.clean)
 
     def error_inside(self, item: ErrorInside, streamed: bool) -> Step:
         error = {"type": "error", "error": {"message": item.message, "code": item.status}}

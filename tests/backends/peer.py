@@ -52,6 +52,7 @@ class BreakOff:
 
     text: str = "Once upon a"
     clean: bool = False
+    calls: Sequence[ToolCall] = ()  # complete ones, behind the text
 
 
 @dataclass(frozen=True)

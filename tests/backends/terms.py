@@ -36,6 +36,7 @@ LACKABLE = frozenset(
         "usage",  # the engine counts for itself, whatever the script says
         "cached_tokens",
         "reasoning_tokens",
+        "cache_write_tokens",
         "statuses",  # errors have types and no HTTP status
         "retry_after",
         "errors_inside",  # an answer that began well has no form for an error
@@ -44,6 +45,7 @@ LACKABLE = frozenset(
         "faults",  # an engine inside this process: nothing between us breaks
     }
 )
+_PARTS = ("cached_tokens", "reasoning_tokens", "cache_write_tokens")
 REFUSALS: Mapping[Refuse, type[BackendError]] = {
     Refuse(429): RateLimited,
     Refuse(500): Unavailable,
@@ -75,7 +77,7 @@ class Terms:
             assert usage.prompt_tokens > 0
             assert usage.completion_tokens > 0
         else:
-            absent = {part: 0 for part in ("cached_tokens", "reasoning_tokens") if part in self.lacks}
+            absent = {part: 0 for part in _PARTS if part in self.lacks}
             assert usage == replace(told, **absent)
 
     def assert_calls(self, calls: Sequence[ToolCall], told: Sequence[ToolCall]) -> None:

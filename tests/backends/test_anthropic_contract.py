@@ -161,7 +161,9 @@ class MessagesContract(HttpContract):
         return answer({"type": "error", "error": error})
 
     def error_body(self, item: Refuse) -> object:
-        message = f"prompt is too long: {item.message}" if item.overflow else item.message
+        message = (
+            f"prompt is too long: 210000 tokens > 200000 maximum, {item.message}" if item.overflow else item.message
+        )
         return {"type": "error", "error": {"type": KINDS.get(item.status, "api_error"), "message": message}}
 
     def hear(self, exchange: Exchange) -> Heard:

@@ -237,7 +237,7 @@ class TestBedrockBackend(HttpContract):
         return frames(*in_pieces(Say(item.text))[:-2], told)
 
     def error_body(self, item: Refuse) -> object:
-        return {"message": f"Input is too long for requested model: {item.message}" if item.overflow else item.message}
+        return {"message": ("Input is too long for requested model, " if item.overflow else "") + item.message}
 
     def hear(self, exchange: Exchange) -> Heard:
         assert exchange.headers["Authorization"].startswith("AWS4-HMAC-SHA256 Credential=AKIDEXAMPLE/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -85,6 +86,22 @@ def forgiving(*kinds: type[BackendError]) -> type[Right]:
 class TruthyOptions(Right):
     def asked(self, request: ModelRequest) -> ModelRequest:
         return replace(request, shape=replace(request.shape, temperature=request.shape.temperature or None))
+
+
+class ForgetsTheSystemPrompt(Right):
+    def asked(self, request: ModelRequest) -> ModelRequest:
+        rest = [message for message in request.conversation.messages if message.role != "system"]
+        return replace(request, conversation=Conversation(rest))
+
+
+class TurnsCallsRound(Right):
+    def answered(self, reply: Reply) -> Reply:
+        return replace(reply, tool_calls=reply.tool_calls[::-1])
+
+
+class CountsNoWrites(Right):
+    def answered(self, reply: Reply) -> Reply:
+        return replace(reply, usage=replace(reply.usage, cache_write_tokens=0))
 
 
 class CrashesOnSurrogates(Right):
@@ -204,6 +221,28 @@ class TakesOthersWords(Right):
             raise Unavailable(str(error), status=error.status) from None
 
 
+class TakesACallForAnAnswer(Right):
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        calls: list[ToolCall] = []
+        try:
+            return await super().infer(request, on_tool_call and calls.append)
+        except BadResponse:
+            if not calls:
+                raise
+            return Reply("", tuple(calls))
+
+
+class LetsCancelledRequestsRun(Right):
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        self.running = asyncio.ensure_future(super().infer(request, on_tool_call))
+        return await asyncio.shield(self.running)
+
+    async def __aexit__(self, *exception: Any) -> None:
+        self.running.cancel()
+        await asyncio.wait([self.running])
+        await super().__aexit__(*exception)
+
+
 class ClosesWithTheFirstWhoLeaves(Right):
     async def __aexit__(self, *exception: Any) -> None:
         while self._http._users:
@@ -249,6 +288,11 @@ BROKEN: Mapping[str, tuple[type[Right], str]] = {
     "the prefix changes": (ChangesItsPrefix, "share_a_prefix"),
     "pictures are left out": (IsBlindAndSilent, "a_picture"),
     "what was said before is said again": (KeepsWhatAnEarlierTrySaid, "breaks_off"),
+    "the system prompt is not sent": (ForgetsTheSystemPrompt, "in_pairs"),
+    "calls come in another order": (TurnsCallsRound, "several_tool_calls"),
+    "a complete call is an answer": (TakesACallForAnAnswer, "does_not_make_an_answer_complete"),
+    "a cancelled request goes on": (LetsCancelledRequestsRun, "cancelling"),
+    "what a cache took is not counted": (CountsNoWrites, "a_plain_answer"),
     "the first who leaves closes it": (ClosesWithTheFirstWhoLeaves, "until_its_last_user_leaves"),
 }
 

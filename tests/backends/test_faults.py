@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from batch_agent.backends.faults import Faults, Wording, retry_after
+from batch_agent.backends.faults import Faults, ServerError, Wording, retry_after
 from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, Unavailable
 
 FAULTS = Faults("POST http://host/v1", ["sk-secret-value", "sk-secret", "abc"])
@@ -127,3 +127,8 @@ def test_the_wait_is_on_the_error() -> None:
         error = FAULTS.answered(status, {"Retry-After": "3"}, b"")
         assert isinstance(error, RateLimited | Unavailable)
         assert error.retry_after == 3.0
+
+
+def test_an_error_that_comes_in_a_list_is_read() -> None:
+    said = ServerError.of([{"error": {"code": 400, "message": "Unknown name", "status": "INVALID_ARGUMENT"}}])
+    assert (said.message, said.code) == ("Unknown name", "400")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import orjson
 import pytest
 
-from backends.chat_contract import hear_chat, whole
+from backends.chat_contract import chat_history, hear_chat, whole
 from backends.contract import BackendContract
 from backends.peer import Hang, Heard, Item, Refuse, Say
 from backends.terms import REFUSALS
@@ -32,7 +32,7 @@ class JobPeer:
 
     @property
     def requests(self) -> list[bytes]:
-        return [body[body.index(b'"messages":[') : -2] for body in self._bodies]
+        return [chat_history(body) for body in self._bodies]
 
     @property
     def heard(self) -> list[Heard]:

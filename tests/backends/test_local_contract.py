@@ -50,6 +50,7 @@ class ToldEngine:
             finally:
                 self.left = True
         if isinstance(item, Refuse) and item.status < 500:
+            self._script.pop(0)
             raise ContextOverflow(item.message) if item.overflow else Rejected(item.message)
         raise EngineDied("the process ended")  # also the next one that is started
 
@@ -157,7 +158,15 @@ class TestLocalBackend(BackendContract):
     # A template may know neither tools nor results: both are words, in their places.
     drops: ClassVar[frozenset[str]] = frozenset({"tool_name", "call_ids"})
     lacks: ClassVar[frozenset[str]] = frozenset(
-        {"reasoning", "sealed", "several_calls", "text_beside_calls", "call_ids", "reasoning_tokens"}
+        {
+            "reasoning",
+            "sealed",
+            "several_calls",
+            "text_beside_calls",
+            "call_ids",
+            "reasoning_tokens",
+            "cache_write_tokens",
+        }
         | {"statuses", "retry_after", "errors_inside", "parsed_arguments"}
     )
     reserved = ("messages", "grammar")

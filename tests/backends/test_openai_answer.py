@@ -405,3 +405,59 @@ def test_an_error_inside_a_stream_is_an_error(event: object, kind: type[BackendE
 def test_a_stream_that_only_stops_is_an_error(events: list[object]) -> None:
     with pytest.raises(BadResponse):
         Streamed().events(*events).reply()
+
+
+# A call that is told whole before its deltas (NVIDIA Dynamo)
+
+
+def dispatched(call_id: str, arguments: str, index: int = 0, choice: int = 0) -> bytes:
+    told = {"index": index, "id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return b"event: tool_call_dispatch\ndata: " + orjson.dumps({"choice_index": choice, "tool_call": told}) + b"\n\n"
+
+
+def in_deltas(call_id: str, *pieces: str, index: int = 0) -> bytes:
+    first = {"index": index, "id": call_id, "function": {"name": "f", "arguments": pieces[0]}}
+    rest = [{"index": index, "function": {"arguments": piece}} for piece in pieces[1:]]
+    return b"".join(
+        b"data: " + orjson.dumps({"choices": [{"index": 0, "delta": {"tool_calls": [item]}}]}) + b"\n\n"
+        for item in [first, *rest]
+    )
+
+
+ASKED = '{"x":1}'
+CALLED = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"tool_calls"}]}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        dispatched("a", '{"x":1}')
+        + in_deltas("a", '{"x":1}')
+        + dispatched("b", "{}", 1)
+        + in_deltas("b", "{}", index=1),
+        dispatched("a", '{"x":1}')
+        + dispatched("b", "{}", 1)
+        + in_deltas("a", "", '{"x"', ":1}")
+        + in_deltas("b", "{}", index=1),
+        in_deltas("a", '{"x":1}') + dispatched("a", '{"x":1}') + in_deltas("b", "{}", index=1),
+        in_deltas("a", '{"x"') + dispatched("a", '{"x":1}') + in_deltas("a", ":1}") + dispatched("b", "{}", 1),
+        dispatched("a", '{"x":1}')
+        + in_deltas("a", '{"x":1}')
+        + dispatched("b", "{}", 0)
+        + in_deltas("b", "{}", index=0),
+        dispatched("z", "{}", choice=1) + in_deltas("a", '{"x":1}') + in_deltas("b", "{}", index=1),
+    ],
+)
+def test_a_call_that_comes_whole_and_in_deltas_is_one_call(told: bytes) -> None:
+    reported: list[ToolCall] = []
+    stream = AnswerStream(naming(1), reported.append, lambda: 0.0, [])
+    stream.feed(told + CALLED)
+    assert reported == [ToolCall("a", "f", '{"x":1}'), ToolCall("b", "f", "{}")]
+    assert stream.finish().tool_calls == tuple(reported)
+
+
+def test_a_call_that_is_told_whole_is_reported_before_its_deltas_come() -> None:
+    reported: list[ToolCall] = []
+    stream = AnswerStream(naming(1), reported.append, lambda: 0.0, [])
+    stream.feed(dispatched("a", '{"x":1}'))
+    assert [call.id for call in reported] == ["a"]

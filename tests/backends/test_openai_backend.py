@@ -14,7 +14,9 @@ from backends.chat_contract import ChatContract, delta, in_pieces, whole
 from backends.contract import CALLS, SEARCH, Say, ask
 from backends.wire import Exchange, Step, WireServer, answer, hang, raw, stream
 from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
-from batch_agent.backends.openai import OpenAIBackend, Tail, encode_message
+from batch_agent.backends.dialect import Dialect
+from batch_agent.backends.openai import OpenAIBackend, encode_message
+from batch_agent.backends.openai_server import Tail
 from batch_agent.errors import BadResponse, InternalError, Rejected, SpecError, Timeout, Truncated, Unavailable
 from batch_agent.messages import Conversation, Image, Message, ToolCall
 
@@ -121,7 +123,8 @@ async def test_only_a_request_that_reports_tool_calls_is_streamed() -> None:
 
 
 async def test_the_token_limit_has_the_name_that_the_server_knows() -> None:
-    body = await body_of(RequestShape(model="m", max_tokens=5), max_tokens_field="max_completion_tokens")
+    dialect = Dialect(max_tokens_field="max_completion_tokens")
+    body = await body_of(RequestShape(model="m", max_tokens=5), dialect=dialect)
     assert body["max_completion_tokens"] == 5
     assert "max_tokens" not in body
 

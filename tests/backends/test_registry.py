@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import importlib.util
+from urllib.parse import urlsplit
 
 import pytest
 
 from backends.wire import WireServer, answer
+from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend
 from batch_agent.backends.openai import OpenAIBackend
 from batch_agent.backends.registry import open_backend
@@ -73,7 +75,7 @@ def test_openai_without_a_key_names_the_variable() -> None:
         ("vllm://h", True, False),
         ("sglang://h", True, False),
         ("vllm://h?native_schema=false", False, False),
-        ("http://h", False, False),
+        ("http://h", True, False),
         ("http://h?native_schema=true", True, False),
         ("openai://", True, True),
         ("openai://?native_schema=false", False, False),
@@ -177,6 +179,19 @@ def test_what_is_wrong_with_a_backend_is_said_without_its_password(backend: obje
     with pytest.raises(SpecError, match=words) as caught:
         opened(backend)
     assert "hidden" not in str(caught.value)
+
+
+def test_options_are_true_or_false_or_texts_and_each_scheme_has_its_own() -> None:
+    def address(url: str) -> Address:
+        return Address(urlsplit(url), None, {}, {})
+
+    assert address("vllm://h?tls=1&native_schema=False").options == {"tls": True, "native_schema": False}
+    local = address("local://?threads=2&kv_gb=")
+    assert (local.options, local.text("threads"), local.text("max_seqs")) == ({}, "2", None)
+    with pytest.raises(SpecError, match="kv_gb is empty"):
+        local.text("kv_gb")
+    with pytest.raises(SpecError, match="Known: native_schema"):
+        address("http://h?threads=2").text("threads")
 
 
 def test_two_keys_are_an_error() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from backends.chat_contract import hear_chat
+from backends.chat_contract import chat_history, hear_chat
 from backends.contract import BackendContract
 from backends.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Refuse, Say
 from batch_agent import testing
@@ -30,15 +30,17 @@ def scripted(item: Item) -> ScriptedReply:
             return testing.Hang()
         case Disconnect():
             return Cut(after_chunks=0)
-        case BreakOff(text, clean):
-            return Cut(testing.Say(text), after_chunks=_chunks(text), clean=clean)
+        case BreakOff(text, clean, calls):
+            begun = scripted(Say(text, calls))
+            assert isinstance(begun, testing.Say)
+            return Cut(begun, after_chunks=_chunks(text, *(call.arguments for call in calls)), clean=clean)
         case ErrorInside(text, status, message):
             return StreamError(message, status, answer=testing.Say(text), after_chunks=_chunks(text))
 
 
-def _chunks(text: str) -> int:
-    """Those that say this and no more; the first names the role."""
-    return 1 - (-len(text) // CHUNK_CHARACTERS)
+def _chunks(*texts: str) -> int:
+    """Those that say this and no more; the first names the role, and that of a call its tool."""
+    return len(texts) - sum(-len(text) // CHUNK_CHARACTERS for text in texts)
 
 
 class ScriptedPeer:
@@ -56,7 +58,7 @@ class ScriptedPeer:
 
     @property
     def requests(self) -> list[bytes]:
-        return [asked.raw[asked.raw.index(b'"messages":[') : -2] for asked in self.backend.requests]
+        return [chat_history(asked.raw) for asked in self.backend.requests]
 
     @property
     def heard(self) -> list[Heard]:

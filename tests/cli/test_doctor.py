@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from batch_agent.cli.main import main
-from batch_agent.testing import ScriptedServer
+from batch_agent.messages import Usage
+from batch_agent.testing import Say, ScriptedServer
 
 HAS_ENGINE = importlib.util.find_spec("openvino_genai") is not None
 
@@ -76,3 +77,16 @@ def test_a_key_makes_openai_work_and_is_not_shown(
     out = capsys.readouterr().out
     assert re.search(r"openai://\s+works", out)
     assert "sk-secret" not in out
+
+
+@pytest.mark.parametrize(("cached", "says"), [(180, "share 90% of their prompt"), (0, "share nothing")])
+async def test_an_engine_is_tried_for_whether_it_shares_prefixes(
+    cached: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Say("A", finish_reason="length", usage=Usage(200, cached, 1))
+    metrics = "vllm:num_requests_running 0\nvllm:prefix_cache_hits_total 7\n"
+    async with ScriptedServer(lambda request: told, models=["tiny"], metrics=lambda: metrics) as server:
+        monkeypatch.setenv("BATCH_AGENT_BACKEND", server.backend_url)
+        status, _, default = await asyncio.to_thread(examine, capsys)
+    assert (status, default["works"]) == (0, True)
+    assert says in default["note"]

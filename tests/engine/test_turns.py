@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import Capabilities
+from batch_agent.engine.recording import fingerprint_of
 from batch_agent.errors import SpecError
 from batch_agent.events import Event, StreamingDecided
 from batch_agent.scheduler.streaming import TRIAL
@@ -201,6 +202,24 @@ async def test_an_engine_that_cannot_compose_gets_the_schema_only_in_a_turn_with
     assert "JSON schema" in str(free.messages[0]["content"])
     assert result.output == Answer(word="fits")
     assert (result.attempts, result.turns) == (2, 2)
+
+
+@virtual_clock
+async def test_an_engine_that_keeps_to_a_schema_beside_tools_is_shown_them_so_that_the_prompt_begins_as_before() -> (
+    None
+):
+    def script(request: Request) -> Say:
+        return Say('{"word": "fits"}' if request.schema else "no JSON at all")
+
+    backend = ScriptedBackend(script, capabilities=Capabilities(native_schema=True, schema_beside_tools=True))
+    options = {"task": "{input}", "inputs": ["a"], "tools": [look_up], "output_schema": Answer}
+    [result] = await BatchAgent.run(backend=backend, **options)
+    free, constrained = backend.requests
+    assert (free.schema, constrained.tools, constrained.body["tool_choice"]) == (None, free.tools, "none")
+    assert result.output == Answer(word="fits")
+    other = ScriptedBackend(script, capabilities=Capabilities(native_schema=True))
+    plans = [BatchAgent.plan(backend=each, **options) for each in (backend, other)]
+    assert fingerprint_of(plans[0]) == fingerprint_of(plans[1])
 
 
 @virtual_clock

@@ -9,6 +9,12 @@ from batch_agent.scheduler.capacity import Capacity
 from batch_agent.scheduler.retry import FIRST, LONGEST, retry_delay
 
 
+def good(capacity: Capacity) -> str:
+    """An answer while all slots are in use."""
+    capacity.filled = True
+    return capacity.succeeded(sent_at=0.0, seconds=1.0, tokens=1, now=1.0)
+
+
 def test_a_refusal_halves_what_is_in_flight() -> None:
     capacity = Capacity(64)
     assert capacity.overloaded(capacity.generation, inflight=40)
@@ -26,9 +32,44 @@ def test_the_siblings_of_a_refused_request_do_not_halve_again() -> None:
 def test_good_answers_raise_the_limit_by_one_per_round_up_to_the_ceiling() -> None:
     capacity = Capacity(8)
     capacity.overloaded(0, inflight=8)
-    rises = [capacity.succeeded() for _ in range(4 + 5 + 6 + 7 + 50)]
-    assert sum(rises) == 4
+    rises = [good(capacity) for _ in range(3 + 7 + 50)]
+    assert [bool(rise) for rise in rises] == [True] * 3 + [False] * 6 + [True] + [False] * 50
     assert capacity.limit == 8
+
+
+def test_what_is_known_to_work_is_probed_beyond_and_less_and_less_often_while_it_is_refused() -> None:
+    capacity = Capacity(1000)
+    capacity.overloaded(capacity.generation, 51)
+    waits = []
+    for _ in range(8):  # a server that takes 50
+        answers = 0
+        while (capacity.limit or 0) <= 50:
+            good(capacity)
+            answers += 1
+        assert capacity.limit == 51
+        assert capacity.overloaded(capacity.generation, 51)
+        assert 40 < (capacity.limit or 0) <= 50
+        waits.append(answers)
+    assert waits[-1] > 10 * waits[0] or waits[-1] > 16 * 50
+
+
+def test_a_limit_that_fell_at_the_server_is_followed_by_halving() -> None:
+    capacity = Capacity(50)
+    for _ in range(100):
+        good(capacity)
+    capacity.overloaded(capacity.generation, 50)
+    assert capacity.limit == 25
+
+
+def test_the_limit_does_not_grow_beyond_what_anybody_uses() -> None:
+    capacity = Capacity(100)
+    capacity.overloaded(0, 20)
+    while capacity.limit != 19:
+        good(capacity)
+    capacity.filled = False
+    for _ in range(1_000):
+        capacity.succeeded(sent_at=0.0, seconds=1.0, tokens=1, now=1.0)
+    assert capacity.limit == 19
 
 
 def test_without_a_ceiling_a_refusal_makes_a_limit() -> None:
@@ -42,7 +83,7 @@ def test_the_limit_stays_between_one_and_the_ceiling(ceiling: int, steps: list[i
     capacity = Capacity(ceiling)
     for step in steps:
         if step is None:
-            capacity.succeeded()
+            good(capacity)
         else:
             capacity.overloaded(capacity.generation, step)
         assert capacity.limit is not None
@@ -64,35 +105,40 @@ def test_after_a_refusal_the_limit_comes_back_fast_to_just_below_where_it_was_re
     capacity.overloaded(0, 512)
     assert capacity.limit == 256
     for _ in range(224):
-        capacity.succeeded()
+        good(capacity)
     assert capacity.limit == 480
     for _ in range(480):
-        capacity.succeeded()
+        good(capacity)
     assert capacity.limit == 481
+    rounds = 0
+    while capacity.limit != 512:  # beyond where it was refused the steps grow
+        good(capacity)
+        rounds += 1
+    assert rounds < 32 * 512
 
 
 def test_after_an_outage_the_limit_begins_at_one_and_doubles_with_each_round_to_where_it_was() -> None:
     capacity = Capacity(64)
-    capacity.succeeded()
+    good(capacity)
     for _ in range(3):  # refusals for load that were part of the outage
         capacity.overloaded(capacity.generation, 64)
     capacity.restart(64)
     rounds = 0
     while capacity.limit != 64:
         for _ in range(capacity.limit or 0):
-            capacity.succeeded()
+            good(capacity)
         rounds += 1
     assert rounds == 6
 
 
 def test_an_outage_while_the_limit_grows_back_does_not_forget_where_it_was() -> None:
     capacity = Capacity(64)
-    capacity.succeeded()
+    good(capacity)
     capacity.restart(64)
-    capacity.succeeded()
+    good(capacity)
     capacity.restart(2)
     for _ in range(63):
-        capacity.succeeded()
+        good(capacity)
     assert capacity.limit == 64
 
 
@@ -100,5 +146,5 @@ def test_without_a_ceiling_the_limit_comes_back_fast_to_what_was_in_flight() -> 
     capacity = Capacity(None)
     capacity.restart(100)
     for _ in range(99):
-        capacity.succeeded()
+        good(capacity)
     assert capacity.limit == 100

@@ -12,7 +12,7 @@ from math import inf
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, parse_qsl, urlencode
 
-from batch_agent.backends.schemes import FORMS, KEY_VARIABLE, SCHEMES
+from batch_agent.backends.schemes import FORMS, KEY_VARIABLE, SCHEMES, Scheme
 from batch_agent.errors import SpecError
 
 if TYPE_CHECKING:
@@ -41,14 +41,39 @@ class Address:
 
     @property
     def options(self) -> Mapping[str, bool]:
-        """What stands behind the question mark, for servers that speak HTTP."""
-        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
-        check_known(given, SCHEMES[self.url.scheme].options, f"a {self.url.scheme}:// backend has no option")
+        """What stands behind the question mark and is true or false."""
         values = {"true": True, "1": True, "false": False, "0": False}
-        for name, value in given.items():
-            if value.lower() not in values:
+        flags = {name: value.lower() for name, value in self._given.items() if name in self._scheme.options}
+        for name, value in flags.items():
+            if value not in values:
                 raise SpecError(f"the backend's option {name} must be true or false")
-        return {name: values[value.lower()] for name, value in given.items()}
+        return {name: values[value] for name, value in flags.items()}
+
+    def text(self, name: str) -> str | None:
+        """An option behind the question mark that is text; None where it is not given."""
+        value = self._given.get(name)
+        if value == "":
+            raise SpecError(f"the backend's option {name} is empty: give it a value, or leave it out")
+        return value
+
+    @property
+    def api(self) -> str | None:
+        """The one of OpenAI's APIs that the user wants: ``?api=chat`` or ``?api=responses``."""
+        api = self.text("api")
+        if api not in (None, "chat", "responses"):
+            raise SpecError("the backend's option api must be chat or responses")
+        return api
+
+    @property
+    def _given(self) -> Mapping[str, str]:
+        given = dict(parse_qsl(self.url.query, keep_blank_values=True))
+        allowed = (*self._scheme.options, *self._scheme.texts)
+        check_known(given, allowed, f"a {self.url.scheme}:// backend has no option")
+        return given
+
+    @property
+    def _scheme(self) -> Scheme:
+        return SCHEMES[self.url.scheme]
 
     def seconds(self, *names: str) -> tuple[dict[str, float], Address]:
         """Those of these options that the URL has, and the address without them."""

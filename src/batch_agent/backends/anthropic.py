@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from urllib.parse import SplitResult, parse_qsl, quote, urlencode, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from pydantic import JsonValue
 
@@ -34,7 +34,7 @@ VERSIONS = ("2023-06-01", "2026-10-21")
 MOST_PAUSES = 32
 MODELS_A_PAGE = 1000
 
-_WORDING = Wording(
+WORDING = Wording(
     statuses={
         "invalid_request_error": 400,
         "authentication_error": 401,
@@ -76,7 +76,7 @@ class AnthropicBackend(HttpBackend[Head]):
         if api_key and version == VERSIONS[0]:
             own["x-api-key"] = api_key
             api_key = None
-        http = HttpClient(base_url, api_key=api_key or token, headers=own | dict(headers or {}), wording=_WORDING)
+        http = HttpClient(base_url, api_key=api_key or token, headers=own | dict(headers or {}), wording=WORDING)
         able = capabilities or Capabilities(native_schema=True, schema_with_tools=True, images=True)
         super().__init__(http, http.route("POST", "/messages"), capabilities=able, name=name)
         self._version = version
@@ -141,14 +141,12 @@ def from_address(address: Address) -> AnthropicBackend:
     """``anthropic://`` is the API, or ANTHROPIC_BASE_URL in its place. ``anthropic://host:port`` is a server of one's
     own that speaks its wire: plain http, as engines are, and not known to keep to a schema. Without a port it is a
     provider's: https."""
-    options = dict(parse_qsl(address.url.query, keep_blank_values=True))
-    check_known(options, ("version", "native_schema", "tls"), "an anthropic:// backend has no option")
-    version = options.pop("version", VERSIONS[0])
+    version = address.text("version") or VERSIONS[0]
     check_known([version], VERSIONS, "Anthropic's API has no version")
     is_named, is_engine = bool(address.url.netloc), address.url.port is not None
     url = address.url if is_named else _api_url(address.environ)
-    options.setdefault("tls", str(url.scheme == "https" or (is_named and not is_engine)).lower())
-    address = replace(address, url=url._replace(scheme="anthropic", query=urlencode(options)))
+    secure = address.options.get("tls", url.scheme == "https" or (is_named and not is_engine))
+    address = replace(address, url=url._replace(scheme="anthropic", query=address.url.query))
     key = address.key("ANTHROPIC_API_KEY")
     token = address.key("ANTHROPIC_AUTH_TOKEN") if key is None else None
     if address.sends and not (is_named or key or token or address.headers or "@" in url.netloc):
@@ -157,7 +155,7 @@ def from_address(address: Address) -> AnthropicBackend:
         )
     native = address.options.get("native_schema", not is_engine)
     return AnthropicBackend(
-        _base_url(address),
+        _base_url(address, secure),
         api_key=key,
         token=token,
         version=version,
@@ -174,11 +172,10 @@ def _api_url(environ: Mapping[str, str]) -> SplitResult:
     return url
 
 
-def _base_url(address: Address) -> str:
+def _base_url(address: Address, secure: bool) -> str:
     """Up to and with ``/v1``, login included."""
     path = address.url.path.rstrip("/").removesuffix("/messages").rstrip("/").removesuffix("/v1")
-    scheme = "https" if address.options["tls"] else "http"
-    return f"{scheme}://{address.url.netloc.removesuffix(':')}{path}/v1"
+    return f"{'https' if secure else 'http'}://{address.url.netloc.removesuffix(':')}{path}/v1"
 
 
 def _joined(reply: Reply, more: Reply) -> Reply:

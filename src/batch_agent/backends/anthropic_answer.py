@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import orjson
 from pydantic import JsonValue
 
-from batch_agent.backends.anthropic_request import WIRE, is_empty
+from batch_agent.backends.anthropic_request import WIRE, fit, is_empty
 from batch_agent.backends.base import OnToolCall
 from batch_agent.backends.sse import Event, EventTooLarge, SSEParser
 from batch_agent.backends.wire import Naming, counted, echoed_object, json_of, object_of
@@ -169,7 +169,7 @@ class Answer:
     def add(self, block: JsonObject, arguments: str) -> None:
         kind = block.get("type")
         if kind == "tool_use":
-            call = self._naming.call(_string(block.get("id")), _string(block.get("name")), arguments)
+            call = self._naming.call(fit(_string(block.get("id"))), _string(block.get("name")), arguments)
             block = {**block, "id": call.id}
             self._calls.append(call)
             # Where the token limit cuts a call, its block is closed all the same: only a whole object is reported now.
@@ -193,7 +193,7 @@ class Answer:
             self._report(call)
         sealed = None
         if stop == PAUSED or any(block.get("type") not in _PLAIN or block.get("citations") for block in self._blocks):
-            sealed = Sealed(WIRE, [block for block in self._blocks if not is_empty(block)])
+            sealed = Sealed(WIRE, [_said(block) for block in self._blocks if not is_empty(block)])
         return Reply(
             self._joined("text"),
             tuple(self._calls),
@@ -246,6 +246,11 @@ class Answer:
             counted(counts.get("output_tokens_details"), "thinking_tokens"),
             written,
         )
+
+
+def _said(block: JsonObject) -> JsonObject:
+    """Without what it has no value for: not all that the API says in that way it takes back."""
+    return {name: part for name, part in block.items() if part is not None}
 
 
 def arguments_of(block: JsonObject) -> str:

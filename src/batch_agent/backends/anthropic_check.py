@@ -7,8 +7,9 @@ say.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
-from batch_agent.backends.anthropic_models import model_of
+from batch_agent.backends.anthropic_models import Model, model_of
 from batch_agent.backends.anthropic_request import thinking_budget
 from batch_agent.backends.base import RequestShape
 from batch_agent.errors import SpecError
@@ -21,6 +22,21 @@ def check_shape(shape: RequestShape, *, takes_sampling: bool) -> None:
     """``takes_sampling`` is what the version of the API says."""
     if shape.seed is not None:
         raise SpecError("seed: Anthropic's API has no seed; leave it out")
+    sampling = {"temperature": shape.temperature, "top_p": shape.top_p}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    if not takes_sampling and (refused := [*given, *({"temperature", "top_p", "top_k"} & shape.extra_body.keys())]):
+        raise SpecError(
+            f"{refused[0]}: this version of Anthropic's API takes no sampling parameters; leave it out, or use "
+            "anthropic://?version=2023-06-01 with a model that takes them"
+        )
+    model = model_of(shape.model)
+    if not model.foreign:
+        _check_texts(shape)
+        _check_sampling(shape, model, given)
+        _check_thinking(shape)
+
+
+def _check_texts(shape: RequestShape) -> None:
     if any(not text.strip() for text in shape.stop):
         raise SpecError("stop: Anthropic's API takes no stop that is only spaces or line ends")
     for tool in shape.tools:
@@ -28,20 +44,10 @@ def check_shape(shape: RequestShape, *, takes_sampling: bool) -> None:
             raise SpecError(
                 f"the tool name {tool.name!r} is none that Anthropic's API takes: letters, digits, _ and -, at most 128"
             )
-    _check_sampling(shape, takes_sampling)
-    _check_thinking(shape)
 
 
-def _check_sampling(shape: RequestShape, takes_sampling: bool) -> None:
-    model = model_of(shape.model)
-    both = {"temperature": shape.temperature, "top_p": shape.top_p}
-    given = [name for name, value in both.items() if value is not None]
-    changed = [name for name, value in both.items() if value not in (None, _DEFAULT)]
-    if not takes_sampling and (refused := [*given, *({"temperature", "top_p", "top_k"} & shape.extra_body.keys())]):
-        raise SpecError(
-            f"{refused[0]}: this version of Anthropic's API takes no sampling parameters; leave it out, or use "
-            "anthropic://?version=2023-06-01 with a model that takes them"
-        )
+def _check_sampling(shape: RequestShape, model: Model, given: Mapping[str, float]) -> None:
+    changed = [name for name, value in given.items() if value != _DEFAULT]
     if changed and not model.samples:
         raise SpecError(f"{changed[0]}: {shape.model} takes no sampling parameters; leave it out")
     if len(given) == 2 and model.samples_once:

@@ -16,6 +16,7 @@ class Model:
     cached_from: int = 1024  # tokens; a shorter prefix is not kept, marked or not
     samples: bool = True  # takes temperature and top_p
     samples_once: bool = True  # ... but not both
+    foreign: bool = False  # not Anthropic's: another server behind the same wire, with rules of its own
 
 
 # The first that fits. An answer may have 16,000 tokens, about what comes in one piece without a stream in good time, or
@@ -36,7 +37,7 @@ _KNOWN = [
     )
 ]
 _NEW = Model(16_000)  # of Anthropic's, and newer than this table
-_FOREIGN = Model(4_096, samples_once=False)  # other models behind the same API
+_FOREIGN = Model(4_096, samples_once=False, foreign=True)
 
 
 def model_of(name: str) -> Model:

@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from batch_agent.backends.anthropic_models import model_of
 from batch_agent.backends.anthropic_schema import format_schema
 from batch_agent.backends.base import RequestShape, text_only
-from batch_agent.backends.wire import echoed_object, mended_content
+from batch_agent.backends.wire import echoed_object, written, written_options
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.compiler.system import schema_instruction
 from batch_agent.errors import SpecError
@@ -77,7 +77,7 @@ class MessagesView:
             elif message.role == "tool":
                 self._open[self._results : self._results] = blocks
                 self._results += 1
-                self._owed = tuple(call for call in self._owed if call != _fit(message.tool_call_id))
+                self._owed = tuple(call for call in self._owed if call != fit(message.tool_call_id))
             else:
                 self._open += blocks
 
@@ -97,7 +97,7 @@ class MessagesView:
             self._closed += self._last_exchange(marked=False)
             self._asked = self._said_now() or [orjson.dumps(self.written(NO_WORDS))]
             self._answer, self._open, self._results = blocks, [], 0
-        self._owed = tuple(_fit(call.id) for call in message.tool_calls)
+        self._owed = tuple(fit(call.id) for call in message.tool_calls)
 
     def _last_exchange(self, *, marked: bool) -> list[bytes]:
         asked = self.marked(self._asked) if marked else self._asked
@@ -111,11 +111,7 @@ class MessagesView:
         return [*self._open[: self._results], *answered, *self._open[self._results :]]
 
     def _encoded(self, message: Message) -> list[bytes]:
-        try:
-            return [orjson.dumps(self.written(block)) for block in _blocks(message)]
-        except orjson.JSONEncodeError:
-            mended = replace(message, content=mended_content(message.content))
-            return [orjson.dumps(self.written(block)) for block in _blocks(mended)]
+        return [written(self.written(block)) for block in _blocks(message)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +143,6 @@ class Head:
 
 def build_head(shape: RequestShape, streamed: bool) -> Head:
     extra = dict(shape.extra_body)
-    for name in ("messages", "stream", "system"):
-        if name in extra:
-            raise SpecError(f"extra_body cannot set {name!r}: it is what a request is made of")
     # Tools of the server's own (a web search) stand behind ours, other settings of the output beside the schema.
     server_tools, config = extra.pop("tools", []), extra.pop("output_config", {})
     if not isinstance(server_tools, list) or not isinstance(config, dict):
@@ -158,7 +151,7 @@ def build_head(shape: RequestShape, streamed: bool) -> Head:
     if form is not None:
         config = {"format": {"type": "json_schema", "schema": form}, **config}
     model = model_of(shape.model)
-    fields: JsonObject = {
+    fields = {
         "model": shape.model,
         "max_tokens": shape.max_tokens or model.max_tokens + thinking_budget(shape),
         "temperature": shape.temperature,
@@ -168,11 +161,11 @@ def build_head(shape: RequestShape, streamed: bool) -> Head:
         "tool_choice": _tool_choice(shape.tool_choice) if shape.tools else None,
         "stream": True if streamed else None,
     }
-    fields = {**{name: value for name, value in fields.items() if value is not None}, **extra}
+    start = written_options(replace(shape, extra_body=extra), fields, ("messages", "stream", "system"))
     try:
         told = [] if shape.schema is None or form is not None else [told_schema(shape.schema)]
         return Head(
-            fields=orjson.dumps(fields)[:-1],
+            fields=start[:-1],
             tools=[orjson.dumps(tool) for tool in [*map(_tool, shape.tools), *server_tools]],
             told=[orjson.dumps(block) for block in told],
             cached_from=model.cached_from * BYTES_PER_TOKEN,
@@ -211,7 +204,7 @@ def _blocks(message: Message) -> list[JsonObject]:
         case "assistant":
             return answer_blocks(message)
         case "tool":
-            return [_result(_fit(message.tool_call_id), message.content)]
+            return [_result(fit(message.tool_call_id), message.content)]
 
 
 def _parts(content: Content) -> list[JsonObject]:
@@ -231,7 +224,7 @@ def _image(image: Image) -> JsonObject:
 
 
 def _call(call: ToolCall) -> JsonObject:
-    return {"type": "tool_use", "id": _fit(call.id), "name": call.name, "input": echoed_object(call.arguments)}
+    return {"type": "tool_use", "id": fit(call.id), "name": call.name, "input": echoed_object(call.arguments)}
 
 
 def _result(call_id: str, content: Content) -> JsonObject:
@@ -242,8 +235,8 @@ def _result(call_id: str, content: Content) -> JsonObject:
     return block
 
 
-def _fit(call_id: str) -> str:
-    """The id of a call, which another wire may have given, in the letters that this one allows."""
+def fit(call_id: str) -> str:
+    """The id of a call, which another wire or a server like the API may have given, in the letters that this allows."""
     return _UNFIT.sub("_", call_id)
 
 

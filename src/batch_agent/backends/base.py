@@ -26,15 +26,21 @@ class Capabilities:
 
     native_schema: bool = False  # keeps to a JSON schema that comes with the request
     schema_with_tools: bool = False  # ... also when the same request offers tools
+    schema_proven: bool = True  # False: it may or may not, so the prompt tells the schema too
+    schema_note: str = ""  # what came of it, where it was found not to
+    schema_beside_tools: bool = False  # ... also when it shows tools and forbids their use, and reads them all the same
     streaming: bool = True  # can report tool calls while the model is still talking
     images: bool = False  # can be shown pictures; one that cannot refuses a message with one (``text_only``)
-    default_inflight: int = 64  # calls in flight when the user names no number
+    # Calls in flight when the user names no number, for a backend that knows; None: the number is found.
+    default_inflight: int | None = None
     endpoints: tuple[str, ...] = ("",)  # the names of the servers behind it, of which a turn is granted one
     load: bool = False  # tells how busy it is: it is a Measured
     patient: bool = False  # answers take hours: no time limit of a turn but the user's; it is a Patient
     price: float = 1.0  # the part of its provider's listed price that it asks
     batch: bool = False  # answers many conversations in one request, and better so: it is a Batched
     many: bool = False  # its endpoints are servers of their own, which come and go: it is a Many
+    probe: bool = False  # can be asked what it serves before a run: it is a Probed
+    prefix_leader: bool = False  # computes what all requests begin with once, if one of them goes ahead of the others
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -66,6 +72,13 @@ class ModelRequest:
     turns_left: int = 0  # how near the agent is to its end; fewer goes sooner
     agent: int = 0  # its number, unique in the run; a job_id may come twice
     endpoint: str = ""  # the one that was granted, of Capabilities.endpoints
+    run: str = ""  # the id of the run; "" outside of one
+    turn: int = 0  # the answer that is asked for, from 1; the same when it is asked for again
+    tries: int = 0  # how often it was asked for before, and failed
+    last: bool = False  # no tool can follow it: as far as is known, the agent ends with it
+    hints: bool = True  # a server that can plan may be told what it can expect of the agent
+    usual_tokens: int | None = None  # what answers of this run have had so far, on average
+    on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)  # a streamed answer begins
     # The text that has come so far where the answer is streamed, for whoever gives the turn up before its end.
     said: list[str] = field(default_factory=list, compare=False, repr=False)
 
@@ -91,9 +104,15 @@ class Member:
 
     name: str  # of Capabilities.endpoints
     weight: float = 1.0  # its share among the others
-    inflight: int = 64  # calls in flight when the user names no number
+    inflight: int | None = None  # calls in flight when the user names no number; None: the number is found
     models: frozenset[str] | None = None  # that it serves; None: nobody knows
     context: int | None = None  # tokens; None: as many as any
+
+
+def total_inflight(members: Sequence[Member]) -> int | None:
+    """Of all together; None where one of them has no number of its own."""
+    numbers = [member.inflight for member in members]
+    return None if None in numbers else sum(number for number in numbers if number is not None)
 
 
 class Party(Protocol):
@@ -111,6 +130,13 @@ class Party(Protocol):
     def share(self, slots: int | None) -> None:
         """So many of the slots are its own; None: all."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a server says of a model. None: it does not say."""
+
+    context: int | None = None  # tokens of prompt and answer together
 
 
 def text_only(message: Message) -> str:
@@ -168,22 +194,22 @@ class Measured(Backend, Protocol):
 
 
 @runtime_checkable
+class Probed(Backend, Protocol):
+    """Where ``Capabilities.probe``."""
+
+    async def probe(self, model: str) -> Facts:
+        """Asked when a run starts, before its first request. What the server says of the model is the answer; what it
+        says of itself, the backend remembers. A BackendError where it cannot be asked; never a reason to fail."""
+        ...
+
+
+@runtime_checkable
 class Batched(Backend, Protocol):
     """Where ``Capabilities.batch``."""
 
     async def infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
         """One turn of each, in their order. They share one shape, without tools; one that cannot be answered is an
         error in its own place and takes nobody with it."""
-        ...
-
-
-@runtime_checkable
-class Patient(Backend, Protocol):
-    """Where ``Capabilities.patient``."""
-
-    def keep(self, directory: Path | None) -> None:
-        """Called before it is entered: where it notes what it has sent, so that a run which is resumed picks that up.
-        None: nowhere, and nothing is picked up."""
         ...
 
 
@@ -210,4 +236,14 @@ class Many(Backend, Protocol):
 
     async def knock(self, endpoint: str) -> None:
         """Is it there? Costs it nothing. A BackendError where it does not answer."""
+        ...
+
+
+@runtime_checkable
+class Patient(Backend, Protocol):
+    """Where ``Capabilities.patient``."""
+
+    def keep(self, directory: Path | None) -> None:
+        """Called before it is entered: where it notes what it has sent, so that a run which is resumed picks that up.
+        None: nowhere, and nothing is picked up."""
         ...

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Self
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
-from batch_agent.backends.address import Address, check_known
+from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.bedrock_request import ConverseView, Head, build_head, check_shape, keeps_schemas
 from batch_agent.backends.faults import Wording
@@ -167,9 +167,8 @@ class BedrockBackend(HttpBackend[Head]):
 def from_address(address: Address) -> Backend:
     """``bedrock://region/model``; both may come from elsewhere: the region from the environment or boto's settings, the
     model from ``model=``."""
-    _need_boto()
-    options = dict(parse_qsl(address.url.query, keep_blank_values=True))
-    check_known(options, ("endpoint_url", "native_schema"), "a bedrock:// backend has no option")
+    if address.sends:
+        _need_boto()
     if address.headers or "@" in address.url.netloc:
         raise SpecError("bedrock:// takes no headers and no login: requests are signed with AWS credentials")
     environ = address.environ
@@ -178,11 +177,11 @@ def from_address(address: Address) -> Backend:
     if not re.fullmatch(r"[a-z0-9-]+", region):
         raise SpecError("bedrock:// needs a region: bedrock://us-east-1/model, or AWS_REGION")
     token = address.key(TOKEN_VARIABLE)
-    endpoint = options.get("endpoint_url") or next(filter(None, map(environ.get, ENDPOINT_VARIABLES)), None)
+    endpoint = address.text("endpoint_url") or next(filter(None, map(environ.get, ENDPOINT_VARIABLES)), None)
     endpoint = endpoint or f"https://bedrock-runtime.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
     if token and urlsplit(endpoint).scheme != "https":
         raise SpecError(f"{TOKEN_VARIABLE} is sent over https only: give an https endpoint_url, or access keys")
-    native = {"true": True, "false": False}.get(options.get("native_schema", ""))
+    native = address.options.get("native_schema")
     model = unquote(address.url.path.strip("/")) or address.model or ""
     return BedrockBackend(endpoint, region, model=model, token=token, native_schema=native)
 

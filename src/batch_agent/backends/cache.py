@@ -24,6 +24,7 @@ from pydantic import JsonValue
 from batch_agent.backends.base import (
     Backend,
     Capabilities,
+    Facts,
     Load,
     Many,
     Measured,
@@ -32,10 +33,12 @@ from batch_agent.backends.base import (
     OnToolCall,
     Party,
     Patient,
+    Probed,
     RequestShape,
 )
 from batch_agent.backends.cache_store import ResponseStore
 from batch_agent.backends.generating import Generates
+from batch_agent.backends.wire import report_calls
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
 
@@ -69,6 +72,9 @@ class CachingBackend(Generates):
 
     async def load(self, endpoint: str = "") -> Load:
         return await cast(Measured, self._inner).load(endpoint)
+
+    async def probe(self, model: str) -> Facts:
+        return await cast(Probed, self._inner).probe(model)
 
     async def models(self) -> list[str]:
         return await self._inner.models()
@@ -182,9 +188,7 @@ class CachingBackend(Generates):
 
 def _again(reply: Reply, on_tool_call: OnToolCall | None) -> Reply:
     """The same answer for somebody else: it takes nothing, and its tool calls are reported as they would be."""
-    if on_tool_call is not None:
-        for call in reply.tool_calls:
-            on_tool_call(call)
+    report_calls(reply, on_tool_call)
     return replace(reply, usage=Usage(), first_token=None, saved=reply.saved or reply.usage)
 
 

@@ -43,6 +43,7 @@ class Wording:
     statuses: Mapping[str, int]  # that the names of errors would have had, for those inside a 200
     overflow: re.Pattern[str]  # in a code, a type or a message: the conversation is too long
     spent: frozenset[str] = frozenset()  # codes of a 429 that no wait will lift
+    filtered: frozenset[str] = frozenset()  # codes of a moderator: what it refuses is this prompt, not the run
     key_hint: str = "check the API key"
     path_hint: str = "check the path of the URL"
 
@@ -70,6 +71,7 @@ CHAT = Wording(
     ),
     # A spent quota answers 429 as well.
     spent=frozenset({"insufficient_quota"}),
+    filtered=frozenset({"content_filter", "content_policy_violation"}),
     path_hint="check the path of the URL: it usually ends in /v1",
 )
 
@@ -85,6 +87,8 @@ class ServerError:
 
     @classmethod
     def of(cls, value: object) -> ServerError:
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):  # Gemini's
+            value = value[0]
         if isinstance(value, Mapping):
             inner = value.get("error")
             if isinstance(inner, Mapping):
@@ -176,6 +180,8 @@ class Faults:
     def _build(self, status: int, said: ServerError, message: str, wait: float | None) -> BackendError:
         if status in (400, 413, 422, 500) and said.is_overflow(self._wording):
             return ContextOverflow(message, status=status)
+        if not self._wording.filtered.isdisjoint((said.code, said.kind)):
+            return Rejected(message)
         if status == 429:
             if not self._wording.spent.isdisjoint((said.code, said.kind)):
                 return Rejected(message, status=status)

@@ -77,8 +77,10 @@ class HttpClient:
         self._transport = Transport() if transport is None else transport
         self._proxy: URL | None = None
 
-    def route(self, method: str, path: str) -> Route:
-        url = URL(str(self._base) + path, encoded=True)
+    def route(self, method: str, path: str, *, beside: bool = False) -> Route:
+        """``beside``: next to the ``/v1`` that the address ends in, where engines have what is not of the API."""
+        base = str(self._base)
+        url = URL((base.removesuffix("/v1") if beside else base) + path, encoded=True)
         faults = Faults(f"{method} {url}", self._secrets, self._wording)
         return Route(method, url, self._headers, faults, self._sign)
 

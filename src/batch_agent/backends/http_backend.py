@@ -19,7 +19,8 @@ from batch_agent.backends.faults import Faults
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient, Route
 from batch_agent.backends.quota import read_quota
-from batch_agent.backends.wire import Naming
+from batch_agent.backends.transport import Receive
+from batch_agent.backends.wire import Naming, report_calls
 from batch_agent.messages import Quota, Reply
 
 Head = TypeVar("Head")
@@ -103,18 +104,20 @@ class HttpBackend(Generates, ABC, Generic[Head]):
             nonlocal quota
             quota = read_quota(answered)
 
-        answer = await self._http.send(
-            self.route_of(request, stream is not None), body, stream.feed if stream else None, headers, on_headers
-        )
+        receive = None if stream is None else _beginning(stream.feed, request.on_begin)
+        answer = await self._http.send(self.route_of(request, stream is not None), body, receive, headers, on_headers)
         if answer is None and stream is not None:
             reply = stream.finish()
         else:
             # Also where a stream was asked for and the server, which is allowed to, sent the whole at once.
             reply = self.read_whole(answer or b"", naming)
-            if on_tool_call is not None:
-                for call in reply.tool_calls:
-                    on_tool_call(call)
+            report_calls(reply, on_tool_call)
+        reply = self.finished(reply, request.shape)
         return reply if quota is None else replace(reply, quota=quota)
+
+    def finished(self, reply: Reply, shape: RequestShape) -> Reply:
+        """The answer as the engine wants it, where the wire had to ask for it in another form."""
+        return reply
 
     def route_of(self, request: ModelRequest, streamed: bool) -> Route:
         """Where a turn is asked for, on a wire that has more than one place."""
@@ -140,3 +143,15 @@ class HttpBackend(Generates, ABC, Generic[Head]):
         if head is None:
             head = heads[streamed] = self.write_head(shape, streamed)
         return head
+
+
+def _beginning(feed: Receive, on_begin: Callable[[], None] | None) -> Receive:
+    """Engines send nothing of a stream before the first token."""
+    if on_begin is None:
+        return feed
+
+    def receive(chunk: bytes) -> bool:
+        on_begin()
+        return feed(chunk)
+
+    return receive

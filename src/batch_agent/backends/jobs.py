@@ -192,6 +192,7 @@ class JobBackend(Generates):
         if isinstance(answer, BackendError):
             raise copy(answer)  # many may have got the same
         reply = self._wire.read_whole(answer, Naming(request.conversation.messages, self._wire.faults))
+        reply = self._wire.finished(reply, request.shape)
         if on_tool_call is not None:
             for call in reply.tool_calls:
                 on_tool_call(call)

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.base import OnToolCall
 from batch_agent.backends.faults import Faults
+from batch_agent.backends.openai_sealed import SIGNATURES, sealed_calls
 from batch_agent.backends.sse import Event, EventTooLarge, SSEParser
 from batch_agent.backends.wire import Naming, counted, json_of, object_of, usage_of
 from batch_agent.errors import Rejected, Truncated
@@ -29,7 +30,7 @@ _CACHE_WRITES = ("cache_write_tokens", "cache_creation_tokens", "created_cache_t
 def read_answer(body: bytes, naming: Naming) -> Reply:
     faults = naming.faults
     document = object_of(body, faults)
-    if error := _error_in(document):
+    if error := error_in(document):
         raise faults.reported(error)
     choices = document.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -40,15 +41,16 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     message = choice.get("message")
     if not isinstance(message, dict):
         raise faults.bad("the answer's choice has no message")
-    text = _text(message.get("content"), faults) or _string(message.get("refusal"))
+    text = _text(message.get("content"), faults) or string_of(message.get("refusal"))
     finish = _reason(choice.get("finish_reason"))
     if finish is None:
         raise faults.bad("the answer has no finish_reason, so it may be incomplete", text=text)
     usage = _usage(document.get("usage"))
     items = _call_items(message, faults)
-    _check_finish(finish, text, bool(items), usage, faults)
+    check_finish(finish, text, bool(items), usage, faults)
     calls = tuple(naming.call(*_call_fields(item, faults)) for item in items)
-    return Reply(text, calls, usage, _reasoning(message), finish_reason=finish)
+    sealed = sealed_calls({call.id: _signature(item) for call, item in zip(calls, items, strict=True)})
+    return Reply(text, calls, usage, _reasoning(message), finish_reason=finish, sealed=sealed)
 
 
 class AnswerStream:
@@ -70,6 +72,7 @@ class AnswerStream:
         self._reasoning: list[str] = []
         self._started: list[_CallInProgress] = []
         self._latest: dict[object, _CallInProgress] = {}  # by the server's number; None: of them all
+        self._dispatched: dict[object, str] = {}  # ids of calls that were told whole, by the server's number
         self._usage: JsonValue = None
         self._finish: str | None = None
         self._done = False
@@ -88,9 +91,11 @@ class AnswerStream:
         if self._finish is None:
             raise self._faults.bad("the stream stopped before the answer was complete", text=self._so_far)
         usage = _usage(self._usage)
-        _check_finish(self._finish, self._so_far, bool(self._started), usage, self._faults)
+        check_finish(self._finish, self._so_far, bool(self._started), usage, self._faults)
         calls = tuple(self._settle(call) for call in self._started)
-        return Reply(self._so_far, calls, usage, "".join(self._reasoning), self._first_token, self._finish)
+        sealed = sealed_calls({call.id: begun.signature for call, begun in zip(calls, self._started, strict=True)})
+        reasoning = "".join(self._reasoning)
+        return Reply(self._so_far, calls, usage, reasoning, self._first_token, self._finish, sealed=sealed)
 
     @property
     def _so_far(self) -> str:
@@ -103,11 +108,14 @@ class AnswerStream:
                 return
             if name == "error":
                 raise self._faults.reported(json_of(data) or data.decode("utf-8", "replace"))
-            self._chunk(object_of(data, self._faults))
+            if name == "tool_call_dispatch":
+                self._dispatch(object_of(data, self._faults))
+            else:
+                self._chunk(object_of(data, self._faults))
 
     def _chunk(self, chunk: JsonObject) -> None:
         # Once for every token: what is usually not there is looked for before anything is made of it.
-        if ("error" in chunk or chunk.get("object") == "error") and (error := _error_in(chunk)):
+        if ("error" in chunk or chunk.get("object") == "error") and (error := error_in(chunk)):
             raise self._faults.reported(error)
         if usage := chunk.get("usage"):
             self._usage = usage
@@ -128,7 +136,7 @@ class AnswerStream:
         if len(delta) == 1 and content and isinstance(content, str) and self._first_token is not None:
             self._text.append(content)  # what nearly every event is
             return
-        text = _text(content, self._faults) or _string(delta.get("refusal"))
+        text = _text(content, self._faults) or string_of(delta.get("refusal"))
         reasoning = _reasoning(delta)
         items = _call_items(delta, self._faults)
         if self._first_token is None and (text or reasoning or items):
@@ -140,16 +148,27 @@ class AnswerStream:
         for item in items:
             self._call_delta(item)
 
+    def _dispatch(self, event: JsonObject) -> None:
+        """A whole call that is told before its deltas (NVIDIA Dynamo): they come all the same, and add nothing."""
+        call = event.get("tool_call")
+        if isinstance(call, dict) and not event.get("choice_index"):
+            number, (call_id, name, _) = _number(call), _call_fields(call, self._faults)
+            if name and (number not in self._latest or self._latest[number].id != call_id):
+                self._call_delta(call)
+                self._dispatched[number] = call_id
+
     def _call_delta(self, item: JsonValue) -> None:
         call_id, name, arguments = _call_fields(item, self._faults)
-        index = item.get("index") if isinstance(item, dict) else None
-        number = index if isinstance(index, int | str) else None
+        number = _number(item)
+        if number in self._dispatched and call_id in ("", self._dispatched[number]):
+            return
         call = self._latest.get(number)
         if call is None or call.is_over(call_id, name, arguments):
             call = self._latest[number] = self._latest[None] = _CallInProgress()
             self._started.append(call)
         call.id = call.id or call_id
         call.name = call.name or name
+        call.signature = call.signature or _signature(item)
         call.extend(arguments)
         if call.closed and call.name:
             self._settle(call)
@@ -167,13 +186,14 @@ class _CallInProgress:
     closed object is not part of it."""
 
     _MARKS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
-    __slots__ = ("_depth", "_escaped", "_in_string", "_pieces", "closed", "done", "id", "name")
+    __slots__ = ("_depth", "_escaped", "_in_string", "_pieces", "closed", "done", "id", "name", "signature")
 
     def __init__(self) -> None:
         self.id = ""
         self.name = ""
         self.closed = False
         self.done: ToolCall | None = None
+        self.signature: JsonValue = None
         self._pieces: list[str] = []
         self._depth = 0
         self._in_string = False
@@ -229,7 +249,7 @@ class _CallInProgress:
         return len(fragment)
 
 
-def _check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: Faults) -> None:
+def check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: Faults) -> None:
     if finish in _CUT:
         count = f" after {usage.completion_tokens} tokens" if usage.completion_tokens else ""
         raise Truncated(
@@ -246,11 +266,11 @@ def _check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults:
         raise faults.bad("the answer announces tool calls and has none")
 
 
-def _error_in(document: Mapping[str, JsonValue]) -> JsonValue:
+def error_in(document: Mapping[str, JsonValue]) -> JsonValue:
     return document.get("error") or (dict(document) if document.get("object") == "error" else None)
 
 
-def _string(value: JsonValue) -> str:
+def string_of(value: JsonValue) -> str:
     return value if isinstance(value, str) else ""
 
 
@@ -260,12 +280,12 @@ def _text(content: JsonValue, faults: Faults) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        return "".join(_string(part.get("text")) if isinstance(part, dict) else _string(part) for part in content)
+        return "".join(string_of(part.get("text")) if isinstance(part, dict) else string_of(part) for part in content)
     raise faults.bad("the answer's content is neither text nor a list of parts")
 
 
 def _reasoning(message: JsonObject) -> str:
-    return _string(message.get("reasoning_content")) or _string(message.get("reasoning"))
+    return string_of(message.get("reasoning_content")) or string_of(message.get("reasoning"))
 
 
 def _reason(value: JsonValue) -> str | None:
@@ -284,6 +304,12 @@ def _call_items(message: JsonObject, faults: Faults) -> list[JsonValue]:
     return calls
 
 
+def _number(item: JsonValue) -> int | str | None:
+    """The server's, of a call."""
+    index = item.get("index") if isinstance(item, dict) else None
+    return index if isinstance(index, int | str) else None
+
+
 def _call_fields(item: JsonValue, faults: Faults) -> tuple[str, str, str]:
     """Id, name and arguments, each as text and possibly empty."""
     function = item.get("function") if isinstance(item, dict) else None
@@ -294,7 +320,11 @@ def _call_fields(item: JsonValue, faults: Faults) -> tuple[str, str, str]:
         arguments = ""
     elif not isinstance(arguments, str):
         arguments = orjson.dumps(arguments).decode()
-    return _string(item.get("id")), _string(function.get("name")) if function else "", arguments
+    return string_of(item.get("id")), string_of(function.get("name")) if function else "", arguments
+
+
+def _signature(item: JsonValue) -> JsonValue:
+    return item.get(SIGNATURES) if isinstance(item, dict) else None
 
 
 def _usage(value: JsonValue) -> Usage:
@@ -303,7 +333,7 @@ def _usage(value: JsonValue) -> Usage:
     details = value.get("prompt_tokens_details")
     return usage_of(
         prompt=counted(value, "prompt_tokens"),
-        cached=counted(details, "cached_tokens"),
+        cached=counted(details, "cached_tokens") or counted(value, "prompt_cache_hit_tokens"),
         completion=counted(value, "completion_tokens"),
         reasoning=counted(value.get("completion_tokens_details"), "reasoning_tokens"),
         written=counted(details, *_CACHE_WRITES),

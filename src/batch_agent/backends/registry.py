@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from batch_agent.backends.transport import Transport
 
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
-FLEET = "batch_agent.fleet.backend:Fleet"  # what a list of backends is
+
+FLEET = "batch_agent.fleet.backend:Fleet"
 
 
 def open_backend(
@@ -49,7 +50,7 @@ def open_backend(
         # A key of spaces is a variable that was not filled in.
         key = (api_key or "").strip() or None
         factory: Callable[[Address], Backend] = resolve_name(SCHEMES[scheme].factory)
-        return factory(Address(url, key, headers, environ, sends, model, transport)), model
+        return factory(Address(url, key, headers, environ, sends, model=model, transport=transport)), model
     if isinstance(backend, list | tuple):
         fleet: Callable[..., Backend] = resolve_name(FLEET)
         return fleet(backend, api_key=api_key, environ=environ, sends=sends), model

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from batch_agent.backends.providers import PROVIDERS as NAMED
+
 KEY_VARIABLE = "BATCH_AGENT_API_KEY"
 HTTP_OPTIONS = ("native_schema",)
 ENGINE_OPTIONS = ("native_schema", "tls")
+API = ("api",)  # of those that serve both of OpenAI's
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,8 @@ class Scheme:
     form: str  # as users write it
     what: str  # for people, in a few words
     key: str = ""  # the variable that its key is taken from
-    options: tuple[str, ...] = ()  # what may stand behind the question mark
+    options: tuple[str, ...] = ()  # what may stand behind the question mark: true or false
+    texts: tuple[str, ...] = ()  # ... and what has another value
     own: bool = False  # an engine that people run themselves
     provider: bool = False  # may stand before a model's name: openai/gpt-4o
     listed: bool = True  # named where a message says what can be given
@@ -39,19 +43,73 @@ _LINES = (
         "batch_agent.backends.local:from_address",
         "local://",
         "the embedded engine, on this machine's CPU; `local://path/to/model.gguf` for weights of your own",
-        options=("threads", "kv_gb", "max_seqs"),
+        texts=("threads", "kv_gb", "max_seqs"),
         own=True,
     ),
-    Scheme("vllm", f"{_SERVERS}:vllm", "vllm://host:8000", "vLLM", KEY_VARIABLE, ENGINE_OPTIONS, own=True),
-    Scheme("sglang", f"{_SERVERS}:sglang", "sglang://host:30000", "SGLang", KEY_VARIABLE, ENGINE_OPTIONS, own=True),
-    Scheme("openai", f"{_SERVERS}:openai", "openai://", "OpenAI", "OPENAI_API_KEY", ENGINE_OPTIONS, provider=True),
+    Scheme(
+        "vllm",
+        "batch_agent.backends.vllm:VllmBackend",
+        "vllm://host:8000",
+        "vLLM",
+        KEY_VARIABLE,
+        ("priority", *ENGINE_OPTIONS),
+        texts=("cache_salt",),
+        own=True,
+    ),
+    Scheme(
+        "sglang",
+        "batch_agent.backends.sglang:SglangBackend",
+        "sglang://host:30000",
+        "SGLang",
+        KEY_VARIABLE,
+        ("priority", *ENGINE_OPTIONS),
+        texts=("extra_key",),
+        own=True,
+    ),
+    Scheme(
+        "dynamo",
+        "batch_agent.backends.dynamo:DynamoBackend",
+        "dynamo://host:8000",
+        "NVIDIA Dynamo's frontend",
+        KEY_VARIABLE,
+        ENGINE_OPTIONS,
+        texts=("cache_salt",),
+        own=True,
+    ),
+    Scheme("openai", f"{_SERVERS}:openai", "openai://", "OpenAI", "OPENAI_API_KEY", ENGINE_OPTIONS, API, provider=True),
+    Scheme(
+        "azure",
+        f"{_SERVERS}:azure",
+        "azure://resource/deployment",
+        "OpenAI's models on Azure",
+        "AZURE_OPENAI_API_KEY",
+        HTTP_OPTIONS,
+        API,
+        listed=False,
+    ),
+    *(
+        Scheme(
+            name,
+            f"{_SERVERS}:provider",
+            f"{name}://" if known.port is None else f"{name}://host:{known.port}",
+            known.what,
+            known.key or KEY_VARIABLE,
+            ENGINE_OPTIONS,
+            API,
+            own=known.port is not None,
+            provider=True,
+            listed=False,
+        )
+        for name, known in NAMED.items()
+    ),
     Scheme(
         "anthropic",
         "batch_agent.backends.anthropic:from_address",
         "anthropic://",
-        "Anthropic; `anthropic://host:port` for a server that speaks its wire",
+        "Anthropic; `anthropic://host:8000` for a server of your own that speaks its wire",
         "ANTHROPIC_API_KEY",
-        ("version", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        ("version",),
         provider=True,
     ),
     Scheme(
@@ -59,7 +117,8 @@ _LINES = (
         "batch_agent.backends.bedrock:from_address",
         "bedrock://region/model",
         "AWS Bedrock, with the credentials that boto3 finds (needs the package boto3)",
-        options=("endpoint_url", "native_schema"),
+        options=("native_schema",),
+        texts=("endpoint_url",),
         provider=True,
     ),
     Scheme(
@@ -68,7 +127,8 @@ _LINES = (
         "openai-batch://",
         "OpenAI's batch API: half the price, within a day",
         "OPENAI_API_KEY",
-        ("gather", "look", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        ("gather", "look"),
         listed=False,
     ),
     Scheme(
@@ -77,7 +137,8 @@ _LINES = (
         "anthropic-batch://",
         "Anthropic's batch API: half the price, within a day",
         "ANTHROPIC_API_KEY",
-        ("gather", "look", "version", *ENGINE_OPTIONS),
+        ENGINE_OPTIONS,
+        ("gather", "look", "version"),
         listed=False,
     ),
     Scheme(
@@ -87,13 +148,15 @@ _LINES = (
         "any server that speaks OpenAI's dialect",
         KEY_VARIABLE,
         HTTP_OPTIONS,
+        API,
     ),
-    Scheme("https", f"{_SERVERS}:http", "https://host/v1", "the same, over TLS", KEY_VARIABLE, HTTP_OPTIONS),
+    Scheme("https", f"{_SERVERS}:http", "https://host/v1", "the same, over TLS", KEY_VARIABLE, HTTP_OPTIONS, API),
     Scheme(
         "fleet",
         "batch_agent.fleet.backend:from_address",
         "fleet://hosts.txt",
-        "many servers as one: a hostfile, of which tags select; or a list of URLs, or `Fleet([...])`",
+        "many servers as one: the endpoints of a hostfile, `fleet://hosts.txt?role=worker` for some of them",
+        KEY_VARIABLE,
     ),
     Scheme(
         "simulated",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import orjson
 from pydantic import JsonValue
 
-from batch_agent.backends.base import RequestShape
+from batch_agent.backends.base import OnToolCall, RequestShape
 from batch_agent.errors import SpecError
-from batch_agent.messages import Content, JsonObject, Message, ToolCall, Usage
+from batch_agent.messages import Content, JsonObject, Message, Reply, ToolCall, Usage
 
 if TYPE_CHECKING:  # an HTTP client would come along
     from batch_agent.backends.faults import Faults
@@ -54,6 +54,13 @@ class Naming:
         if not name:
             raise self.faults.bad("the answer has a tool call without a name")
         return ToolCall(self._ids.take(call_id), name, arguments if arguments.strip() else "{}")
+
+
+def report_calls(reply: Reply, on_tool_call: OnToolCall | None) -> None:
+    """Of an answer that came as a whole: to whoever would have heard of them while it was streamed."""
+    if on_tool_call is not None:
+        for call in reply.tool_calls:
+            on_tool_call(call)
 
 
 def echoed_object(arguments: str) -> JsonObject:

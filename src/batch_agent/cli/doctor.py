@@ -30,6 +30,8 @@ from batch_agent.version import __version__
 PACKAGE = "batch-agent"
 SERVICES = [scheme for scheme in SCHEMES.values() if scheme.is_service and scheme.listed]
 PATIENCE = 3.0  # seconds for a server to say what it serves
+SHARING_PATIENCE = 20.0  # ... and to answer two requests
+SHARED = 0.5  # of a prompt of which nearly all is the same
 REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*(?:;.*extra == ['\"](?P<extra>[\w-]+)['\"])?")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -139,13 +141,34 @@ def _default() -> Finding:
 
 async def _asked(backend: Backend) -> Finding:
     try:
-        async with asyncio.timeout(PATIENCE), backend:
-            names = await backend.models()
+        async with backend:
+            async with asyncio.timeout(PATIENCE):
+                names = await backend.models()
+            sharing = await _sharing(backend, names)
     except TimeoutError:
         return Finding(backend.name, False, f"no answer in {PATIENCE:g} s")
     except (BackendError, SpecError) as error:
         return Finding(backend.name, False, str(error))
-    return Finding(backend.name, True, f"serves {', '.join(names) or 'no model'}")
+    return Finding(backend.name, True, f"serves {', '.join(names) or 'no model'}{sharing}")
+
+
+async def _sharing(backend: Backend, names: Sequence[str]) -> str:
+    """Whether an engine computes once what all requests begin with, measured; nothing where it does not tell."""
+    from batch_agent.backends.engine import EngineBackend
+
+    if not isinstance(backend, EngineBackend) or len(names) != 1:
+        return ""
+    try:
+        async with asyncio.timeout(SHARING_PATIENCE):
+            share = (await backend.verify_prefix_sharing(names[0])).share
+    except (BackendError, TimeoutError) as error:
+        why = str(error) or f"no answer in {SHARING_PATIENCE:g} s"
+        return f"; whether it shares prefixes could not be measured: {why}"
+    if share is None:
+        return ""
+    if share < SHARED:
+        return "; requests that begin alike share nothing: is its prefix cache on?"
+    return f"; requests that begin alike share {share:.0%} of their prompt"
 
 
 def _local() -> Finding:

@@ -17,9 +17,19 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, cast
 
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import (
+    Backend,
+    Capabilities,
+    Facts,
+    Load,
+    Measured,
+    ModelRequest,
+    OnToolCall,
+    Probed,
+    RequestShape,
+)
 from batch_agent.cli.streams import say
 from batch_agent.engine.prepare import Prepared
 from batch_agent.errors import BackendError, SpecError
@@ -61,7 +71,13 @@ class LoggedBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
+        return replace(self._inner.capabilities, batch=False)  # each exchange is told by itself
+
+    async def load(self, endpoint: str = "") -> Load:
+        return await cast(Measured, self._inner).load(endpoint)
+
+    async def probe(self, model: str) -> Facts:
+        return await cast(Probed, self._inner).probe(model)
 
     async def __aenter__(self) -> Self:
         await self._inner.__aenter__()

@@ -92,6 +92,10 @@ class Plan:
             self._head = self._template.head
             self.warning = _unused(self._template, self._own(field_names(first)), self.total)
 
+    def fit(self, context: int) -> None:
+        """The model's context, learnt after the plan was made: what does not fit it is cut as the spec says."""
+        self._sizing = replace(self._sizing, budget=replace(self._sizing.budget, model_max_context=context))
+
     @property
     def prefix_tokens(self) -> int:
         """About how many tokens all first requests begin with: system, tools, the task up to what varies."""
@@ -134,8 +138,8 @@ class Plan:
                 part["input"] if isinstance(value, str) else {**fields_of(value), **_without(part, images)},
                 _fill(template, part),
                 job.identified,
-                images=images,
                 affinity=job.affinity,
+                images=images,
             )
             for number, part in enumerate(cut, start=1)
         ]
@@ -277,17 +281,17 @@ def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
     return inputs
 
 
-def _without(texts: Mapping[str, str], images: Pictures) -> dict[str, str]:
-    """Those that are not the marks of pictures, which a row has as they were given."""
-    return {name: text for name, text in texts.items() if not any(mark in text for mark in images)}
-
-
 def _affinity(name: str, fields: Mapping[str, object]) -> str:
     """A row without the field belongs nowhere."""
     try:
         return text_of(name, value_of(fields, name))
     except Unfillable:
         return ""
+
+
+def _without(texts: Mapping[str, str], images: Pictures) -> dict[str, str]:
+    """Those that are not the marks of pictures, which a row has as they were given."""
+    return {name: text for name, text in texts.items() if not any(mark in text for mark in images)}
 
 
 def _texts(template: Template, fields: Mapping[str, object]) -> dict[str, str]:

@@ -51,6 +51,7 @@ class Batch:
         self._rows, self._plan, self._r = rows, plan, resources
         self._feed, self._delivery, self._record, self._parts_record = feed, delivery, record, parts_record
         self._worker, self._asks_first = worker, asks_first
+        self._lead = resources.lead  # until the first that asks has been started
         self._nowhere = Trail()  # of all agents of a run that is not recorded
         self._following = asyncio.Semaphore(FOLLOWING)
 
@@ -121,6 +122,9 @@ class Batch:
         ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
         task = agents.create_task(self._accompany(agent, ticket))
         if ticket is not None:
+            if (lead := self._lead) is not None:
+                self._lead = None
+                await lead.wait()
             return
         if trail.ended:
             task.add_done_callback(lambda _: self._following.release())

@@ -29,8 +29,10 @@ from batch_agent.foreign import describe
 from batch_agent.job import Job
 from batch_agent.messages import Conversation, Message, Usage
 from batch_agent.outputs.extract import strip_reasoning
+from batch_agent.scheduler.endpoint import Terms
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.outlook import Progress
+from batch_agent.scheduler.seeking import START
 from batch_agent.store.steps import Compacted
 
 logger = logging.getLogger("batch_agent")
@@ -165,7 +167,7 @@ def _written(message: Message) -> str:
 async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncIterator[Compactor]:
     """A server for summaries alone has slots of its own."""
     spec = prepared.spec
-    compactor = Compactor(spec.compaction, spec.model_max_context, spec.min_response_tokens)
+    compactor = Compactor(spec.compaction, prepared.context, spec.min_response_tokens)
     if prepared.summaries is None:
         yield compactor
         return
@@ -176,8 +178,8 @@ async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncItera
         yield compactor
         return
     able = backend.capabilities
-    endpoints = endpoints_of(backend, able.default_inflight)
-    limiter = Limiter(able.default_inflight, endpoints=endpoints, max_outage=PATIENCE)
+    most = able.default_inflight or START
+    limiter = Limiter(most, endpoints=endpoints_of(backend, Terms(most)), max_outage=PATIENCE)
     try:
         async with backend:
             compactor.shape = RequestShape(model or await only_model(backend, spec, "compaction_model"))

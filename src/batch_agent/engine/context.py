@@ -233,10 +233,23 @@ class AgentContext:
             await self._trail.settle()  # before more is built on it
             ticket = r.limiter.claim(self.progress, self.tally.turns)
         self.ticket = None
-        request = ModelRequest(shape, self._history.asked, self.job.job_id, left, self.job.index)
+        can_call = bool(shape.tools) and shape.tool_choice != "none"
         # On the last turn no tool will be run, so there is nothing to start early.
         last = r.max_turns is not None and left <= 1
-        may_stream = r.early_tools and shape.tools and shape.tool_choice != "none" and not last
+        request = ModelRequest(
+            shape,
+            self._history.asked,
+            self.job.job_id,
+            left,
+            self.job.index,
+            run=r.run,
+            turn=self.tally.turns + 1,
+            last=last or (r.ends_with_answer and not can_call),
+            hints=r.hints,
+            usual_tokens=r.usual_tokens,
+            on_begin=r.lead.end if r.lead is not None and r.lead.take() else None,
+        )
+        may_stream = r.early_tools and can_call and not last
         streams = may_stream and r.streaming.wants_next()
         early = EarlyCalls(r.tools, self.job, self.tally.turns + 1) if streams else None
         try:

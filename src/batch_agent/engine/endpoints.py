@@ -3,35 +3,37 @@ with timers for trials, for silence and for the end of patience, and futures for
 was.
 
 Where one of several endpoints is down, no row waits for it: it is knocked at, which costs no row anything, and gets a
-trial when it has opened. Each endpoint has an alarm of its own in a heap, so that a thousand of them are not all looked
-at for one.
+trial when it has opened.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from heapq import heappop, heappush
+from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected, Timeout, Unavailable
+from batch_agent.engine.alarms import Alarms
+from batch_agent.engine.knocking import Knock, why_shut
+from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected, Timeout
+from batch_agent.messages import Quota, Reply, Usage
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.health import SHORTEST_SILENCE, SILENCE_FACTOR, Kind
+from batch_agent.scheduler.engine_load import Reading
+from batch_agent.scheduler.health import SHORTEST_SILENCE, SILENCE_FACTOR, trouble_of
+from batch_agent.scheduler.rates import Rates, is_spent
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
+from batch_agent.scheduler.seeking import Seeker
 
 if TYPE_CHECKING:
     from batch_agent.events import Ended
 
+MOST_SPENT = 20  # refusals of one turn for a spent budget, before they count like others
 NEVER_ANSWERED = 15.0  # seconds after which a server is given up that has not answered once
-KNOCK_SECONDS = 2.0
 
 OnHealth = Callable[[Endpoint, float], None]
 OnLimit = Callable[[Endpoint, str], None]
 OnOver = Callable[["Ended", str], None]
-Knock = Callable[[str], Awaitable[object]]
-"""Asks the endpoint of this name what costs it nothing to answer. Raises a BackendError where it does not."""
 
 
 class Endpoints:
@@ -61,11 +63,8 @@ class Endpoints:
         self._limits: dict[Endpoint, dict[Ticket, asyncio.Timeout]] = {}  # of requests on their way
         self._patient: dict[Endpoint, Ticket] = {}  # the trial that may be waited for beside the next ones
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
-        self._alarms: list[tuple[float, int, Endpoint]] = []
-        self._armed: dict[Endpoint, float] = {}  # for when; other alarms of an endpoint are out of date
-        self._numbers = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = inf
+        self._alarms = Alarms(self._look)
+        self.short: set[asyncio.Future[None]] = set()  # those who wait for a budget, with their slots
 
     # Requests
 
@@ -74,7 +73,14 @@ class Endpoints:
         assert endpoint is not None
         if ticket.trial:
             self._on_health(endpoint, ticket.sent_at)
-        if ticket.trial or endpoint not in self._armed:
+        seeker = endpoint.capacity.seeker
+        if seeker is not None and seeker.ramp_at is None:
+            endpoint.capacity.ramp(endpoint.inflight, ticket.sent_at)
+            self.arm(endpoint)
+        if endpoint.rates is not None:
+            ticket.lease = endpoint.rates.begin(ticket.sent_at)
+            self.arm(endpoint)
+        elif ticket.trial or endpoint not in self._alarms:
             self.arm(endpoint)
 
     def limit(self, ticket: Ticket, seconds: float | None) -> asyncio.Timeout:
@@ -97,12 +103,63 @@ class Endpoints:
         if ticket.trial and self._patient.get(endpoint) is ticket:
             del self._patient[endpoint]
 
-    def answered(self, ticket: Ticket, seconds: float) -> None:
+    async def afford(self, ticket: Ticket, expect: Callable[[], Usage]) -> None:
+        """Until the endpoint's budgets have room for what the request is expected to take; ``settle`` must follow."""
+        endpoint = ticket.endpoint
+        assert endpoint is not None
+        rates, counted = endpoint.rates, ticket.lease
+        if rates is None or counted is None or not rates.counts_tokens:
+            return
+        expected = expect()
+        lease = rates.reserve(counted, expected, _now())
+        waited = lease is None
+        while lease is None:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.short.add(turn)
+            self.arm(endpoint)
+            try:
+                await turn
+            finally:
+                self.short.discard(turn)
+            lease = rates.reserve(counted, expected, _now())
+        if waited:
+            rates.count(_now())  # it leaves later than it was counted: better twice than too early
+        ticket.lease = lease
+
+    def settle(self, ticket: Ticket, used: Usage | None = None, *, asked: bool = True) -> None:
+        """What the request took of the budgets; None where nobody knows. ``asked``: the endpoint has seen it."""
+        lease, endpoint = ticket.lease, ticket.endpoint
+        if lease is None or endpoint is None or endpoint.rates is None:
+            return
+        ticket.lease = None
+        if asked:
+            endpoint.rates.settle(lease, used, _now())
+        else:
+            endpoint.rates.unsend(lease, _now())
+        self._serve_short()
+        self.arm(endpoint)
+
+    def _serve_short(self) -> None:
+        for turn in self.short:
+            if not turn.done():
+                turn.set_result(None)
+
+    def _learn_quota(self, endpoint: Endpoint, ticket: Ticket, quota: Quota | None, used: Usage) -> None:
+        if quota is not None:
+            if endpoint.rates is None:
+                endpoint.rates = Rates()
+            endpoint.rates.learn(quota, ticket.lease, endpoint.inflight - 1, used, _now())
+            self.arm(endpoint)
+
+    def answered(self, ticket: Ticket, seconds: float, reply: Reply) -> None:
         """A good answer: what failed although it was asked no later has failed by itself. Of what was asked later it
         says nothing: a server may finish what it has and take nothing new."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         self._is_alive(endpoint, ticket, seconds)
+        self._learn_quota(endpoint, ticket, reply.quota, reply.usage)
+        counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
+        self.settle(ticket, reply.usage if counted else None)
         endpoint.refusals.answered(ticket.sent_at)
         if doubted := self._doubted.get(endpoint):
             for other in [other for other in doubted if other.sent_at <= ticket.sent_at]:
@@ -110,14 +167,18 @@ class Endpoints:
                 doubted.remove(other)
         if self.doubts:
             self._tell_what_is_known(endpoint)
-        if not endpoint.health.is_down and endpoint.capacity.succeeded():
-            self._on_limit(endpoint, "answers are good")
+        if not endpoint.health.is_down:
+            tokens = reply.usage.completion_tokens
+            self._say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, _now()))
 
     def failed(self, ticket: Ticket, error: BackendError) -> None:
         """Called while the ticket is still held. Counts the failure as the row's own, as long as it may be."""
         endpoint, now = ticket.endpoint, _now()
         assert endpoint is not None
         kind, health = trouble_of(error), endpoint.health
+        self._learn_quota(endpoint, ticket, error.quota, error.usage or Usage())
+        free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
+        self.settle(ticket, Usage() if free else error.usage)
         if ticket.lost and (ticket.overdue or ticket.sent_at < health.down_since):
             return  # it was we who ended it
         if kind is None:
@@ -128,6 +189,12 @@ class Endpoints:
             return
         if kind == "overload":
             self._overloaded(endpoint, ticket, error, now)
+            ticket.spent += is_spent(error.quota)
+            if is_spent(error.quota) and ticket.spent <= MOST_SPENT:
+                return  # nobody's fault, and it is known when there will be more
+        elif isinstance(error, Timeout) and not error.unreached and endpoint.capacity.seeker is not None:
+            # A number that we found ourselves was too high: they wait in the server's queue.
+            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight))
         if kind == "broken" and not ticket.moved and self.others_work(endpoint):
             ticket.moved = True  # it goes elsewhere; what breaks there too may be its own fault
         elif kind != "unreached" and ticket.failures > ticket.doubtful and not health.is_down:
@@ -187,6 +254,21 @@ class Endpoints:
                 for ticket in limits:
                     self._lose(ticket, now)
 
+    def loaded(self, endpoint: Endpoint, load: Reading) -> None:
+        """The endpoint told how busy it is."""
+        self._say(endpoint, endpoint.capacity.loaded(load, endpoint.inflight))
+        self._touch(endpoint)
+        self._wake()
+
+    def seek(self, endpoint: Endpoint, seeker: Seeker, why: str) -> None:
+        endpoint.capacity.seek(seeker)
+        self._touch(endpoint)
+        self._say(endpoint, why)
+
+    def _say(self, endpoint: Endpoint, reason: str) -> None:
+        if reason:
+            self._on_limit(endpoint, reason)
+
     def resize(self, ceiling: int | None) -> None:
         for endpoint in self._all:
             endpoint.capacity.resize(ceiling)
@@ -198,8 +280,7 @@ class Endpoints:
         return len(self._all) > 1 and router.working > router.works(endpoint)
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarms.close()
         for knock in self._knocks.values():
             knock.cancel()
 
@@ -229,9 +310,10 @@ class Endpoints:
             self.arm(endpoint)
 
     def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
-        """It refused for load: halve, and let nobody ask again before it said so."""
-        if not endpoint.health.is_down and endpoint.capacity.overloaded(ticket.generation, endpoint.inflight):
-            self._on_limit(endpoint, "the server is overloaded")
+        """It refused for load: halve, and let nobody ask again before it said so. A budget by the minute that is spent
+        says nothing of what may be in flight."""
+        if not endpoint.health.is_down and not is_spent(error.quota):
+            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight))
         wait = error.retry_after or 0.0
         if 0.0 < wait <= LONGEST_RETRY_AFTER and now + wait > endpoint.held_until:
             endpoint.held_until = now + wait
@@ -282,24 +364,9 @@ class Endpoints:
     # Time
 
     def arm(self, endpoint: Endpoint) -> None:
-        """For what is due there first. An alarm that comes too early looks, and is set again."""
+        """For what is due there first."""
         now = _now()
-        due = min((due for due in self._dues(endpoint) if due > now), default=inf)
-        if due < self._armed.get(endpoint, inf):
-            self._armed[endpoint] = due
-            self._numbers += 1
-            heappush(self._alarms, (due, self._numbers, endpoint))
-            self._set_timer()
-
-    def _set_timer(self) -> None:
-        while self._alarms and self._armed.get(self._alarms[0][2]) != self._alarms[0][0]:
-            heappop(self._alarms)
-        due = self._alarms[0][0] if self._alarms else inf
-        if due != self._timer_at:
-            self._timer_at = due
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = None if due == inf else asyncio.get_running_loop().call_at(due, self._look)
+        self._alarms.set(endpoint, min((due for due in self._dues(endpoint) if due > now), default=inf))
 
     def _dues(self, endpoint: Endpoint) -> tuple[float, ...]:
         """When something is to be done about an endpoint, if nothing happens before."""
@@ -310,7 +377,10 @@ class Endpoints:
             return (health.trial_ends,)
         if health.state == "down":
             return health.next_trial, endpoint.held_until, self._patience_ends(endpoint)
-        return endpoint.held_until, self._silent_at(endpoint) if endpoint.inflight else inf
+        seeker, rates = endpoint.capacity.seeker, endpoint.rates
+        ramp_at = inf if seeker is None or seeker.ramp_at is None else seeker.ramp_at
+        free_at = inf if rates is None else rates.free_at(_now())
+        return endpoint.held_until, self._silent_at(endpoint) if endpoint.inflight else inf, ramp_at, free_at
 
     def _silent_at(self, endpoint: Endpoint) -> float:
         """Where too little is known of an endpoint, its siblings say what is usual."""
@@ -322,30 +392,24 @@ class Endpoints:
         health = endpoint.health
         return health.down_since + (self._max_outage if health.answered else min(self._max_outage, NEVER_ANSWERED))
 
-    def _look(self) -> None:
+    def _look(self, due: list[Endpoint]) -> None:
         now = _now()
-        self._timer, self._timer_at = None, inf
-        due: list[Endpoint] = []
-        while self._alarms and self._alarms[0][0] <= now:
-            at, _, endpoint = heappop(self._alarms)
-            if self._armed.get(endpoint) == at:
-                del self._armed[endpoint]
-                due.append(endpoint)
         for endpoint in due:
             self._look_at(endpoint, now)
+        self._serve_short()
         self._wake()
         for endpoint in due:
             self.arm(endpoint)
-        self._set_timer()
 
     def _look_at(self, endpoint: Endpoint, now: float) -> None:
         health = endpoint.health
         if endpoint.held_until and endpoint.held_until <= now:
             endpoint.held_until = 0.0
-            self._touch(endpoint)
-        if health.is_silent(endpoint.inflight, now):
+        self._say(endpoint, endpoint.capacity.ramp(endpoint.inflight, now))
+        self._touch(endpoint)
+        if not self.short and health.is_silent(endpoint.inflight, now):
             self._is_silent(endpoint, now)
-        elif not health.is_down and endpoint.inflight and now >= self._silent_at(endpoint):
+        elif not self.short and not health.is_down and endpoint.inflight and now >= self._silent_at(endpoint):
             self._knock_at(endpoint)
         elif health.state == "on trial" and now >= health.trial_ends:
             self._wait_beside(endpoint, now)
@@ -378,16 +442,9 @@ class Endpoints:
 
     async def _hear(self, knock: Knock, endpoint: Endpoint) -> None:
         """An endpoint that is down and opens gets a trial; one that works and does not open is down."""
-        health, reason = endpoint.health, ""
+        health = endpoint.health
         try:
-            async with asyncio.timeout(KNOCK_SECONDS):
-                await knock(endpoint.name)
-        except TimeoutError:
-            reason = f"no answer in {KNOCK_SECONDS:g} s"
-        except Rejected:
-            pass  # it is there
-        except BackendError as error:
-            reason = str(error)
+            reason = await why_shut(knock, endpoint.name)
         finally:
             del self._knocks[endpoint]
         now = _now()
@@ -436,17 +493,6 @@ class Endpoints:
         if health.answered:
             return f"the server was down for longer than max_outage, {self._max_outage:g} s: {outage}; {health.reason}"
         return f"the server never answered, in {outage}: {health.reason}"
-
-
-def trouble_of(error: BackendError) -> Kind | None:
-    """What a failure says about the server; None when it says nothing against it."""
-    if error.overload:
-        return "overload"
-    if error.unreached:
-        return "unreached"
-    if isinstance(error, Unavailable) or (isinstance(error, Timeout) and not error.text):
-        return "broken"
-    return None
 
 
 def _now() -> float:

@@ -74,7 +74,7 @@ async def _second(r: Resources, request: ModelRequest, ticket: Ticket, ask: Ask)
             raise
         finally:
             r.spending.fail(call)  # what is paid for is on the account of the turn
-        r.limiter.answered(ticket, loop.time() - left, reply.usage)
+        r.limiter.answered(ticket, loop.time() - left, reply)
         return reply
     finally:
         r.limiter.release(ticket)

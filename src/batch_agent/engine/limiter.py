@@ -11,20 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.engine.endpoints import Endpoints, Knock, OnHealth, OnLimit
+from batch_agent.engine.endpoints import Endpoints, OnHealth, OnLimit
 from batch_agent.engine.inlet import Inlet
+from batch_agent.engine.knocking import Knock
 from batch_agent.errors import Interrupted
 from batch_agent.events import Ended
-from batch_agent.messages import Usage
+from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Scheduler, Ticket
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.endpoint import Endpoint, Terms
 from batch_agent.scheduler.health import SEVERAL
 from batch_agent.scheduler.outlook import Progress
 
 if TYPE_CHECKING:
     from batch_agent.engine.members import Following
-
-NO_USAGE = Usage()
 
 
 class Feed:
@@ -90,9 +89,12 @@ class Limiter:
         endpoints: Sequence[Endpoint] = (),
         max_outage: float | None = None,
         on_health: OnHealth = lambda endpoint, now: None,
+        terms: Terms | None = None,
         knock: Knock | None = None,
     ) -> None:
-        self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint("", max_inflight)])
+        """``max_inflight`` is at all endpoints together; ``terms`` are those of each."""
+        self.terms = Terms(max_inflight) if terms is None else terms
+        self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [self.terms.endpoint("")])
         self.endpoints = Endpoints(
             self.scheduler, max_outage, on_health, on_limit, self._end, self._pump, self._are_few, knock
         )
@@ -100,6 +102,7 @@ class Limiter:
         self.max_inflight = max_inflight  # as asked for; the scheduler's may be less, where others have their share
         self._share: int | None = None
         self.party: Following | None = None  # where the endpoints are a fleet's
+        self.reading = asyncio.Lock()  # whoever holds it reads how busy the endpoints are
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._sleepers: set[asyncio.Future[None]] = set()
         self._feeds: list[Feed] = []
@@ -138,6 +141,7 @@ class Limiter:
             raise
 
     def release(self, ticket: Ticket) -> None:
+        self.endpoints.settle(ticket)
         self.scheduler.give_back(ticket)
         if ticket.trial and ticket.endpoint is not None:
             self.endpoints.arm(ticket.endpoint)  # for the next one, where this one was withdrawn
@@ -168,10 +172,10 @@ class Limiter:
             timer.cancel()
             self._sleepers.discard(sleeper)
 
-    def answered(self, ticket: Ticket, seconds: float, usage: Usage = NO_USAGE) -> None:
+    def answered(self, ticket: Ticket, seconds: float, reply: Reply) -> None:
         """The ticket's request was answered, after so many seconds."""
-        self.scheduler.answered(ticket, seconds, usage, asyncio.get_running_loop().time())
-        self.endpoints.answered(ticket, seconds)
+        self.scheduler.answered(ticket, seconds, reply.usage, asyncio.get_running_loop().time())
+        self.endpoints.answered(ticket, seconds, reply)
 
     # Agents
 
@@ -217,6 +221,7 @@ class Limiter:
         self._refusal = self._refusal or why
         self._interrupt(self._waiters.values())
         self._interrupt(self._sleepers)
+        self._interrupt(self.endpoints.short)
         self._waiters.clear()
         self.endpoints.clear_doubts(Interrupted(self._refusal))
         self.endpoints.give_up_lost()

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 
-from batch_agent.backends.base import Backend, Many, Member
+from batch_agent.backends.base import Backend, Many, Member, total_inflight
 from batch_agent.engine.limiter import Limiter
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.endpoint import Endpoint, Terms
 
 
-def endpoints_of(backend: Backend, max_inflight: int | None, *, given: bool = False) -> list[Endpoint]:
+def endpoints_of(backend: Backend, terms: Terms, *, given: bool = False) -> list[Endpoint]:
     """``given``: the user named ``max_inflight``, and any endpoint may have as many; else each has its own number."""
     able = backend.capabilities
     if not able.many:
-        return [Endpoint(name, max_inflight) for name in able.endpoints]
-    return [_endpoint(member, max_inflight, given=given) for member in cast(Many, backend).members]
+        return [terms.endpoint(name) for name in able.endpoints]
+    return [_endpoint(member, terms, given=given) for member in cast(Many, backend).members]
 
 
-def _endpoint(member: Member, max_inflight: int | None, *, given: bool) -> Endpoint:
-    ceiling = max_inflight if given else member.inflight
-    return Endpoint(member.name, ceiling, weight=member.weight, models=member.models, context=member.context)
+def _endpoint(member: Member, terms: Terms, *, given: bool) -> Endpoint:
+    if not given and member.inflight is not None:
+        terms = replace(terms, ceiling=member.inflight, start=None)
+    endpoint = terms.endpoint(member.name)
+    endpoint.weight, endpoint.models, endpoint.context = member.weight, member.models, member.context
+    return endpoint
 
 
 class Following:
@@ -50,15 +54,16 @@ class Following:
         for member in members.values():
             endpoint = known.get(member.name)
             if endpoint is None:
-                scheduler.add(_endpoint(member, self._limiter.max_inflight, given=self._given))
+                scheduler.add(_endpoint(member, self._limiter.terms, given=self._given))
             elif endpoint.models != member.models:
                 endpoint.models = member.models
                 scheduler.touch(endpoint)
         for name, endpoint in known.items():
             if name not in members and not endpoint.leaving:
                 scheduler.leave(endpoint)
-        if not self._given:
-            self._limiter.grow(sum(member.inflight for member in members.values()))
+        total = None if self._given else total_inflight(list(members.values()))
+        if total is not None:
+            self._limiter.grow(total)
         self._limiter.look_ahead()
 
     def _useful(self, members: Sequence[Member]) -> Sequence[Member]:

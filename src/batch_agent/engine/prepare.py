@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import html
 import random
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
 
-from batch_agent.backends.base import Backend, Many
+from batch_agent.backends.base import Backend, Many, Probed
 from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.pictures import Look
 from batch_agent.compiler.plan import Plan, compile_plan
@@ -28,8 +29,11 @@ from batch_agent.spec import BatchSpec
 from batch_agent.store.rundir import read_run
 from batch_agent.tools.base import Tool, resolve_tools
 
+PROBE = 5.0  # seconds for a server to say what it serves, where the run can do without
 PAUSE = 2.0  # seconds between two questions for the model's name, at the most
 AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # alive at once, where the user names no number
+SOUGHT = 256  # slots that agents are reckoned for while nobody knows how many there will be
+OTHER_FILES = 128  # that a process may have open beside its connections
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -44,9 +48,11 @@ class Prepared:
     shapes: Shapes
     plan: Plan
     max_inflight: int | None
+    sought: bool  # nobody gave max_inflight: the right number is to be found, below this one
     max_agents: int | None
     prices: Prices | None  # None: what a token costs is not known
     summaries: tuple[Backend, str | None] | None = None  # who writes them, where that is a model, and its name
+    context: int | None = None  # the model's, in tokens, as the user or the server says
 
     def __str__(self) -> str:
         from batch_agent.engine.dryrun import DryRun
@@ -72,6 +78,8 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
         read_run(Path(spec.predictive_prewarm))  # is there one?
     specs = tuple(tool.spec for tool in tools)
     schema = OutputSchema.of(spec.output_schema)
+    if not backend.capabilities.probe:
+        _check_context(spec, spec.model_max_context)
     shapes = build_shapes(spec, model or "", specs, schema, backend.capabilities)
     for shape in {shapes.first, shapes.later, shapes.repair}:
         backend.check(shape)
@@ -79,14 +87,20 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
         spec, schema=schema, inject_schema=shapes.schema_in_prompt, tools=specs, look=_look(spec, backend)
     )
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
-    agents = spec.max_agents if spec.given("max_agents") else _enough_agents(inflight)
+    sought = inflight is None and not spec.given("max_inflight")
+    if sought:
+        inflight = most_connections()
+    agents = spec.max_agents if spec.given("max_agents") else _enough_agents(SOUGHT if sought else inflight)
     prices = find_prices(spec.prices, model=model, backend=backend.name)
     if prices is not None and spec.prices is None and backend.capabilities.price != 1.0:
         prices = prices.times(backend.capabilities.price)
     _check_budget(spec, prices, model, backend.name)
     answering = _cached(spec, backend)
     summaries = _summaries(spec, answering, sends=sends)
-    return Prepared(spec, answering, model, tools, schema, shapes, plan, inflight, agents, prices, summaries)
+    known = spec.model_max_context
+    return Prepared(
+        spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known
+    )
 
 
 def _look(spec: BatchSpec, backend: Backend) -> Look:
@@ -107,6 +121,16 @@ def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backe
     if spec.compaction_backend is not None:
         return open_backend(spec.compaction_backend, model=spec.compaction_model, api_key=None, sends=sends)
     return None if spec.compaction_model is None else (backend, spec.compaction_model)
+
+
+def most_connections() -> int | None:
+    """As many as this process may have open, and some files beside; None where nobody says."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return None
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if allowed == resource.RLIM_INFINITY else max(allowed - OTHER_FILES, allowed // 2)
 
 
 def _enough_agents(max_inflight: int | None) -> int | None:
@@ -164,6 +188,28 @@ def with_model(prepared: Prepared, name: str) -> Prepared:
         model=name,
         shapes=replace(shapes, first=named[shapes.first], later=named[shapes.later], repair=named[shapes.repair]),
     )
+
+
+async def learn_context(prepared: Prepared) -> Prepared:
+    """What an entered backend says of its model, where the user said nothing. Whether a row fits is left to the server
+    all the same, which counts its tokens and does not guess them, unless the row is to be cut."""
+    spec, backend, context = prepared.spec, prepared.backend, prepared.context
+    if backend.capabilities.probe:
+        with suppress(BackendError, TimeoutError):
+            async with asyncio.timeout(PROBE):
+                facts = await cast(Probed, backend).probe(prepared.model or "")
+                context = context if spec.given("model_max_context") else facts.context
+    if context == prepared.context or context is None or context <= spec.min_response_tokens:
+        _check_context(spec, prepared.context)
+        return prepared
+    if spec.oversized != "fail":
+        prepared.plan.fit(context)
+    return replace(prepared, context=context)
+
+
+def _check_context(spec: BatchSpec, context: int | None) -> None:
+    if spec.oversized != "fail" and context is None:
+        raise SpecError(f"oversized={spec.oversized!r} needs model_max_context: what fits is not known without it")
 
 
 async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:

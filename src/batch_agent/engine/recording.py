@@ -63,13 +63,12 @@ async def begin_session(
 
 def fingerprint_of(prepared: Prepared, worker: Worker | None = None) -> bytes:
     """``worker`` is one of the user's own. A change in what it does is not seen, as with tools; its name is."""
-    shapes = prepared.shapes
     kind = worker if worker is None or isinstance(worker, FunctionType) else type(worker)
     return fingerprint(
         task=prepared.spec.task,
         template=prepared.spec.template,
         system=prepared.plan.own_system,
-        shapes=(shapes.first, shapes.later, shapes.repair),
+        shapes=prepared.shapes.asked,
         tool_versions={tool.name: tool.version for tool in prepared.tools},
         worker=None if kind is None else f"{kind.__module__}.{kind.__qualname__}",
     )

@@ -31,10 +31,13 @@ from batch_agent.engine.compacting import open_compactor
 from batch_agent.engine.context import Worker
 from batch_agent.engine.delivery import Delivery
 from batch_agent.engine.foresight import Foresight, open_foresight
+from batch_agent.engine.gauge import open_gauge
+from batch_agent.engine.knees import calibration
+from batch_agent.engine.lead import Lead, lead_of
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.loop import tool_loop
 from batch_agent.engine.members import endpoints_of, following
-from batch_agent.engine.prepare import Prepared, choose_model
+from batch_agent.engine.prepare import Prepared, choose_model, learn_context
 from batch_agent.engine.recording import RECORDED_STATES, begin_session, fingerprint_of, open_session
 from batch_agent.engine.rows import Rows
 from batch_agent.engine.shared import Shared, Sinks
@@ -55,7 +58,8 @@ from batch_agent.job import AgentResult, Placed
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
-from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.endpoint import Endpoint, Terms
+from batch_agent.scheduler.seeking import START
 from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
@@ -122,14 +126,19 @@ class Run(Generic[T]):
             prepared.max_inflight,
             prepared.max_agents,
             self._limit_changed,
-            endpoints=endpoints_of(prepared.backend, prepared.max_inflight, given=self._inflight_given),
+            endpoints=endpoints_of(prepared.backend, self._terms(), given=self._inflight_given),
             max_outage=prepared.spec.max_outage,
             on_health=self._health_changed,
+            terms=self._terms(),
             knock=cast(Many, prepared.backend).knock if prepared.backend.capabilities.many else None,
         )
         for endpoint in limiter.scheduler.endpoints:
             endpoint.health.patient = prepared.backend.capabilities.patient
         return limiter
+
+    def _terms(self) -> Terms:
+        prepared, spec = self._prepared, self._prepared.spec
+        return Terms(prepared.max_inflight, START if prepared.sought else None, spec.rpm, spec.tpm)
 
     @property
     def _inflight_given(self) -> bool:
@@ -237,7 +246,7 @@ class Run(Generic[T]):
                 backend = self._prepared.backend
                 async with backend:
                     with following(backend, self.shared.limiter, given=self._inflight_given) as party:
-                        prepared = await choose_model(self._prepared)
+                        prepared = await learn_context(await choose_model(self._prepared))
                         if party is not None:
                             party.use(filter(None, (prepared.model, prepared.spec.compaction_model)))
                         await self._work(prepared)
@@ -275,7 +284,7 @@ class Run(Generic[T]):
         """Before the backend is entered: an engine that loads its weights is part of the run's time."""
         prepared, now, price = self._prepared, self.shared.clock(), self.shared.spending.per_second
         self._emit(RunStarted(now, self.id, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
-        self._emit(LimitChanged(now, self.id, self.shared.limiter.scheduler.max_inflight, "start"))
+        self._emit(LimitChanged(now, self.id, self.shared.limiter.scheduler.slots, "start"))
 
     async def _check_first(self) -> None:
         """Before anything is sent: is there an input, and does it have the task's fields?"""
@@ -290,9 +299,12 @@ class Run(Generic[T]):
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
         shared.spending.set_prices(prepared.shapes, prepared.prices)
         record = await self._begin_record(prepared)
+        hold = partial(self._backlog, "the engine's queue")
         async with (
             self._tools(prepared) as pool,
             open_foresight(spec, pool) as foresight,
+            open_gauge(prepared.backend, shared.limiter, spec.backpressure_ceiling, hold),
+            calibration(prepared.backend, shared.limiter, prepared.model or "", wanted=spec.calibrate_backend),
             AsyncExitStack() as extent,
         ):
             shared.pool, self._foresight = pool, foresight
@@ -317,7 +329,10 @@ class Run(Generic[T]):
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
                 hedge=spec.hedge,
+                ends_with_answer=self._worker is None,
                 foresight=foresight,
+                lead=self._lead(prepared),
+                hints=spec.nvext_agent_hints,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
             self._batch = batch = Batch(
@@ -354,6 +369,12 @@ class Run(Generic[T]):
     def _record_of_parts(self, prepared: Prepared) -> Record | None:
         session = self.shared.session
         return None if session is None else session.part(fingerprint_of(prepared, self._worker))
+
+    def _lead(self, prepared: Prepared) -> Lead | None:
+        """A worker of the user's own may do something else first, or never ask."""
+        if self._worker is not None:
+            return None
+        return lead_of(prepared.plan, prepared.backend.capabilities, prepared.max_inflight)
 
     @asynccontextmanager
     async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:

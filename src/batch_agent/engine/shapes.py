@@ -1,7 +1,8 @@
 """The few kinds of request a run sends, decided once from the spec and what the backend can do.
 
 Tools and a schema go together only to a backend that composes them. To another one tool turns are free, and an answer
-that does not validate is followed by a constrained turn without tools.
+that does not validate is followed by a constrained turn without tools; where the backend can, with tools that are shown
+and may not be used, so that the prompt begins as before and what the server has computed of it counts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ class Shapes:
     first: RequestShape  # the first turn, where a forced tool choice applies
     later: RequestShape  # every following turn
     repair: RequestShape  # after an answer that did not validate
-    schema_in_prompt: bool  # the first answer is not constrained, so the model must read what is wanted
+    schema_in_prompt: bool  # the first answer may not be constrained, so the model must read what is wanted
+
+    @property
+    def asked(self) -> tuple[RequestShape, RequestShape, RequestShape]:
+        """What answers are recorded under. Tools that are shown and may not be used are for the server's cache alone:
+        they make it no other question."""
+        repair = self.repair
+        if repair is not self.later and repair.schema is not None:
+            repair = replace(repair, tools=(), tool_choice=None)
+        return self.first, self.later, repair
 
 
 def build_shapes(
@@ -53,9 +63,13 @@ def build_shapes(
     first = constrained if composed else free
     # A forced call repeated on every turn would never let the agent answer.
     later = replace(first, tool_choice="auto") if _is_forced(spec.tool_choice) else first
-    tool_free = replace(constrained, tools=(), tool_choice=None)
+    if tools and capabilities.schema_beside_tools:
+        tool_free = replace(constrained, tool_choice="none")
+    else:
+        tool_free = replace(constrained, tools=(), tool_choice=None)
     repair = tool_free if native and not composed else later
-    return Shapes(first, later, repair, schema_in_prompt=schema is not None and not composed)
+    told = not (composed and capabilities.schema_proven)
+    return Shapes(first, later, repair, schema_in_prompt=schema is not None and told)
 
 
 def _is_forced(choice: JsonValue) -> bool:

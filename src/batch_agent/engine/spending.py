@@ -70,6 +70,7 @@ class Spending:
         self._max_wall_time, self._max_cost = spec.max_wall_time, spec.max_cost
         self._time_limit = ""
         self._estimator = Estimator()
+        self._measuring = False  # somebody asks what calls will take
         self._shares = TimeShare()
         self._prices_of: WeakKeyDictionary[RequestShape, Prices | None] = WeakKeyDictionary()
         self._shape_bytes: WeakKeyDictionary[RequestShape, int] = WeakKeyDictionary()
@@ -131,7 +132,7 @@ class Spending:
         else:
             if self.time_is_up:
                 raise self.refusal()
-            call = Call(prices)
+            call = Call(prices, self._prompt_bytes(request) if self._measuring else 0)
         if self._per_second:
             call.share = self._shares.begin(asyncio.get_running_loop().time())
         return call
@@ -140,7 +141,7 @@ class Spending:
         """The answer is there. What it cost, in $, where that is known."""
         cost = call.prices.cost(usage) if call.prices is not None else None
         spent = _amount(usage, cost)
-        if self._counting and not cached:
+        if (self._counting or self._measuring) and not cached:
             self._estimator.learn(call.prompt_bytes, usage)
             if not spent.tokens:  # a server that counts nothing must not make a budget endless
                 spent = call.amount
@@ -206,6 +207,11 @@ class Spending:
             self._ledger.reserve(amount)
             turn.set_result(None)
         return True
+
+    def expect(self, request: ModelRequest) -> Usage:
+        """What the call takes at the most, as far as that can be told: for budgets by the minute."""
+        self._measuring = True
+        return self._estimator.most(self._prompt_bytes(request), request.shape.max_tokens)
 
     def _expected(self, call: Call) -> Amount:
         alone = not self._ledger.in_flight

@@ -10,23 +10,25 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.cancellation import cancelled_by_us
-from batch_agent.engine.endpoints import trouble_of
 from batch_agent.engine.foresight import Foresight
 from batch_agent.engine.hedging import hedged
+from batch_agent.engine.lead import Lead
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
 from batch_agent.errors import BackendError, BadResponse, OutputError, Timeout, Unavailable
-from batch_agent.events import Sink, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
+from batch_agent.events import SchemaUnsupported, Sink, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
 from batch_agent.job import Job, Timings
 from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.scheduler.core import SUSPECT, Ticket
+from batch_agent.scheduler.health import trouble_of
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
 from batch_agent.scheduler.streaming import Streaming
 from batch_agent.store.steps import Spent
@@ -60,10 +62,21 @@ class Resources:
     timeout_per_turn: float | None
     early_tools: bool  # start a tool while the model is still talking
     hedge: float | None = None  # seconds after which another endpoint is asked too
+    ends_with_answer: bool = True  # an agent asks no more after an answer without calls, if that is a good one
     streaming: Streaming = field(default_factory=Streaming)
     foresight: Foresight | None = None
     compactor: Compactor | None = None  # None: what is asked is never cut
+    schema_noted: bool = False  # that the server does not keep to it
+    lead: Lead | None = None  # None: nobody goes ahead of the others
+    hints: bool = True  # servers that plan are told what they can expect
+    answers: int = 0  # complete ones
+    answer_tokens: int = 0  # ... and what they had together
     chance: Callable[[], float] = random.random
+
+    @property
+    def usual_tokens(self) -> int | None:
+        """Of an answer; None before the first."""
+        return self.answer_tokens // self.answers if self.answers else None
 
 
 @dataclass(slots=True)
@@ -167,6 +180,7 @@ async def take_turn(
         if delay is None:
             raise error
         tally.again = True
+        request = replace(request, tries=request.tries + 1)
         try:
             await r.limiter.again(ticket, delay)
         finally:
@@ -206,6 +220,7 @@ async def _send(
     claimed = loop.time()
     await limiter.hold(ticket)
     try:
+        await limiter.endpoints.afford(ticket, partial(spending.expect, request))
         call = await spending.reserve(request)
     except BaseException:
         limiter.release(ticket)
@@ -221,8 +236,10 @@ async def _send(
         if not reply.tool_calls and not _has_answer(reply.text, r.schema):
             raise BadResponse(f"{r.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
         cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
-        if reply.saved is None and by is ticket:  # else nothing was asked, or another endpoint, which has said so
-            limiter.answered(ticket, loop.time() - left, reply.usage)
+        if reply.saved is not None:
+            limiter.endpoints.settle(ticket, asked=False)
+        elif by is ticket:  # else another endpoint was asked, and has said so
+            limiter.answered(ticket, loop.time() - left, reply)
     except BackendError as error:
         tally.pay(error.usage or Usage(), spending.fail(call, error))
         limiter.endpoints.failed(ticket, error)
@@ -235,16 +252,26 @@ async def _send(
         early.abandon()
     seconds = loop.time() - left
     tally.add(reply, cost)
+    r.answers += 1
+    r.answer_tokens += reply.usage.completion_tokens
     done = TurnFinished(
         r.clock(), r.run, index, tally.turns, reply.usage, seconds, reply.first_token, cost, reply.saved
     )
     r.emit(done)
+    _note_schema(r)
     if early is not None and reply.saved is None:
         gained = early.gained(loop.time())
         decided = r.streaming.learn(gained, reply.usage.completion_tokens, limiter.scheduler.inflight)
         if decided is not None:
             r.emit(StreamingDecided(r.clock(), r.run, *decided))
     return reply
+
+
+def _note_schema(r: Resources) -> None:
+    """Say once what the backend has found out about its server and schemas."""
+    if r.schema is not None and not r.schema_noted and (note := r.backend.capabilities.schema_note):
+        r.schema_noted = True
+        r.emit(SchemaUnsupported(r.clock(), r.run, note))
 
 
 def _has_answer(text: str, schema: OutputSchema[object] | None) -> bool:
@@ -268,9 +295,10 @@ async def _answer(
 
 async def _infer(r: Resources, request: ModelRequest, ticket: Ticket, early: EarlyCalls | None) -> Reply:
     limit = r.limiter.endpoints.limit(ticket, r.timeout_per_turn)
+    report = early if early is not None or request.on_begin is None else _start_nothing
     try:
         async with limit:
-            return await r.backend.infer(request, early)
+            return await r.backend.infer(request, report)
     except BackendError as error:
         error.text = error.text or "".join(request.said)
         raise
@@ -286,6 +314,12 @@ async def _infer(r: Resources, request: ModelRequest, ticket: Ticket, early: Ear
         raise Unavailable(f"{r.backend.name} gave the call up: something it waited for was cancelled") from None
     finally:
         r.limiter.endpoints.finished(ticket)
+        if request.on_begin is not None:
+            request.on_begin()
+
+
+def _start_nothing(call: ToolCall) -> None:
+    """For an answer that is streamed only to see it begin."""
 
 
 def _time_allowed(r: Resources, ticket: Ticket) -> str:

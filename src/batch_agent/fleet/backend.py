@@ -31,6 +31,7 @@ from batch_agent.backends.base import (
     OnToolCall,
     Party,
     RequestShape,
+    total_inflight,
 )
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.registry import open_backend
@@ -45,6 +46,7 @@ logger = logging.getLogger("batch_agent")
 
 ASK_SECONDS = 2.0  # that servers have to say which models they serve, once one of them has
 WATCH_SECONDS = 2.0  # between two looks at the hostfile
+USUAL_INFLIGHT = 64  # of a server that has no number of its own, where runs share
 INSIDE = ("vllm", "sglang", "dynamo", "http")  # schemes of servers beside us, to which no proxy leads
 
 Given = str | AgentEndpoint | Mapping[str, object] | Backend
@@ -122,9 +124,11 @@ class Fleet(Generates):
         return Capabilities(
             native_schema=all(one.native_schema for one in able),
             schema_with_tools=all(one.schema_with_tools for one in able),
+            schema_proven=all(one.schema_proven for one in able),
+            schema_note=next((one.schema_note for one in able if one.schema_note), ""),
             streaming=all(one.streaming for one in able),
             images=all(one.images for one in able),
-            default_inflight=sum(member.inflight for member in self.members),
+            default_inflight=total_inflight(self.members),
             endpoints=tuple(server.name for server in self._present),
             load=any(one.load for one in able),
             many=True,
@@ -272,7 +276,8 @@ class Fleet(Generates):
                 self._parties[party] = inf
                 party.share(None)
             return
-        total = max(sum(member.inflight for member in self.members), *(party.slots or 0 for party in self._parties))
+        usual = sum(member.inflight or USUAL_INFLIGHT for member in self.members)
+        total = max(usual, *(party.slots or 0 for party in self._parties))
         for party, slots in shares(self._parties, total).items():
             party.share(slots)
 

@@ -34,7 +34,8 @@ class Server:
 
     @property
     def member(self) -> Member:
-        inflight = max(1, round(self.backend.capabilities.default_inflight * self.weight))
+        usual = self.backend.capabilities.default_inflight
+        inflight = None if usual is None else max(1, round(usual * self.weight))
         return Member(self.name, self.weight, inflight, self.models, self.context)
 
     def serves(self, model: str) -> bool:

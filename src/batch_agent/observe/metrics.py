@@ -24,6 +24,7 @@ from batch_agent.events import (
     ModelChosen,
     RunFinished,
     RunStarted,
+    SchemaUnsupported,
     ToolFinished,
     ToolStarted,
     TurnFailed,
@@ -32,6 +33,7 @@ from batch_agent.events import (
 )
 from batch_agent.messages import Usage
 from batch_agent.observe.history import History, Pace
+from batch_agent.observe.limits import Limits, LimitStep
 
 WINDOW = 30  # seconds over which the recent rate is taken
 RECENT_ERRORS = 5
@@ -136,10 +138,12 @@ class Statistics:
     draining: bool = False  # no new row starts
     peak_running: int = 0
     max_inflight: int | None = None
+    limits: tuple[LimitStep, ...] = ()  # how that changed, and why
     recent_errors: tuple[RecentError, ...] = ()  # the latest last
     recent_results: tuple[RecentResult, ...] = ()  # the latest last; for whoever sees results to fill in
     outages: tuple[Outage, ...] = ()  # of now
     outage_seconds: float = 0.0  # that a server was down, all outages together
+    schema_note: str = ""  # why the output schema is not sent any more
     ended: Ended | None = None
     reason: str = ""  # which limit ended a run that is out of budget, or why it could not go on
 
@@ -227,8 +231,10 @@ class Metrics:
         self._timed_rows = 0
         self._history = History()
         self._max_inflight: int | None = None
+        self._limits = Limits()
         self._down: dict[str, HealthChanged] = {}
         self._outage_seconds = 0.0
+        self._schema_note = ""
         self._errors: dict[tuple[str, str], RecentError] = {}
         self._rows_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW)
 
@@ -255,12 +261,15 @@ class Metrics:
                 self._answer_rejected(event)
             case LimitChanged():
                 self._max_inflight = event.max_inflight
+                self._limits.add(event)
             case HealthChanged():
                 self._health_changed(event)
             case RunStarted():
                 self._run_started(event)
             case ModelChosen():
                 self._run = self._run and replace(self._run, model=event.model)
+            case SchemaUnsupported():
+                self._schema_note = event.reason
             case DrainStarted():
                 self._draining = True
             case RunFinished():
@@ -308,9 +317,11 @@ class Metrics:
             draining=self._draining,
             peak_running=self._peak_running,
             max_inflight=self._max_inflight,
+            limits=self._limits.steps(),
             recent_errors=tuple(self._errors.values()),
             outages=tuple(_outage(event, now) for event in self._down.values()),
             outage_seconds=self._outage_seconds + sum(now - event.since for event in self._down.values()),
+            schema_note=self._schema_note,
             ended=finished.ended if finished else None,
             reason=finished.reason if finished else "",
         )

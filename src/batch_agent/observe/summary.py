@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from batch_agent.messages import JsonObject
+from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.metrics import Prewarm, Statistics, ToolUse
 from batch_agent.observe.savings import savings
 from batch_agent.observe.text import amount, clock, counted, dollars, duration, harmless, rate, rows, share
@@ -13,6 +13,7 @@ from batch_agent.tools.latency import ToolStatistics
 
 ERROR_CHARACTERS = 300
 REASON_CHARACTERS = 600
+SHOWN_LIMITS = 4
 NO_TOOLS: Mapping[str, ToolStatistics] = MappingProxyType({})
 
 
@@ -33,6 +34,10 @@ def summary_lines(
         lines += _labelled("why", [harmless(statistics.reason, REASON_CHARACTERS)])
     if statistics.outage_seconds:
         lines += _labelled("outage", [f"the server was down for {clock(statistics.outage_seconds)} in all"])
+    if statistics.schema_note:
+        lines += _labelled("schema", [harmless(statistics.schema_note, REASON_CHARACTERS)])
+    if statistics.limits:
+        lines += _labelled("limit", [_limit_line(statistics)])
     lines += _labelled("failed", _failure_lines(statistics))
     lines += _labelled("tokens", [_token_line(statistics)])
     if statistics.cost is not None:
@@ -68,7 +73,12 @@ def summary_json(
         "turns": statistics.turns,
         "retries": statistics.retries,
         "answers_rejected": statistics.rejected,
+        "schema_note": statistics.schema_note or None,
         "peak_inflight": statistics.peak_running,
+        "limits": [
+            {"from": step.before, "to": step.after, "reason": step.reason, "endpoint": step.endpoint}
+            for step in statistics.limits
+        ],
         "inference_seconds": round(statistics.inference_seconds, 3),
         "tool_wait_seconds": round(statistics.tool_wait_seconds, 3),
         "tokens": {
@@ -78,6 +88,7 @@ def summary_json(
             "completion": usage.completion_tokens,
             "reasoning": usage.reasoning_tokens,
         },
+        "prefix_hit_rate": _hit_rate(usage),
         "cost": None if statistics.cost is None else round(statistics.cost, 9),
         "saved": {saving.name: {"value": saving.value, "how": saving.how} for saving in savings(statistics)},
         "tool_calls": {
@@ -95,6 +106,11 @@ def summary_json(
     }
 
 
+def _hit_rate(usage: Usage) -> float | None:
+    """Of all prompt tokens, the part that the server found in its cache; None where it never told of one."""
+    return round(usage.cached_tokens / usage.prompt_tokens, 4) if usage.cached_tokens else None
+
+
 def _headline(statistics: Statistics) -> str:
     line = f"{rows(statistics.done)} in {duration(statistics.elapsed)}: {statistics.ok:,} ok"
     if statistics.failed:
@@ -109,6 +125,12 @@ def _headline(statistics: Statistics) -> str:
         left = statistics.total - statistics.done if statistics.total is not None else 0
         line += f"; {stopped[statistics.ended]}" + (f", {rows(left)} not done" if left else "")
     return line
+
+
+def _limit_line(statistics: Statistics) -> str:
+    """The latest changes of the number of calls in flight."""
+    shown = statistics.limits[-SHOWN_LIMITS:]
+    return ("…; " if len(shown) < len(statistics.limits) else "") + "; ".join(map(str, shown))
 
 
 def _failure_lines(statistics: Statistics) -> list[str]:

@@ -86,12 +86,13 @@ class Estimator:
     of those before.
     """
 
-    __slots__ = ("_answer_tokens", "_answered", "_answers", "_counted", "_densest", "_template_tokens")
+    __slots__ = ("_answer_tokens", "_answered", "_answers", "_counted", "_densest", "_longest", "_template_tokens")
 
     def __init__(self) -> None:
         self._answered = False
         self._answers = 0  # that the server has counted
         self._answer_tokens = 0
+        self._longest = 0  # of them, in tokens
         self._counted = 0  # prompts that the server has counted
         self._densest = 0.0  # tokens per byte, 1 at most
         self._template_tokens = TEMPLATE_TOKENS
@@ -103,6 +104,12 @@ class Estimator:
         prompt = math.ceil(prompt_bytes * density) + template
         return Usage(prompt_tokens=prompt, completion_tokens=max_tokens or self.answer_tokens)
 
+    def most(self, prompt_bytes: int, max_tokens: int | None) -> Usage:
+        """For a budget that must not be passed for a moment: an answer is as long as the longest so far."""
+        longest = self._longest if self._answers else FIRST_ANSWER_TOKENS
+        prompt = self.expect(prompt_bytes, max_tokens, alone=True).prompt_tokens
+        return Usage(prompt_tokens=prompt, completion_tokens=max_tokens or longest)
+
     @property
     def answer_tokens(self) -> int:
         return -(-self._answer_tokens // self._answers) if self._answers else FIRST_ANSWER_TOKENS
@@ -112,6 +119,7 @@ class Estimator:
         if usage.prompt_tokens or usage.completion_tokens:
             self._answers += 1
             self._answer_tokens += usage.completion_tokens
+            self._longest = max(self._longest, usage.completion_tokens)
         if prompt_bytes and usage.prompt_tokens:
             self._counted += 1
             self._densest = max(self._densest, min(1.0, usage.prompt_tokens / prompt_bytes))

@@ -35,6 +35,7 @@ from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.ordering import LAST, Queue
 from batch_agent.scheduler.outlook import Outlook, Progress
 from batch_agent.scheduler.parking import Parking
+from batch_agent.scheduler.rates import Lease
 from batch_agent.scheduler.routing import Router
 
 MOST_AT_TOOLS = 1024  # agents that may wait for busy tools where the number of slots has no limit
@@ -64,6 +65,8 @@ class Ticket:
     anywhere: bool = False  # it has waited for its own endpoint for long enough
     avoid: Endpoint | None = None  # where it would rather not go
     moved: bool = False  # it went elsewhere, once, without a failure of its own
+    spent: int = 0  # refusals because a budget by the minute was spent
+    lease: Lease | None = None  # of the endpoint's budgets, while it is in flight
 
     @property
     def chore(self) -> bool:
@@ -267,7 +270,7 @@ class Scheduler:
         trial = self._trial(now)
         if trial is not None and (ticket := self._next()) is not None:
             return ticket, trial
-        while self._free() and (ticket := self._next()) is not None:
+        while self._free(now) and (ticket := self._next()) is not None:
             endpoint = self._route(ticket, now)
             if endpoint is not None:
                 return ticket, endpoint
@@ -301,7 +304,7 @@ class Scheduler:
             return None
         return next((endpoint for endpoint in self.endpoints if endpoint.has_slot(now)), None)
 
-    def _free(self) -> bool:
+    def _free(self, now: float) -> bool:
         """Whether an endpoint is free that the rest of the batch is worth. One that is much slower than the others
         takes nothing more when they will be done before it."""
         router = self.router
@@ -311,6 +314,8 @@ class Scheduler:
             if best is None:
                 if not router.wake(left if self.inflight else inf):
                     return False
+            elif not best.has_slot(now):  # its budget by the minute is spent
+                router.hide(best)
             elif self.inflight > best.inflight and router.is_slow_for(best, left, self.slots or self.inflight):
                 router.rest(best, left)
             else:
@@ -325,20 +330,27 @@ class Scheduler:
             if home is None or not router.works(home):
                 home = router.home(progress.key, progress.model) if progress.key else None
             worth = router.prefix.seconds(progress.tokens or int(router.first_tokens))
-        best = router.best(progress.model, progress.tokens, ticket.avoid)
+        best = self._best(progress, ticket.avoid, now)
         if home is None or home is ticket.avoid:
             pass
-        elif router.is_free(home):
+        elif router.is_free(home) and home.has_slot(now):
             if best is None or router.seconds(home) <= MUCH_SLOWER * router.seconds(best) + worth:
                 return home
         elif worth > router.wait(home, self._parking.waiting(home)):
             self._parking.park(ticket, progress.turns, home, now + worth)
             return None
         if best is None and ticket.avoid is not None:
-            best = router.best(progress.model, progress.tokens)
+            best = self._best(progress, None, now)
         if best is None:  # another is free, of a kind that cannot take it
             self._parking.park(ticket, progress.turns, progress.model)
         return best
+
+    def _best(self, progress: Progress, avoid: Endpoint | None, now: float) -> Endpoint | None:
+        while True:
+            best = self.router.best(progress.model, progress.tokens, avoid)
+            if best is None or best.has_slot(now):
+                return best
+            self.router.hide(best)
 
     def _unpark(self, place: Endpoint | str) -> None:
         while (ticket := self._parking.take(place, None)) is not None:

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 
 from batch_agent.scheduler.capacity import Capacity
 from batch_agent.scheduler.health import Health
+from batch_agent.scheduler.rates import Rates
 from batch_agent.scheduler.refusals import Refusals
+from batch_agent.scheduler.seeking import MOST, Seeker
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is known of an endpoint before it is asked. ``start`` is where the search for the right number begins; None
+    where the number is known, and is ``ceiling``."""
+
+    ceiling: int | None = None
+    start: int | None = None
+    rpm: int | None = None
+    tpm: int | None = None
+
+    def endpoint(self, name: str) -> Endpoint:
+        rates = None if self.rpm is None and self.tpm is None else Rates(self.rpm, self.tpm)
+        if self.start is None:
+            return Endpoint(name, self.ceiling, rates=rates)
+        most = MOST if self.ceiling is None else min(MOST, self.ceiling)
+        return Endpoint(name, most, Seeker(self.start, most=most), rates)
 
 
 class Endpoint:
@@ -21,6 +42,7 @@ class Endpoint:
         "models",
         "most_in_flight",
         "name",
+        "rates",
         "refusals",
         "weight",
     )
@@ -29,6 +51,8 @@ class Endpoint:
         self,
         name: str = "",
         ceiling: int | None = None,
+        seeker: Seeker | None = None,
+        rates: Rates | None = None,
         *,
         weight: float = 1.0,
         models: frozenset[str] | None = None,
@@ -38,7 +62,8 @@ class Endpoint:
         self.weight = weight  # of its share, among others
         self.models = models  # that it serves; None: any
         self.context = context  # tokens; None: as many as any
-        self.capacity = Capacity(ceiling)
+        self.capacity = Capacity(ceiling, seeker)
+        self.rates = rates  # None while no budget is known
         self.health = Health()
         self.refusals = Refusals()
         self.inflight = 0
@@ -50,6 +75,8 @@ class Endpoint:
     def has_slot(self, now: float) -> bool:
         """Whether a request may leave for it now."""
         if self.given_up or self.leaving or now < self.held_until:
+            return False
+        if self.rates is not None and self.rates.free_at(now) > now:
             return False
         state = self.health.state
         if state == "down":
@@ -77,6 +104,9 @@ class Endpoint:
         self.inflight += 1
         if self.inflight > self.most_in_flight:
             self.most_in_flight = self.inflight
+        limit = self.capacity.limit
+        if limit is not None and self.inflight >= limit:
+            self.capacity.filled = True
         trial = self.health.state == "down"
         if trial:
             self.health.try_now(now)

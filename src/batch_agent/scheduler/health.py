@@ -24,6 +24,8 @@ from math import inf
 from random import random
 from typing import Literal
 
+from batch_agent.errors import BackendError, Timeout, Unavailable
+
 State = Literal["works", "in doubt", "down", "on trial"]
 Kind = Literal["unreached", "broken", "overload", "silent"]
 
@@ -148,3 +150,14 @@ class Health:
         """It failed, or was withdrawn."""
         if self.state == "on trial":
             self.state = "down"
+
+
+def trouble_of(error: BackendError) -> Kind | None:
+    """What a failure says about the server; None when it says nothing against it."""
+    if error.overload:
+        return "overload"
+    if error.unreached:
+        return "unreached"
+    if isinstance(error, Unavailable) or (isinstance(error, Timeout) and not error.text):
+        return "broken"
+    return None

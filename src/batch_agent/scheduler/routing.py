@@ -210,9 +210,13 @@ class Router:
     def serves(self, endpoint: Endpoint, model: str) -> bool:
         return self._standing[endpoint].kind in self._serving(model)
 
+    def hide(self, endpoint: Endpoint) -> None:
+        """It is not free, whatever it looked like; until it is touched again."""
+        self._standing[endpoint].number = 0
+
     def rest(self, endpoint: Endpoint, turns_left: float) -> None:
         """It is too slow for what is left; it is asked again when more is left, or nobody else is at work."""
-        self._standing[endpoint].number = 0
+        self.hide(endpoint)
         self._resting.append(endpoint)
         self._rested_at = max(self._rested_at, turns_left)
 

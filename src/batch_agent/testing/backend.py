@@ -7,6 +7,7 @@ everything above a backend; connections themselves take a ScriptedServer.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -21,7 +22,7 @@ from batch_agent.backends.generating import Generates
 from batch_agent.backends.openai import encode_head, join_body
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
 from batch_agent.backends.quota import read_quota
-from batch_agent.backends.wire import Naming
+from batch_agent.backends.wire import Naming, report_calls
 from batch_agent.messages import Reply
 from batch_agent.testing.request import Request
 from batch_agent.testing.script import Script, scripted_reply, wait_due
@@ -63,7 +64,7 @@ class ScriptedBackend(Generates):
         return ["scripted"]
 
     def check(self, shape: RequestShape) -> None:
-        encode_head(shape, False, "max_tokens")
+        encode_head(shape, False)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         naming = Naming(request.conversation.messages, FAULTS)
@@ -79,17 +80,16 @@ class ScriptedBackend(Generates):
             track = await self._track(asked)
             if track.status >= 300:
                 raise FAULTS.answered(track.status, CIMultiDict(track.headers), b"".join(track.parts))
-            reply = await _read_stream(track, stream) if stream else await _read_body(track, naming)
-            if stream is None and on_tool_call is not None:
-                for call in reply.tool_calls:
-                    on_tool_call(call)
+            reply = await _read_stream(track, stream, request.on_begin) if stream else await _read_body(track, naming)
+            if stream is None:
+                report_calls(reply, on_tool_call)
             quota = read_quota(CIMultiDict(track.headers)) if track.headers else None
             return reply if quota is None else replace(reply, quota=quota)
         finally:
             self.inflight -= 1
 
     def _request(self, request: ModelRequest, streamed: bool) -> Request:
-        raw = join_body(encode_head(request.shape, streamed, "max_tokens"), request.conversation)
+        raw = join_body(encode_head(request.shape, streamed), request.conversation)
         return Request(len(self.requests), "/v1/chat/completions", orjson.loads(raw), raw=raw)
 
     async def _track(self, request: Request) -> Track:
@@ -97,10 +97,12 @@ class ScriptedBackend(Generates):
         return track_of(await wait_due(reply), Wire(request, model=request.model, fingerprint="scripted"))
 
 
-async def _read_stream(track: Track, stream: AnswerStream) -> Reply:
+async def _read_stream(track: Track, stream: AnswerStream, on_begin: Callable[[], None] | None) -> Reply:
     for index, part in enumerate(track.parts):
         if index:
             await asyncio.sleep(track.delay)
+        if on_begin is not None:
+            on_begin()
         if stream.feed(part):
             break
     _check_dropped(track)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OF_THE_WHOLE = frozenset(
     {
         *("max_inflight", "max_concurrent", "max_agents", "max_dispatched", "max_cost", "max_total_tokens"),
-        *("max_wall_time", "max_outage"),
+        *("max_wall_time", "max_outage", "rpm", "tpm", "backpressure_ceiling", "calibrate_backend"),
         *("run_dir", "checkpoint_dir", "resume", "retry_failed", "force_resume"),
     }
 )

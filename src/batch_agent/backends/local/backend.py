@@ -26,6 +26,7 @@ from batch_agent.backends.local.options import Options, parse_url
 from batch_agent.backends.local.process import ENGINE_PROGRAM, Answer, EngineDied, EngineProcess
 from batch_agent.backends.local.prompt import chat_messages, describe_schema, describe_tools, read_call
 from batch_agent.backends.local.toolgrammar import compile_turn
+from batch_agent.backends.wire import report_calls
 from batch_agent.errors import InternalError, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolCall, Usage
 
@@ -155,9 +156,7 @@ class LocalBackend(Generates):
                 error.usage = reply.usage + (error.usage or Usage())
                 raise
             reply = replace(again, usage=reply.usage + again.usage, first_token=reply.first_token)
-        if on_tool_call is not None:
-            for call in reply.tool_calls:
-                on_tool_call(call)
+        report_calls(reply, on_tool_call)
         return reply
 
     async def _infer(self, turn: _Turn, request: ModelRequest) -> Reply:

@@ -9,10 +9,11 @@ from typing import Self
 from weakref import WeakKeyDictionary
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Capabilities, Load, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.simulated.answers import Answer, chat_answer
 from batch_agent.backends.simulated.core import Sequence
+from batch_agent.backends.simulated.metrics import engine_load
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import PromptView, chat_prompt, encode_tools
@@ -40,7 +41,7 @@ class SimulatedBackend(Generates):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(native_schema=True, schema_with_tools=True, default_inflight=self.model.max_num_seqs)
+        return Capabilities(native_schema=True, schema_with_tools=True, load=True)
 
     async def __aenter__(self) -> Self:
         self._entered += 1
@@ -55,6 +56,9 @@ class SimulatedBackend(Generates):
 
     async def models(self) -> list[str]:
         return [self.model.name]
+
+    async def load(self, endpoint: str = "") -> Load:
+        return engine_load(self.runner.engine)
 
     def check(self, shape: RequestShape) -> None:
         """Nothing is beyond an engine that only pretends."""

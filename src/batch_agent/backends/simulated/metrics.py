@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from batch_agent.backends.base import Load
 from batch_agent.backends.simulated.core import Engine
 
 
@@ -32,6 +33,20 @@ def prometheus_text(samples: Iterable[Sample], *, model_name: str, origin: str) 
         text = ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items())
         lines.append(f"vllm:{sample.name}{{{text}}} {float(sample.value)}")
     return "\n".join(lines) + "\n"
+
+
+def engine_load(engine: Engine) -> Load:
+    """The same, for whoever is in this process."""
+    counters, pool = engine.counters, engine.pool
+    return Load(
+        running=len(engine.running),
+        waiting=engine.waiting,
+        kv_usage=pool.held / pool.size,
+        kv_tokens=pool.size * engine.model.block_size,
+        preemptions=counters.preemptions,
+        prefix_queries=counters.prefix_queries,
+        prefix_hits=counters.prefix_hits,
+    )
 
 
 def engine_metrics(engine: Engine) -> str:

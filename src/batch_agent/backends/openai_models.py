@@ -1,0 +1,55 @@
+"""What OpenAI's models take, known from their names: which API, and which options they refuse."""
+
+from __future__ import annotations
+
+import re
+
+from batch_agent.backends.base import RequestShape
+from batch_agent.errors import SpecError
+
+# Served by /v1/responses alone.
+_RESPONSES_ONLY = re.compile(r"^o\d+-pro|^gpt-[\w.]+-pro|codex|deep-research|^computer-use")
+_REASONING = re.compile(r"^(o\d|gpt-[5-9](?!\d)|codex|computer-use)")
+_CHATTING = re.compile(r"-chat(-|$)")
+# From 5.1 on a model can be told not to reason, and then takes them.
+_MAY_NOT_REASON = re.compile(r"^gpt-(5\.[1-9]|[6-9](?!\d))")
+
+
+def needs_responses(model: str) -> bool:
+    return _RESPONSES_ONLY.search(_bare(model)) is not None
+
+
+def reasons(model: str) -> bool:
+    name = _bare(model)
+    return _REASONING.match(name) is not None and _CHATTING.search(name) is None
+
+
+def check_options(shape: RequestShape) -> None:
+    """SpecError for options that the model refuses: every row would come back with a 400. They are not left out in
+    silence, since who asks for temperature 0 relies on it."""
+    if not reasons(shape.model):
+        return
+    may = _MAY_NOT_REASON.match(_bare(shape.model)) is not None
+    if may and "none" in (shape.extra_body.get("reasoning_effort"), _effort(shape)):
+        return
+    given = {"temperature": shape.temperature, "top_p": shape.top_p, "stop": shape.stop or None}
+    refused = [name for name, value in given.items() if value is not None]
+    if refused:
+        way = ', or give extra_body={"reasoning_effort": "none"}' if may else ""
+        raise SpecError(
+            f"{shape.model} is a reasoning model and takes no {' and no '.join(refused)}: leave {_it(refused)} out{way}"
+        )
+
+
+def _effort(shape: RequestShape) -> object:
+    reasoning = shape.extra_body.get("reasoning")
+    return reasoning.get("effort") if isinstance(reasoning, dict) else None
+
+
+def _bare(model: str) -> str:
+    """Without what stands before the name of a fine-tuned one, ``ft:gpt-…:org``."""
+    return model.lower().removeprefix("ft:")
+
+
+def _it(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"

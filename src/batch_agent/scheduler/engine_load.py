@@ -1,0 +1,108 @@
+"""What an engine's own numbers say about how much more to send it: the length of its queue above all.
+
+An engine is full when it has a queue; what waits there waits no better than here, and takes the cache from agents that
+are under way. While the queue is short, an eighth of what is running, the limit grows: at first twice as much with each
+reading, later by equal steps, so that runs side by side come to equal shares. A queue that is longer than what is
+running, twice in a row, is halved or so, by each of them in proportion; never less, because requests often end together
+and there must be enough to take their place. Requests that the engine puts back for want of memory, many of them, and
+a first token that takes longer and longer although the limit stays, bring the limit down too.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+SHORT, LONG, KEPT = 1 / 8, 1.0, 1 / 2  # of what is running: a queue that is short, long, and what is left of a long one
+OURS = 0.45  # of what the engine has: less is a small part
+LEAST = 4  # requests that are a short queue anywhere
+STEP, STEP_SHARE = 8, 16  # what the limit grows by, and one for so many that it has
+SHRINK = 0.85
+FULL = 0.95  # of the KV cache
+THRASHES = 1 / 8  # of what is running, put back between two readings
+CALM, PAUSE = 10, 3  # readings without growth after that, and until it may bring the limit down again
+SLOWER, SLOWER_SECONDS = 2.0, 0.5  # times, and more, that the first token took when the limit last changed
+
+
+class Reading(Protocol):
+    """The part of a backend's ``Load`` that is looked at."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def kv_usage(self) -> float | None: ...
+    @property
+    def preemptions(self) -> int | None: ...
+    @property
+    def first_token_count(self) -> int | None: ...
+    @property
+    def first_token_seconds(self) -> float | None: ...
+
+
+class LoadGuide:
+    __slots__ = ("_answers", "_calm", "_first", "_grown", "_limit", "_long", "_preemptions", "_seconds", "_slow")
+
+    def __init__(self) -> None:
+        self._long = False  # the queue was long at the last reading
+        self._grown = False  # it has been: from then on the limit grows by steps
+        self._calm = 0  # readings without growth to come
+        self._preemptions: int | None = None
+        self._answers, self._seconds = 0, 0.0  # counters of the last reading
+        self._limit = 0  # at the last reading
+        self._first: float | None = None  # seconds to the first token when the limit last changed
+        self._slow = False
+
+    def read(self, load: Reading, inflight: int, limit: int, most: int | None) -> tuple[int, str] | None:
+        """A new limit, ``most`` at the most, and why; None: it stays."""
+        running, waiting = load.running, load.waiting
+        long = waiting > max(LEAST, running * LONG) and running > 0
+        was_long, self._long = self._long, long
+        thrashes, slower = self._thrashes(load), self._is_slower(load, limit)
+        if thrashes and self._calm <= CALM - PAUSE:
+            self._calm, self._grown = CALM, True
+            return _down(limit, int(min(limit, inflight) * SHRINK), "the engine is short of memory")
+        if long and was_long:
+            self._grown = True
+            share = (running * (1 + KEPT) + LEAST) / (running + waiting)
+            return _down(limit, round(inflight * share), "the engine's queue is long")
+        if slower:
+            self._calm = CALM
+            return _down(limit, int(limit * SHRINK), "the first token takes longer and longer")
+        self._calm = max(0, self._calm - 1)
+        short = waiting <= max(LEAST, running * SHORT)
+        # Where others have the larger part there is room until the queue is long: then they give more than we do.
+        room = short or (not long and inflight < OURS * (running + waiting))
+        if self._calm or not room or 10 * inflight < 9 * limit or (load.kv_usage or 0.0) > FULL:
+            return None
+        more = limit + max(STEP, limit // STEP_SHARE) if self._grown or not short else 2 * limit
+        more = more if most is None else min(more, most)
+        if more <= limit:
+            return None
+        return more, "the queue stays short" if short else "others have more of the engine"
+
+    def _thrashes(self, load: Reading) -> bool:
+        before, now = self._preemptions, load.preemptions
+        self._preemptions = now
+        return before is not None and now is not None and now - before > load.running * THRASHES
+
+    def _is_slower(self, load: Reading, limit: int) -> bool:
+        """Twice in a row, with the limit as it was."""
+        answers, seconds = load.first_token_count, load.first_token_seconds
+        if answers is None or seconds is None:
+            return False
+        new, took = answers - self._answers, seconds - self._seconds
+        known, self._answers, self._seconds = self._answers > 0, answers, seconds
+        if limit != self._limit or new <= 0 or not known:
+            self._limit, self._first, self._slow = limit, None, False
+            return False
+        mean = took / new
+        if self._first is None:
+            self._first = mean
+        was_slow, self._slow = self._slow, mean > SLOWER * self._first + SLOWER_SECONDS
+        return was_slow and self._slow
+
+
+def _down(limit: int, fewer: int, reason: str) -> tuple[int, str] | None:
+    fewer = max(1, fewer)
+    return (fewer, reason) if fewer < limit else None

@@ -1,0 +1,95 @@
+"""Budgets by the minute."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batch_agent.messages import Allowance, Quota, Usage
+from batch_agent.scheduler.rates import MINUTE, SLACK, Rates, is_spent
+
+
+def test_no_more_requests_leave_in_any_minute() -> None:
+    rates = Rates(rpm=3)
+    for now in (0.0, 1.0, 2.0):
+        assert rates.free_at(now) <= now
+        rates.begin(now)
+    assert rates.free_at(2.0) == MINUTE + SLACK
+    rates.begin(MINUTE + SLACK)
+    assert rates.free_at(MINUTE + SLACK) == 1.0 + MINUTE + SLACK
+
+
+@given(st.integers(1, 20), st.lists(st.floats(0, 30), max_size=200))
+def test_whenever_requests_come_no_minute_has_more_than_its_budget(rpm: int, gaps: list[float]) -> None:
+    rates, now, sent = Rates(rpm=rpm), 0.0, []
+    for gap in gaps:
+        now = max(now + gap, rates.free_at(now + gap))
+        rates.begin(now)
+        sent.append(now)
+    for at in sent:
+        assert sum(1 for other in sent if at <= other < at + MINUTE) <= rpm
+
+
+def test_tokens_are_reserved_before_and_settled_after() -> None:
+    rates = Rates(tpm=1_000)
+    expected = Usage(prompt_tokens=300, completion_tokens=500)
+    lease = rates.reserve(rates.begin(0.0), expected, 0.0)
+    assert lease is not None
+    assert rates.free_at(0.0) > 0.0  # another like it does not fit
+    rates.settle(lease, Usage(prompt_tokens=100, completion_tokens=50), 1.0)
+    assert rates.free_at(1.0) <= 1.0  # it took less
+
+
+def test_tokens_count_for_a_minute_from_the_answer_on() -> None:
+    rates = Rates(tpm=1_000)
+    lease = rates.reserve(rates.begin(0.0), Usage(prompt_tokens=900), 0.0)
+    assert lease is not None
+    rates.settle(lease, Usage(prompt_tokens=900), 20.0)
+    assert rates.free_at(30.0) == 20.0 + MINUTE + SLACK
+
+
+def test_a_request_beyond_the_whole_budget_goes_alone() -> None:
+    rates = Rates(tpm=100)
+    lease = rates.reserve(rates.begin(0.0), Usage(prompt_tokens=500), 0.0)
+    assert lease is not None
+    assert rates.reserve(rates.begin(0.0), Usage(prompt_tokens=500), 0.0) is None
+
+
+def test_an_answer_from_elsewhere_gives_all_of_it_back() -> None:
+    rates = Rates(rpm=1, tpm=100)
+    lease = rates.reserve(rates.begin(0.0), Usage(prompt_tokens=100), 0.0)
+    assert lease is not None
+    rates.unsend(lease, 0.0)
+    assert rates.free_at(0.0) <= 0.0
+
+
+def test_what_the_headers_leave_is_kept_to_until_they_say_it_is_full() -> None:
+    rates = Rates()
+    rates.learn(Quota(requests=Allowance(100, 2, 30.0)), None, 0, Usage(), 10.0)
+    for _ in range(2):
+        assert rates.free_at(10.0) <= 10.0
+        rates.begin(10.0)
+    assert rates.free_at(10.0) == 40.0 + SLACK
+    assert rates.free_at(41.0) <= 41.0
+
+
+def test_what_left_since_is_taken_off_what_the_headers_leave() -> None:
+    rates = Rates()
+    rates.learn(Quota(requests=Allowance(100, 50, 60.0)), None, 0, Usage(), 0.0)
+    first = rates.begin(0.0)
+    for _ in range(9):
+        rates.begin(0.0)
+    rates.learn(Quota(requests=Allowance(100, 9, 60.0)), first, 9, Usage(), 1.0)  # said before the other nine came
+    assert rates.free_at(1.0) > 1.0
+
+
+def test_requests_on_their_way_before_anything_was_told_count_as_later() -> None:
+    rates = Rates()
+    rates.learn(Quota(requests=Allowance(100, 20, 60.0)), None, 20, Usage(), 1.0)
+    assert rates.free_at(1.0) > 1.0
+
+
+def test_a_spent_budget_is_told_from_a_server_that_is_busy() -> None:
+    assert is_spent(Quota(tokens=Allowance(1000, 0, 3.0)))
+    assert not is_spent(Quota(requests=Allowance(10, 5, 3.0)))
+    assert not is_spent(None)
