@@ -120,6 +120,6 @@ def test_after_an_outage_an_endpoint_is_filled_step_by_step() -> None:
     assert place.endpoint.capacity.limit == 1
     made.take(place, "", 2.0)
     assert made.choose("", "") is None
-    made.answered(place, 0.1)
+    made.answered(place, 0.1, 2.1)
     made.release(place)
     assert place.endpoint.capacity.limit == 2

@@ -46,7 +46,7 @@ def test_the_engines_behind_one_address_count_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "running", "waiting", "tokens", "errors"), [(SGLANG, 5, 1, 70, None), (DYNAMO, 6, 2, 80, 4)]
+    ("text", "running", "waiting", "tokens", "errors"), [(SGLANG, 5, 1, 70, None), (DYNAMO, 4, 2, 80, 4)]
 )
 def test_other_engines_are_read_in_their_own_words(
     text: str, running: int, waiting: int, tokens: int, errors: int | None

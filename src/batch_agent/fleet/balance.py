@@ -129,9 +129,9 @@ class Balance:
         self.router.touch(place.endpoint)
         self._drop_idle(place)
 
-    def answered(self, place: Place, seconds: float) -> None:
+    def answered(self, place: Place, seconds: float, now: float) -> None:
         self.router.answered(place.endpoint, seconds)
-        place.endpoint.capacity.succeeded()
+        place.endpoint.capacity.succeeded(now - seconds, seconds, 0, now)
 
     def overloaded(self, place: Place, generation: int) -> None:
         place.endpoint.capacity.overloaded(generation, place.endpoint.inflight)

@@ -93,11 +93,11 @@ class Prober:
     async def _ready(self, endpoint: AgentEndpoint, headers: Mapping[str, str] | None = None) -> list[Card]:
         client = await self._client(endpoint)
         try:
-            await client.send(client.route("GET", "/health"))
+            await client.send(client.route("GET", "/health", beside=True))
         except Rejected as error:
             if error.status not in NO_SUCH_PAGE:
                 raise
-        models = client.route("GET", "/v1/models" if endpoint.api.endswith("/v1") else "/models")
+        models = client.route("GET", "/models")
         cards = _cards(await client.send(models, headers=headers) or b"")
         if cards is None:
             raise BadResponse(f"{models.faults.where} answered with no list of models")
@@ -108,17 +108,16 @@ class Prober:
     async def _told(self, endpoint: AgentEndpoint) -> Told | None:
         client = await self._client(endpoint)
         try:
-            text = await client.send(client.route("GET", "/metrics"), headers=CLOSE) or b""
+            text = await client.send(client.route("GET", "/metrics", beside=True), headers=CLOSE) or b""
         except Rejected:  # not every server has it
             return None
         return read_told(text.decode("utf-8", "replace"))
 
     async def _client(self, endpoint: AgentEndpoint) -> HttpClient:
-        root = endpoint.api.removesuffix("/v1")
-        client = self._clients.get(root)
+        client = self._clients.get(endpoint.api)
         if client is None:
             transport = self._outside if endpoint.scheme == "https" else self._inside
-            client = self._clients[root] = HttpClient(root, api_key=self._api_key, transport=transport)
+            client = self._clients[endpoint.api] = HttpClient(endpoint.api, api_key=self._api_key, transport=transport)
             await self._entered.enter_async_context(client)
         return client
 

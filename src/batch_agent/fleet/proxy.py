@@ -180,7 +180,7 @@ class Proxy:
                         request.transport.abort()  # so that the client does not take it for the end
                     return answer
             if response.status < 500:
-                self._slots.balance.answered(place, clock() - began)
+                self._slots.balance.answered(place, clock() - began, clock())
             return answer
 
     async def _begin(self, place: Place, request: web.Request, body: bytes) -> tuple[aiohttp.ClientResponse, bytes]:

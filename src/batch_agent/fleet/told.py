@@ -7,38 +7,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batch_agent.backends import dynamo, sglang, vllm
 from batch_agent.backends.base import Load
 from batch_agent.backends.exposition import Exposition
 
-RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "dynamo_frontend_inflight_requests")
-WAITING = (
-    "vllm:num_requests_waiting",
-    "sglang:num_queue_reqs",
-    "dynamo_frontend_router_queue_pending_requests",
-)
-KV_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
-QUERIES = (
-    "vllm:prefix_cache_queries_total",
-    "vllm:gpu_prefix_cache_queries_total",
-    "sglang:prompt_tokens_total",
-    "dynamo_frontend_input_sequence_tokens_sum",
-)
-HITS = (
-    "vllm:prefix_cache_hits_total",
-    "vllm:gpu_prefix_cache_hits_total",
-    "sglang:cached_tokens_total",
-    "dynamo_frontend_cached_tokens_sum",
-)
+RUNNING = (vllm.RUNNING, sglang.RUNNING)
+WAITING = (vllm.WAITING, sglang.WAITING, dynamo.PENDING)
+KV_USAGE = (*vllm.KV_USAGE, sglang.USAGE)
+QUERIES = (*vllm.QUERIES, sglang.PROMPT, dynamo.PROMPT)
+HITS = (*vllm.HITS, sglang.CACHED, dynamo.CACHED)
 GENERATED = (
     "vllm:generation_tokens_total",
     "sglang:generation_tokens_total",
     "dynamo_frontend_output_sequence_tokens_sum",
 )
-ANSWERS = "http_requests_total"  # of the web framework under vLLM and SGLang, by class of status
-ENDED = "vllm:request_success_total"
-DYNAMO_REQUESTS = "dynamo_frontend_requests_total"
+# Where errors are counted, the label that tells them, and its values: by the web framework under vLLM and SGLang, by
+# vLLM's engine, by Dynamo's frontend.
+ERRORS = (
+    ("http_requests_total", "status", ("5xx", "500", "502", "503", "504")),
+    ("vllm:request_success_total", "finished_reason", ("error",)),
+    ("dynamo_frontend_requests_total", "status", ("error",)),
+)
 NAMES = frozenset(
-    [*RUNNING, *WAITING, *KV_USAGE, *QUERIES, *HITS, *GENERATED, ANSWERS, ENDED, DYNAMO_REQUESTS],
+    [*RUNNING, dynamo.INFLIGHT, *WAITING, *KV_USAGE, *QUERIES, *HITS, *GENERATED, *(name for name, *_ in ERRORS)]
 )
 
 
@@ -59,12 +50,15 @@ class Told:
 def read_told(text: str) -> Told | None:
     """None where the text is not an engine's."""
     metrics = Exposition(text, NAMES)
-    running = metrics.count(*RUNNING)
+    running, waiting = metrics.count(*RUNNING), metrics.count(*WAITING) or 0
     if running is None:
-        return None
+        inflight = metrics.count(dynamo.INFLIGHT)
+        if inflight is None:
+            return None
+        running = max(0, inflight - waiting)
     load = Load(
         running=running,
-        waiting=metrics.count(*WAITING) or 0,
+        waiting=waiting,
         kv_usage=metrics.mean(*KV_USAGE),
         prefix_queries=metrics.count(*QUERIES),
         prefix_hits=metrics.count(*HITS),
@@ -73,12 +67,8 @@ def read_told(text: str) -> Told | None:
 
 
 def _errors(metrics: Exposition) -> int | None:
-    """Answers that were the server's fault; what an engine gave up by itself is one of them where those are counted."""
-    for name, label, wrong in (
-        (ANSWERS, "status", ("5xx", "500", "502", "503", "504")),
-        (ENDED, "finished_reason", ("error",)),
-        (DYNAMO_REQUESTS, "status", ("error",)),
-    ):
+    """Answers that were the server's fault."""
+    for name, label, wrong in ERRORS:
         if samples := metrics.samples(name):
             return int(sum(sample.value for sample in samples if sample.labels.get(label) in wrong))
     return None
