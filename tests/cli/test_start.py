@@ -28,7 +28,7 @@ def test_every_command_and_flag_is_in_the_completion(shell: str, capsys: pytest.
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert all(name in script for name in COMMANDS)
-    assert all(flag in script for flag in ("max-outage", "force-resume", "unfinished", "watch"))
+    assert all(flag in script for flag in ("max-outage", "force-resume", "unfinished", "watch", "min-fraction"))
 
 
 def test_bash_completes_commands_flags_and_values(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,3 +46,5 @@ def test_bash_completes_commands_flags_and_values(capsys: pytest.CaptureFixture[
     assert completed("batch-agent", "re") == ["resume", "retry-failed"]
     assert completed("batch-agent", "run", "--max-o") == ["--max-outage"]
     assert completed("batch-agent", "run", "--format", "t") == ["tsv", "text"]
+    assert completed("batch-agent", "fleet", "") == ["wait", "status", "bench", "proxy"]
+    assert completed("batch-agent", "fleet", "wait", "--min") == ["--min-hosts", "--min-fraction"]

@@ -32,14 +32,27 @@ def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
 def completion_command(options: argparse.Namespace) -> int:
     _, parsers = build_parser()
     flags: dict[str, list[Flag]] = {}
+    actions: dict[str, list[str]] = {}
     for name, parser in parsers.items():
         add_arguments(name, parser)
-        flags[name] = list(_flags(parser))
-    put({"bash": _bash, "zsh": _zsh, "fish": _fish}[options.shell](flags), sys.stdout)
+        flags[name] = list({flag.names: flag for flag in _flags(parser)}.values())
+        actions[name] = [word for nested in _nested(parser) for word in nested.choices]
+    put({"bash": _bash, "zsh": _zsh, "fish": _fish}[options.shell](flags, actions), sys.stdout)
     return ALL_OK
 
 
+def _nested(parser: argparse.ArgumentParser) -> Iterator[argparse._SubParsersAction[argparse.ArgumentParser]]:
+    """The commands within a command."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield action
+
+
 def _flags(parser: argparse.ArgumentParser) -> Iterator[Flag]:
+    """Those of the commands within it too: a shell that offers one too many does no harm."""
+    for nested in _nested(parser):
+        for inner in nested.choices.values():
+            yield from _flags(inner)
     for action in parser._actions:
         if action.option_strings and action.help is not argparse.SUPPRESS:
             choices = tuple(map(str, action.choices or ()))
@@ -47,7 +60,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[Flag]:
             yield Flag(tuple(action.option_strings), text, choices, action.nargs != 0)
 
 
-def _bash(flags: Mapping[str, list[Flag]]) -> str:
+def _bash(flags: Mapping[str, list[Flag]], actions: Mapping[str, list[str]]) -> str:
     """Flags where a word begins with ``-``, the values of those that have a few, file names elsewhere."""
     cases = "\n".join(
         f"        {name}) flags={shlex.quote(' '.join(word for flag in known for word in flag.names))} ;;"
@@ -59,6 +72,11 @@ def _bash(flags: Mapping[str, list[Flag]]) -> str:
         for flag in known
         for word in flag.names
         if flag.choices
+    )
+    values += "".join(
+        f"\n        {shlex.quote(f'{name} {name}')}) values={shlex.quote(' '.join(words))} ;;"
+        for name, words in actions.items()
+        if words
     )
     return f"""\
 _batch_agent() {{
@@ -85,11 +103,12 @@ _batch_agent() {{
 complete -o bashdefault -o default -F _batch_agent batch-agent"""
 
 
-def _zsh(flags: Mapping[str, list[Flag]]) -> str:
+def _zsh(flags: Mapping[str, list[Flag]], actions: Mapping[str, list[str]]) -> str:
     commands = "\n".join(f"        {_pair(name, command.help)}" for name, command in COMMANDS.items())
     cases = "\n".join(
         f"        {name})\n            _arguments \\\n"
         + " \\\n".join(f"                {spec}" for flag in known for spec in _zsh_flag(flag))
+        + (f" \\\n                '1:action:({' '.join(actions[name])})'" if actions[name] else "")
         + " \\\n                '*:file:_files'\n            ;;"
         for name, known in flags.items()
     )
@@ -127,11 +146,15 @@ def _zsh_flag(flag: Flag) -> Iterator[str]:
         yield shlex.quote(f"{name}[{text}]{value}")
 
 
-def _fish(flags: Mapping[str, list[Flag]]) -> str:
+def _fish(flags: Mapping[str, list[Flag]], actions: Mapping[str, list[str]]) -> str:
     lines = [
         f"complete -c batch-agent -n __fish_use_subcommand -f -a {name} -d {_fish_quoted(command.help)}"
         for name, command in COMMANDS.items()
     ]
+    for name, inner in actions.items():
+        if inner:
+            here = f"'__fish_seen_subcommand_from {name}; and not __fish_seen_subcommand_from {' '.join(inner)}'"
+            lines.append(f"complete -c batch-agent -n {here} -f -a '{' '.join(inner)}'")
     for name, known in flags.items():
         for flag in known:
             words = " ".join(

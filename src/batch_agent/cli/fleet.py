@@ -55,7 +55,7 @@ def _add_wait(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-hosts", type=_positive, metavar="N", help="so many are enough (default: all)")
     parser.add_argument("--min-fraction", type=_fraction, metavar="F", help="such a part is enough, 0 to 1")
     parser.add_argument(
-        "--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="how long to wait (default %(default)g)"
+        "--timeout", type=_seconds, default=600, metavar="SECONDS", help="how long to wait (default %(default)s)"
     )
     parser.add_argument(
         "--output", metavar="FILE", help="a hostfile of those that are up; - is standard output (default)"
@@ -78,7 +78,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="requests in flight (default 16,32,64,128,256)",
     )
     parser.add_argument(
-        "--seconds", type=_seconds, default=20.0, metavar="SECONDS", help="each step takes (default %(default)g)"
+        "--seconds", type=_seconds, default=20, metavar="SECONDS", help="each step takes (default %(default)s)"
     )
     parser.add_argument("--tokens-in", type=_positive, default=750, metavar="N", help="of a prompt (default 750)")
     parser.add_argument("--tokens-out", type=_positive, default=150, metavar="N", help="of an answer (default 150)")
