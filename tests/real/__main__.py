@@ -20,6 +20,7 @@ from tests.real.servers.vllm import vllm
 
 from batch_agent.backends.local.weights import cache_dir
 
+SUITES = {"vllm": ("test_vllm.py", "test_fleet.py"), "dynamo": ("test_dynamo.py",)}
 SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"vllm": vllm, "dynamo": dynamo}
 
 
@@ -38,9 +39,9 @@ def main() -> int:
             signal.pthread_sigmask(signal.SIG_BLOCK, ends)
             signal.sigwait(ends)
             return 0
-        suite = Path(__file__).parent / f"test_{options.server}.py"
+        suites = [Path(__file__).parent / suite for suite in SUITES[options.server]]
         environ = os.environ | {f"BATCH_AGENT_TEST_{options.server.upper()}": url}
-        return subprocess.run([sys.executable, "-m", "pytest", suite, "-v", *pytest], env=environ).returncode
+        return subprocess.run([sys.executable, "-m", "pytest", *suites, "-v", *pytest], env=environ).returncode
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HOSTFILE_VARIABLE = "AURORA_SWARM_HOSTFILE"
 SHOWN = 5  # endpoints that are not up are named
-NEWS_SECONDS = 5.0  # between two lines of progress where nobody rewrites them
+NEWS_SECONDS, QUIET_SECONDS = 5.0, 60.0  # between two lines of progress where none is rewritten: news, and none
 START, CLEAR = "\r", "\x1b[K"
 
 
@@ -162,7 +162,7 @@ class _Progress:
     """On a terminal one line that is written again; elsewhere a line now and then."""
 
     def __init__(self, waited: Waited) -> None:
-        self._began, self._told_at = time.monotonic(), -math.inf
+        self._began, self._told_at, self._told = time.monotonic(), -math.inf, ""
         self._width = terminal_width(sys.stderr)
         self(waited)
 
@@ -172,8 +172,8 @@ class _Progress:
         if self._width is not None:
             sys.stderr.write(f"{START}{cut(f'{words}, {clock(now - self._began)}', self._width - 1)}{CLEAR}")
             flush_words()
-        elif now - self._told_at >= NEWS_SECONDS:
-            self._told_at = now
+        elif now - self._told_at >= (QUIET_SECONDS if words == self._told else NEWS_SECONDS):
+            self._told_at, self._told = now, words
             say(words)
 
     def end(self) -> None:
