@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from collections import Counter
@@ -303,8 +304,26 @@ async def test_models_are_those_of_all_endpoints_and_requests_go_to_one_that_ser
         address = await stack.enter_async_context(proxy(first.address, second.address))
         _, models = await get(address, "/v1/models")
         told = {await chat(address, str(number), model="y") for number in range(8)}
+        for _ in range(4):
+            await raw(address, b"GET /v1/models/y HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\n\r\n")
+        _, status = await get(address, "/status")
+    assert [place["requests"] for place in status["endpoints"]] == [0, 12]  # type: ignore[attr-defined]
     assert [card["id"] for card in models["data"]] == ["x", "both", "y"]  # type: ignore[attr-defined]
     assert told == {(200, "second")}
+
+
+async def test_those_who_wait_for_one_model_do_not_hold_up_another() -> None:
+    async with AsyncExitStack() as stack:
+        busy = await stack.enter_async_context(ScriptedServer(lambda request: Hang(), models=["x"]))
+        free = await stack.enter_async_context(ScriptedServer(lambda request: Say("free"), models=["y"]))
+        address = await stack.enter_async_context(proxy(busy.address, free.address, max_inflight=1))
+        asking = [asyncio.create_task(chat(address, str(number), model="x")) for number in range(3)]
+        while (await get(address, "/status"))[1]["waiting"] != 2:
+            await asyncio.sleep(0.01)
+        assert await chat(address, model="y") == (200, "free")
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
 
 
 async def test_large_bodies_and_other_paths_pass() -> None:
@@ -321,6 +340,16 @@ async def test_large_bodies_and_other_paths_pass() -> None:
         assert other.startswith(b"HTTP/1.1 200")
         assert (await raw(address, post("/v1/nothing?a=b%20c", {}))).startswith(b"HTTP/1.1 404")
         assert b"is not served here" in await raw(address, post("/metrics", {}))
+
+
+async def test_compressed_bodies_pass_as_they_are() -> None:
+    document = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    size = ScriptedServer(lambda request: Say(str(len(request.raw))), models=["m"])
+    async with size as server, proxy(server.address) as address:
+        packed = gzip.compress(document)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: proxy\r\nConnection: close\r\nContent-Encoding: gzip\r\n"
+        answer = await raw(address, f"{head}Content-Length: {len(packed)}\r\n\r\n".encode() + packed)
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"] == str(len(document))
 
 
 async def test_a_taken_port_is_named() -> None:

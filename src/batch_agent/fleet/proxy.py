@@ -64,8 +64,14 @@ async def serve_proxy(
     """Serves until cancelled; ``ready`` gets the URL once requests can come. A taken port is a SpecError."""
     async with Transport() as transport, Slots(hosts, max_inflight, environ) as slots:
         proxy = Proxy(slots, transport)
-        # A handler is cancelled when its client leaves.
-        runner = web.AppRunner(proxy.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        # A handler is cancelled when its client leaves; what is compressed passes as it is.
+        runner = web.AppRunner(
+            proxy.application(),
+            handler_cancellation=True,
+            auto_decompress=False,
+            access_log=None,
+            shutdown_timeout=1.0,
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, host, port).start()
@@ -133,6 +139,7 @@ class Proxy:
         except web.HTTPRequestEntityTooLarge:
             return _refusal(413, f"the body is larger than {MAX_BODY_BYTES // 1024**2} MiB")
         key, model = read_ask(request.headers, body)
+        model = model or request.path.partition("/v1/models/")[2]
         avoid: Place | None = None
         broken = unreached = 0
         while True:

@@ -46,7 +46,9 @@ class Waiter:
 class Slots:
     """Entered while it is used."""
 
-    def __init__(self, hosts: Sequence[AgentEndpoint], max_inflight: int, environ: Mapping[str, str] = os.environ):
+    def __init__(
+        self, hosts: Sequence[AgentEndpoint], max_inflight: int, environ: Mapping[str, str] = os.environ
+    ) -> None:
         self.balance = Balance(max_inflight)
         self._hosts = hosts
         self._prober = Prober(environ=environ)
@@ -82,13 +84,9 @@ class Slots:
 
     async def take(self, key: str, model: str, avoid: Place | None = None) -> Place:
         """A slot, which ``release`` gives back. NobodyThere where no endpoint is up."""
-        self._check_up()
-        place = None if self._waiters else self.balance.choose(key, model, avoid)
-        if place is not None:
-            self.balance.take(place, key, _now())
-            return place
         waiter = Waiter(key, model, avoid, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
+        self._grant()
         try:
             return await waiter.granted
         except asyncio.CancelledError:
@@ -105,22 +103,12 @@ class Slots:
             self._forget(place)
         self._grant()
 
-    def _check_up(self) -> None:
-        if not self.balance.router.working:
-            places = list(self.balance.places.values())
-            first = f"{places[0].host.place}: {places[0].endpoint.health.reason}"
-            raise NobodyThere(f"none of the {len(places)} endpoints is up; the first of them: {first}")
-
     def _grant(self) -> None:
         """To those in line, the first first; one that only others' slots would suit is passed over."""
+        if not self.balance.router.working:
+            self._dismiss()
+            return
         for waiter in list(self._waiters):
-            try:
-                self._check_up()
-            except NobodyThere as error:
-                self._waiters.remove(waiter)
-                if not waiter.granted.done():
-                    waiter.granted.set_exception(error)
-                continue
             if self.balance.router.spare <= 0:
                 return
             place = self.balance.choose(waiter.key, waiter.model, waiter.avoid)
@@ -128,6 +116,15 @@ class Slots:
                 self._waiters.remove(waiter)
                 self.balance.take(place, waiter.key, _now())
                 waiter.granted.set_result(place)
+
+    def _dismiss(self) -> None:
+        places = list(self.balance.places.values())
+        first = f"{places[0].host.place}: {places[0].endpoint.health.reason}"
+        words = f"none of the {len(places)} endpoints is up; the first of them: {first}"
+        for waiter in self._waiters:
+            if not waiter.granted.done():
+                waiter.granted.set_exception(NobodyThere(words))
+        self._waiters.clear()
 
     # How requests fare
 
@@ -149,12 +146,14 @@ class Slots:
             self._doubts[place].set()
 
     def _came_up(self, place: Place, cards: Sequence[Card] | None) -> None:
+        if not place.is_up:
+            logger.warning("%s is up", place.host.address)
         self.balance.came_up(place, cards, _now())
         self._grant()
 
     def _went_down(self, place: Place, reason: str) -> None:
-        if place.is_up:
-            logger.info("%s is down: %s", place.host.address, reason)
+        if place.is_up and place.cards is not None:
+            logger.warning("%s is down: %s", place.host.address, reason)
         self.balance.went_down(place, reason, _now())
         for limit in self._unanswered.get(place, ()):
             if not limit.expired():
@@ -164,6 +163,7 @@ class Slots:
     # Endpoints
 
     def follow(self, hosts: Sequence[AgentEndpoint]) -> None:
+        self._hosts = hosts
         came, gone = self.balance.follow(hosts)
         for place in came:
             self._unseen.add(place)
@@ -174,7 +174,6 @@ class Slots:
             if not place.endpoint.inflight:
                 self._forget(place)
         if came or gone:
-            logger.info("%s endpoints joined, %s left", len(came), len(gone))
             self._grant()
 
     def _forget(self, place: Place) -> None:
@@ -189,8 +188,9 @@ class Slots:
             await asyncio.sleep(WATCH_SECONDS)
             try:
                 hosts = await asyncio.to_thread(parse_hostfile, path)
-                if hosts:
+                if hosts and hosts != self._hosts:
                     self.follow(hosts)
+                    logger.warning("the hostfile has changed: %s endpoints", len(hosts))
                 said = ""
             except SpecError as error:
                 if str(error) != said:
