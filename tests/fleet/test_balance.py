@@ -65,6 +65,18 @@ def test_one_endpoint_less_moves_only_its_share() -> None:
     assert set(moved) == {key for key in keys if before[key] is gone}
 
 
+def test_a_new_conversation_goes_to_the_least_busy_endpoint_and_home_where_all_are_equal() -> None:
+    made = balance("a", "b", "c")
+    home = chosen(made, "key")
+    assert {chosen(made, f"key {number}").host.host for number in range(50)} == {"a", "b", "c"}
+    made.take(home, "other", 0.0)
+    assert chosen(made, "key") is not home
+    for number, place in enumerate(list(made.places.values())):
+        if place is not home:
+            made.take(place, f"another {number}", 0.0)
+    assert chosen(made, "key") is home
+
+
 def test_a_conversation_stays_where_it_was_answered() -> None:
     made = balance("a", "b", "c")
     home = chosen(made, "key")
@@ -123,3 +135,11 @@ def test_after_an_outage_an_endpoint_is_filled_step_by_step() -> None:
     made.answered(place, 0.1, 2.1)
     made.release(place)
     assert place.endpoint.capacity.limit == 2
+
+
+def test_the_one_to_avoid_is_taken_where_no_other_could_answer() -> None:
+    made = balance("a model=x", "b model=y", "c model=y")
+    first, second, third = made.places.values()
+    assert made.choose("key", "x", avoid=first) is first
+    assert made.choose("key", "y", avoid=second) is third
+    assert made.choose("key", "y", avoid=third) is second

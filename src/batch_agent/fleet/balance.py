@@ -1,8 +1,8 @@
 """Where each request of a proxy goes: the least busy endpoint that works, and the same for what begins alike. Pure.
 
-The router is the engine's (``scheduler.routing``), and so is what an endpoint can take. A conversation stays where it
-was answered, a new one begins at the home of its key; either goes elsewhere when that endpoint is clearly busier than
-another, so that one beginning which everybody shares does not keep all but one of them idle.
+The router is the engine's (``scheduler.routing``), and so is what an endpoint can take. A new conversation begins at
+the home of its key, the same in every proxy, unless another endpoint is less busy. It stays where it was answered,
+unless that is clearly busier than another: one beginning which everybody shares does not keep the others idle.
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ class Balance:
     # Requests
 
     def choose(self, key: str, model: str, avoid: Place | None = None) -> Place | None:
-        """None: nobody has a slot. The one to ``avoid`` is taken only where no other works."""
-        router = self.router
-        shunned = avoid.endpoint if avoid is not None and router.working > router.works(avoid.endpoint) else None
-        best = router.best(model, 0, shunned)
-        home = self._last.get(key) if key else None
-        if key and (home is None or not router.works(home) or not router.serves(home, model)):
-            home = router.home(key, model)
-        if home is not None and home is not shunned and router.is_free(home) and _suits(home, best):
-            best = home
+        """None: nobody has a slot. The one to ``avoid`` is taken only where no other has."""
+        router, shunned = self.router, avoid.endpoint if avoid is not None else None
+        best = router.best(model, 0, shunned) or router.best(model)
+        last = self._last.get(key) if key else None
+        few, busier = FEW, BUSIER
+        if key and (last is None or not router.works(last) or not router.serves(last, model)):
+            last, few, busier = router.home(key, model), 0, 1.0  # it is nowhere yet
+        if last is not None and last is not shunned and router.is_free(last) and best is not None:
+            best = last if _busy(last) <= max(few, busier * _busy(best)) else best
         return None if best is None else self._by_endpoint[best]
 
     def take(self, place: Place, key: str, now: float) -> None:
@@ -159,9 +159,9 @@ class Balance:
         return list({card.name: card.entry for card in known}.values())
 
 
-def _suits(home: Endpoint, best: Endpoint | None) -> bool:
-    busy = (home.inflight + 1) / home.weight
-    return best is None or busy <= max(FEW, BUSIER * (best.inflight + 1) / best.weight)
+def _busy(endpoint: Endpoint) -> float:
+    """With one request more, for its weight."""
+    return (endpoint.inflight + 1) / endpoint.weight
 
 
 def read_ask(headers: Mapping[str, str], body: bytes) -> tuple[str, str]:

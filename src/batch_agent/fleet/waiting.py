@@ -44,7 +44,7 @@ class Waited:
     @property
     def missing(self) -> list[tuple[AgentEndpoint, str]]:
         return [
-            (endpoint, self.reasons.get(place, "it was not asked in time"))
+            (endpoint, self.reasons.get(place, "it has not answered yet"))
             for place, endpoint in enumerate(self.endpoints)
             if place not in self.up
         ]
