@@ -1,4 +1,6 @@
-"""A fleet with real vLLM servers: BATCH_AGENT_TEST_VLLM=vllm://127.0.0.1:8000 python -m pytest tests/real/test_fleet.py
+"""A fleet with real vLLM servers, as tests/real/test_vllm.py has one:
+
+    BATCH_AGENT_TEST_VLLM=vllm://127.0.0.1:8000 python -m pytest tests/real/test_vllm_fleet.py
 
 Several addresses may be given, with commas between them; beside one alone a simulated server is started, which serves a
 model of the same name.
