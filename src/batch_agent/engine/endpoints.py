@@ -23,7 +23,7 @@ from batch_agent.scheduler.seeking import Seeker
 if TYPE_CHECKING:
     from batch_agent.events import Ended
 
-MOST_SPENT = 20  # refusals of one turn for a spent budget, before they count like others
+MOST_CROWDED = 20  # refusals of one turn that were others' fault, before they count like its own
 NEVER_ANSWERED = 15.0  # seconds after which a server is given up that has not answered once
 
 OnHealth = Callable[[Endpoint, float], None]
@@ -180,16 +180,19 @@ class Endpoints:
             return
         if kind == "overload":
             self._overloaded(endpoint, ticket, error, now)
-            ticket.spent += is_spent(error.quota)
-            if is_spent(error.quota) and ticket.spent <= MOST_SPENT:
+            if is_spent(error.quota) and ticket.crowded < MOST_CROWDED:
+                ticket.crowded += 1
                 return  # nobody's fault, and it is known when there will be more
         elif isinstance(error, Timeout) and not error.unreached and endpoint.capacity.seeker is not None:
             # A number that we found ourselves was too high: they wait in the server's queue.
             self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight))
-        if kind != "unreached" and ticket.failures > ticket.doubtful and not health.is_down:
+        crowded = kind == "overload" and endpoint.inflight > 1 and ticket.crowded < MOST_CROWDED
+        crowded = crowded and (error.retry_after or 0.0) <= LONGEST_RETRY_AFTER
+        ticket.crowded += crowded  # it was sent beside too many others, which is no fault of its own
+        if kind != "unreached" and not crowded and ticket.failures > ticket.doubtful and not health.is_down:
             ticket.failures += 1  # it has failed while others were answered: it says nothing about the server
             return
-        if kind != "unreached":
+        if kind != "unreached" and not crowded:
             ticket.failures += 1
             ticket.doubtful += 1
             ticket.broke = ticket.broke or kind == "broken"

@@ -54,7 +54,7 @@ class Ticket:
     broke: bool = False  # one of the doubtful ones may have been what brought the server down
     hits: int = 0  # outages that began while it was in flight
     lost: bool = False  # its request was given up, once, because its answer was lost in an outage
-    spent: int = 0  # refusals because a budget by the minute was spent
+    crowded: int = 0  # refusals because others took what there was, of slots or of a budget
     lease: Lease | None = None  # of the endpoint's budgets, while it is in flight
 
     @property
