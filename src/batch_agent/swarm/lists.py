@@ -1,0 +1,65 @@
+"""Many prompts in one request, and one answer for each: what servers refuse as a list is split until only the prompt
+that they refuse is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from batch_agent.errors import BackendError
+from batch_agent.messages import JsonObject
+from batch_agent.swarm.answers import TextOf, chat_text, completion_text, read_choices
+from batch_agent.swarm.lines import Exchange
+from batch_agent.swarm.response import Response
+
+REFUSED = (400, 413, 422)  # what a list gets for one of its prompts; other refusals are meant for all of them
+NOT_THERE = (404, 405, 501)
+
+Item = tuple[int, str]
+Send = Callable[[Sequence[str]], Awaitable[Exchange]]
+Put = Callable[[int, Sequence[Response]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a list looks on the wire."""
+
+    path: str
+    field: str
+    item: Callable[[str, str | None], object]  # of a prompt and the system prompt
+    text_of: TextOf
+
+    def body(self, model: str, prompts: Sequence[str], system: str | None, max_tokens: int) -> JsonObject:
+        listed = [self.item(prompt, system) for prompt in prompts]
+        return {"model": model, self.field: listed, "max_tokens": max_tokens}  # type: ignore[dict-item]
+
+
+def chat_messages(prompt: str, system: str | None) -> list[JsonObject]:
+    said: list[JsonObject] = [] if system is None else [{"role": "system", "content": system}]
+    return [*said, {"role": "user", "content": prompt}]
+
+
+COMPLETIONS = Form("/v1/completions", "prompt", lambda prompt, _: prompt, completion_text)
+CHAT = Form("/v1/chat/completions/batch", "messages", chat_messages, chat_text)
+
+
+async def ask_list(
+    send: Send, text_of: TextOf, items: Sequence[Item], n: int, agent_index: int, put: Put
+) -> BackendError | None:
+    """Sends the prompts and puts ``n`` answers for each under its number. Where the server has no such list the error
+    that says so is returned, and nothing is put."""
+    prompts = [prompt for _, prompt in items]
+    exchange = await send(prompts)
+    if exchange.error is not None and exchange.error.status in NOT_THERE:
+        return exchange.error
+    if len(items) > 1 and exchange.error is not None and exchange.error.status in REFUSED:
+        middle = len(items) // 2
+        halves = (items[:middle], items[middle:])
+        await asyncio.gather(*(ask_list(send, text_of, half, n, agent_index, put) for half in halves))
+        return None
+    responses = read_choices(exchange, agent_index, prompts, n, text_of)
+    for place, (index, _) in enumerate(items):
+        await put(index, responses[place * n : (place + 1) * n])
+    return None
