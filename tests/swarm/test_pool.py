@@ -8,10 +8,10 @@ from dataclasses import fields
 
 import pytest
 from aiohttp import web
-from tests.swarm.agents import Agent, Asked, agents, dead, hang
 
 from batch_agent.errors import SpecError
 from batch_agent.swarm import AgentEndpoint, AgentPool, Response
+from swarm.agents import Agent, Asked, agents, dead, hang
 
 
 def test_a_response_has_the_known_fields_first() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from tests.swarm.agents import Agent, Asked, Body, agents, answer, dead, hang, refuse
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
 from batch_agent.swarm import AgentEndpoint, VLLMPool
+from swarm.agents import Agent, Asked, Body, agents, answer, dead, hang, refuse
 
 MODEL = "openai/gpt-oss-120b"
 
@@ -138,7 +138,7 @@ async def test_arguments_come_before_the_environment_and_that_before_the_default
 @pytest.mark.parametrize("value", ["many", "-1", "0", "1.5"])
 def test_a_variable_that_is_no_number_is_an_error_that_names_it(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AURORA_SWARM_MAX_TOKENS", value)
-    with pytest.raises(SpecError, match="(?i)max_tokens"):
+    with pytest.raises(SpecError, match=r"(?i)max_tokens"):
         VLLMPool([dead()])
 
 
