@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from batch_agent.backends.transport import Transport
 
 KEY_VARIABLE = "BATCH_AGENT_API_KEY"
-FORMS = "vllm://host:8000, sglang://host:30000, openai://, http://host:port/v1, https://host/v1, or local://"
+FORMS = "vllm://host:8000, sglang://host:30000, openai://, http://host:port/v1, https://host/v1, fleet://hosts.txt, or local://"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.cancellation import cancelled_by_us
+from batch_agent.engine.endpoints import trouble_of
 from batch_agent.engine.foresight import Foresight
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
@@ -175,6 +176,8 @@ def _delay(r: Resources, ticket: Ticket, error: BackendError) -> float | None:
     unless its request is there each time the server goes down."""
     endpoint = ticket.endpoint
     assert endpoint is not None
+    elsewhere = r.limiter.endpoints.others_work(endpoint) and trouble_of(error) is not None
+    ticket.avoid = endpoint if elsewhere else None
     if endpoint.given_up:
         return 0.0  # at another endpoint; where there is none, the run is over
     if ticket.hits > max(SUSPECT, r.max_retries):
@@ -183,6 +186,8 @@ def _delay(r: Resources, ticket: Ticket, error: BackendError) -> float | None:
         return None
     if endpoint.health.is_down or ticket.lost:
         return 0.0
+    if elsewhere:
+        return 0.0 if not error.overload else retry_delay(max(1, ticket.failures), None, r.chance())
     if _asks_too_much(error):
         return None
     return retry_delay(max(1, ticket.failures), error.retry_after, r.chance())
@@ -215,7 +220,7 @@ async def _send(
             raise BadResponse(f"{r.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
         cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
         if reply.saved is None:  # else nothing was asked
-            limiter.answered(ticket, loop.time() - left)
+            limiter.answered(ticket, loop.time() - left, reply.usage)
     except BackendError as error:
         tally.pay(error.usage or Usage(), spending.fail(call, error))
         limiter.endpoints.failed(ticket, error)

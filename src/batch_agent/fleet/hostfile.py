@@ -53,6 +53,11 @@ class AgentEndpoint:
             return f"{self.scheme}://{self.place.rpartition(':')[0]}{self.path}"
         return f"{'https' if self.scheme == 'https' else 'http'}://{self.place}{self.path}"
 
+    @property
+    def address(self) -> str:
+        """As ``backend=`` takes it. A plain host is a vLLM server."""
+        return self.url if self.scheme in ("http", "https") else f"{self.scheme or 'vllm'}://{self.place}{self.path}"
+
 
 def parse_hostfile(path: str | Path) -> list[AgentEndpoint]:
     """The endpoints of a file, in its order. SpecError for one that cannot be read."""
