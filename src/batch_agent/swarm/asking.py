@@ -42,6 +42,8 @@ class Options(TypedDict, total=False):
     on_result: Callable[[Response], object] | None
     deadline: float | None
     run_dir: str | Path | None
+    affinity: Sequence[str] | None
+    hedge: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Asking:
     on_result: Callable[[Response], object] | None = None
     deadline: float | None = None
     run_dir: str | Path | None = None
+    affinity: Sequence[str] | None = None
+    hedge: float | None = None
 
     def having(self, options: Mapping[str, object]) -> Asking:
         """With what a call says over it. SpecError for what cannot be meant."""
@@ -80,6 +84,9 @@ class Asking:
             raise SpecError(f"n is {self.n!r}: give a whole number of samples, 1 or more")
         if self.deadline is not None and not self.deadline > 0:
             raise SpecError(f"deadline is {self.deadline!r}: give seconds above 0")
+        for name in ("affinity", "hedge"):
+            if getattr(self, name) is not None and self.dispatch != "balanced":
+                raise SpecError(f"{name} is about where a prompt goes: it needs dispatch='balanced'")
         if self.on_result is not None and not callable(self.on_result):
             raise SpecError("on_result is not a function")
         if taken := sorted(OWN_FIELDS & self.extra_body.keys()):
@@ -88,9 +95,12 @@ class Asking:
     def seed_of(self, index: int) -> int | None:
         return self.seed if isinstance(self.seed, int) or self.seed is None else self.seed[index]
 
-    def check_seeds(self, prompts: int) -> None:
+    def check_lengths(self, prompts: int) -> None:
+        """What is given for each prompt is there for each."""
         if isinstance(self.seed, Sequence) and len(self.seed) != prompts:
             raise SpecError(f"seed has {len(self.seed)} numbers for {prompts} prompts: give one, or one for each")
+        if self.affinity is not None and (isinstance(self.affinity, str) or len(self.affinity) != prompts):
+            raise SpecError(f"affinity must have a key for each of {prompts} prompts")
 
     @property
     def is_chat(self) -> bool:
@@ -107,7 +117,14 @@ class Asking:
         if self == _PLAIN:
             return self
         return replace(
-            self, seed=self.seed_of(index), dispatch="round_robin", on_result=None, deadline=None, run_dir=None
+            self,
+            seed=self.seed_of(index),
+            dispatch="round_robin",
+            on_result=None,
+            deadline=None,
+            run_dir=None,
+            affinity=None,
+            hedge=None,
         )
 
     def sample(self, index: int, sample: int) -> Asking:
@@ -120,6 +137,8 @@ class Asking:
         row: JsonObject = {"prompt": prompt}
         if self.seed is not None:
             row["seed"] = self.seed_of(index)
+        if self.affinity is not None:
+            row["affinity"] = self.affinity[index]
         return row | {"sample": sample} if sample else row
 
     def options(self) -> Options:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, Unpack
 
 from batch_agent.errors import Rejected, SpecError
@@ -93,7 +93,8 @@ class AgentPool(Members):
     ) -> list[Response]:
         """The prompt to every agent, once."""
         self._check_not_empty()
-        return await self._send_all([prompt] * self.size, max_tokens, {**options, "dispatch": "round_robin"})
+        placed: Options = {**options, "dispatch": "round_robin", "affinity": None, "hedge": None}
+        return await self._send_all([prompt] * self.size, max_tokens, placed)
 
     async def as_completed(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
@@ -129,17 +130,15 @@ class AgentPool(Members):
         self, prompts: Sequence[str], max_tokens: int | None, asking: Asking, scatter: Scatter, ask: AskOne
     ) -> None:
         """All of it as a run of the engine, which tries again elsewhere what fails at one server."""
-        tries = 1 if asking.dispatch == "balanced" else TRIES
-
-        async def row(agent_index: int, place: int) -> Response:
-            index, sample = divmod(place, asking.n)
-            own = asking.sample(index, sample)
-            (response,) = await ask(agent_index, prompts[index], max_tokens, own, tries=tries)
-            return response
-
         rows = [asking.row(prompt, index, sample) for index, prompt in enumerate(prompts) for sample in range(asking.n)]
-        urls = [line.endpoint.url for line in self._lines]
-        await scatter_run(row, urls, rows, self._facts(max_tokens, asking), asking, scatter)
+        call = _Call(self, ask, prompts, max_tokens, asking)
+        await scatter_run(call, rows, self._facts(max_tokens, asking), asking, scatter)
+
+    async def knock(self, agent_index: int) -> None:
+        """Is it there? A BackendError where it is not; whatever it answers will do."""
+        exchange = await self._net.ask(self._lines[agent_index], "/v1/models", None, self._timeout, tries=1)
+        if exchange.error is not None and exchange.error.status is None:
+            raise exchange.error
 
     def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
         """What an answer depends on beside its prompt and its seed."""
@@ -147,7 +146,7 @@ class AgentPool(Members):
 
     def _scatter(self, prompts: Sequence[str], asking: Asking, sink: Sink | None = None) -> Scatter:
         self._check_not_empty()
-        asking.check_seeds(len(prompts))
+        asking.check_lengths(len(prompts))
         return Scatter(len(prompts), self.size, asking, sink)
 
     async def _one(self, scatter: Scatter, index: int, prompt: str, max_tokens: int | None, asking: Asking) -> None:
@@ -182,3 +181,32 @@ class AgentPool(Members):
     def _no_such_agent(self, agent_index: int) -> Response:
         said = f"there is no agent {agent_index}: the pool has {self.size}, counted from 0"
         return Response.failed(Rejected(said), agent_index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call over many prompts, as a run sees it: every row is one answer."""
+
+    pool: AgentPool
+    one: AskOne
+    prompts: Sequence[str]
+    max_tokens: int | None
+    asking: Asking
+
+    @property
+    def size(self) -> int:
+        return self.pool.size
+
+    def home(self, row: int) -> int:
+        return row // self.asking.n % self.pool.size
+
+    async def ask(self, agent_index: int, row: int) -> Response:
+        index, sample = divmod(row, self.asking.n)
+        own = self.asking.sample(index, sample)
+        # Balanced, it is the engine that tries again, and elsewhere.
+        tries = 1 if self.asking.dispatch == "balanced" else TRIES
+        (response,) = await self.one(agent_index, self.prompts[index], self.max_tokens, own, tries=tries)
+        return response
+
+    async def knock(self, agent_index: int) -> None:
+        await self.pool.knock(agent_index)

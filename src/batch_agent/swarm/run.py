@@ -7,17 +7,19 @@ not asked again.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
+from math import ceil
 from types import TracebackType
-from typing import Self, cast
+from typing import Protocol, Self, cast
 
 import orjson
 
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.engine.context import AgentContext
 from batch_agent.engine.prepare import prepare
 from batch_agent.engine.run import Run
 from batch_agent.errors import JobError, RunRejected, RunUnreachable, Unavailable
+from batch_agent.fleet.backend import Fleet
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.spec import BatchSpec
@@ -25,41 +27,70 @@ from batch_agent.swarm.asking import Asking
 from batch_agent.swarm.response import Response
 from batch_agent.swarm.scatter import Scatter
 
-PER_ENDPOINT = 16  # requests in flight at each, where the engine knows no better
+MODEL = "swarm"  # to the engine; what the servers are asked for is the pool's to say
+# A server gets its part of a small scatter in so many helpings, so that what a slow one has not begun can go elsewhere.
+HELPINGS = 8
+SMALLEST, LARGEST = 4, 64  # requests; where a helping would be larger, the engine finds the right number
 
-Ask = Callable[[int, int], Awaitable[Response]]
-"""An agent and a row in, the answer out."""
+
+class Seats(Protocol):
+    """A pool, as a run sees it."""
+
+    @property
+    def size(self) -> int: ...
+
+    def home(self, row: int) -> int:
+        """The agent whose turn it is."""
+        ...
+
+    def ask(self, agent_index: int, row: int) -> Awaitable[Response]: ...
+
+    def knock(self, agent_index: int) -> Awaitable[None]:
+        """A BackendError where the agent is not there."""
+        ...
 
 
 async def scatter_run(
-    ask: Ask, endpoints: Sequence[str], rows: Sequence[JsonObject], facts: JsonObject, asking: Asking, scatter: Scatter
+    seats: Seats, rows: Sequence[JsonObject], facts: JsonObject, asking: Asking, scatter: Scatter
 ) -> None:
     """Puts an answer for each row, of which every prompt has ``n``. ``facts`` are what answers depend on beside their
     rows: one that was recorded under others is not taken for one of these."""
-    backend = _Placed(ask, endpoints, balanced=asking.dispatch == "balanced")
     spec = BatchSpec(
         task="{prompt}",
         inputs=rows,
-        backend=backend,
-        model="swarm",
+        backend=_backend(seats, len(rows), balanced=asking.dispatch == "balanced"),
+        model=MODEL,
         extra_body={"swarm": facts},
         no_hoist=True,
         timeout_per_turn=None,
+        affinity=None if asking.affinity is None else "affinity",
+        hedge=asking.hedge,
         run_dir=asking.run_dir,
         resume=asking.run_dir is not None,
     )
+    balanced = asking.dispatch == "balanced"
     left = set(range(len(rows)))
     why = "the run ended before this prompt was done"
     try:
         async with Run[object](prepare(spec), worker=_answer) as run:
             async for result in run.results():
                 left.discard(result.index)
-                response = asking.read(backend.response(result))
+                response = asking.read(_response(result, -1 if balanced else seats.home(result.index)))
                 await scatter.put(result.index // asking.n, [response], result.index % asking.n)
     except (RunRejected, RunUnreachable) as error:
         why = str(error)
     for place in sorted(left):
         await scatter.put(place // asking.n, [Response.failed(Unavailable(why))], place % asking.n)
+
+
+def _backend(seats: Seats, rows: int, *, balanced: bool) -> Backend:
+    if not balanced:
+        return _Seat(seats, None, Capabilities(streaming=False))
+    helping = ceil(rows / seats.size / HELPINGS)
+    able = Capabilities(streaming=False)
+    if helping < LARGEST:
+        able = Capabilities(streaming=False, default_inflight=max(helping, SMALLEST))
+    return Fleet([_Seat(seats, place, able) for place in range(seats.size)], name=f"swarm of {seats.size}")
 
 
 async def _answer(row: object, context: AgentContext) -> object:
@@ -68,25 +99,27 @@ async def _answer(row: object, context: AgentContext) -> object:
     return value
 
 
-class _Placed:
-    """A pool's servers as a backend. Balanced, a row goes where the engine says, and a fault is the engine's to see to;
-    else it goes where its number says, and what fails there has failed."""
+def _response(result: AgentResult[object], home: int) -> Response:
+    if not result.ok:
+        return Response.failed(result.error.exception(), home, result.attempts)
+    response = Response(True, **cast("dict[str, object]", result.output))  # type: ignore[arg-type]
+    response.usage, response.attempts = result.usage, result.attempts
+    return response
 
-    def __init__(self, ask: Ask, endpoints: Sequence[str], *, balanced: bool) -> None:
-        names = tuple(f"{place} {url}" for place, url in enumerate(endpoints))  # two agents may have one address
-        self._ask = ask
-        self._size = len(endpoints)
-        self._places = {name: place for place, name in enumerate(names)} if balanced else {}
-        self._asked: dict[int, int] = {}  # by row, the agent that was asked last
-        self._capabilities = Capabilities(
-            streaming=False,
-            default_inflight=PER_ENDPOINT * self._size,
-            endpoints=names if balanced else ("",),
-        )
+
+class _Seat:
+    """One agent as a backend, whose faults are the engine's to see to. Without a ``place`` it is all of them: each row
+    goes where its number says, and what fails there has failed."""
+
+    def __init__(self, seats: Seats, place: int | None, capabilities: Capabilities) -> None:
+        self._seats = seats
+        self._place = place
+        self._capabilities = capabilities
+        self._doubtful = False  # the latest request failed
 
     @property
     def name(self) -> str:
-        return f"swarm://{self._size}"
+        return f"swarm of {self._seats.size}" if self._place is None else f"agent {self._place}"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -104,22 +137,17 @@ class _Placed:
         pass  # the pool checks what it is asked for
 
     async def models(self) -> list[str]:
-        return ["swarm"]
+        """Also how the engine finds out whether an agent is back."""
+        if self._doubtful and self._place is not None:
+            await self._seats.knock(self._place)
+        return [MODEL]
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        place = self._places.get(request.endpoint, request.agent % self._size)
-        self._asked[request.agent] = place
-        response = await self._ask(place, request.agent)
+        place = self._seats.home(request.agent) if self._place is None else self._place
+        response = await self._seats.ask(place, request.agent)
+        self._doubtful = response.fault is not None
         if response.fault is not None:
-            raise response.fault if self._places else JobError(str(response.error))
+            raise JobError(str(response.error)) if self._place is None else response.fault
         said = {"text": response.text, "finish_reason": response.finish_reason, "agent_index": place}
         text = orjson.dumps(said | {"latency": response.latency}).decode()
         return Reply(text, usage=response.usage or Usage(), finish_reason=response.finish_reason or "stop")
-
-    def response(self, result: AgentResult[object]) -> Response:
-        if not result.ok:
-            response = Response.failed(result.error.exception(), self._asked.get(result.index, -1), result.attempts)
-            return response
-        response = Response(True, **cast("dict[str, object]", result.output))  # type: ignore[arg-type]
-        response.usage, response.attempts = result.usage, result.attempts
-        return response

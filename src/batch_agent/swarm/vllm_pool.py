@@ -86,7 +86,6 @@ class VLLMPool(AgentPool):
         if not prompts:
             return []
         self._check_not_empty()
-        asking.check_seeds(len(prompts))
         scatter = self._scatter(prompts, asking)
         return await scatter.run([self._post_list(scatter, agent_index, list(enumerate(prompts)), max_tokens, asking)])
 

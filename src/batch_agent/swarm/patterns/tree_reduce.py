@@ -1,7 +1,7 @@
 """Many answers summed up, level by level, until one is left; and what that one is made of.
 
-A level's groups have at most ``fanin`` answers each; with ``max_context`` also no more than fit a request of so many
-tokens, and an answer that is alone in its group goes up to the next level as it is.
+A level's groups have at most ``fanin`` answers each. With ``max_context`` they also have no more than fit a request of
+so many tokens, and an answer that is alone in its group goes up to the next level as it is.
 """
 
 from __future__ import annotations
@@ -73,9 +73,11 @@ async def tree_reduce(
         groups = list(_groups(tree.nodes, fanin, room))
         if len(groups) == len(tree.nodes):
             return tree.result(f"no two of {len(groups)} answers fit max_context, {max_context} tokens", keep_levels)
-        prompts = [tree.prompt(reduce_prompt, group) for group in groups if len(group) > 1]
+        alone = [] if room is None else [group for group in groups if len(group) == 1]
+        together = [group for group in groups if group not in alone]
         own = steps.last() if len(groups) == 1 else steps.between()
-        tree.grow(groups, await pool.send_all(prompts, **own))
+        responses = await pool.send_all([tree.prompt(reduce_prompt, group) for group in together], **own)
+        tree.grow(together, responses, alone)
     return tree.result("no answer was left to sum up", keep_levels)
 
 
@@ -91,16 +93,16 @@ class _Tree:
         together = BETWEEN.join(node.text for node in group)
         return filled(template, responses=together, level=len(self.levels))
 
-    def grow(self, groups: Sequence[Sequence[_Node]], responses: Sequence[Response]) -> None:
-        """The next level: an answer for each group of more than one."""
-        level, answers = len(self.levels), iter(responses)
+    def grow(
+        self, groups: Sequence[Sequence[_Node]], responses: Sequence[Response], alone: Sequence[Sequence[_Node]]
+    ) -> None:
+        """The next level: an answer for each group, and those that go up as they are, in the order of their leaves."""
+        where = f"level {len(self.levels)}: "
         self.levels.append(list(responses))
-        self.nodes = []
-        for group in groups:
-            if len(group) == 1:
-                self.nodes.append(group[0])
-            else:
-                self._keep(next(answers), tuple(leaf for node in group for leaf in node.leaves), f"level {level}: ")
+        self.nodes = [node for group in alone for node in group]
+        for group, response in zip(groups, responses, strict=True):
+            self._keep(response, tuple(leaf for node in group for leaf in node.leaves), where)
+        self.nodes.sort(key=lambda node: node.leaves)
 
     def _keep(self, response: Response, leaves: tuple[int, ...], where: str) -> None:
         if response.success and response.text.strip():
@@ -122,7 +124,8 @@ class _Tree:
             why = next(iter(self._lost.values()), problem)
             reduced.error = problem if why == problem else f"{problem}: {why}"
             return reduced
-        last = next(response for response in reversed(self.levels[-1]) if response.text == whole.text)
+        made = (response for level in reversed(self.levels) for response in level)
+        last = next(response for response in made if response.success and response.text == whole.text)
         reduced.finish_reason, reduced.parsed = last.finish_reason, last.parsed
         reduced.latency, reduced.attempts = last.latency, last.attempts
         return reduced
