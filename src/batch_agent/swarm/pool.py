@@ -197,6 +197,9 @@ class _Call:
     def size(self) -> int:
         return self.pool.size
 
+    def name(self, agent_index: int) -> str:
+        return self.pool._lines[agent_index].endpoint.url
+
     def home(self, row: int) -> int:
         return row // self.asking.n % self.pool.size
 

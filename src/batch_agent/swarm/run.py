@@ -39,6 +39,10 @@ class Seats(Protocol):
     @property
     def size(self) -> int: ...
 
+    def name(self, agent_index: int) -> str:
+        """Its address: keys stay with it whoever else comes or goes."""
+        ...
+
     def home(self, row: int) -> int:
         """The agent whose turn it is."""
         ...
@@ -58,7 +62,7 @@ async def scatter_run(
     spec = BatchSpec(
         task="{prompt}",
         inputs=rows,
-        backend=_backend(seats, len(rows), balanced=asking.dispatch == "balanced"),
+        backend=_backend(seats, len(rows), asking),
         model=MODEL,
         extra_body={"swarm": facts},
         no_hoist=True,
@@ -83,12 +87,12 @@ async def scatter_run(
         await scatter.put(place // asking.n, [Response.failed(Unavailable(why))], place % asking.n)
 
 
-def _backend(seats: Seats, rows: int, *, balanced: bool) -> Backend:
-    if not balanced:
-        return _Seat(seats, None, Capabilities(streaming=False))
-    helping = ceil(rows / seats.size / HELPINGS)
+def _backend(seats: Seats, rows: int, asking: Asking) -> Backend:
     able = Capabilities(streaming=False)
-    if helping < LARGEST:
+    if asking.dispatch != "balanced":
+        return _Seat(seats, None, able)
+    helping = ceil(rows / seats.size / HELPINGS)
+    if helping < LARGEST and asking.affinity is None:  # else what has its home there would be sent away
         able = Capabilities(streaming=False, default_inflight=max(helping, SMALLEST))
     return Fleet([_Seat(seats, place, able) for place in range(seats.size)], name=f"swarm of {seats.size}")
 
@@ -119,7 +123,7 @@ class _Seat:
 
     @property
     def name(self) -> str:
-        return f"swarm of {self._seats.size}" if self._place is None else f"agent {self._place}"
+        return f"swarm of {self._seats.size}" if self._place is None else self._seats.name(self._place)
 
     @property
     def capabilities(self) -> Capabilities:
