@@ -11,6 +11,7 @@ from aiohttp import web
 
 from batch_agent.errors import SpecError
 from batch_agent.swarm import AgentEndpoint, AgentPool, Response
+from batch_agent.testing import virtual_clock
 from swarm.agents import Agent, Asked, agents, dead, hang
 
 
@@ -92,6 +93,7 @@ async def test_an_answer_that_is_none_is_a_failed_response(body: bytes) -> None:
     assert response.error
 
 
+@virtual_clock
 async def test_a_refused_connection_fails_by_itself_while_others_answer() -> None:
     told: list[int] = []
     async with agents(Agent()) as endpoints, AgentPool([*endpoints, dead()], concurrency=1) as pool:
@@ -102,6 +104,7 @@ async def test_a_refused_connection_fails_by_itself_while_others_answer() -> Non
     assert responses[1].attempts > 1
 
 
+@virtual_clock
 async def test_a_connection_that_breaks_is_tried_again() -> None:
     breaks = iter([True, True, False])
 

@@ -12,6 +12,7 @@ from aiohttp import web
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
 from batch_agent.swarm import AgentEndpoint, VLLMPool
+from batch_agent.testing import virtual_clock
 from swarm.agents import Agent, Asked, Body, agents, answer, dead, hang, refuse
 
 MODEL = "openai/gpt-oss-120b"
@@ -265,6 +266,7 @@ async def test_a_list_that_never_arrives_is_tried_again() -> None:
     assert responses[0].attempts > 1
 
 
+@virtual_clock
 async def test_when_all_fails_there_is_a_failed_response_for_each_prompt() -> None:
     async with VLLMPool([dead()]) as pool:
         responses = await pool.post_batch(0, ["a", "b", "c"])

@@ -2,7 +2,7 @@
 
 Three servers of this process stand for the nodes of a cluster, and one that nobody started for the node that is down.
 
-python examples/swarm.py
+python examples/many_servers.py
 """
 
 from __future__ import annotations
