@@ -49,13 +49,17 @@ class Agent:
         self.asked: list[Asked] = []
         self.model_questions = 0
         self.inflight = self.peak = 0
-        self.connections: set[Any] = set()
         self.port = 0
         self._runner: web.AppRunner | None = None
 
     @property
     def endpoint(self) -> AgentEndpoint:
         return AgentEndpoint("127.0.0.1", self.port, {"node": self.name} if self.name else {})
+
+    @property
+    def connections(self) -> int:
+        assert self._runner is not None and self._runner.server is not None
+        return len(self._runner.server.connections)
 
     @property
     def prompts(self) -> list[str]:

@@ -152,6 +152,16 @@ async def test_connector_limit_bounds_too() -> None:
     assert all(response.success for response in responses)
 
 
+async def test_connections_that_stay_open_are_within_the_limit_too() -> None:
+    given = [Agent() for _ in range(6)]
+    async with agents(*given) as endpoints, AgentPool(endpoints, concurrency=1, connector_limit=3) as pool:
+        for _ in range(3):
+            assert all(response.success for response in await pool.send_all(["a"] * 12))
+        while sum(agent.connections for agent in given) > 2:
+            await asyncio.sleep(0)
+        assert [agent.connections for agent in given] == [1, 1, 0, 0, 0, 0]
+
+
 async def test_sub_pools_count_from_0_and_share_the_connections_of_their_parent() -> None:
     given = [Agent(name=name) for name in "abcd"]
     async with agents(*given) as endpoints:
@@ -208,6 +218,12 @@ async def test_an_empty_pool_is_a_clear_error() -> None:
         for call in (pool.send_all(["x"]), pool.send_all_batched(["x"]), pool.broadcast_prompt("x"), pool.post(0, "x")):
             with pytest.raises(SpecError, match="the pool has no agents"):
                 await call
+
+
+async def test_a_text_in_place_of_a_list_is_an_error() -> None:
+    async with AgentPool([dead()]) as pool:
+        with pytest.raises(SpecError, match="prompts is one text"):
+            await pool.send_all("hello")
 
 
 async def test_an_agent_that_is_not_there_is_a_failed_response() -> None:

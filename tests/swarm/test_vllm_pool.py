@@ -204,9 +204,10 @@ async def test_without_lists_they_are_chat_requests_and_the_budget_is_kept() -> 
     assert [asked.body["max_tokens"] for asked in agent.asked] == [33, 33]
 
 
-async def test_one_prompt_that_is_refused_fails_alone() -> None:
+@pytest.mark.parametrize("status", [400, 422, 500])
+async def test_one_prompt_that_is_refused_fails_alone(status: int) -> None:
     def refuses_long(asked: Asked) -> web.Response | None:
-        return refuse(400, "maximum context length") if any("long" in prompt for prompt in asked.prompts) else None
+        return refuse(status, "maximum context length") if any("long" in prompt for prompt in asked.prompts) else None
 
     agent = Agent(refuses_long)  # type: ignore[arg-type]
     prompts = [f"long {i}" if i in (17, 60) else str(i) for i in range(100)]

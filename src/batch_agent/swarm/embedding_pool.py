@@ -14,7 +14,7 @@ from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import indexed, read_object
 from batch_agent.swarm.lines import Exchange, Lines
-from batch_agent.swarm.lists import REFUSED, Item
+from batch_agent.swarm.lists import Item, halves
 from batch_agent.swarm.members import Members
 
 CONNECTIONS = 1024
@@ -76,10 +76,8 @@ class EmbeddingPool(Members):
             return
         body: JsonObject = {"model": self._model, "input": [text for _, text in items]}
         exchange = await self._net.ask(self._lines[agent_index], "/v1/embeddings", body, self._timeout)
-        if len(items) > 1 and exchange.error is not None and exchange.error.status in REFUSED:
-            middle = len(items) // 2
-            halves = (items[:middle], items[middle:])
-            await asyncio.gather(*(self._embed(agent_index, half, found) for half in halves))
+        if parts := halves(items, exchange.error):
+            await asyncio.gather(*(self._embed(agent_index, part, found) for part in parts))
             return
         for (index, _), response in zip(items, _read(exchange, agent_index, len(items)), strict=True):
             found[index] = response

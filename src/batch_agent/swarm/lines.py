@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import orjson
@@ -21,6 +23,7 @@ from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.gate import Gate
 
+CLOSE = {"Connection": "close"}
 TRIES = 5
 LONGEST_PAUSE = 10.0  # a server that asks for more patience is not waited for
 FIRST_PAUSE = 0.1  # seconds, doubled with each try: what is refused is known to be after a second and a half
@@ -29,12 +32,23 @@ FIRST_PAUSE = 0.1  # seconds, doubled with each try: what is refused is known to
 class Line:
     """One server of a pool tree."""
 
-    __slots__ = ("_api_key", "_client", "_transport", "answered_at", "context", "endpoint", "has_chat_batch")
+    __slots__ = (
+        "_api_key",
+        "_client",
+        "_transport",
+        "answered_at",
+        "context",
+        "endpoint",
+        "has_chat_batch",
+        "keeping",
+        "kept",
+    )
 
     def __init__(self, endpoint: AgentEndpoint, transport: Transport, api_key: str | None) -> None:
         self.endpoint = endpoint
         self.answered_at = -1.0  # of the event loop's clock
         self.has_chat_batch = True  # until it says that it has not
+        self.kept = self.keeping = 0  # connections that may stay open, and those of them in use
         self.context: int | asyncio.Task[int | None] | None = None  # tokens, or the question for them
         self._transport = transport
         self._api_key = api_key
@@ -65,8 +79,10 @@ class Lines:
         for name, value in (("concurrency", concurrency), ("connector_limit", connector_limit)):
             if type(value) is not int or value < 1:
                 raise SpecError(f"{name} is {value!r}: give a whole number above 0")
-        # Every request has a connection of its own, so the smaller bound is the one that counts.
+        # Every request has a connection of its own, so the smaller bound is the one that counts. What is above it may
+        # stay open between requests.
         self.limit = min(concurrency, connector_limit)
+        self._may_keep = connector_limit - self.limit
         self._transport = Transport(proxies=False, connections=connector_limit)
         self._api_key = api_key
         self._gate = Gate(self.limit)
@@ -110,11 +126,27 @@ class Lines:
                     return Exchange(route.faults, error=error, attempts=attempts)
             await asyncio.sleep(pause)
 
+    @contextmanager
+    def _connection(self, line: Line) -> Iterator[Mapping[str, str] | None]:
+        """The headers of a request whose connection is closed after it; None where it may stay open."""
+        if line.keeping == line.kept:
+            if not self._may_keep:
+                yield CLOSE
+                return
+            self._may_keep -= 1
+            line.kept += 1
+        line.keeping += 1
+        try:
+            yield None
+        finally:
+            line.keeping -= 1
+
     async def _send(self, line: Line, route: Route, data: bytes | None, limit: float, spent: float) -> bytes:
         began = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(limit - spent):
-                return await line.client.send(route, data) or b""
+            with self._connection(line) as headers:
+                async with asyncio.timeout(limit - spent):
+                    return await line.client.send(route, data, headers=headers) or b""
         except TimeoutError:
             error = Timeout(f"{route.faults.where}: no complete answer in {limit:g} s")
         except Timeout as raised:

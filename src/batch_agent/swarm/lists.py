@@ -8,13 +8,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from batch_agent.errors import BackendError
+from batch_agent.errors import BackendError, ContextOverflow
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import TextOf, chat_text, completion_text, read_choices
 from batch_agent.swarm.lines import Exchange
 from batch_agent.swarm.response import Response
 
-REFUSED = (400, 413, 422)  # what a list gets for one of its prompts; other refusals are meant for all of them
+REFUSED = (400, 413, 422)  # what a list gets for one of its items; other refusals are meant for all of them
 NOT_THERE = (404, 405, 501)
 
 Item = tuple[int, str]
@@ -45,6 +45,14 @@ COMPLETIONS = Form("/v1/completions", "prompt", lambda prompt, _: prompt, comple
 CHAT = Form("/v1/chat/completions/batch", "messages", chat_messages, chat_text)
 
 
+def halves(items: Sequence[Item], error: BackendError | None) -> tuple[Sequence[Item], ...]:
+    """The parts of a list to be sent by themselves, where the whole was refused for one of them."""
+    if len(items) < 2 or error is None or not (error.status in REFUSED or isinstance(error, ContextOverflow)):
+        return ()
+    middle = len(items) // 2
+    return items[:middle], items[middle:]
+
+
 async def ask_list(
     send: Send, text_of: TextOf, items: Sequence[Item], n: int, agent_index: int, put: Put
 ) -> BackendError | None:
@@ -54,10 +62,8 @@ async def ask_list(
     exchange = await send(prompts)
     if exchange.error is not None and exchange.error.status in NOT_THERE:
         return exchange.error
-    if len(items) > 1 and exchange.error is not None and exchange.error.status in REFUSED:
-        middle = len(items) // 2
-        halves = (items[:middle], items[middle:])
-        await asyncio.gather(*(ask_list(send, text_of, half, n, agent_index, put) for half in halves))
+    if parts := halves(items, exchange.error):
+        await asyncio.gather(*(ask_list(send, text_of, part, n, agent_index, put) for part in parts))
         return None
     responses = read_choices(exchange, agent_index, prompts, n, text_of)
     for place, (index, _) in enumerate(items):

@@ -146,6 +146,8 @@ class AgentPool(Members):
 
     def _scatter(self, prompts: Sequence[str], asking: Asking, sink: Sink | None = None) -> Scatter:
         self._check_not_empty()
+        if isinstance(prompts, str):
+            raise SpecError("prompts is one text: give a list of them")
         asking.check_lengths(len(prompts))
         return Scatter(len(prompts), self.size, asking, sink)
 
