@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
+from typing import TYPE_CHECKING
 
 from batch_agent.engine.endpoints import Endpoints, Knock, OnHealth, OnLimit
 from batch_agent.engine.inlet import Inlet
@@ -19,6 +20,9 @@ from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.health import SEVERAL
 from batch_agent.scheduler.outlook import Progress
+
+if TYPE_CHECKING:
+    from batch_agent.engine.members import Following
 
 NO_USAGE = Usage()
 
@@ -95,7 +99,7 @@ class Limiter:
         self._alarm: asyncio.TimerHandle | None = None  # for turns that have waited for their endpoint for long enough
         self.max_inflight = max_inflight  # as asked for; the scheduler's may be less, where others have their share
         self._share: int | None = None
-        self.on_want: Callable[[float], None] | None = None  # told how many slots could be used, where they are shared
+        self.party: Following | None = None  # where the endpoints are a fleet's
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._sleepers: set[asyncio.Future[None]] = set()
         self._feeds: list[Feed] = []
@@ -108,10 +112,11 @@ class Limiter:
 
     # Slots
 
-    def claim(self, progress: Progress, turns: int) -> Ticket:
+    def claim(self, progress: Progress, turns: int, *, avoid: Endpoint | None = None) -> Ticket:
         """Join the queue for a slot, having taken so many turns; it may be granted at once. Follow it with ``hold``, or
         ``release`` it."""
         ticket = self.scheduler.request(progress, turns, asyncio.get_running_loop().time())
+        ticket.avoid = avoid
         self._pump()
         return ticket
 
@@ -322,9 +327,9 @@ class Limiter:
                 feed.wake()
         elif self.endpoints.doubts and scheduler.idle and (self._all_fed or scheduler.is_full):
             self.endpoints.clear_doubts()  # nobody who could tell is on the way
-        if self.on_want is not None:
+        if self.party is not None:
             busy = scheduler.waiting or not (self._all_fed or scheduler.closed)
-            self.on_want(inf if busy else scheduler.inflight + scheduler.backing_off)
+            self.party.want(inf if busy else scheduler.inflight + scheduler.backing_off)
 
     def _set_alarm(self, due: float) -> None:
         if self._alarm is None or due < self._alarm.when():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -29,6 +29,15 @@ class Following:
 
     def __init__(self, backend: Many, limiter: Limiter, *, given: bool) -> None:
         self._backend, self._limiter, self._given = backend, limiter, given
+        self._models: set[str] = set()
+
+    def use(self, models: Iterable[str]) -> None:
+        """These are asked for too: members that are known to serve only others are none of ours."""
+        self._models.update(models)
+        self.changed()
+
+    def want(self, slots: float) -> None:
+        self._backend.want(self, slots)
 
     @property
     def slots(self) -> int | None:
@@ -37,7 +46,7 @@ class Following:
     def changed(self) -> None:
         scheduler = self._limiter.scheduler
         known = {endpoint.name: endpoint for endpoint in scheduler.endpoints}
-        members = {member.name: member for member in self._backend.members}
+        members = {member.name: member for member in self._useful(self._backend.members)}
         for member in members.values():
             endpoint = known.get(member.name)
             if endpoint is None:
@@ -52,23 +61,26 @@ class Following:
             self._limiter.grow(sum(member.inflight for member in members.values()))
         self._limiter.look_ahead()
 
+    def _useful(self, members: Sequence[Member]) -> Sequence[Member]:
+        useful = [member for member in members if member.models is None or self._models & member.models]
+        some_say_so = any(member.models is not None for member in useful)
+        return useful if some_say_so else members
+
     def share(self, slots: int | None) -> None:
         self._limiter.share(slots)
 
 
 @contextmanager
-def following(backend: Backend, limiter: Limiter, *, given: bool) -> Iterator[None]:
+def following(backend: Backend, limiter: Limiter, *, given: bool) -> Iterator[Following | None]:
     """While it is used. The first of several runs that share a limiter follows for all of them."""
-    if not backend.capabilities.many or limiter.on_want is not None:
-        yield
+    if not backend.capabilities.many or limiter.party is not None:
+        yield limiter.party
         return
     many = cast(Many, backend)
-    party = Following(many, limiter, given=given)
-    limiter.on_want = lambda slots: many.want(party, slots)
+    limiter.party = party = Following(many, limiter, given=given)
     many.join(party)
-    party.changed()
     try:
-        yield
+        yield party
     finally:
-        limiter.on_want = None
+        limiter.party = None
         many.leave(party)

@@ -230,8 +230,11 @@ class Run(Generic[T]):
             if self._rows.seen:  # without inputs nothing is asked, and nothing recorded
                 backend = self._prepared.backend
                 async with backend:
-                    with following(backend, self.shared.limiter, given=self._inflight_given):
-                        await self._work(await choose_model(self._prepared))
+                    with following(backend, self.shared.limiter, given=self._inflight_given) as party:
+                        prepared = await choose_model(self._prepared)
+                        if party is not None:
+                            party.use(filter(None, (prepared.model, prepared.spec.compaction_model)))
+                        await self._work(prepared)
             elif not self._feed.closed:
                 self._feed.end()
             ended, failure = self._how_ended()
@@ -299,6 +302,7 @@ class Run(Generic[T]):
                     and prepared.backend.capabilities.streaming
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
+                hedge=spec.hedge,
                 foresight=foresight,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))

@@ -285,8 +285,7 @@ class Scheduler:
 
     def _of_its_kind(self, endpoint: Endpoint) -> Ticket | None:
         """One that waits for a model that the endpoint serves."""
-        served = (model for model in self._parking.names if endpoint.models is None or model in endpoint.models)
-        model = next(served, None)
+        model = next((model for model in self._parking.names if self.router.serves(endpoint, model)), None)
         return None if model is None else self._parking.take(model, self.slots)
 
     def _trial(self, now: float) -> Endpoint | None:

@@ -13,7 +13,7 @@ worth is measured: seconds per token that was not in a cache, the slope through 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
@@ -28,6 +28,7 @@ SLOW = 1.5  # times the usual seconds per turn, from where on an endpoint must b
 PRIOR_SECONDS = 1e-4  # per token that has to be computed, until answers have shown it
 PRIOR_WEIGHT = 1e6  # tokens squared
 FORGET = 0.99
+MOST = (1 << 64) - 1
 MOST_HOMES = 100_000  # keys whose home is remembered
 
 Kind = tuple[frozenset[str] | None, int | None]
@@ -59,10 +60,11 @@ class PrefixCost:
 class Standing:
     """One endpoint as the router last saw it."""
 
-    __slots__ = ("number", "seconds", "seed", "slots", "spare", "works")
+    __slots__ = ("kind", "number", "seconds", "seed", "slots", "spare", "works")
 
-    def __init__(self, name: str) -> None:
-        self.seed = _hash(name)
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.kind = _kind(endpoint)
+        self.seed = _hash(endpoint.name)
         self.seconds = 0.0  # per turn; 0 until it has answered
         self.number = 0  # of its entry in the heap; others of it are out of date
         self.spare = 0.0
@@ -76,9 +78,11 @@ class Router:
         self.trials: deque[Endpoint] = deque()  # those that are down, and were found to be worth a trial
         self.prefix = PrefixCost()
         self.usual = 0.0  # seconds per turn, of all
+        self._answers = 0
         self.first_tokens = 0.0  # of a first prompt, on average
         self._standing: dict[Endpoint, Standing] = {}
-        self._heaps: dict[Kind, list[tuple[float, int, Endpoint]]] = {}
+        self._heaps: dict[Kind, list[tuple[float, int, Endpoint]]] = {}  # of all kinds there are
+        self._kinds: Counter[Kind] = Counter()
         self._numbers = 0
         self._spare = self._slots = 0.0  # finite ones
         self._endless = self._endless_spare = 0  # endpoints without a limit
@@ -90,15 +94,24 @@ class Router:
             self.add(endpoint)
 
     def add(self, endpoint: Endpoint) -> None:
-        self._standing[endpoint] = Standing(endpoint.name)
+        standing = self._standing[endpoint] = Standing(endpoint)
+        self._count_kind(standing.kind, 1)
         self._homes.clear()
         self.touch(endpoint)
 
     def drop(self, endpoint: Endpoint) -> None:
         """It is gone: nothing is in flight there any more."""
-        self._count(endpoint, self._standing[endpoint], -1)
-        del self._standing[endpoint]
+        standing = self._standing.pop(endpoint)
+        self._count(endpoint, standing, -1)
+        self._count_kind(standing.kind, -1)
         self._homes.clear()
+
+    def _count_kind(self, kind: Kind, sign: int) -> None:
+        self._kinds[kind] += sign
+        if self._kinds[kind]:
+            self._heaps.setdefault(kind, [])
+        else:
+            del self._kinds[kind], self._heaps[kind]
 
     # What is free
 
@@ -120,6 +133,12 @@ class Router:
             return
         self._count(endpoint, standing, -1)
         works = not (endpoint.given_up or endpoint.leaving or endpoint.health.is_down)
+        kind = _kind(endpoint)
+        if kind != standing.kind:
+            self._count_kind(standing.kind, -1)
+            self._count_kind(kind, 1)
+            standing.kind = kind
+            self._homes.clear()
         if works != standing.works:
             standing.works = works
             self._homes.clear()
@@ -131,7 +150,7 @@ class Router:
         standing.number = self._numbers
         if standing.works and standing.spare > 0:
             score = (endpoint.inflight + 1) * (standing.seconds or self.usual or 1.0) / endpoint.weight
-            heap = self._heaps.setdefault((endpoint.models, endpoint.context), [])
+            heap = self._heaps[kind]
             heappush(heap, (score, self._numbers, endpoint))
             if len(heap) > 64 + 8 * len(self._standing):
                 heap[:] = [entry for entry in heap if self._is_current(entry)]
@@ -166,9 +185,15 @@ class Router:
         heaps = self._heaps
         if len(heaps) == 1:
             return list(heaps.values())
-        serving = [kind for kind in heaps if not model or kind[0] is None or model in kind[0]] or list(heaps)
+        serving = self._serving(model)
         long = [kind for kind in serving if kind[1] is None or kind[1] > tokens] or serving
         return [heaps[kind] for kind in long]
+
+    def _serving(self, model: str) -> list[Kind]:
+        """Kinds that may serve a model: where some say that they do, those and the ones that say nothing."""
+        if model and any(kind[0] is not None and model in kind[0] for kind in self._heaps):
+            return [kind for kind in self._heaps if kind[0] is None or model in kind[0]]
+        return list(self._heaps)
 
     def _top(
         self, heap: list[tuple[float, int, Endpoint]], avoid: Endpoint | None
@@ -181,6 +206,9 @@ class Router:
         other = self._top(heap, None)
         heappush(heap, avoided)
         return other
+
+    def serves(self, endpoint: Endpoint, model: str) -> bool:
+        return self._standing[endpoint].kind in self._serving(model)
 
     def rest(self, endpoint: Endpoint, turns_left: float) -> None:
         """It is too slow for what is left; it is asked again when more is left, or nobody else is at work."""
@@ -201,7 +229,8 @@ class Router:
 
     def answered(self, endpoint: Endpoint, seconds: float) -> None:
         standing = self._standing.get(endpoint)
-        self.usual += (LEARN_ALL if self.usual else 1.0) * (seconds - self.usual)
+        self._answers += 1
+        self.usual += max(LEARN_ALL, 1 / self._answers) * (seconds - self.usual)
         if standing is not None:
             standing.seconds += (LEARN if standing.seconds else 1.0) * (seconds - standing.seconds)
 
@@ -243,10 +272,13 @@ class Router:
             return home
         number = _hash(key)
         best, found = -inf, None
+        kinds = set(self._serving(model))
+        even = len({endpoint.weight for endpoint in self._standing}) == 1
         for endpoint, standing in self._standing.items():
-            if standing.works and (not model or endpoint.models is None or model in endpoint.models):
-                # Weighted rendezvous: -weight / ln(hash between 0 and 1) is highest with a chance equal to the weight.
-                rank = -endpoint.weight / log((hash((number, standing.seed)) % MOST + 1) / (MOST + 1))
+            if standing.works and standing.kind in kinds:
+                rank: float = _mix(number ^ standing.seed)
+                if not even:  # -weight / ln(hash between 0 and 1) is highest with a chance equal to the weight
+                    rank = -endpoint.weight / log((rank + 1) / (MOST + 2))
                 if rank > best:
                     best, found = rank, endpoint
         if found is not None:
@@ -256,9 +288,16 @@ class Router:
         return found
 
 
-MOST = (1 << 61) - 1
+def _kind(endpoint: Endpoint) -> Kind:
+    return endpoint.models, endpoint.context
 
 
 def _hash(text: str) -> int:
     """The same in every process, so that a run finds what an earlier one left in the caches."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
+
+
+def _mix(number: int) -> int:
+    """Every bit of the number in every bit of the result, as splitmix64 does it."""
+    number = number * 0x9E3779B97F4A7C15 & MOST
+    return (number ^ number >> 29) * 0xBF58476D1CE4E5B9 & MOST
