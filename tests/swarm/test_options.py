@@ -210,6 +210,21 @@ async def test_a_balanced_answer_says_who_gave_it() -> None:
     assert {response.agent_index for response in responses} == {0, 1}
 
 
+@pytest.mark.parametrize(("prompts", "options", "peak"), [(160, {}, 10), (8, {}, 4), (40, {"inflight": 20}, 20)])
+async def test_a_server_has_so_many_balanced_requests_at_once(prompts: int, options: dict[str, int], peak: int) -> None:
+    full = asyncio.Event()
+
+    async def wait(asked: Asked) -> None:
+        if all(agent.inflight == peak for agent in given):
+            full.set()
+        await full.wait()
+
+    given = [Agent(wait), Agent(wait)]  # type: ignore[arg-type]
+    async with agents(*given) as endpoints, AgentPool(endpoints, dispatch="balanced") as pool:
+        await pool.send_all([str(i) for i in range(prompts)], **options)  # type: ignore[arg-type]
+    assert [agent.peak for agent in given] == [peak, peak]
+
+
 @pytest.mark.parametrize("way", ["send_all", "send_all_batched"])
 async def test_what_fails_at_one_server_is_done_by_another(way: str) -> None:
     given = [Agent(lambda asked: refuse(500), name="ill"), Agent(name="well")]
@@ -219,6 +234,15 @@ async def test_what_fails_at_one_server_is_done_by_another(way: str) -> None:
     assert {response.agent_index for response in responses} == {1}
     path = "/v1/chat/completions" if way == "send_all" else "/v1/completions"
     assert {asked.path for asked in given[1].asked} == {path}
+
+
+@pytest.mark.parametrize("options", [{"affinity": ["k"]}, {"hedge": 1.0}, {"inflight": 2}])
+async def test_what_is_about_where_a_prompt_goes_needs_a_choice(options: dict[str, object]) -> None:
+    async with AgentPool([dead()]) as pool:
+        with pytest.raises(SpecError, match="needs dispatch='balanced'"):
+            await pool.send_all(["a"], **options)  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match="a key for each of 2 prompts"):
+            await pool.send_all(["a", "b"], dispatch="balanced", affinity=["k"])
 
 
 async def test_balanced_where_nobody_takes_it_is_a_failed_response_for_each() -> None:

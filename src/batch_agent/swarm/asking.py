@@ -44,6 +44,7 @@ class Options(TypedDict, total=False):
     run_dir: str | Path | None
     affinity: Sequence[str] | None
     hedge: float | None
+    inflight: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Asking:
     run_dir: str | Path | None = None
     affinity: Sequence[str] | None = None
     hedge: float | None = None
+    inflight: int | None = None
 
     def having(self, options: Mapping[str, object]) -> Asking:
         """With what a call says over it. SpecError for what cannot be meant."""
@@ -84,9 +86,11 @@ class Asking:
             raise SpecError(f"n is {self.n!r}: give a whole number of samples, 1 or more")
         if self.deadline is not None and not self.deadline > 0:
             raise SpecError(f"deadline is {self.deadline!r}: give seconds above 0")
-        for name in ("affinity", "hedge"):
+        for name in ("affinity", "hedge", "inflight"):
             if getattr(self, name) is not None and self.dispatch != "balanced":
                 raise SpecError(f"{name} is about where a prompt goes: it needs dispatch='balanced'")
+        if self.inflight is not None and (type(self.inflight) is not int or self.inflight < 1):
+            raise SpecError(f"inflight is {self.inflight!r}: give a whole number of requests above 0")
         if self.on_result is not None and not callable(self.on_result):
             raise SpecError("on_result is not a function")
         if taken := sorted(OWN_FIELDS & self.extra_body.keys()):
@@ -125,6 +129,7 @@ class Asking:
             run_dir=None,
             affinity=None,
             hedge=None,
+            inflight=None,
         )
 
     def sample(self, index: int, sample: int) -> Asking:

@@ -93,7 +93,7 @@ class AgentPool(Members):
     ) -> list[Response]:
         """The prompt to every agent, once."""
         self._check_not_empty()
-        placed: Options = {**options, "dispatch": "round_robin", "affinity": None, "hedge": None}
+        placed: Options = {**options, "dispatch": "round_robin", "affinity": None, "hedge": None, "inflight": None}
         return await self._send_all([prompt] * self.size, max_tokens, placed)
 
     async def as_completed(

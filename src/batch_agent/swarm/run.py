@@ -91,9 +91,11 @@ def _backend(seats: Seats, rows: int, asking: Asking) -> Backend:
     able = Capabilities(streaming=False)
     if asking.dispatch != "balanced":
         return _Seat(seats, None, able)
-    helping = ceil(rows / seats.size / HELPINGS)
-    if helping < LARGEST and asking.affinity is None:  # else what has its home there would be sent away
-        able = Capabilities(streaming=False, default_inflight=max(helping, SMALLEST))
+    helping = asking.inflight
+    if helping is None and asking.affinity is None:  # else what has its home there would be sent away
+        helping = max(SMALLEST, ceil(rows / seats.size / HELPINGS))
+    if helping is not None and (helping < LARGEST or asking.inflight is not None):
+        able = Capabilities(streaming=False, default_inflight=helping)
     return Fleet([_Seat(seats, place, able) for place in range(seats.size)], name=f"swarm of {seats.size}")
 
 
