@@ -120,6 +120,12 @@ async def test_n_samples_stand_one_behind_the_other(way: str) -> None:
     assert [each.text for each in responses] == [f"sample {number}" for number in expected]
 
 
+async def test_the_samples_of_a_pool_are_for_its_lists() -> None:
+    async with agents(Agent()) as endpoints, VLLMPool(endpoints, n=2) as pool:
+        assert len(await pool.send_all(["a"])) == 2
+        assert (await pool.post(0, "a")).success
+
+
 async def test_generate_is_asked_once_for_each_sample() -> None:
     agent = Agent()
     async with agents(agent) as endpoints, AgentPool(endpoints) as pool:

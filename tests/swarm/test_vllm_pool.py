@@ -325,6 +325,14 @@ async def test_a_path_that_ends_in_v1_is_not_doubled() -> None:
             assert (await pool.post(0, "x")).success
 
 
+async def test_half_of_a_surrogate_pair_is_sent_as_what_can_be() -> None:
+    agent = Agent()
+    async with agents(agent) as endpoints, VLLMPool(endpoints) as pool:
+        responses = await pool.send_all_batched(["a\ud83d", "b"])
+    assert agent.prompts == ["a\ufffd", "b"]
+    assert all(response.success for response in responses)
+
+
 async def test_a_key_is_sent_and_never_shown() -> None:
     agent = Agent(lambda asked: refuse(401, "the key secret-key is wrong"))
     async with agents(agent) as endpoints, VLLMPool(endpoints, api_key="secret-key") as pool:

@@ -165,5 +165,6 @@ def _may_pass(error: BackendError) -> bool:
 def _encoded(body: JsonObject) -> bytes:
     try:
         return orjson.dumps(body)
-    except orjson.JSONEncodeError:  # half of a surrogate pair, from a file that was read carelessly
-        return json.dumps(body).encode()
+    except orjson.JSONEncodeError:  # halves of surrogate pairs, from a file read with errors ignored
+        text = json.dumps(body, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return text.encode()

@@ -63,9 +63,9 @@ class AgentPool(Members):
         self, agent_index: int, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]
     ) -> Response:
         """One prompt to one agent. The other calls ask through this one, so a pool may answer in its own way."""
-        asking = self._asking.having(options)
-        if asking.n > 1:
+        if options.get("n", 1) != 1:
             raise SpecError("post gives one answer: n is for calls that give a list")
+        asking = replace(self._asking, n=1).having(options)
         self._check_not_empty()
         scatter = Scatter(1, self.size, asking)
         if asking.deadline is None and asking.on_result is None:

@@ -49,7 +49,7 @@ class Blackboard:
     ) -> Board:
         """In each round every section in turn gets what the agents tagged ``role=section`` say. It ends after
         ``max_rounds``, or after a round with which ``convergence_fn`` is content."""
-        if "run_dir" in options:
+        if options.get("run_dir") is not None:
             raise SpecError("a blackboard cannot be resumed from a run_dir: what it asks depends on the board")
         sections = {section: pool.by_tag("role", section) for section in self._board}
         steps = Steps(options)
