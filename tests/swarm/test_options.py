@@ -311,4 +311,6 @@ async def test_a_record_made_with_other_options_is_not_taken_for_this_one(tmp_pa
         await pool.send_all(["a"], run_dir=tmp_path, temperature=0.1)
         await pool.send_all(["a"], 99, run_dir=tmp_path, temperature=0.1)
         await pool.send_all(["a"], 99, run_dir=tmp_path, temperature=0.1)
-    assert len(agent.asked) == 3
+        assert len(agent.asked) == 3
+        await pool.send_all_batched(["a"], 99, run_dir=tmp_path, temperature=0.1)
+    assert [asked.path for asked in agent.asked[2:]] == ["/v1/chat/completions", "/v1/completions"]

@@ -230,6 +230,16 @@ async def test_a_refusal_that_concerns_all_of_a_list_is_asked_for_once(status: i
     assert len(agent.asked) == 1
 
 
+async def test_a_part_of_a_list_may_fail_in_another_way_than_the_whole() -> None:
+    def moody(asked: Asked) -> web.Response:
+        return refuse(400 if len(asked.prompts) > 2 else 404, f"{len(asked.prompts)} of them")
+
+    async with agents(Agent(moody)) as endpoints, VLLMPool(endpoints) as pool:
+        responses = await pool.post_batch(0, ["a", "b", "c", "d"])
+    assert [response.success for response in responses] == [False] * 4
+    assert all("2 of them" in (response.error or "") for response in responses)
+
+
 async def test_choices_are_taken_by_their_index_and_a_short_list_loses_only_what_it_lacks() -> None:
     def backwards(asked: Asked) -> Body:
         said = answer(asked)

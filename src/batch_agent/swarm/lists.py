@@ -15,10 +15,10 @@ from batch_agent.swarm.lines import Exchange
 from batch_agent.swarm.response import Response
 
 REFUSED = (400, 413, 422)  # what a list gets for one of its items; other refusals are meant for all of them
-NOT_THERE = (404, 405, 501)
+NOT_THERE = (404, 405, 501)  # what a server says that takes no such list
 
 Item = tuple[int, str]
-Send = Callable[[Sequence[str]], Awaitable[Exchange]]
+Send = Callable[[Sequence[Item]], Awaitable[Exchange]]
 Put = Callable[[int, Sequence[Response]], Awaitable[None]]
 
 
@@ -53,19 +53,18 @@ def halves(items: Sequence[Item], error: BackendError | None) -> tuple[Sequence[
     return items[:middle], items[middle:]
 
 
-async def ask_list(
-    send: Send, text_of: TextOf, items: Sequence[Item], n: int, agent_index: int, put: Put
-) -> BackendError | None:
-    """Sends the prompts and puts ``n`` answers for each under its number. Where the server has no such list the error
-    that says so is returned, and nothing is put."""
-    prompts = [prompt for _, prompt in items]
-    exchange = await send(prompts)
-    if exchange.error is not None and exchange.error.status in NOT_THERE:
-        return exchange.error
+async def settle(
+    exchange: Exchange, items: Sequence[Item], send: Send, text_of: TextOf, n: int, agent_index: int, put: Put
+) -> None:
+    """Puts ``n`` answers for each prompt of a list that was sent, under its number; sends again the parts of one that
+    was refused."""
+
+    async def again(part: Sequence[Item]) -> None:
+        await settle(await send(part), part, send, text_of, n, agent_index, put)
+
     if parts := halves(items, exchange.error):
-        await asyncio.gather(*(ask_list(send, text_of, part, n, agent_index, put) for part in parts))
-        return None
-    responses = read_choices(exchange, agent_index, prompts, n, text_of)
+        await asyncio.gather(*map(again, parts))
+        return
+    responses = read_choices(exchange, agent_index, [prompt for _, prompt in items], n, text_of)
     for place, (index, _) in enumerate(items):
         await put(index, responses[place * n : (place + 1) * n])
-    return None

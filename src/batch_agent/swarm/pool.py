@@ -36,6 +36,8 @@ class AgentPool(Members):
     """``concurrency`` bounds the requests of the pool and all its sub-pools, ``connector_limit`` their connections;
     ``timeout`` is seconds for one request, from the moment it is sent."""
 
+    _path = "/generate"  # of a single prompt
+
     def __init__(
         self,
         endpoints: Sequence[AgentEndpoint | tuple[str, int]],
@@ -121,18 +123,19 @@ class AgentPool(Members):
             return []
         scatter = self._scatter(prompts, asking, sink)
         if asking.runs:
-            return await scatter.run([self._run(prompts, max_tokens, asking, scatter, self.ask)])
+            return await scatter.run([self._run(prompts, max_tokens, asking, scatter, self.ask, self._path)])
         return await scatter.run(
             self._one(scatter, index, prompt, max_tokens, asking) for index, prompt in enumerate(prompts)
         )
 
     async def _run(
-        self, prompts: Sequence[str], max_tokens: int | None, asking: Asking, scatter: Scatter, ask: AskOne
+        self, prompts: Sequence[str], max_tokens: int | None, asking: Asking, scatter: Scatter, ask: AskOne, path: str
     ) -> None:
         """All of it as a run of the engine, which tries again elsewhere what fails at one server."""
         rows = [asking.row(prompt, index, sample) for index, prompt in enumerate(prompts) for sample in range(asking.n)]
         call = _Call(self, ask, prompts, max_tokens, asking)
-        await scatter_run(call, rows, self._facts(max_tokens, asking), asking, scatter)
+        facts = {"path": path, **self._facts(max_tokens, asking)}
+        await scatter_run(call, rows, facts, asking, scatter)
 
     async def knock(self, agent_index: int) -> None:
         """Is it there? A BackendError where it is not; whatever it answers will do."""
@@ -142,7 +145,7 @@ class AgentPool(Members):
 
     def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
         """What an answer depends on beside its prompt and its seed."""
-        return {"wire": "/generate", **replace(asking, seed=None).fields()}
+        return replace(asking, seed=None).fields()
 
     def _scatter(self, prompts: Sequence[str], asking: Asking, sink: Sink | None = None) -> Scatter:
         self._check_not_empty()
@@ -176,7 +179,7 @@ class AgentPool(Members):
             return [self._no_such_agent(agent_index) for _ in range(asking.n)]
         line, body = self._lines[agent_index], {"prompt": prompt, **replace(asking, n=1).fields()}
         exchanges = await asyncio.gather(
-            *(self._net.ask(line, "/generate", body, self._timeout, tries=tries) for _ in range(asking.n))
+            *(self._net.ask(line, self._path, body, self._timeout, tries=tries) for _ in range(asking.n))
         )
         return [asking.read(read_generated(exchange, agent_index)) for exchange in exchanges]
 

@@ -26,7 +26,7 @@ from batch_agent.swarm.budget import (
     whole,
 )
 from batch_agent.swarm.lines import TRIES, Exchange, Line
-from batch_agent.swarm.lists import CHAT, COMPLETIONS, Item, ask_list, chat_messages
+from batch_agent.swarm.lists import CHAT, COMPLETIONS, NOT_THERE, Item, chat_messages, settle
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
 from batch_agent.swarm.scatter import Scatter
@@ -34,6 +34,8 @@ from batch_agent.swarm.scatter import Scatter
 
 class VLLMPool(AgentPool):
     """An argument that is not given comes from its ``AURORA_SWARM_…`` variable, else it has its default."""
+
+    _path = "/v1/chat/completions"
 
     def __init__(
         self,
@@ -98,8 +100,11 @@ class VLLMPool(AgentPool):
             return await self._send_all(prompts, max_tokens, options)
         scatter = self._scatter(prompts, asking)
         if asking.runs:
-            ask = self.ask if asking.is_chat else self._complete
-            return await scatter.run([self._run(prompts, max_tokens, asking, scatter, ask)])
+            if asking.is_chat:
+                return await scatter.run([self._run(prompts, max_tokens, asking, scatter, self.ask, self._path)])
+            return await scatter.run(
+                [self._run(prompts, max_tokens, asking, scatter, self._complete, COMPLETIONS.path)]
+            )
         groups: defaultdict[int, list[Item]] = defaultdict(list)
         for index, prompt in enumerate(prompts):
             groups[index % self.size].append((index, prompt))
@@ -118,7 +123,7 @@ class VLLMPool(AgentPool):
         spent = asyncio.get_running_loop().time() - began
         body: JsonObject = {"model": self._model, "messages": [*chat_messages(prompt, asking.system)]}
         body |= {"max_tokens": budget, **asking.fields()}
-        exchange = await self._net.ask(line, "/v1/chat/completions", body, self._timeout, spent, tries=tries)
+        exchange = await self._net.ask(line, self._path, body, self._timeout, spent, tries=tries)
         responses = read_choices(exchange, agent_index, [prompt], asking.n, chat_text)
         return [asking.read(response) for response in responses]
 
@@ -167,20 +172,18 @@ class VLLMPool(AgentPool):
         line = self._lines[agent_index]
         form = CHAT if asking.is_chat else COMPLETIONS
 
-        async def send(prompts: Sequence[str]) -> Exchange:
-            body = form.body(self._model, prompts, asking.system, budget) | asking.fields()
+        async def send(part: Sequence[Item]) -> Exchange:
+            body = form.body(self._model, [prompt for _, prompt in part], asking.system, budget) | asking.fields()
             return await self._net.ask(line, form.path, body, limit, spent)
 
         async def put(index: int, responses: Sequence[Response]) -> None:
             await scatter.put(index, [asking.read(response) for response in responses])
 
         if form is COMPLETIONS or (line.has_chat_batch and asking.n == 1 and len(items) > 1):
-            missing = await ask_list(send, form.text_of, items, asking.n, agent_index, put)
-            if missing is None:
-                return
-            if form is COMPLETIONS:
-                for index, _ in items:
-                    await put(index, [Response.failed(missing, agent_index) for _ in range(asking.n)])
+            exchange = await send(items)
+            missing = exchange.error is not None and exchange.error.status in NOT_THERE
+            if form is COMPLETIONS or not missing:
+                await settle(exchange, items, send, form.text_of, asking.n, agent_index, put)
                 return
             line.has_chat_batch = False
 
@@ -202,5 +205,5 @@ class VLLMPool(AgentPool):
         return limit if self._batch_timeout_cap is None else min(limit, self._batch_timeout_cap)
 
     def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
-        budget = {"max_tokens": max_tokens or self._max_tokens, "system": asking.system, "chat": asking.is_chat}
-        return super()._facts(max_tokens, asking) | {"wire": "/v1", "model": self._model, **budget}
+        own: JsonObject = {"model": self._model, "max_tokens": max_tokens or self._max_tokens, "system": asking.system}
+        return super()._facts(max_tokens, asking) | own
