@@ -145,6 +145,19 @@ async def agents(*given: Agent) -> AsyncIterator[list[AgentEndpoint]]:
         yield [agent.endpoint for agent in given]
 
 
+@asynccontextmanager
+async def silent() -> AsyncIterator[AgentEndpoint]:
+    """A server that takes every connection and says nothing."""
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with server:
+        yield AgentEndpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+
+
 def dead() -> AgentEndpoint:
     """Where nobody listens."""
     with socket.socket() as free:

@@ -6,7 +6,8 @@ import asyncio
 import tracemalloc
 
 from batch_agent.swarm import AgentEndpoint, AgentPool, VLLMPool
-from swarm.agents import Agent, Asked, agents
+from batch_agent.testing import virtual_clock
+from swarm.agents import Agent, Asked, agents, silent
 
 
 async def test_a_slow_server_gets_what_it_can_do_and_no_more() -> None:
@@ -40,6 +41,17 @@ async def test_a_server_that_dies_on_the_way_costs_no_prompt() -> None:
         responses = await pool.send_all([str(i) for i in range(100)])
     assert [response.text for response in responses] == [f"<{i}>" for i in range(100)]
     assert max(response.attempts for response in responses) > 1
+
+
+@virtual_clock
+async def test_what_a_silent_server_was_given_is_done_by_others_before_its_time_is_up() -> None:
+    async def work(asked: Asked) -> None:
+        await asyncio.sleep(1.0)
+
+    given = [Agent(work), Agent(work)]  # type: ignore[arg-type]
+    async with silent() as endpoint, agents(*given) as others, AgentPool([endpoint, *others], timeout=3600.0) as pool:
+        responses = await pool.send_all([str(i) for i in range(60)], dispatch="balanced", deadline=600.0)
+    assert [response.text for response in responses] == [f"<{i}>" for i in range(60)]
 
 
 async def test_a_key_keeps_its_server_when_another_one_leaves() -> None:

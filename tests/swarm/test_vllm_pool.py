@@ -13,7 +13,7 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
 from batch_agent.swarm import AgentEndpoint, VLLMPool
 from batch_agent.testing import virtual_clock
-from swarm.agents import Agent, Asked, Body, agents, answer, dead, hang, refuse
+from swarm.agents import Agent, Asked, Body, agents, answer, dead, hang, refuse, silent
 
 MODEL = "openai/gpt-oss-120b"
 
@@ -313,16 +313,9 @@ async def test_a_list_at_a_hung_server_ends_with_its_time() -> None:
 
 @pytest.mark.parametrize("way", ["send_all", "send_all_batched"])
 async def test_a_server_that_says_nothing_at_all_costs_its_time_once(way: str) -> None:
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    async with server:
-        place: tuple[str, int] = server.sockets[0].getsockname()
-        async with VLLMPool([place], timeout=0.1, batch_timeout_cap=0.1) as pool:
-            async with asyncio.timeout(9):  # the question for its context alone might take ten
-                responses = await getattr(pool, way)(["a", "b"])
+    async with silent() as endpoint, VLLMPool([endpoint], timeout=0.1, batch_timeout_cap=0.1) as pool:
+        async with asyncio.timeout(9):  # the question for its context alone might take ten
+            responses = await getattr(pool, way)(["a", "b"])
     assert [response.success for response in responses] == [False, False]
     assert "no complete answer in 0.1 s" in (responses[0].error or "")
 

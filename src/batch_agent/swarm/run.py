@@ -121,7 +121,7 @@ class _Seat:
         self._seats = seats
         self._place = place
         self._capabilities = capabilities
-        self._doubtful = False  # the latest request failed
+        self._asked = False
 
     @property
     def name(self) -> str:
@@ -143,15 +143,15 @@ class _Seat:
         pass  # the pool checks what it is asked for
 
     async def models(self) -> list[str]:
-        """Also how the engine finds out whether an agent is back."""
-        if self._doubtful and self._place is not None:
+        """Also how the engine finds out whether an agent that was asked is still there."""
+        if self._asked and self._place is not None:
             await self._seats.knock(self._place)
         return [MODEL]
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         place = self._seats.home(request.agent) if self._place is None else self._place
+        self._asked = True
         response = await self._seats.ask(place, request.agent)
-        self._doubtful = response.fault is not None
         if response.fault is not None:
             raise JobError(str(response.error)) if self._place is None else response.fault
         said = {"text": response.text, "finish_reason": response.finish_reason, "agent_index": place}
