@@ -271,6 +271,16 @@ async def test_balanced_answers_keep_what_came_with_them() -> None:
     assert response.latency is not None
 
 
+async def test_balanced_answers_are_read_by_their_schema() -> None:
+    texts = iter(['{"name": "Oslo"}', "Oslo"])
+    agent = Agent(lambda asked: {"choices": [{"index": 0, "message": {"content": next(texts)}}]})
+    async with agents(agent) as endpoints, VLLMPool(endpoints, dispatch="balanced", concurrency=1) as pool:
+        responses = await pool.send_all(["a", "b"], schema=City)
+    assert [response.parsed for response in responses] == [City(name="Oslo"), None]
+    assert [response.success for response in responses] == [True, False]
+    assert len(agent.asked) == 2
+
+
 async def test_balanced_samples_have_a_seed_each() -> None:
     agent = Agent()
     async with agents(agent) as endpoints, VLLMPool(endpoints, dispatch="balanced") as pool:

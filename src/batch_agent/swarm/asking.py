@@ -20,6 +20,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import OutputError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.outputs.validate import parse_output
+from batch_agent.swarm.lines import mended
 from batch_agent.swarm.response import Response
 
 Dispatch = Literal["round_robin", "balanced"]
@@ -139,7 +140,7 @@ class Asking:
 
     def row(self, prompt: str, index: int, sample: int) -> JsonObject:
         """The same answer as a row of a run: what tells it from others."""
-        row: JsonObject = {"prompt": prompt}
+        row: JsonObject = {"prompt": mended(prompt)}
         if self.seed is not None:
             row["seed"] = self.seed_of(index)
         if self.affinity is not None:

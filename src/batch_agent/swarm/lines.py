@@ -165,6 +165,10 @@ def _may_pass(error: BackendError) -> bool:
 def _encoded(body: JsonObject) -> bytes:
     try:
         return orjson.dumps(body)
-    except orjson.JSONEncodeError:  # halves of surrogate pairs, from a file read with errors ignored
-        text = json.dumps(body, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return text.encode()
+    except orjson.JSONEncodeError:
+        return mended(json.dumps(body, ensure_ascii=False)).encode()
+
+
+def mended(text: str) -> str:
+    """Without halves of surrogate pairs, from a file read with errors ignored: no JSON reader would take them."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
