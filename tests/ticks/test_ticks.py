@@ -123,9 +123,7 @@ async def test_one_slow_agent_holds_nobody_at_the_deadline_and_its_answer_comes_
 
 
 @virtual_clock
-async def test_an_answer_that_came_between_ticks_is_delivered_at_the_next_one_even_if_the_model_is_quick_by_then() -> (
-    None
-):
+async def test_an_answer_that_came_between_ticks_is_delivered_at_the_next_even_if_the_model_is_quick_by_then() -> None:
     latencies = iter([2.0, 0.0, 0.0])
     backend = ScriptedBackend(lambda request: says(latency=next(latencies)))
     async with registered(AgentRuntime(backend=backend, deadline=1.0), "a") as runtime:
@@ -143,7 +141,7 @@ async def test_with_a_deadline_of_half_the_latency_every_tick_is_on_time_with_an
     async with registered(AgentRuntime(backend=backend, deadline=0.5), *ids) as runtime:
         for tick in range(1, 20):
             began = now()
-            actions = await runtime.process_tick(tick, dict.fromkeys(ids, {"tick": tick}))
+            actions = await runtime.process_tick(tick, {key: {"tick": tick} for key in ids})
             assert now() - began <= 0.5 and list(actions) == ids
     assert backend.peak_inflight == 50  # never two thoughts of one agent
 
@@ -218,7 +216,7 @@ async def test_who_waits_for_a_slot_is_asked_about_the_newest_and_nobody_starves
     ids = ["a", "b", "c"]
     async with registered(AgentRuntime(backend=backend, max_inflight=1, deadline=0.6), *ids) as runtime:
         for tick in range(1, 8):
-            await runtime.process_tick(tick, dict.fromkeys(ids, {"tick": tick}))
+            await runtime.process_tick(tick, {key: {"tick": tick} for key in ids})
     asked = [agent_in(request) for request in backend.requests]
     assert asked[:3] == ids
     assert "'tick': 2" in backend.requests[1].text  # the newest when its slot came
@@ -341,7 +339,7 @@ async def test_an_agents_own_fallback_is_an_action_or_a_function_of_the_observat
     runtime.register_agent(Agent("c", fallback=lambda seen: seen["no such thing"]))
     runtime.register_agent(Agent("d", fallback=lambda seen: "run!"))
     async with runtime:
-        actions = await runtime.process_tick(1, dict.fromkeys("abcd", {"wolf": [1, 2]}))
+        actions = await runtime.process_tick(1, {key: {"wolf": [1, 2]} for key in "abcd"})
     assert [(action.tool_name, action.source) for action in actions.values()] == [
         ("hide", "fallback"),
         ("flee", "fallback"),
@@ -446,7 +444,6 @@ async def test_contexts_and_parsers_may_be_overridden() -> None:
 
 
 @pytest.mark.parametrize("broken", ["_build_context", "_parse_action", "perceive", "decide_action"])
-@virtual_clock
 async def test_an_agent_whose_own_code_raises_falls_back_alone(broken: str) -> None:
     def raises(*given: object, **named: object) -> None:
         raise KeyError("oops")
