@@ -99,7 +99,6 @@ async def test_the_command_serves_until_it_is_interrupted(by: signal.Signals) ->
             "--trace",
             "t.jsonl",
             stderr=asyncio.subprocess.PIPE,
-            env=os.environ,
         )
         assert process.stderr is not None
         said = (await process.stderr.readline()).decode()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from batch_agent.ticks.action import Action, Observation
 
 KEPT = 10
 SHOWN_OBSERVATIONS, SHOWN_ACTIONS = 5, 3
+
+T = TypeVar("T")
 
 
 class Memory(Protocol):
@@ -61,10 +63,10 @@ class WindowMemory:
 
     def render(self) -> str:
         lines = []
-        if seen := self.observations[-self._shown_observations :]:
+        if seen := _last(self.observations, self._shown_observations):
             lines.append("Recent observations, the newest last:")
             lines += [f"- [{one.source}] {one.data}" for one in seen]
-        if done := self.actions[-self._shown_actions :]:
+        if done := _last(self.actions, self._shown_actions):
             lines.append("Recent actions:")
             lines += [f"- {one.tool_name}: {one.parameters}" for one in done]
         return "\n".join(lines)
@@ -72,3 +74,7 @@ class WindowMemory:
     def clear(self) -> None:
         self.observations.clear()
         self.actions.clear()
+
+
+def _last(items: list[T], count: int) -> list[T]:
+    return items[-count:] if count else []
