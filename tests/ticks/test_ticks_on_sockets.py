@@ -66,3 +66,17 @@ async def test_stopping_ends_the_requests_on_the_server_too() -> None:
         await runtime.process_tick(1, {"a": {}, "b": {}})
         await runtime.stop()
         await server.wait_idle()
+
+
+async def test_a_server_that_does_not_say_what_it_serves_holds_no_tick() -> None:
+    async def says_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(says_nothing, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        runtime = registered(AgentRuntime(backend=f"vllm://127.0.0.1:{port}", deadline=0.05, timeout=0.1), "a")
+        for tick in (1, 2, 3):
+            assert sources(await runtime.process_tick(tick, {"a": {}})) == {"a": ("fallback", None)}
+        await runtime.stop()

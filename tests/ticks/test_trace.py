@@ -85,9 +85,16 @@ async def test_typed_actions_are_replayed_as_their_type(tmp_path: Path) -> None:
         assert (await again.tick(1, {"a": {}}))["a"].action == Move(to="south")
 
 
+def test_a_trace_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="cannot write the trace"):
+        AgentRuntime(backend=ScriptedBackend(script), trace=tmp_path / "no" / "trace")
+
+
 @virtual_clock
-async def test_a_trace_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
-    runtime = registered(AgentRuntime(backend=ScriptedBackend(script), trace=tmp_path / "no" / "trace"), "quick")
-    async with runtime:
-        with pytest.raises(SpecError, match="cannot write the trace"):
-            await runtime.process_tick(1, {"quick": {}})
+async def test_numbers_that_no_one_expects_do_not_stop_a_tick(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    backend = ScriptedBackend(lambda request: says(call(steps=10**40)))
+    async with registered(AgentRuntime(backend=backend, trace=path), "a") as runtime:
+        await runtime.process_tick(1, {"a": {"x": float("nan")}})
+    line = json.loads(path.read_text())
+    assert line["action"]["params"]["steps"] == 10**40 and line["observation"] == {"x": None}

@@ -175,9 +175,8 @@ async def test_a_thread_that_hangs_holds_no_tick_and_no_exit() -> None:
 async def test_agents_that_decide_by_themselves_do_so_in_threads_or_as_coroutines() -> None:
     class Simple(Agent):
         def decide_action(self) -> Action | None:
-            return Action(
-                "move", {"direction": self.state.observations[-1].data, "main": threading.current_thread().name}
-            )
+            thread = threading.current_thread().name
+            return Action("move", {"direction": self.state.observations[-1].data, "thread": thread})
 
     class Async(Agent):
         async def decide_action(self) -> Action | None:  # type: ignore[override]

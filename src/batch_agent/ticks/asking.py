@@ -107,7 +107,14 @@ class Asking:
             await self.backend.__aenter__()
             self._entered = True
         if self._model is None:
-            names = await self.backend.models()
+            limit = asyncio.timeout(self._timeout)
+            try:
+                async with limit:
+                    names = await self.backend.models()
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise Timeout(f"{self.backend.name} did not say in {self._timeout:g} s what it serves") from None
             if len(names) != 1:
                 raise SpecError(f"{self.backend.name} serves {', '.join(names) or 'no model'}: name one with model=")
             [self._model] = names

@@ -103,7 +103,7 @@ class Mind:
                 latest.tick, latest.due, self._observed = tick, due, observation
             return latest
         if self._skips and self.last is not None and _same(observation, self._observed):
-            return replace(self.last, source="last", reason="nothing has changed"), None
+            return _again(self.last, "nothing has changed"), None
         return self._begin(tick, observation, now, due)
 
     def conclude(self, thought: Thought, tick: int, why: str) -> Given:
@@ -115,7 +115,7 @@ class Mind:
         if self._spare is not None:
             return self._give(self._spare, tick)
         if self.last is not None and self._repeats and not thought.ended and not self.gone:
-            return replace(self.last, source="last", reason=why), None
+            return _again(self.last, why), None
         return self.fall_back(self.gone or thought.failure or why), thought if thought.ended else None
 
     def fall_back(self, why: str) -> Decision[object]:
@@ -143,6 +143,11 @@ class Mind:
         )
         self.last = decision
         return decision, thought
+
+
+def _again(last: Decision[object], why: str) -> Decision[object]:
+    """What was done last, which costs nothing to do again."""
+    return replace(last, source="last", usage=Usage(), latency=None, reason=why)
 
 
 def _same(one: object, other: object) -> bool:

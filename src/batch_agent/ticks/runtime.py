@@ -94,6 +94,8 @@ class TickRuntime(Generic[A]):
         replay: str | Path | None = None,
     ) -> None:
         _check_positive(deadline=deadline, timeout=timeout)
+        if system_prompt is not None and not isinstance(system_prompt, str):
+            raise SpecError(f"system_prompt is a {type(system_prompt).__name__}; it is text")
         _check_count(max_workers=max_workers, max_inflight=max_inflight)
         self.deadline = deadline
         self.running = False

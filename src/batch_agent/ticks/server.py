@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import JsonValue
-from pydantic_core import to_jsonable_python
+from pydantic_core import to_json
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
@@ -151,8 +151,7 @@ def _observation(body: JsonObject) -> JsonValue:
 
 
 def _written(action: Action) -> JsonObject:
-    params = to_jsonable_python(action.parameters, fallback=str)
-    return {"tool": action.tool_name, "params": params, "reasoning": action.reasoning or ""}
+    return {"tool": action.tool_name, "params": action.parameters, "reasoning": action.reasoning or ""}
 
 
 def _entry(agent_id: str, action: Action) -> JsonObject:
@@ -165,4 +164,5 @@ def _entry(agent_id: str, action: Action) -> JsonObject:
 
 
 def _json(value: JsonObject, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+    body = to_json(value, inf_nan_mode="null", fallback=str)
+    return web.Response(body=body, status=status, content_type="application/json")

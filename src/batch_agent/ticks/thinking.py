@@ -101,7 +101,7 @@ class Thinker:
 
         def ask() -> Asked:
             if not thought.left:
-                thought.prompt = _guarded(agent._build_context, "_build_context")
+                thought.prompt = _guarded(lambda: _context_of(agent), "_build_context")
                 thought.left = True
             first = Message("user", thought.prompt)
             return Asked(
@@ -110,7 +110,7 @@ class Thinker:
                 mind.number,
                 agent.schema,
                 agent.schema_text,
-                tuple(agent.repertoire.specs),
+                tuple(agent.repertoire.specs) if agent.schema is not None else (),
                 None if self._seed is None else seed_of(self._seed, agent.agent_id, thought.tick),
             )
 
@@ -133,6 +133,13 @@ class Thinker:
             return None
         known = self._prefixes.get(text)
         return known or self._prefixes.setdefault(text, Conversation([Message("system", text)]))
+
+
+def _context_of(agent: Agent) -> str:
+    context = agent._build_context()
+    if not isinstance(context, str):
+        raise TypeError(f"it returned a {type(context).__name__}, not text")
+    return context.encode(errors="replace").decode()  # what no wire could carry is shown as such
 
 
 def _guarded(function: Callable[[], T], name: str) -> T:

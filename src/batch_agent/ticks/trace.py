@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import cast
 
-import orjson
 from pydantic import JsonValue
-from pydantic_core import to_jsonable_python
+from pydantic_core import from_json, to_json
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.ticks.action import SOURCES, Action, Decision
 from batch_agent.ticks.mind import Given
+
+logger = logging.getLogger("batch_agent")
 
 ReadAction = Callable[[JsonValue], object]  # of an agent: what was written → the action
 
@@ -26,17 +29,25 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: io.BufferedWriter | None = None
+        self._failed = False
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise SpecError(f"cannot write the trace {path}: {error.strerror}") from None
 
     def write(self, tick: int, given: Iterable[tuple[str, object, Given]]) -> None:
         """``given``: agent, observation, and what it got."""
-        lines = [orjson.dumps(_line(tick, *one), option=orjson.OPT_APPEND_NEWLINE) for one in given]
-        if self._file is None:
-            try:
+        lines = [to_json(_line(tick, *one), inf_nan_mode="null", fallback=str) + b"\n" for one in given]
+        if self._failed:
+            return
+        try:
+            if self._file is None:
                 self._file = self._path.open("ab")
-            except OSError as error:
-                raise SpecError(f"cannot write the trace {self._path}: {error.strerror}") from None
-        self._file.write(b"".join(lines))
-        self._file.flush()
+            self._file.write(b"".join(lines))
+            self._file.flush()
+        except OSError as error:  # a full disk does not stop a world
+            self._failed = True
+            logger.error("nothing more is written to the trace %s: %s", self._path, error.strerror)
 
     def close(self) -> None:
         if self._file is not None:
@@ -56,9 +67,9 @@ def _line(tick: int, agent: str, observation: object, given: Given) -> JsonObjec
         "tick": tick,
         "source": decision.source,
         "seen_tick": decision.seen_tick,
-        "action": to_jsonable_python(action, fallback=str),
+        "action": cast("JsonValue", action),
         "reason": decision.reason,
-        "observation": to_jsonable_python(observation, fallback=str),
+        "observation": cast("JsonValue", observation),
         "prompt": "" if thought is None else thought.prompt,
         "answer": "" if thought is None else thought.answer,
         "prompt_tokens": decision.usage.prompt_tokens,
@@ -79,7 +90,7 @@ class Replay:
             raise SpecError(f"cannot read the trace {path}: {error.strerror}") from None
         for number, line in enumerate(lines, 1):
             try:
-                value = orjson.loads(line)
+                value = from_json(line)
                 key = str(value["agent"]), int(value["tick"])
                 if value["source"] not in SOURCES:
                     raise ValueError
