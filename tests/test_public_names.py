@@ -25,6 +25,7 @@ PUBLIC = [
     "BatchAgentError",
     "BatchSpec",
     "Failure",
+    "Fleet",
     "JobError",
     "Message",
     "Pipeline",

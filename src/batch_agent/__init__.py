@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         StoreError,
         ToolError,
     )
+    from batch_agent.fleet.backend import Fleet
     from batch_agent.job import AgentError, AgentResult, Failure, Success, Timings
     from batch_agent.messages import Message, ToolCall, Usage
     from batch_agent.results import Results
@@ -37,6 +38,7 @@ __all__ = [
     "BatchAgentError",
     "BatchSpec",
     "Failure",
+    "Fleet",
     "JobError",
     "Message",
     "Pipeline",
@@ -58,6 +60,7 @@ __all__ = [
 _HOMES = {
     "api": ("BatchAgent",),
     "errors": ("BatchAgentError", "JobError", "RunRejected", "RunUnreachable", "SpecError", "StoreError", "ToolError"),
+    "fleet.backend": ("Fleet",),
     "job": ("AgentError", "AgentResult", "Failure", "Success", "Timings"),
     "messages": ("Message", "ToolCall", "Usage"),
     "results": ("Results",),

@@ -60,7 +60,7 @@ class Options(TypedDict, total=False):
     system_prompt: str
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str]
     model: str | None
-    backend: str | Mapping[str, JsonValue] | Backend | None
+    backend: str | Mapping[str, JsonValue] | Sequence[str | Mapping[str, JsonValue] | Backend] | Backend | None
     runtime: Backend | None
     api_key: str | None
     max_inflight: int | None
@@ -84,6 +84,8 @@ class Options(TypedDict, total=False):
     max_total_tokens: int | None
     max_wall_time: float | None
     max_outage: float | None
+    affinity: str | None
+    hedge: float | None
     cache: bool | str | Path
     run_dir: str | Path | None
     checkpoint_dir: str | Path | None

@@ -29,6 +29,7 @@ class Job:
     identified: bool = False  # job_id is the input's own, not its position
     parts: tuple[Job, ...] = ()  # it does not fit, and these are done instead and merged
     shortened: bool = False  # its longest field was cut to fit
+    affinity: str = ""  # jobs with the same one are best done by the same endpoint
 
 
 @dataclass(frozen=True, slots=True)

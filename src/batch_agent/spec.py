@@ -29,7 +29,7 @@ _SERVERS = ", or None to leave it to the server"
 # What an option must be, in the words of the error about one that is not.
 ALLOWED = {
     **dict.fromkeys(("task", "system_prompt"), "text"),
-    **dict.fromkeys(("model", "api_key"), "text, or None"),
+    **dict.fromkeys(("model", "api_key", "affinity"), "text, or None"),
     "template": "braces or jinja",
     "tools": "a list of tools",
     "on_result": "a function, or None",
@@ -42,6 +42,7 @@ ALLOWED = {
         ("timeout_per_agent", "timeout_per_turn", "timeout_per_tool", "max_wall_time", "max_outage"),
         f"a number of seconds above 0{_NO_LIMIT}",
     ),
+    "hedge": "a number of seconds above 0, or None to ask nobody twice",
     "max_cost": f"a number of dollars above 0{_NO_LIMIT}",
     "max_tokens": f"a whole number above 0{_SERVERS}",
     "min_response_tokens": "a whole number above 0",
@@ -99,7 +100,9 @@ class BatchSpec(BaseModel):
     )
     # Neither is shown: a URL may hold a password, a mapping a key.
     backend: Any = Field(
-        None, description="Where inference happens: a URL, a mapping with a url, or a Backend.", repr=False
+        None,
+        description="Where inference happens: a URL, a mapping with a url, a list of these, or a Backend.",
+        repr=False,
     )
     runtime: Any = Field(None, description="A Backend object; another way to say backend=.", repr=False)
     api_key: Text | None = Field(
@@ -154,6 +157,16 @@ class BatchSpec(BaseModel):
         900.0,
         description="Seconds that a server may be unreachable before the run ends as unreachable, to be resumed; None: "
         "for ever. A server that never answered is given up after 15 s.",
+    )
+    affinity: Text | None = Field(
+        None,
+        description="A field of the row: on several servers, rows with the same value go to the same one, which has "
+        "what they share in its cache, as long as it is not too busy.",
+    )
+    hedge: Seconds | None = Field(
+        None,
+        description="Seconds after which a turn that has no answer is asked of another server too, where a slot is "
+        "free; the first answer counts. Needs several servers.",
     )
     cache: bool | Text | Path = Field(
         False,

@@ -11,7 +11,8 @@ from yarl import URL
 
 from backends.wire import Exchange, WireServer, answer, hang, raw
 from batch_agent.backends.faults import Faults
-from batch_agent.backends.http import FEW_STREAMS, HttpClient
+from batch_agent.backends.http import HttpClient
+from batch_agent.backends.transport import FEW_STREAMS, Transport
 from batch_agent.errors import BadResponse, Rejected, SpecError, Timeout, Unavailable
 
 PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -39,6 +40,28 @@ async def test_the_first_user_opens_and_the_last_closes() -> None:
                     await client.send(route)
                 await client.send(route)
         assert server.connections == 2
+
+
+async def test_clients_that_share_a_transport_share_its_session_and_the_last_closes_it() -> None:
+    async with WireServer(answer({"a": 1})) as server:
+        transport = Transport()
+        clients = [HttpClient(server.url, transport=transport) for _ in range(3)]
+        for client in clients:
+            await client.__aenter__()
+        session = transport.session
+        for client in clients:
+            assert await client.send(client.route("GET", "/models"))
+            await client.__aexit__(None, None, None)
+        assert session.closed
+        assert server.connections == 1
+
+
+async def test_a_transport_without_proxies_leaves_those_of_the_environment_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    async with WireServer(answer({"a": 1})) as server:
+        assert await get(server.url, transport=Transport(proxies=False))
 
 
 def test_it_can_be_used_in_one_loop_after_another() -> None:

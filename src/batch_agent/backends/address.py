@@ -8,12 +8,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, parse_qsl
 
 from batch_agent.errors import SpecError
 
+if TYPE_CHECKING:
+    from batch_agent.backends.transport import Transport
+
 KEY_VARIABLE = "BATCH_AGENT_API_KEY"
-FORMS = "vllm://host:8000, sglang://host:30000, openai://, http://host:port/v1, https://host/v1, or local://"
+FORMS = "vllm://host:8000, sglang://host:30000, openai://, http://host:port/v1, https://host/v1, fleet://hosts.txt, or local://"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -23,6 +27,7 @@ class Address:
     headers: Mapping[str, str]
     environ: Mapping[str, str]
     sends: bool = True  # False: nothing will be sent, so a key may be missing
+    transport: Transport | None = None  # the connections it shares with others; None: it has its own
 
     @property
     def name(self) -> str:

@@ -31,6 +31,7 @@ class Capabilities:
     endpoints: tuple[str, ...] = ("",)  # the names of the servers behind it, of which a turn is granted one
     load: bool = False  # tells how busy it is: it is a Measured
     batch: bool = False  # answers many conversations in one request, and better so: it is a Batched
+    many: bool = False  # its endpoints are servers of their own, which come and go: it is a Many
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -79,6 +80,34 @@ class Load:
     prefix_hits: int | None = None  # ... and found
     first_token_count: int | None = None  # answers begun since it started
     first_token_seconds: float | None = None  # ... and the sum of the times that took
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of the servers behind a backend that is many."""
+
+    name: str  # of Capabilities.endpoints
+    weight: float = 1.0  # its share among the others
+    inflight: int = 64  # calls in flight when the user names no number
+    models: frozenset[str] | None = None  # that it serves; None: nobody knows
+    context: int | None = None  # tokens; None: as many as any
+
+
+class Party(Protocol):
+    """Whoever uses a backend that is many beside others, a run say."""
+
+    @property
+    def slots(self) -> int | None:
+        """The most it may use; None: no end of them."""
+        ...
+
+    def changed(self) -> None:
+        """Members came or went, or something about them is known that was not."""
+        ...
+
+    def share(self, slots: int | None) -> None:
+        """So many of the slots are its own; None: all."""
+        ...
 
 
 def text_only(message: Message) -> str:
@@ -142,4 +171,30 @@ class Batched(Backend, Protocol):
     async def infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
         """One turn of each, in their order. They share one shape, without tools; one that cannot be answered is an
         error in its own place and takes nobody with it."""
+        ...
+
+
+@runtime_checkable
+class Many(Backend, Protocol):
+    """Where ``Capabilities.many``."""
+
+    @property
+    def members(self) -> Sequence[Member]: ...
+
+    def join(self, party: Party) -> None:
+        """From now on the party is told what changes, and those who want slots share them evenly."""
+        ...
+
+    def leave(self, party: Party) -> None: ...
+
+    def want(self, party: Party, slots: float) -> None:
+        """How many slots the party could use now. What it does not want is the others'."""
+        ...
+
+    async def locate(self, model: str) -> None:
+        """Find out which members serve the model, as far as they say so soon."""
+        ...
+
+    async def knock(self, endpoint: str) -> None:
+        """Is it there? Costs it nothing. A BackendError where it does not answer."""
         ...

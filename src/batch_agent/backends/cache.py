@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
@@ -20,7 +20,18 @@ from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Backend, Capabilities, Load, Measured, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import (
+    Backend,
+    Capabilities,
+    Load,
+    Many,
+    Measured,
+    Member,
+    ModelRequest,
+    OnToolCall,
+    Party,
+    RequestShape,
+)
 from batch_agent.backends.cache_store import ResponseStore
 from batch_agent.backends.generating import Generates
 from batch_agent.errors import BackendError
@@ -56,6 +67,29 @@ class CachingBackend(Generates):
 
     async def models(self) -> list[str]:
         return await self._inner.models()
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return self._many.members
+
+    def join(self, party: Party) -> None:
+        self._many.join(party)
+
+    def leave(self, party: Party) -> None:
+        self._many.leave(party)
+
+    def want(self, party: Party, slots: float) -> None:
+        self._many.want(party, slots)
+
+    async def locate(self, model: str) -> None:
+        await self._many.locate(model)
+
+    async def knock(self, endpoint: str) -> None:
+        await self._many.knock(endpoint)
+
+    @property
+    def _many(self) -> Many:
+        return cast(Many, self._inner)
 
     async def __aenter__(self) -> Self:
         if not self._entered:

@@ -1,42 +1,28 @@
-"""HTTP for the backends that speak it: the one aiohttp session, its headers and proxy, and bytes in and out.
+"""HTTP for the backends that speak it: a server's address, its headers and proxy, and bytes in and out.
 
-What the bytes mean belongs to the backend, which errors to raise to ``faults``. Nothing here waits for a slot, retries
-or limits an answer's time; cancelling a call closes its connection, which is how servers learn of it.
+What the bytes mean belongs to the backend, which errors to raise to ``faults``, connections to ``transport``. Nothing
+here waits for a slot, retries or limits an answer's time; cancelling a call closes its connection, which is how servers
+learn of it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import io
 from base64 import b64encode
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
-from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
 from batch_agent.backends.faults import Faults
-from batch_agent.errors import InternalError, SpecError
+from batch_agent.backends.transport import Receive, Transport
+from batch_agent.errors import SpecError
 
-CONNECT_SECONDS = 30.0
-# Below the five seconds after which common servers (uvicorn) drop an idle connection, so that a request is not sent
-# into one that is just being closed.
-KEEPALIVE_SECONDS = 4.0
-STREAM_END_SECONDS = 0.25
 LARGE_BODY_BYTES = 1024 * 1024
-
-# Few streams are read as their events come. Of many each would wake us for every token, so they are left alone between
-# two beats of the clock, and read together.
-FEW_STREAMS = 16
-BEAT_SECONDS = 0.04
-
-Receive = Callable[[bytes], bool]
-"""Takes a chunk of a stream; True when the stream has said all it has to say."""
 
 Sign = Callable[[str, URL, Mapping[str, str], bytes], Mapping[str, str]]
 """Of a method, URL, headers and body: the headers that show whose request it is. For servers that want no key in the
@@ -55,7 +41,7 @@ class Route:
 
 
 class HttpClient:
-    """Entered as often as there are users; the first opens the session, the last closes it.
+    """Entered as often as there are users, each of them a user of its transport, which is its own unless one is given.
 
     A server that wants its key elsewhere than in ``Authorization`` gets it in ``headers``; one that wants each request
     signed, by ``sign``.
@@ -68,6 +54,7 @@ class HttpClient:
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
         sign: Sign | None = None,
+        transport: Transport | None = None,
     ) -> None:
         url, login = _without_login(base_url)
         if login and api_key:
@@ -85,36 +72,23 @@ class HttpClient:
         password = URL(base_url).password or ""
         self._secrets = [password, *values, *(value.partition(" ")[2] for value in values)]
         self._sign = sign
-        self._streams = 0  # being read now
-        self._resting: list[asyncio.Transport] = []  # to be read at the next beat
-        self._session: aiohttp.ClientSession | None = None
+        self._transport = Transport() if transport is None else transport
         self._proxy: URL | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._users = 0
 
     def route(self, method: str, path: str) -> Route:
         url = URL(str(self._base) + path, encoded=True)
         return Route(method, url, self._headers, Faults(f"{method} {url}", self._secrets), self._sign)
 
     async def __aenter__(self) -> Self:
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            if self._users and self._loop is not None and not self._loop.is_closed():
-                raise SpecError(f"{self.base_url} is in use in another event loop: give each loop its own backend")
-            self._users = 0
-        if not self._users:
-            self._proxy = _proxy_for(self._base)
-            self._session, self._loop, self._resting = _open_session(), loop, []
-        self._users += 1
+        proxy = self._transport.proxy_for(self._base)
+        await self._transport.__aenter__()
+        self._proxy = proxy
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._users -= 1
-        if not self._users and self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        await self._transport.__aexit__(kind, error, trace)
 
     async def send(
         self,
@@ -126,12 +100,10 @@ class HttpClient:
     ) -> bytes | None:
         """The body of a good answer; None when ``receive`` was given and took it as a stream, chunk by chunk.
         ``headers`` are this request's own; ``on_headers`` is shown those of a good answer before its body."""
-        if self._session is None:
-            raise InternalError(f"{self.base_url} was asked before it was entered (async with backend)")
         # aiohttp warns of large bodies given as bytes; a file object is written piece by piece.
         data = io.BytesIO(body) if body is not None and len(body) > LARGE_BODY_BYTES else body
         try:
-            async with self._session.request(
+            async with self._transport.session.request(
                 route.method,
                 route.url,
                 data=data,
@@ -145,45 +117,11 @@ class HttpClient:
                     on_headers(response.headers)
                 if receive is None or _is_document(response):
                     return await response.read()
-                await self._pump(response, receive)
+                await self._transport.pump(response, receive)
                 return None
         except (aiohttp.ClientError, OSError) as error:
             # Not chained: exceptions of the library hold the request's headers.
             raise route.faults.raised(error) from None
-
-    async def _pump(self, response: aiohttp.ClientResponse, receive: Receive) -> None:
-        content = response.content
-        self._streams += 1
-        try:
-            while chunk := await content.readany():
-                if receive(chunk):
-                    break
-                if self._streams > FEW_STREAMS and response.connection is not None:
-                    self._rest(response.connection.transport)
-        finally:
-            self._streams -= 1
-        # Only a connection read to its end can be used again, and the end often comes just behind the last event.
-        if not content.at_eof():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STREAM_END_SECONDS):
-                    while await content.readany():
-                        pass
-
-    def _rest(self, transport: asyncio.Transport | None) -> None:
-        """Leaves to the kernel what comes on this connection until the next beat. A transport that is closed by
-        then, or has another stream, takes no harm from being told to go on."""
-        if transport is None:
-            return
-        transport.pause_reading()
-        self._resting.append(transport)
-        if len(self._resting) == 1:
-            loop = asyncio.get_running_loop()
-            loop.call_at((loop.time() // BEAT_SECONDS + 1) * BEAT_SECONDS, self._go_on, self._resting)
-
-    def _go_on(self, resting: list[asyncio.Transport]) -> None:
-        self._resting = []
-        for transport in resting:
-            transport.resume_reading()
 
 
 def _headers(route: Route, own: Mapping[str, str] | None, body: bytes | None) -> CIMultiDict[str]:
@@ -198,33 +136,6 @@ def _headers(route: Route, own: Mapping[str, str] | None, body: bytes | None) ->
 
 def _is_document(response: aiohttp.ClientResponse) -> bool:
     return response.headers.get("Content-Type", "").startswith(("application/json", "text/html"))
-
-
-def _open_session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-        skip_auto_headers=("Accept",),
-    )
-
-
-def _proxy_for(url: URL) -> URL | None:
-    """The environment's proxy, looked up once: with ``trust_env`` aiohttp would ask two threads for every request."""
-    proxies = getproxies()
-    proxy = proxies.get(url.scheme) or proxies.get("all")
-    if not proxy or proxy_bypass(url.authority):
-        return None
-    try:
-        found = URL(proxy if "://" in proxy else f"http://{proxy}")
-    except ValueError:
-        raise SpecError(f"the proxy that the environment names for {url.host} is not a URL that can be read") from None
-    if found.scheme not in ("http", "https"):
-        raise SpecError(
-            f"the environment names a {found.scheme} proxy for {url.host}: only http and https proxies are supported; "
-            "set NO_PROXY for this host to go without"
-        )
-    return found
 
 
 def _without_login(base_url: str) -> tuple[URL, str]:

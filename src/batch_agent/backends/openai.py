@@ -22,6 +22,7 @@ from batch_agent.backends.generating import Generates
 from batch_agent.backends.http import HttpClient
 from batch_agent.backends.openai_answer import AnswerStream, read_answer
 from batch_agent.backends.openai_schema import response_schema
+from batch_agent.backends.transport import Transport
 from batch_agent.errors import SpecError
 from batch_agent.messages import Content, Conversation, JsonObject, Message, MessageView, Reply, content_json
 
@@ -51,8 +52,9 @@ class OpenAIBackend(Generates):
         name: str | None = None,
         max_tokens_field: MaxTokensField = "max_tokens",
         tail: Callable[[ModelRequest], Tail] | None = None,
+        transport: Transport | None = None,
     ) -> None:
-        self._http = HttpClient(base_url, api_key=api_key, headers=headers)
+        self._http = HttpClient(base_url, api_key=api_key, headers=headers, transport=transport)
         self._chat = self._http.route("POST", "/chat/completions")
         self._models = self._http.route("GET", "/models")
         self._capabilities = capabilities or Capabilities(images=True)

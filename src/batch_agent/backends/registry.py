@@ -10,14 +10,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
 from batch_agent.backends.address import FORMS, Address, check_known
 from batch_agent.backends.base import Backend
 from batch_agent.errors import SpecError
 
+if TYPE_CHECKING:
+    from batch_agent.backends.transport import Transport
+
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
 
+FLEET = "batch_agent.fleet.backend:"
 # Where the Callable[[Address], Backend] of each scheme is.
 SCHEMES: Mapping[str, str] = {
     "openai": "batch_agent.backends.servers:openai",
@@ -27,6 +32,7 @@ SCHEMES: Mapping[str, str] = {
     "https": "batch_agent.backends.servers:http",
     "local": "batch_agent.backends.local:from_address",
     "simulated": "batch_agent.backends.simulated:from_address",
+    "fleet": FLEET + "from_address",
 }
 PROVIDERS: Mapping[str, str] = {"openai": "openai://"}
 
@@ -38,8 +44,10 @@ def open_backend(
     api_key: str | None,
     environ: Mapping[str, str] = os.environ,
     sends: bool = True,
+    transport: Transport | None = None,
 ) -> tuple[Backend, str | None]:
-    """The backend, and the model's name without a provider before it. One that ``sends`` nothing needs no key."""
+    """The backend, and the model's name without a provider before it. One that ``sends`` nothing needs no key. A
+    ``transport`` is that of others too."""
     if backend is None:
         backend = environ.get(BACKEND_VARIABLE) or None
     if backend is None:
@@ -52,12 +60,18 @@ def open_backend(
         # A key of spaces is a variable that was not filled in.
         key = (api_key or "").strip() or None
         factory: Callable[[Address], Backend] = resolve_name(SCHEMES[scheme])
-        return factory(Address(url, key, headers, environ, sends)), model
+        return factory(Address(url, key, headers, environ, sends, transport)), model
+    if isinstance(backend, list | tuple):
+        fleet: Callable[..., Backend] = resolve_name(f"{FLEET}Fleet")
+        return fleet(backend, api_key=api_key, environ=environ, sends=sends), model
     if isinstance(backend, Backend) and not isinstance(backend, type):
         if api_key is not None:
             raise SpecError("api_key has no effect on a Backend object: give the key to the object")
         return backend, model
-    raise SpecError(f"backend is a {type(backend).__name__}: give a URL ({FORMS}), a mapping with a url, or a Backend")
+    raise SpecError(
+        f"backend is a {type(backend).__name__}: give a URL ({FORMS}), a mapping with a url, a list of these, or a "
+        "Backend"
+    )
 
 
 def _provider_of(model: str | None) -> tuple[str, str | None]:

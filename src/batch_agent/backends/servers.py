@@ -27,6 +27,7 @@ def openai(address: Address) -> Backend:
         headers=address.headers,
         capabilities=_capabilities(address, native_schema=True, schema_with_tools=True),
         name=f"openai://{address.place}",
+        transport=address.transport,
         # Newer models refuse max_tokens.
         max_tokens_field="max_completion_tokens",
     )
@@ -47,6 +48,7 @@ def http(address: Address) -> Backend:
         headers=address.headers,
         capabilities=_capabilities(address, native_schema=False, schema_with_tools=False),
         name=address.name,
+        transport=address.transport,
     )
 
 
@@ -58,6 +60,7 @@ def _engine(address: Address, default_port: int) -> Backend:
         headers=address.headers,
         capabilities=_capabilities(address, native_schema=True, schema_with_tools=False),
         name=address.name,
+        transport=address.transport,
     )
 
 

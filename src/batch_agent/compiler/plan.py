@@ -102,6 +102,8 @@ class Plan:
         check_same(self._hoisted, fields)
         prompt, own = template.render(fields), own_id(fields)
         job = Job(index, str(index) if own is None else own, value, prompt, own is not None)
+        if self._spec.affinity is not None:
+            job = replace(job, affinity=_affinity(self._spec.affinity, fields))
         tokens = self._tokens(prompt)
         if self._sizing.fits(tokens):
             return job
@@ -118,6 +120,7 @@ class Plan:
                 part["input"] if isinstance(value, str) else {**fields, **part},
                 _fill(template, part),
                 job.identified,
+                affinity=job.affinity,
             )
             for number, part in enumerate(cut, start=1)
         ]
@@ -251,6 +254,14 @@ def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
     return inputs
 
 
+def _affinity(name: str, fields: Mapping[str, object]) -> str:
+    """A row without the field belongs nowhere."""
+    try:
+        return text_of(name, value_of(fields, name))
+    except Unfillable:
+        return ""
+
+
 def _texts(template: Template, fields: Mapping[str, object]) -> dict[str, str]:
     return {name: text_of(name, value_of(fields, name)) for name in template.names}
 
@@ -272,6 +283,8 @@ def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
         raise SpecError(f"the task cannot be filled from the first input: {error}") from None
     except InputError:
         pass
+    if spec.affinity is not None and spec.affinity.partition(".")[0].partition("[")[0] not in names:
+        raise SpecError(f"affinity: the first input has no field {spec.affinity!r} (its fields: {listed(names)})")
     return template
 
 

@@ -21,6 +21,7 @@ from batch_agent.compiler.overflow import stated
 from batch_agent.engine.cancellation import cancelled_by_us
 from batch_agent.engine.history import History
 from batch_agent.engine.limiter import Limiter
+from batch_agent.engine.members import endpoints_of
 from batch_agent.engine.prepare import Prepared, only_model
 from batch_agent.engine.turn import Resources, Tally, take_turn
 from batch_agent.errors import ContextOverflow, JobError, StoreError, WorkerFailed
@@ -125,7 +126,7 @@ class Compactor:
         steps = "\n\n".join(filter(None, [job.prompt, known, *map(_written, gone)]))
         request = ModelRequest(shape, Conversation([SUMMARISE, Message("user", steps)]), job.job_id)
         own_tally = Tally(turns=tally.turns)
-        progress = Progress(LAST)
+        progress = Progress(LAST, model=shape.model)
         try:
             ticket = r.limiter.claim(progress, LAST)
             reply = await take_turn(r, request, job.index, own_tally, ticket, None)
@@ -175,7 +176,8 @@ async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncItera
         yield compactor
         return
     able = backend.capabilities
-    limiter = Limiter(able.default_inflight, endpoints=able.endpoints, max_outage=PATIENCE)
+    endpoints = endpoints_of(backend, able.default_inflight)
+    limiter = Limiter(able.default_inflight, endpoints=endpoints, max_outage=PATIENCE)
     try:
         async with backend:
             compactor.shape = RequestShape(model or await only_model(backend, spec, "compaction_model"))

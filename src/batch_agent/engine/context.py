@@ -61,7 +61,7 @@ class AgentContext:
     def __init__(self, job: Job, resources: Resources, trail: Trail) -> None:
         self.job = job
         self.tally = Tally()
-        self.progress = Progress()
+        self.progress = Progress(key=job.affinity, model=resources.shapes.first.model)
         self.text = ""
         self.repaired = False  # the output was read from JSON that had to be mended
         self.failure: JobError | None = None

@@ -1,65 +1,81 @@
 """What answers and failures say about the endpoints, made awaitable: ``scheduler.health`` and ``scheduler.refusals``
 with timers for trials, for silence and for the end of patience, and futures for those who wait to learn whose fault it
 was.
+
+Where one of several endpoints is down, no row waits for it: it is knocked at, which costs no row anything, and gets a
+trial when it has opened. Each endpoint has an alarm of its own in a heap, so that a thousand of them are not all looked
+at for one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
+from heapq import heappop, heappush
 from math import inf
 from typing import TYPE_CHECKING
 
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected, Timeout, Unavailable
-from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.health import Kind
+from batch_agent.scheduler.health import SHORTEST_SILENCE, SILENCE_FACTOR, Kind
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
 if TYPE_CHECKING:
     from batch_agent.events import Ended
 
 NEVER_ANSWERED = 15.0  # seconds after which a server is given up that has not answered once
+KNOCK_SECONDS = 2.0
 
 OnHealth = Callable[[Endpoint, float], None]
 OnLimit = Callable[[Endpoint, str], None]
 OnOver = Callable[["Ended", str], None]
+Knock = Callable[[str], Awaitable[object]]
+"""Asks the endpoint of this name what costs it nothing to answer. Raises a BackendError where it does not."""
 
 
 class Endpoints:
-    """``wake`` is called when somebody who waits for a slot may get one, ``rejoin`` when an endpoint is back.
-    ``are_few`` says whether the agents that are left are too few to put an endpoint down."""
+    """``wake`` is called when somebody who waits for a slot may get one. ``are_few`` says whether the agents that are
+    left are too few to put an endpoint down. Without a ``knock`` an endpoint that is down is tried with a row's turn
+    also while others work."""
 
     def __init__(
         self,
-        endpoints: Sequence[Endpoint],
+        scheduler: Scheduler,
         max_outage: float | None,
         on_health: OnHealth,
         on_limit: OnLimit,
         on_over: OnOver,
         wake: Callable[[], None],
-        rejoin: Callable[[], None],
         are_few: Callable[[], bool],
+        knock: Knock | None = None,
     ) -> None:
-        self._all = endpoints
+        self._scheduler, self._all = scheduler, scheduler.endpoints
         self._max_outage = inf if max_outage is None else max_outage
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
-        self._wake, self._rejoin, self._are_few = wake, rejoin, are_few
+        self._wake, self._touch, self._are_few = wake, scheduler.touch, are_few
+        self._knock = knock
+        self._knocks: dict[Endpoint, asyncio.Task[None]] = {}
         self._doubted: dict[Endpoint, set[Ticket]] = {}  # failed since the endpoint's last good answer
         self.doubts: list[tuple[Ticket, asyncio.Future[None]]] = []  # those who wait to learn whose fault it was
-        self._limits: dict[Ticket, asyncio.Timeout] = {}  # of requests on their way
+        self._limits: dict[Endpoint, dict[Ticket, asyncio.Timeout]] = {}  # of requests on their way
         self._patient: dict[Endpoint, Ticket] = {}  # the trial that may be waited for beside the next ones
+        self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
+        self._alarms: list[tuple[float, int, Endpoint]] = []
+        self._armed: dict[Endpoint, float] = {}  # for when; other alarms of an endpoint are out of date
+        self._numbers = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._due = inf
+        self._timer_at = inf
 
     # Requests
 
     def sent(self, ticket: Ticket) -> None:
-        assert ticket.endpoint is not None
+        endpoint = ticket.endpoint
+        assert endpoint is not None
         if ticket.trial:
-            self._on_health(ticket.endpoint, ticket.sent_at)
-        if ticket.trial or self._due == inf:
-            self.arm()
+            self._on_health(endpoint, ticket.sent_at)
+        if ticket.trial or endpoint not in self._armed:
+            self.arm(endpoint)
 
     def limit(self, ticket: Ticket, seconds: float | None) -> asyncio.Timeout:
         """The time limit of one request; ``finished`` must follow. An endpoint on trial has to answer in the time that
@@ -71,13 +87,15 @@ class Endpoints:
                 trial = endpoint.health.patient_seconds(ticket.sent_at)
             seconds = min(trial, seconds or inf)
         limit = asyncio.timeout(seconds)
-        self._limits[ticket] = limit
+        self._limits.setdefault(endpoint, {})[ticket] = limit
         return limit
 
     def finished(self, ticket: Ticket) -> None:
-        self._limits.pop(ticket, None)
-        if ticket.trial and ticket.endpoint is not None and self._patient.get(ticket.endpoint) is ticket:
-            del self._patient[ticket.endpoint]
+        endpoint = ticket.endpoint
+        assert endpoint is not None
+        self._limits[endpoint].pop(ticket, None)
+        if ticket.trial and self._patient.get(endpoint) is ticket:
+            del self._patient[endpoint]
 
     def answered(self, ticket: Ticket, seconds: float) -> None:
         """A good answer: what failed although it was asked no later has failed by itself. Of what was asked later it
@@ -110,10 +128,12 @@ class Endpoints:
             return
         if kind == "overload":
             self._overloaded(endpoint, ticket, error, now)
-        if kind != "unreached" and ticket.failures > ticket.doubtful and not health.is_down:
+        if kind == "broken" and not ticket.moved and self.others_work(endpoint):
+            ticket.moved = True  # it goes elsewhere; what breaks there too may be its own fault
+        elif kind != "unreached" and ticket.failures > ticket.doubtful and not health.is_down:
             ticket.failures += 1  # it has failed while others were answered: it says nothing about the server
             return
-        if kind != "unreached":
+        elif kind != "unreached":
             ticket.failures += 1
             ticket.doubtful += 1
             ticket.broke = ticket.broke or kind == "broken"
@@ -162,19 +182,26 @@ class Endpoints:
     def give_up_lost(self) -> None:
         """Nothing more is sent: requests on their way finish, but not those at a server that is down."""
         now = _now()
-        for ticket in self._limits:
-            assert ticket.endpoint is not None
-            if ticket.endpoint.health.is_down:
-                self._lose(ticket, now)
+        for endpoint, limits in self._limits.items():
+            if endpoint.health.is_down:
+                for ticket in limits:
+                    self._lose(ticket, now)
 
     def resize(self, ceiling: int | None) -> None:
         for endpoint in self._all:
             endpoint.capacity.resize(ceiling)
             self._on_limit(endpoint, "asked for")
+            self._touch(endpoint)
+
+    def others_work(self, endpoint: Endpoint) -> bool:
+        router = self._scheduler.router
+        return len(self._all) > 1 and router.working > router.works(endpoint)
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        for knock in self._knocks.values():
+            knock.cancel()
 
     # An endpoint's ups and downs
 
@@ -183,13 +210,23 @@ class Endpoints:
         began = endpoint.health.down_since
         if endpoint.health.answered_after(seconds, ticket.sent_at, now):
             endpoint.held_until = 0.0
-            for other in self._limits:
-                if other.endpoint is endpoint and (other.overdue or (other.sent_at < began and not other.lost)):
+            for other in self._limits.get(endpoint, ()):
+                if other.overdue or (other.sent_at < began and not other.lost):
                     self._lose(other, now + endpoint.health.grace)
+            self._touch(endpoint)
             self._on_health(endpoint, now)
-            self._rejoin()
-            self.arm()
+            self._scheduler.rejoin()
+            self._take_up_again()
+            self.arm(endpoint)
             self._wake()
+
+    def _take_up_again(self) -> None:
+        """One endpoint works again: those that were given up with it may do so too."""
+        unreachable, self._unreachable = self._unreachable, []
+        for endpoint in unreachable:
+            endpoint.given_up = ""
+            self._touch(endpoint)
+            self.arm(endpoint)
 
     def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
         """It refused for load: halve, and let nobody ask again before it said so."""
@@ -198,21 +235,28 @@ class Endpoints:
         wait = error.retry_after or 0.0
         if 0.0 < wait <= LONGEST_RETRY_AFTER and now + wait > endpoint.held_until:
             endpoint.held_until = now + wait
-            self.arm()
+            self._touch(endpoint)
+            self.arm(endpoint)
 
     def _goes_down(self, endpoint: Endpoint, now: float) -> None:
         endpoint.go_down()
+        self._touch(endpoint)
         self._forgive(endpoint)
         self._on_limit(endpoint, "the server is down")
         self._on_health(endpoint, now)
         self._tell_what_is_known(endpoint)
-        self.arm()
+        self.arm(endpoint)
 
     def _trial_failed(self, endpoint: Endpoint, now: float) -> None:
         self._on_health(endpoint, now)
-        if now >= self._patience_ends(endpoint):
+        self._lose_patience(endpoint, now)
+        self.arm(endpoint)
+
+    def _lose_patience(self, endpoint: Endpoint, now: float) -> None:
+        """Nothing is given up as long as something works: it is knocked at, now and then, until the run ends."""
+        if now >= self._patience_ends(endpoint) and not endpoint.given_up and not self.others_work(endpoint):
+            self._unreachable.append(endpoint)
             self._give_up(endpoint, "unreachable", self._what_was_tried(endpoint, now))
-        self.arm()
 
     def _forgive(self, endpoint: Endpoint) -> None:
         """What failed was the server, not the rows; though a row that is there each time may be what fells it."""
@@ -230,19 +274,31 @@ class Endpoints:
         if endpoint.given_up:
             return
         endpoint.given_up = why
-        if all(other.given_up for other in self._all):
+        self._touch(endpoint)
+        if all(other.given_up or other.leaving for other in self._all):
             self._on_over(ended, why)
         self._tell_what_is_known(endpoint)
 
     # Time
 
-    def arm(self) -> None:
-        """One timer, for what is due first."""
+    def arm(self, endpoint: Endpoint) -> None:
+        """For what is due there first. An alarm that comes too early looks, and is set again."""
         now = _now()
-        due = min((due for endpoint in self._all for due in self._dues(endpoint) if due > now), default=inf)
-        if due != self._due:
-            self._due = due
-            self.close()
+        due = min((due for due in self._dues(endpoint) if due > now), default=inf)
+        if due < self._armed.get(endpoint, inf):
+            self._armed[endpoint] = due
+            self._numbers += 1
+            heappush(self._alarms, (due, self._numbers, endpoint))
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        while self._alarms and self._armed.get(self._alarms[0][2]) != self._alarms[0][0]:
+            heappop(self._alarms)
+        due = self._alarms[0][0] if self._alarms else inf
+        if due != self._timer_at:
+            self._timer_at = due
+            if self._timer is not None:
+                self._timer.cancel()
             self._timer = None if due == inf else asyncio.get_running_loop().call_at(due, self._look)
 
     def _dues(self, endpoint: Endpoint) -> tuple[float, ...]:
@@ -254,7 +310,14 @@ class Endpoints:
             return (health.trial_ends,)
         if health.state == "down":
             return health.next_trial, endpoint.held_until, self._patience_ends(endpoint)
-        return endpoint.held_until, health.silent_at if endpoint.inflight else inf
+        return endpoint.held_until, self._silent_at(endpoint) if endpoint.inflight else inf
+
+    def _silent_at(self, endpoint: Endpoint) -> float:
+        """Where too little is known of an endpoint, its siblings say what is usual."""
+        usual = self._scheduler.router.usual
+        if endpoint.health.silent_at < inf or self._knock is None or not usual or not self.others_work(endpoint):
+            return endpoint.health.silent_at
+        return endpoint.health.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * usual)
 
     def _patience_ends(self, endpoint: Endpoint) -> float:
         health = endpoint.health
@@ -262,27 +325,88 @@ class Endpoints:
 
     def _look(self) -> None:
         now = _now()
-        self._due = inf
-        for endpoint in self._all:
-            health = endpoint.health
-            if endpoint.held_until <= now:
-                endpoint.held_until = 0.0
-            if health.is_silent(endpoint.inflight, now):
-                health.go_down(now, silent=True)
-                health.reason = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
-                self._goes_down(endpoint, now)
-                self._give_up_oldest(endpoint, now)
-            elif health.state == "on trial" and now >= health.trial_ends:
-                self._wait_beside(endpoint, now)
-            # Without a trial nobody has asked yet, and nobody knows.
-            elif (
-                health.state == "down"
-                and (health.trials or endpoint.held_until)
-                and now >= self._patience_ends(endpoint)
-            ):
-                self._give_up(endpoint, "unreachable", self._what_was_tried(endpoint, now))
+        self._timer, self._timer_at = None, inf
+        due: list[Endpoint] = []
+        while self._alarms and self._alarms[0][0] <= now:
+            at, _, endpoint = heappop(self._alarms)
+            if self._armed.get(endpoint) == at:
+                del self._armed[endpoint]
+                due.append(endpoint)
+        for endpoint in due:
+            self._look_at(endpoint, now)
         self._wake()
-        self.arm()
+        for endpoint in due:
+            self.arm(endpoint)
+        self._set_timer()
+
+    def _look_at(self, endpoint: Endpoint, now: float) -> None:
+        health = endpoint.health
+        if endpoint.held_until and endpoint.held_until <= now:
+            endpoint.held_until = 0.0
+            self._touch(endpoint)
+        if health.is_silent(endpoint.inflight, now):
+            self._is_silent(endpoint, now)
+        elif not health.is_down and endpoint.inflight and now >= self._silent_at(endpoint):
+            self._knock_at(endpoint)
+        elif health.state == "on trial" and now >= health.trial_ends:
+            self._wait_beside(endpoint, now)
+        elif health.state == "down":
+            # Without a trial nobody has asked yet, and nobody knows.
+            if health.trials or endpoint.held_until:
+                self._lose_patience(endpoint, now)
+            if now >= health.next_trial and not endpoint.given_up and self.others_work(endpoint):
+                if self._knock is None:
+                    self._scheduler.router.trials.append(endpoint)
+                else:
+                    health.try_now(now)
+                    self._knock_at(endpoint)
+
+    def _is_silent(self, endpoint: Endpoint, now: float) -> None:
+        endpoint.health.go_down(now, silent=True)
+        endpoint.health.reason = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
+        self._goes_down(endpoint, now)
+        if not self.others_work(endpoint):
+            self._give_up_oldest(endpoint, now)
+            return
+        for ticket in self._limits.get(endpoint, ()):
+            self._lose(ticket, now)
+
+    # Knocking
+
+    def _knock_at(self, endpoint: Endpoint) -> None:
+        if self._knock is not None and endpoint not in self._knocks:
+            self._knocks[endpoint] = asyncio.get_running_loop().create_task(self._hear(self._knock, endpoint))
+
+    async def _hear(self, knock: Knock, endpoint: Endpoint) -> None:
+        """An endpoint that is down and opens gets a trial; one that works and does not open is down."""
+        health, reason = endpoint.health, ""
+        try:
+            async with asyncio.timeout(KNOCK_SECONDS):
+                await knock(endpoint.name)
+        except TimeoutError:
+            reason = f"no answer in {KNOCK_SECONDS:g} s"
+        except Rejected:
+            pass  # it is there
+        except BackendError as error:
+            reason = str(error)
+        finally:
+            del self._knocks[endpoint]
+        now = _now()
+        health.reason = reason or health.reason
+        if not health.is_down:
+            if reason:
+                self._is_silent(endpoint, now)
+            else:
+                health.heard = now  # it is slow
+                self.arm(endpoint)
+        else:
+            health.trial_over()
+            if reason:
+                self._trial_failed(endpoint, now)
+            else:
+                health.next_trial = now
+                self._scheduler.router.trials.append(endpoint)
+        self._wake()
 
     def _wait_beside(self, endpoint: Endpoint, now: float) -> None:
         """The trial takes longer than usual. Where it may, it goes on, while others are tried."""
@@ -296,12 +420,13 @@ class Endpoints:
     def _give_up_oldest(self, endpoint: Endpoint, now: float) -> None:
         """Of the requests from before the outage one is taken back, to be the trial: all slots may be theirs."""
         began = endpoint.health.down_since
-        waiting = [t for t in self._limits if t.endpoint is endpoint and t.sent_at < began and not t.lost]
+        waiting = [t for t in self._limits.get(endpoint, ()) if t.sent_at < began and not t.lost]
         if waiting:
             self._lose(min(waiting, key=lambda ticket: ticket.sent_at), now)
 
     def _lose(self, ticket: Ticket, at: float) -> None:
-        limit = self._limits[ticket]
+        assert ticket.endpoint is not None
+        limit = self._limits[ticket.endpoint][ticket]
         if not limit.expired():
             ticket.lost = True
             limit.reschedule(min(limit.when() or inf, at))

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
+from typing import TYPE_CHECKING
 
-from batch_agent.engine.endpoints import Endpoints, OnHealth, OnLimit
+from batch_agent.engine.endpoints import Endpoints, Knock, OnHealth, OnLimit
 from batch_agent.engine.inlet import Inlet
 from batch_agent.errors import Interrupted
 from batch_agent.events import Ended
+from batch_agent.messages import Usage
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.health import SEVERAL
 from batch_agent.scheduler.outlook import Progress
+
+if TYPE_CHECKING:
+    from batch_agent.engine.members import Following
+
+NO_USAGE = Usage()
 
 
 class Feed:
@@ -79,15 +87,19 @@ class Limiter:
         max_agents: int | None = None,
         on_limit: OnLimit = lambda endpoint, reason: None,
         *,
-        endpoints: Sequence[str] = ("",),
+        endpoints: Sequence[Endpoint] = (),
         max_outage: float | None = None,
         on_health: OnHealth = lambda endpoint, now: None,
+        knock: Knock | None = None,
     ) -> None:
-        known = [Endpoint(name, max_inflight) for name in endpoints]
-        self.scheduler = Scheduler(max_inflight, max_agents, known)
+        self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint("", max_inflight)])
         self.endpoints = Endpoints(
-            known, max_outage, on_health, on_limit, self._end, self._pump, self.scheduler.rejoin, self._are_few
+            self.scheduler, max_outage, on_health, on_limit, self._end, self._pump, self._are_few, knock
         )
+        self._alarm: asyncio.TimerHandle | None = None  # for turns that have waited for their endpoint for long enough
+        self.max_inflight = max_inflight  # as asked for; the scheduler's may be less, where others have their share
+        self._share: int | None = None
+        self.party: Following | None = None  # where the endpoints are a fleet's
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._sleepers: set[asyncio.Future[None]] = set()
         self._feeds: list[Feed] = []
@@ -100,10 +112,11 @@ class Limiter:
 
     # Slots
 
-    def claim(self, progress: Progress, turns: int) -> Ticket:
+    def claim(self, progress: Progress, turns: int, *, avoid: Endpoint | None = None) -> Ticket:
         """Join the queue for a slot, having taken so many turns; it may be granted at once. Follow it with ``hold``, or
         ``release`` it."""
         ticket = self.scheduler.request(progress, turns, asyncio.get_running_loop().time())
+        ticket.avoid = avoid
         self._pump()
         return ticket
 
@@ -126,8 +139,8 @@ class Limiter:
 
     def release(self, ticket: Ticket) -> None:
         self.scheduler.give_back(ticket)
-        if ticket.trial:
-            self.endpoints.arm()  # for the next one, where this one was withdrawn
+        if ticket.trial and ticket.endpoint is not None:
+            self.endpoints.arm(ticket.endpoint)  # for the next one, where this one was withdrawn
         self._pump()
 
     async def again(self, ticket: Ticket, delay: float) -> None:
@@ -155,9 +168,9 @@ class Limiter:
             timer.cancel()
             self._sleepers.discard(sleeper)
 
-    def answered(self, ticket: Ticket, seconds: float) -> None:
+    def answered(self, ticket: Ticket, seconds: float, usage: Usage = NO_USAGE) -> None:
         """The ticket's request was answered, after so many seconds."""
-        self.scheduler.outlook.answered(ticket.progress, seconds, asyncio.get_running_loop().time())
+        self.scheduler.answered(ticket, seconds, usage, asyncio.get_running_loop().time())
         self.endpoints.answered(ticket, seconds)
 
     # Agents
@@ -263,12 +276,30 @@ class Limiter:
         self._pump()
 
     def resize(self, max_inflight: int | None) -> None:
-        self.scheduler.max_inflight = max_inflight
         self.endpoints.resize(max_inflight)
+        self.grow(max_inflight)
+
+    def grow(self, max_inflight: int | None) -> None:
+        """As many at all endpoints together; what each may have stays."""
+        if max_inflight != self.max_inflight:
+            self.max_inflight = max_inflight
+            self._set_most()
+
+    def share(self, slots: int | None) -> None:
+        """So many slots are its own, of those it has in common with others; None: all."""
+        if slots != self._share:
+            self._share = slots
+            self._set_most()
+
+    def _set_most(self) -> None:
+        limits = [limit for limit in (self.max_inflight, self._share) if limit is not None]
+        self.scheduler.max_inflight = min(limits, default=None)
         self._pump()
 
     def close(self) -> None:
         self.endpoints.close()
+        if self._alarm is not None:
+            self._alarm.cancel()
 
     def _update_pause(self) -> None:
         self.scheduler.paused = self._user_paused or self._short_of_budget
@@ -284,6 +315,8 @@ class Limiter:
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
                 self.endpoints.sent(ticket)
+            if scheduler.due < inf:
+                self._set_alarm(scheduler.due)
         # The youngest first: what comes of others' results, and brings the whole to its end.
         hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]
         if hungry and scheduler.has_room():
@@ -294,6 +327,19 @@ class Limiter:
                 feed.wake()
         elif self.endpoints.doubts and scheduler.idle and (self._all_fed or scheduler.is_full):
             self.endpoints.clear_doubts()  # nobody who could tell is on the way
+        if self.party is not None:
+            busy = scheduler.waiting or not (self._all_fed or scheduler.closed)
+            self.party.want(inf if busy else scheduler.inflight + scheduler.backing_off)
+
+    def _set_alarm(self, due: float) -> None:
+        if self._alarm is None or due < self._alarm.when():
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm = asyncio.get_running_loop().call_at(due, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._pump()
 
     def _are_few(self) -> bool:
         return self.scheduler.agents < SEVERAL and self._all_fed

@@ -7,8 +7,9 @@ import html
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
-from batch_agent.backends.base import Backend
+from batch_agent.backends.base import Backend, Many
 from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.prices import FORMS as PRICE_FORMS
@@ -112,8 +113,10 @@ def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, bac
 
 
 async def choose_model(prepared: Prepared) -> Prepared:
-    """The one model an entered backend serves, where the user named none."""
+    """The one model an entered backend serves, where the user named none; and where it is, of several places."""
     if prepared.model is not None:
+        if prepared.backend.capabilities.many:
+            await cast(Many, prepared.backend).locate(prepared.model)
         return prepared
     return with_model(prepared, await only_model(prepared.backend, prepared.spec, "model"))
 

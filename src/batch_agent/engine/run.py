@@ -19,6 +19,7 @@ from typing import Generic, Self, TypeVar, cast
 
 from pydantic import JsonValue
 
+from batch_agent.backends.base import Many
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.agent import bounded
@@ -31,6 +32,7 @@ from batch_agent.engine.delivery import Delivery
 from batch_agent.engine.foresight import Foresight, open_foresight
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.loop import tool_loop
+from batch_agent.engine.members import endpoints_of, following
 from batch_agent.engine.prepare import Prepared, choose_model
 from batch_agent.engine.recording import RECORDED_STATES, begin_session, fingerprint_of, open_session
 from batch_agent.engine.rows import Rows
@@ -118,10 +120,15 @@ class Run(Generic[T]):
             prepared.max_inflight,
             prepared.max_agents,
             self._limit_changed,
-            endpoints=prepared.backend.capabilities.endpoints,
+            endpoints=endpoints_of(prepared.backend, prepared.max_inflight, given=self._inflight_given),
             max_outage=prepared.spec.max_outage,
             on_health=self._health_changed,
+            knock=cast(Many, prepared.backend).knock if prepared.backend.capabilities.many else None,
         )
+
+    @property
+    def _inflight_given(self) -> bool:
+        return self._prepared.spec.given("max_inflight")
 
     def _new_spending(self, limiter: Limiter, limiters: Mapping[str, Limiter]) -> Spending:
         def time_is_up() -> None:
@@ -221,8 +228,13 @@ class Run(Generic[T]):
                 self._feeder = first.create_task(self._check_first())
             self._emit_start()
             if self._rows.seen:  # without inputs nothing is asked, and nothing recorded
-                async with self._prepared.backend:
-                    await self._work(await choose_model(self._prepared))
+                backend = self._prepared.backend
+                async with backend:
+                    with following(backend, self.shared.limiter, given=self._inflight_given) as party:
+                        prepared = await choose_model(self._prepared)
+                        if party is not None:
+                            party.use(filter(None, (prepared.model, prepared.spec.compaction_model)))
+                        await self._work(prepared)
             elif not self._feed.closed:
                 self._feed.end()
             ended, failure = self._how_ended()
@@ -290,6 +302,7 @@ class Run(Generic[T]):
                     and prepared.backend.capabilities.streaming
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
+                hedge=spec.hedge,
                 foresight=foresight,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))

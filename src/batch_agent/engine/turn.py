@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 from batch_agent.backends.base import Backend, ModelRequest
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.engine.cancellation import cancelled_by_us
+from batch_agent.engine.endpoints import trouble_of
 from batch_agent.engine.foresight import Foresight
+from batch_agent.engine.hedging import hedged
 from batch_agent.engine.limiter import Limiter
 from batch_agent.engine.shapes import Shapes
 from batch_agent.engine.spending import Spending
@@ -57,6 +59,7 @@ class Resources:
     timeout_per_agent: float | None
     timeout_per_turn: float | None
     early_tools: bool  # start a tool while the model is still talking
+    hedge: float | None = None  # seconds after which another endpoint is asked too
     streaming: Streaming = field(default_factory=Streaming)
     foresight: Foresight | None = None
     compactor: Compactor | None = None  # None: what is asked is never cut
@@ -175,6 +178,8 @@ def _delay(r: Resources, ticket: Ticket, error: BackendError) -> float | None:
     unless its request is there each time the server goes down."""
     endpoint = ticket.endpoint
     assert endpoint is not None
+    elsewhere = r.limiter.endpoints.others_work(endpoint) and trouble_of(error) is not None
+    ticket.avoid = endpoint if elsewhere else None
     if endpoint.given_up:
         return 0.0  # at another endpoint; where there is none, the run is over
     if ticket.hits > max(SUSPECT, r.max_retries):
@@ -183,6 +188,8 @@ def _delay(r: Resources, ticket: Ticket, error: BackendError) -> float | None:
         return None
     if endpoint.health.is_down or ticket.lost:
         return 0.0
+    if elsewhere:
+        return 0.0 if not error.overload else retry_delay(max(1, ticket.failures), None, r.chance())
     if _asks_too_much(error):
         return None
     return retry_delay(max(1, ticket.failures), error.retry_after, r.chance())
@@ -210,12 +217,12 @@ async def _send(
     tally.leave()
     r.emit(TurnStarted(r.clock(), r.run, index, tally.turns + 1))
     try:
-        reply = await _infer(r, request, ticket, early)
+        reply, by = await _answer(r, request, ticket, early)
         if not reply.tool_calls and not _has_answer(reply.text, r.schema):
             raise BadResponse(f"{r.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
         cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
-        if reply.saved is None:  # else nothing was asked
-            limiter.answered(ticket, loop.time() - left)
+        if reply.saved is None and by is ticket:  # else nothing was asked, or another endpoint, which has said so
+            limiter.answered(ticket, loop.time() - left, reply.usage)
     except BackendError as error:
         tally.pay(error.usage or Usage(), spending.fail(call, error))
         limiter.endpoints.failed(ticket, error)
@@ -224,6 +231,8 @@ async def _send(
         spending.fail(call)
         limiter.release(ticket)
         tally.inference += loop.time() - left
+    if by is not ticket and early is not None:
+        early.abandon()
     seconds = loop.time() - left
     tally.add(reply, cost)
     done = TurnFinished(
@@ -245,6 +254,16 @@ def _has_answer(text: str, schema: OutputSchema[object] | None) -> bool:
         with suppress(OutputError):  # which is for whoever reads the answer to say
             text = strip_reasoning(text)
     return bool(text)
+
+
+async def _answer(
+    r: Resources, request: ModelRequest, ticket: Ticket, early: EarlyCalls | None
+) -> tuple[Reply, Ticket]:
+    """And the ticket that it came by."""
+    if r.hedge is None or len(r.limiter.scheduler.endpoints) == 1:
+        return await _infer(r, request, ticket, early), ticket
+    first = _infer(r, request, ticket, early)
+    return await hedged(r, r.hedge, request, ticket, first, lambda again, other: _infer(r, again, other, None))
 
 
 async def _infer(r: Resources, request: ModelRequest, ticket: Ticket, early: EarlyCalls | None) -> Reply:

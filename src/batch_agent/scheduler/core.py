@@ -7,7 +7,10 @@ needed. An agent that waits to repeat a failed request will want a slot again, s
 while as many agents as there are slots wait for a tool that cannot keep up, more of them would only wait there too.
 When the batch comes to its end, what is left starts at once.
 
-Which ready agent goes first is ``ordering``'s part, and what may be expected of an agent is ``outlook``'s.
+Which ready agent goes first is ``ordering``'s part, what may be expected of an agent is ``outlook``'s, and which of
+many endpoints suits a turn is ``routing``'s. A turn goes where its agent's last one was answered, or where its key
+belongs. Where that endpoint is full it waits there (``parking``), for as long as the prefix is worth that it would lose
+elsewhere, and holds up nobody behind it. With one endpoint none of this is looked at.
 
 While every endpoint is down, one turn after another is its trial. A turn whose trial failed is set aside, so that not
 one row alone decides; where those are few, a new agent may start to be tried, and later now and then another. A turn
@@ -23,16 +26,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from batch_agent.errors import InternalError
+from batch_agent.messages import Usage
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.ordering import LAST, Queue
 from batch_agent.scheduler.outlook import Outlook, Progress
+from batch_agent.scheduler.parking import Parking
+from batch_agent.scheduler.routing import Router
 
 MOST_AT_TOOLS = 1024  # agents that may wait for busy tools where the number of slots has no limit
 MOST_ASIDE = 8  # turns whose trial failed, before a new agent is started only for every so many trials
 SUSPECT = 2  # outages at whose beginning a turn was in flight
+MUCH_SLOWER = 2.0  # times what another endpoint takes, where an agent leaves its own
 
 State = Literal["waiting", "set aside", "held", "gone"]
 
@@ -53,6 +61,9 @@ class Ticket:
     broke: bool = False  # one of the doubtful ones may have been what brought the server down
     hits: int = 0  # outages that began while it was in flight
     lost: bool = False  # its request was given up, once, because its answer was lost in an outage
+    anywhere: bool = False  # it has waited for its own endpoint for long enough
+    avoid: Endpoint | None = None  # where it would rather not go
+    moved: bool = False  # it went elsewhere, once, without a failure of its own
 
     @property
     def chore(self) -> bool:
@@ -76,14 +87,60 @@ class Scheduler:
         self.backlogged = False  # no new agents until results were taken
         self.inflight = 0
         self.agents = 0
-        self.waiting = 0  # suspects aside
+        self.waiting = 0  # suspects aside; parked ones included
         self.backing_off = 0  # agents that will repeat a request and hold no slot meanwhile
         self.at_tools = 0  # agents whose call waits for a tool that is busy enough without it
         self.aside: deque[Ticket] = deque()  # turns whose trial failed
         self.suspects: deque[Ticket] = deque()
         self.outlook = Outlook()
+        self.router = Router(self.endpoints)
         self._queue: Queue[Ticket] = Queue(self.outlook)
+        self._parking: Parking[Ticket, Endpoint | str] = Parking(self.outlook)
+        self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for those who are parked there
         self._suspect_in_flight: Ticket | None = None
+
+    # Endpoints
+
+    def add(self, endpoint: Endpoint) -> None:
+        self.endpoints.append(endpoint)
+        self.router.add(endpoint)
+        self.touch(self.endpoints[0])  # which may have been the only one, and not looked at
+        for gone in [known for known in self.endpoints if known.leaving]:
+            self._drop_if_done(gone)
+
+    def leave(self, endpoint: Endpoint) -> None:
+        """It gets nothing more, and is gone when it has answered what it has."""
+        endpoint.leaving = True
+        self.touch(endpoint)
+        self._drop_if_done(endpoint)
+
+    def _drop_if_done(self, endpoint: Endpoint) -> None:
+        if endpoint.inflight or len(self.endpoints) == 1 or endpoint not in self.endpoints:
+            return
+        self.endpoints.remove(endpoint)
+        self.router.drop(endpoint)
+        self._freed.pop(endpoint, None)
+        if len(self.endpoints) == 1:
+            self._unpark(self.endpoints[0])
+            for model in list(self._parking.names):
+                self._unpark(model)
+
+    def touch(self, endpoint: Endpoint) -> None:
+        """What an endpoint can take has changed."""
+        self.router.touch(endpoint)
+        if not self._parking:
+            return
+        if endpoint in self._parking and not self.router.works(endpoint):
+            self._unpark(endpoint)
+        else:
+            self._freed[endpoint] = None
+
+    @property
+    def due(self) -> float:
+        """When a turn will have waited for its endpoint for long enough; never, where none does."""
+        return self._parking.due if self._parking else inf
+
+    # Agents
 
     def has_room(self) -> bool:
         """Whether an agent may start now: a slot is free and nobody who is ready, or will be soon, wants it; or the
@@ -99,7 +156,7 @@ class Scheduler:
                 return False
         if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
-        if not self.waiting and spare > self.backing_off:
+        if self.waiting == len(self._parking) and spare > self.backing_off:
             return True
         slots = self.slots
         return slots is not None and slots > 0 and self.outlook.ending(0, slots)
@@ -107,19 +164,16 @@ class Scheduler:
     def _spare(self) -> float:
         """Slots that stay idle if nobody takes them."""
         one = len(self.endpoints) == 1  # as nearly always, and on the hot path
-        spare = self.endpoints[0].spare if one else sum(endpoint.spare for endpoint in self.endpoints)
+        spare = self.endpoints[0].spare if one else self.router.spare
         return spare if self.max_inflight is None else min(spare, self.max_inflight - self.inflight)
 
     @property
     def slots(self) -> int | None:
         """Slots in all, at endpoints that work; None: no end of them."""
-        slots = 0
-        for endpoint in self.endpoints:
-            limit = endpoint.slots
-            if limit is None:
-                return self.max_inflight
-            slots += limit
-        return slots if self.max_inflight is None else min(slots, self.max_inflight)
+        slots = self.endpoints[0].slots if len(self.endpoints) == 1 else self.router.slots
+        if slots is None or self.max_inflight is None:
+            return self.max_inflight if slots is None else slots
+        return min(slots, self.max_inflight)
 
     @property
     def is_full(self) -> bool:
@@ -181,34 +235,121 @@ class Scheduler:
             return None
         if self.max_inflight is not None and self.inflight >= self.max_inflight:
             return None
-        endpoint = self._free_endpoint(now)
-        if endpoint is None:
+        match = self._match_one(now) if len(self.endpoints) == 1 else self._match_many(now)
+        if match is None:
             return None
-        ticket = self._next()
-        if ticket is None:
-            return None
+        ticket, endpoint = match
+        self.waiting -= ticket.state == "waiting"
         ticket.state = "held"
         ticket.endpoint = endpoint
         ticket.sent_at = now
         ticket.generation = endpoint.capacity.generation
-        ticket.trial, ticket.overdue = endpoint.take(now), False
+        ticket.trial, ticket.overdue, ticket.anywhere = endpoint.take(now), False, False
         self.inflight += 1
+        if len(self.endpoints) > 1:
+            self.router.touch(endpoint)
         return ticket
 
-    def _free_endpoint(self, now: float) -> Endpoint | None:
-        """The one with the most room; a trial only where nobody has room."""
-        if len(self.endpoints) == 1:
-            return self.endpoints[0] if self.endpoints[0].has_slot(now) else None
-        free = [endpoint for endpoint in self.endpoints if endpoint.has_slot(now)]
-        return min(free, key=lambda e: (e.health.is_down, e.inflight / (e.capacity.limit or 1e9)), default=None)
+    def _match_one(self, now: float) -> tuple[Ticket, Endpoint] | None:
+        endpoint = self.endpoints[0]
+        if not endpoint.has_slot(now):
+            return None
+        ticket = self._next()
+        return None if ticket is None else (ticket, endpoint)
+
+    def _match_many(self, now: float) -> tuple[Ticket, Endpoint] | None:
+        while self._parking and (impatient := self._parking.impatient(now)) is not None:
+            impatient.anywhere = True
+            self._queue.add(impatient, impatient.progress.turns, first=True)
+        match = self._match_parked(now)
+        if match is not None:
+            return match
+        trial = self._trial(now)
+        if trial is not None and (ticket := self._next()) is not None:
+            return ticket, trial
+        while self._free() and (ticket := self._next()) is not None:
+            endpoint = self._route(ticket, now)
+            if endpoint is not None:
+                return ticket, endpoint
+        return None
+
+    def _match_parked(self, now: float) -> tuple[Ticket, Endpoint] | None:
+        while self._freed:
+            endpoint = next(iter(self._freed))
+            if self.router.works(endpoint) and endpoint.has_slot(now):
+                ticket = self._parking.take(endpoint, self.slots) or self._of_its_kind(endpoint)
+                if ticket is not None:
+                    return ticket, endpoint
+            del self._freed[endpoint]
+        return None
+
+    def _of_its_kind(self, endpoint: Endpoint) -> Ticket | None:
+        """One that waits for a model that the endpoint serves."""
+        model = next((model for model in self._parking.names if self.router.serves(endpoint, model)), None)
+        return None if model is None else self._parking.take(model, self.slots)
+
+    def _trial(self, now: float) -> Endpoint | None:
+        """One that is down and may be tried: found to be worth it, or, where none works, any whose time has come."""
+        if not (self._queue or self.aside or self.suspects):
+            return None
+        trials = self.router.trials
+        while trials:
+            endpoint = trials.popleft()
+            if endpoint.health.state == "down" and endpoint.has_slot(now):
+                return endpoint
+        if self.router.working:
+            return None
+        return next((endpoint for endpoint in self.endpoints if endpoint.has_slot(now)), None)
+
+    def _free(self) -> bool:
+        """Whether an endpoint is free that the rest of the batch is worth. One that is much slower than the others
+        takes nothing more when they will be done before it."""
+        router = self.router
+        left = self.outlook.turns_to_come - self.inflight
+        while True:
+            best = router.best()
+            if best is None:
+                if not router.wake(left if self.inflight else inf):
+                    return False
+            elif self.inflight > best.inflight and router.is_slow_for(best, left, self.slots or self.inflight):
+                router.rest(best, left)
+            else:
+                return True
+
+    def _route(self, ticket: Ticket, now: float) -> Endpoint | None:
+        """Where the ticket goes; None: it is parked."""
+        progress, router = ticket.progress, self.router
+        worth, home = 0.0, None
+        if not (ticket.anywhere or ticket.suspect):
+            home = progress.home
+            if home is None or not router.works(home):
+                home = router.home(progress.key, progress.model) if progress.key else None
+            worth = router.prefix.seconds(progress.tokens or int(router.first_tokens))
+        best = router.best(progress.model, progress.tokens, ticket.avoid)
+        if home is None or home is ticket.avoid:
+            pass
+        elif router.is_free(home):
+            if best is None or router.seconds(home) <= MUCH_SLOWER * router.seconds(best) + worth:
+                return home
+        elif worth > router.wait(home, self._parking.waiting(home)):
+            self._parking.park(ticket, progress.turns, home, now + worth)
+            return None
+        if best is None and ticket.avoid is not None:
+            best = router.best(progress.model, progress.tokens)
+        if best is None:  # another is free, of a kind that cannot take it
+            self._parking.park(ticket, progress.turns, progress.model)
+        return best
+
+    def _unpark(self, place: Endpoint | str) -> None:
+        while (ticket := self._parking.take(place, None)) is not None:
+            self._queue.add(ticket, ticket.progress.turns, first=True)
 
     def _next(self) -> Ticket | None:
-        if self.waiting:
-            self.waiting -= 1
+        if self._queue:
             return self._queue.take(self.slots)
         if self.aside:
             return self.aside.popleft()
-        if self._suspect_in_flight is None:
+        if self._suspect_in_flight is None and self.suspects:
             self._suspect_in_flight = self.suspects.popleft()
             return self._suspect_in_flight
         return None
@@ -219,6 +360,8 @@ class Scheduler:
             assert ticket.endpoint is not None
             self.inflight -= 1
             ticket.endpoint.inflight -= 1
+            if len(self.endpoints) > 1:
+                self._given_back(ticket.endpoint)
             if ticket is self._suspect_in_flight:
                 self._suspect_in_flight = None
             if ticket.trial and not ticket.overdue:
@@ -227,5 +370,23 @@ class Scheduler:
             (self.suspects if ticket.suspect else self.aside).remove(ticket)
         elif ticket.state == "waiting":
             self.waiting -= 1
-            self._queue.remove(ticket, ticket.progress.turns)
+            if ticket in self._parking.parked:
+                self._parking.remove(ticket)
+            else:
+                self._queue.remove(ticket, ticket.progress.turns)
         ticket.state = "gone"
+
+    def _given_back(self, endpoint: Endpoint) -> None:
+        self.touch(endpoint)
+        if endpoint.leaving:
+            self._drop_if_done(endpoint)
+
+    def answered(self, ticket: Ticket, seconds: float, usage: Usage, now: float) -> None:
+        """The ticket's request was answered, after so many seconds."""
+        progress, endpoint = ticket.progress, ticket.endpoint
+        self.outlook.answered(progress, seconds, now)
+        if len(self.endpoints) > 1 and endpoint is not None:
+            self.router.answered(endpoint, seconds)
+            if not ticket.chore:
+                self.router.learn_prefix(usage, seconds, first=progress.home is None)
+                progress.home, progress.tokens = endpoint, usage.prompt_tokens + usage.completion_tokens

@@ -10,10 +10,34 @@ from batch_agent.scheduler.refusals import Refusals
 
 
 class Endpoint:
-    __slots__ = ("capacity", "given_up", "health", "held_until", "inflight", "most_in_flight", "name", "refusals")
+    __slots__ = (
+        "capacity",
+        "context",
+        "given_up",
+        "health",
+        "held_until",
+        "inflight",
+        "leaving",
+        "models",
+        "most_in_flight",
+        "name",
+        "refusals",
+        "weight",
+    )
 
-    def __init__(self, name: str = "", ceiling: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "",
+        ceiling: int | None = None,
+        *,
+        weight: float = 1.0,
+        models: frozenset[str] | None = None,
+        context: int | None = None,
+    ) -> None:
         self.name = name
+        self.weight = weight  # of its share, among others
+        self.models = models  # that it serves; None: any
+        self.context = context  # tokens; None: as many as any
         self.capacity = Capacity(ceiling)
         self.health = Health()
         self.refusals = Refusals()
@@ -21,10 +45,11 @@ class Endpoint:
         self.most_in_flight = 0  # since it last came back
         self.held_until = 0.0  # it asked to be left alone until then
         self.given_up = ""  # why it gets no more requests in this run
+        self.leaving = False  # it gets no more, and is gone when it has answered what it has
 
     def has_slot(self, now: float) -> bool:
         """Whether a request may leave for it now."""
-        if self.given_up or now < self.held_until:
+        if self.given_up or self.leaving or now < self.held_until:
             return False
         state = self.health.state
         if state == "down":
@@ -35,7 +60,7 @@ class Endpoint:
     @property
     def spare(self) -> float:
         """Slots that stay idle if nobody takes them. Where it is down that is the one of the next trial."""
-        if self.given_up or self.held_until or self.health.state == "on trial":
+        if self.given_up or self.leaving or self.held_until or self.health.state == "on trial":
             return 0
         if self.health.state == "down":
             return 1
@@ -45,7 +70,7 @@ class Endpoint:
     @property
     def slots(self) -> int | None:
         """How many it has while it works; None: no end of them."""
-        return 0 if self.given_up or self.health.is_down else self.capacity.limit
+        return 0 if self.given_up or self.leaving or self.health.is_down else self.capacity.limit
 
     def take(self, now: float) -> bool:
         """A request leaves. True when it is a trial."""

@@ -32,6 +32,9 @@ class Queue(Generic[Waiting]):
         self._lines: dict[int, OrderedDict[Waiting, int]] = {}  # by turns taken; none is empty
         self._taken = 0
 
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
     def add(self, waiting: Waiting, turns: int, *, first: bool = False) -> None:
         line = self._lines.get(turns)
         if line is None:

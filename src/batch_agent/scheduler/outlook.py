@@ -9,6 +9,12 @@ has ended, all are expected to take twice as many turns as the one that is furth
 
 from __future__ import annotations
 
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batch_agent.scheduler.endpoint import Endpoint
+
 ENDING = 1.7  # the batch ends when the work left for each slot takes no more than this many times the longest way left
 LEARN_AGAIN = 8  # expectations are worked out anew when another eighth of the agents has ended
 
@@ -16,10 +22,14 @@ LEARN_AGAIN = 8  # expectations are worked out anew when another eighth of the a
 class Progress:
     """How far one agent has come, as far as the outlook knows."""
 
-    __slots__ = ("answered_at", "turns")
+    __slots__ = ("answered_at", "home", "key", "model", "tokens", "turns")
 
-    def __init__(self, turns: int = 0) -> None:
+    def __init__(self, turns: int = 0, *, key: str = "", model: str = "") -> None:
         self.turns = turns  # taken when it last asked for another
+        self.key = key  # what it has in common with those it should share an endpoint with
+        self.model = model  # that it asks; "": any
+        self.home: Endpoint | None = None  # where it was last answered, and its prefix is
+        self.tokens = 0  # of that prefix
         self.answered_at: float | None = None  # since when it has wanted no slot, after an answer
 
 
@@ -71,6 +81,11 @@ class Outlook:
         if self._ends >= self._learn_at:
             self._learn_at = self._ends + self._ends // LEARN_AGAIN + 1
             self._learn()
+
+    @property
+    def turns_to_come(self) -> float:
+        """Expected in all, those in flight included; without end where the number of rows is not known."""
+        return inf if self.rows is None else self.live_turns + self.rows * self._turns_left[0]
 
     def turns_left(self, turns: int) -> float:
         """Expected of an agent that has taken so many."""

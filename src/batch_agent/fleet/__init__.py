@@ -1,0 +1,1 @@
+"""Many endpoints as one backend."""

@@ -1,0 +1,160 @@
+"""Hostfiles: one endpoint a line, as people and batch systems write them.
+
+    gpu-1                        # port 8000
+    gpu-2   8001   role=worker   node=r1
+    gpu-3:8001
+    [fd00::1]:8000
+    https://models.example.org/team
+    sglang://gpu-4
+
+Fields are separated by TABs or spaces. PBS and Slurm list a host once per core or task: a bare host that comes again is
+the endpoint it was before, while a line that names a port or a tag is an endpoint of its own. What cannot be read is an
+error with the line's number, never a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from ipaddress import AddressValueError, IPv6Address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from batch_agent.errors import SpecError
+
+DEFAULT_PORT = 8000
+PORTS = {"http": 80, "https": 443, "vllm": DEFAULT_PORT, "sglang": 30000, "dynamo": DEFAULT_PORT}
+FORMS = "host, host 8001, host:8001, [v6]:8001, https://host/path, vllm://host:8001 or sglang://host:30000"
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+_COMMENT = re.compile(r"(^|\s)#.*")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEndpoint:
+    """One server's address. ``scheme`` is what its line began with; "" where it was a plain host."""
+
+    host: str
+    port: int
+    tags: Mapping[str, str] = field(default_factory=dict, hash=False)
+    scheme: str = ""
+    path: str = ""
+
+    @property
+    def place(self) -> str:
+        """Host and port, as they stand in a URL."""
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Where it is over HTTP."""
+        if self.scheme in ("http", "https") and self.port == PORTS[self.scheme]:
+            return f"{self.scheme}://{self.place.rpartition(':')[0]}{self.path}"
+        return f"{'https' if self.scheme == 'https' else 'http'}://{self.place}{self.path}"
+
+    @property
+    def address(self) -> str:
+        """As ``backend=`` takes it. A plain host is a vLLM server."""
+        return self.url if self.scheme in ("http", "https") else f"{self.scheme or 'vllm'}://{self.place}{self.path}"
+
+
+def parse_hostfile(path: str | Path) -> list[AgentEndpoint]:
+    """The endpoints of a file, in its order. SpecError for one that cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise SpecError(f"the hostfile {str(path)!r} cannot be read: {reason}") from None
+    return parse_hosts(text, str(path))
+
+
+def parse_hosts(text: str, source: str) -> list[AgentEndpoint]:
+    """The same of a file's text; ``source`` is what errors call it."""
+    found: list[AgentEndpoint] = []
+    bare: set[str] = set()
+    for number, line in enumerate(text.splitlines(), start=1):
+        fields = _COMMENT.sub("", line).split()
+        if not fields:
+            continue
+        try:
+            endpoint = _read(fields)
+        except ValueError as error:
+            raise SpecError(f"line {number} of the hostfile {source!r} cannot be read: {error}") from None
+        if len(fields) == 1 and fields[0] in bare:
+            continue
+        if fields[0] == endpoint.host:
+            bare.add(endpoint.host)
+        found.append(endpoint)
+    return found
+
+
+def _read(fields: list[str]) -> AgentEndpoint:
+    """Raises ValueError for people."""
+    first, rest = fields[0], fields[1:]
+    own_port = None
+    if rest and "=" not in rest[0]:
+        own_port = _port(rest.pop(0))
+    scheme, host, port, path = _read_url(first) if "://" in first else ("", *_read_place(first, own_port), "")
+    if port is not None and own_port is not None:
+        raise ValueError(f"it names two ports, {port} and {own_port}")
+    port = port if port is not None else own_port
+    return AgentEndpoint(host, port if port is not None else PORTS.get(scheme, DEFAULT_PORT), _tags(rest), scheme, path)
+
+
+def _read_url(text: str) -> tuple[str, str, int | None, str]:
+    scheme, _, rest = text.partition("://")
+    scheme = scheme.lower()
+    if scheme not in PORTS:
+        raise ValueError(f"there is no scheme {scheme!r}; write {FORMS}")
+    url = urlsplit(f"{scheme}://{rest}")
+    if "@" in url.netloc:
+        raise ValueError("a hostfile holds no logins; give the key as api_key=")
+    if url.query or url.fragment:
+        raise ValueError("an address ends with its path")
+    host, port = _read_place(url.netloc, None)
+    return scheme, host, port, url.path.rstrip("/")
+
+
+def _read_place(text: str, own_port: int | None) -> tuple[str, int | None]:
+    """Host and port, where it has one."""
+    if text.startswith("["):
+        host, closed, rest = text[1:].partition("]")
+        if not closed or (rest and not rest.startswith(":")):
+            raise ValueError(f"{text!r} is no address; write [v6]:8001")
+        return _v6(host), _port(rest[1:]) if rest else None
+    if text.count(":") > 1:
+        if own_port is None:
+            raise ValueError(f"where the port of {text!r} begins is not clear; write [v6]:8001")
+        return _v6(text), None
+    host, colon, port = text.partition(":")
+    if not _NAME.fullmatch(host):
+        hint = "; list the nodes one a line (scontrol show hostnames)" if "[" in host else f"; write {FORMS}"
+        raise ValueError(f"{host!r} is no host name{hint}")
+    return host, _port(port) if colon else None
+
+
+def _v6(text: str) -> str:
+    try:
+        IPv6Address(text)
+    except AddressValueError:
+        raise ValueError(f"{text!r} is no IPv6 address") from None
+    return text
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise ValueError(f"{text!r} is neither a port nor a tag (key=value)")
+    return int(text)
+
+
+def _tags(fields: list[str]) -> dict[str, str]:
+    tags: dict[str, str] = {}
+    for pair in fields:
+        key, sign, value = pair.partition("=")
+        if not sign or not key:
+            raise ValueError(f"{pair!r} is no tag; write key=value")
+        if key in tags:
+            raise ValueError(f"the tag {key!r} comes twice")
+        tags[key] = value
+    return tags

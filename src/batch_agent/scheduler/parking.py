@@ -1,0 +1,91 @@
+"""Turns that wait for one endpoint although others may be free: each place has a line of its own, so nobody else waits
+behind them. A place is an endpoint, or the name of a model that no free endpoint serves. Whoever has waited there for
+as long as its prefix is worth wants to wait no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from heapq import heappop, heappush
+from math import inf
+from typing import Generic, TypeVar
+
+from batch_agent.scheduler.ordering import Queue
+from batch_agent.scheduler.outlook import Outlook
+
+Waiting = TypeVar("Waiting", bound=Hashable)
+Place = TypeVar("Place", bound=Hashable)
+
+
+class Parking(Generic[Waiting, Place]):
+    def __init__(self, outlook: Outlook) -> None:
+        self._outlook = outlook
+        self._lines: dict[Place, Queue[Waiting]] = {}  # none is empty
+        self.parked: dict[Waiting, tuple[Place, int, int]] = {}  # where, turns taken, and the number of its entry
+        self.names: dict[str, None] = {}  # the places that are names
+        self._counts: dict[Place, int] = {}
+        self._dues: list[tuple[float, int, Waiting]] = []
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self.parked)
+
+    def __contains__(self, place: Place) -> bool:
+        return place in self._lines
+
+    def waiting(self, place: Place) -> int:
+        return self._counts.get(place, 0)
+
+    def park(self, waiting: Waiting, turns: int, place: Place, due: float = inf) -> None:
+        line = self._lines.get(place)
+        if line is None:
+            line = self._lines[place] = Queue(self._outlook)
+            if isinstance(place, str):
+                self.names[place] = None
+        line.add(waiting, turns)
+        self._counts[place] = self._counts.get(place, 0) + 1
+        self._numbers += 1
+        self.parked[waiting] = place, turns, self._numbers
+        if due < inf:
+            heappush(self._dues, (due, self._numbers, waiting))
+
+    def take(self, place: Place, slots: int | None) -> Waiting | None:
+        """The next one that waits for this place."""
+        line = self._lines.get(place)
+        if line is None:
+            return None
+        waiting = line.take(slots)
+        self._forget(waiting)
+        return waiting
+
+    def remove(self, waiting: Waiting) -> None:
+        place, turns, _ = self.parked[waiting]
+        self._lines[place].remove(waiting, turns)
+        self._forget(waiting)
+
+    def impatient(self, now: float) -> Waiting | None:
+        """One that has waited for long enough, and is parked no longer."""
+        if self.due > now:
+            return None
+        _, _, waiting = heappop(self._dues)
+        self.remove(waiting)
+        return waiting
+
+    @property
+    def due(self) -> float:
+        """When the next one will have waited for long enough."""
+        while self._dues:
+            due, number, waiting = self._dues[0]
+            parked = self.parked.get(waiting)
+            if parked is not None and parked[2] == number:
+                return due
+            heappop(self._dues)
+        return inf
+
+    def _forget(self, waiting: Waiting) -> None:
+        place, _, _ = self.parked.pop(waiting)
+        self._counts[place] -= 1
+        if not self._counts[place]:
+            del self._counts[place], self._lines[place]
+            if isinstance(place, str):
+                del self.names[place]

@@ -1,0 +1,359 @@
+"""Which endpoint a turn goes to, without a socket or a clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batch_agent.messages import Usage
+from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.outlook import Progress
+from batch_agent.scheduler.routing import PrefixCost, Router
+
+
+def fleet(count: int, ceiling: int | None = 4, **limits: int) -> Scheduler:
+    return Scheduler(endpoints=[Endpoint(f"e{number}", ceiling) for number in range(count)], **limits)
+
+
+def ask(scheduler: Scheduler, progress: Progress | None = None, turns: int = 0) -> Ticket:
+    if progress is None:
+        progress = Progress()
+        scheduler.start_agent()
+    return scheduler.request(progress, turns, now=0.0)
+
+
+def granted(scheduler: Scheduler, now: float = 0.0) -> list[Ticket]:
+    out = []
+    while (ticket := scheduler.grant(now)) is not None:
+        out.append(ticket)
+    return out
+
+
+def answer(scheduler: Scheduler, ticket: Ticket, seconds: float = 1.0, tokens: int = 1000, cached: int = 0) -> None:
+    usage = Usage(prompt_tokens=tokens, cached_tokens=cached)
+    scheduler.answered(ticket, seconds, usage, now=0.0)
+    scheduler.give_back(ticket)
+
+
+def places(tickets: list[Ticket]) -> Counter[str]:
+    return Counter(ticket.endpoint.name for ticket in tickets if ticket.endpoint is not None)
+
+
+def test_agents_without_a_key_use_all_endpoints_evenly() -> None:
+    scheduler = fleet(4, ceiling=None)
+    for _ in range(40):
+        ask(scheduler)
+    assert set(places(granted(scheduler)).values()) == {10}
+
+
+def test_a_fast_endpoint_has_more_on_its_way_than_a_slow_one() -> None:
+    scheduler = fleet(2, ceiling=None, max_inflight=27)
+    for _ in range(2):
+        ask(scheduler)
+    for ticket in granted(scheduler):
+        answer(scheduler, ticket, seconds=8.0 if ticket.endpoint is scheduler.endpoints[0] else 1.0)
+    for _ in range(27):
+        ask(scheduler)
+    found = places(granted(scheduler))
+    assert found["e1"] == 24 and found["e0"] == 3
+
+
+def test_a_weight_is_a_share() -> None:
+    scheduler = Scheduler(endpoints=[Endpoint("a", None, weight=3.0), Endpoint("b", None)])
+    for _ in range(40):
+        ask(scheduler)
+    assert places(granted(scheduler)) == {"a": 30, "b": 10}
+
+
+def test_an_agents_turns_stay_on_one_endpoint() -> None:
+    scheduler = fleet(8)
+    progress = Progress()
+    scheduler.start_agent()
+    first = ask(scheduler, progress)
+    assert granted(scheduler) == [first]
+    home = first.endpoint
+    answer(scheduler, first)
+    for turn in range(1, 5):
+        again = ask(scheduler, progress, turn)
+        granted(scheduler)
+        assert again.endpoint is home
+        answer(scheduler, again)
+
+
+def a_full_home(scheduler: Scheduler, *, seconds: float, tokens: int) -> tuple[Progress, Ticket]:
+    """An agent that was answered at the first endpoint, whose slots are then all taken."""
+    progress = Progress()
+    scheduler.start_agent()
+    first = ask(scheduler, progress)
+    granted(scheduler)
+    answer(scheduler, first, seconds, tokens)
+    home = first.endpoint
+    assert home is not None and home.capacity.limit is not None
+    last = first
+    for _ in range(home.capacity.limit):
+        other = Progress()
+        other.home = home
+        scheduler.start_agent()
+        last = ask(scheduler, other)
+        granted(scheduler)
+        assert last.endpoint is home
+    return progress, last
+
+
+def test_a_turn_waits_for_its_own_endpoint_where_the_prefix_is_worth_more_than_the_wait() -> None:
+    scheduler = fleet(2)
+    progress, last = a_full_home(scheduler, seconds=0.1, tokens=100_000)
+    waits = ask(scheduler, progress, 1)
+    assert granted(scheduler) == []
+    others = [ask(scheduler) for _ in range(2)]
+    assert granted(scheduler) == others, "it holds up nobody behind it"
+    scheduler.give_back(last)
+    assert granted(scheduler) == [waits]
+    assert waits.endpoint is last.endpoint
+
+
+def test_a_turn_goes_elsewhere_at_once_where_the_wait_is_longer_than_the_prefix_is_worth() -> None:
+    scheduler = fleet(2)
+    progress, last = a_full_home(scheduler, seconds=100.0, tokens=100)
+    spills = ask(scheduler, progress, 1)
+    assert granted(scheduler) == [spills]
+    assert spills.endpoint is not last.endpoint
+
+
+def test_nobody_waits_for_longer_than_its_prefix_is_worth() -> None:
+    scheduler = fleet(2)
+    progress, last = a_full_home(scheduler, seconds=0.1, tokens=100_000)
+    waits = ask(scheduler, progress, 1)
+    assert granted(scheduler) == []
+    assert granted(scheduler, now=scheduler.due) == [waits]
+    assert waits.endpoint is not last.endpoint
+
+
+def test_a_parked_turn_that_is_withdrawn_leaves_nothing_behind() -> None:
+    scheduler = fleet(2)
+    progress, last = a_full_home(scheduler, seconds=0.1, tokens=100_000)
+    waits = ask(scheduler, progress, 1)
+    granted(scheduler)
+    scheduler.give_back(waits)
+    scheduler.give_back(last)
+    assert granted(scheduler) == []
+    assert scheduler.waiting == 0
+
+
+def test_a_new_agent_may_start_while_others_wait_for_their_own_endpoint() -> None:
+    scheduler = fleet(2)
+    progress, _ = a_full_home(scheduler, seconds=0.1, tokens=100_000)
+    ask(scheduler, progress, 1)
+    granted(scheduler)
+    assert scheduler.waiting == 1
+    assert scheduler.has_room()
+
+
+def test_turns_that_wait_for_an_endpoint_that_goes_down_go_elsewhere() -> None:
+    scheduler = fleet(2)
+    progress, last = a_full_home(scheduler, seconds=0.1, tokens=100_000)
+    waits = ask(scheduler, progress, 1)
+    assert granted(scheduler) == []
+    home = last.endpoint
+    assert home is not None
+    home.health.go_down(0.0)
+    home.go_down()
+    scheduler.touch(home)
+    assert granted(scheduler) == [waits]
+    assert waits.endpoint is not home
+
+
+def test_agents_with_one_key_share_an_endpoint_and_keys_are_spread() -> None:
+    scheduler = fleet(10, ceiling=None)
+    homes: dict[str, set[str]] = {}
+    for number in range(400):
+        scheduler.start_agent()
+        ticket = ask(scheduler, Progress(key=f"site {number % 100}"))
+        granted(scheduler)
+        assert ticket.endpoint is not None
+        homes.setdefault(f"site {number % 100}", set()).add(ticket.endpoint.name)
+    assert all(len(found) == 1 for found in homes.values())
+    assert len({name for found in homes.values() for name in found}) == 10
+
+
+def moved(before: Router, after: Router) -> float:
+    keys = [f"key {number}" for number in range(5000)]
+    names = [(before.home(key), after.home(key)) for key in keys]
+    return sum(a.name != b.name for a, b in names if a is not None and b is not None) / len(keys)
+
+
+def test_one_endpoint_less_moves_only_its_share_of_the_keys() -> None:
+    names = [f"vllm://gpu-{number}:8000" for number in range(100)]
+    share = moved(Router(map(Endpoint, names)), Router(map(Endpoint, names[:50] + names[51:])))
+    assert 0.003 < share <= 0.02
+
+
+def test_one_endpoint_more_moves_only_its_share_of_the_keys() -> None:
+    names = [f"vllm://gpu-{number}:8000" for number in range(50)]
+    assert moved(Router(map(Endpoint, names)), Router(map(Endpoint, [*names, "new"]))) <= 0.04
+
+
+def test_a_heavy_endpoint_is_home_to_more_keys() -> None:
+    router = Router([Endpoint("heavy", weight=3.0), Endpoint("light")])
+    homes = Counter(home.name for number in range(4000) if (home := router.home(str(number))) is not None)
+    assert 0.7 < homes["heavy"] / 4000 < 0.8
+
+
+def test_a_model_goes_only_where_it_is_served() -> None:
+    small, large = frozenset({"small"}), frozenset({"large"})
+    endpoints = [Endpoint("a", None, models=small), Endpoint("b", None, models=large), Endpoint("c", 1, models=large)]
+    scheduler = Scheduler(endpoints=endpoints)
+    for _ in range(6):
+        scheduler.start_agent()
+        ask(scheduler, Progress(model="large"))
+    assert set(places(granted(scheduler))) == {"b", "c"}
+
+
+def test_who_waits_for_a_model_that_has_no_free_endpoint_holds_up_nobody() -> None:
+    endpoints = [Endpoint("a", 2, models=frozenset({"small"})), Endpoint("b", 1, models=frozenset({"large"}))]
+    scheduler = Scheduler(endpoints=endpoints)
+    first, second = (ask(scheduler, Progress(model="large")) for _ in range(2))
+    small = ask(scheduler, Progress(model="small"))
+    assert granted(scheduler) == [first, small]
+    scheduler.give_back(first)
+    assert granted(scheduler) == [second]
+    assert second.endpoint is endpoints[1]
+
+
+def test_a_long_conversation_goes_where_the_context_is_long_enough() -> None:
+    scheduler = Scheduler(endpoints=[Endpoint("short", None, context=1000), Endpoint("long", None, context=9000)])
+    progress = Progress()
+    progress.tokens = 5000
+    scheduler.start_agent()
+    ticket = ask(scheduler, progress)
+    granted(scheduler)
+    assert ticket.endpoint is scheduler.endpoints[1]
+
+
+def test_the_end_of_a_batch_does_not_wait_for_an_endpoint_that_is_much_slower() -> None:
+    scheduler = fleet(2, ceiling=1)
+    scheduler.outlook.rows = 100
+    for _ in range(2):
+        ask(scheduler)
+    for ticket in granted(scheduler):
+        answer(scheduler, ticket, seconds=8.0 if ticket.endpoint is scheduler.endpoints[0] else 1.0)
+        scheduler.end_agent(ticket.progress, 1)
+    for _ in range(50):
+        scheduler.router.answered(scheduler.endpoints[1], 1.0)
+    both = [ask(scheduler) for _ in range(2)]
+    assert len(granted(scheduler)) == 2, "there is much to do"
+    for ticket in both:
+        scheduler.give_back(ticket)
+        scheduler.end_agent(ticket.progress, 1)
+    scheduler.outlook.rows = 0
+    last = [ask(scheduler) for _ in range(2)]
+    (one,) = granted(scheduler)
+    assert one.endpoint is scheduler.endpoints[1]
+    scheduler.give_back(one)
+    (two,) = granted(scheduler)
+    assert two.endpoint is scheduler.endpoints[1]
+    assert {one, two} == set(last)
+
+
+def test_a_slow_endpoint_is_asked_when_it_is_the_only_one_left() -> None:
+    scheduler = fleet(2, ceiling=1)
+    scheduler.outlook.rows = 0
+    slow, fast = scheduler.endpoints
+    for endpoint, seconds in ((slow, 8.0), (fast, 1.0), (fast, 1.0)):
+        scheduler.router.answered(endpoint, seconds)
+    for _ in range(50):
+        scheduler.router.answered(fast, 1.0)
+    fast.health.go_down(0.0)
+    scheduler.touch(fast)
+    ticket = ask(scheduler)
+    assert granted(scheduler) == [ticket]
+    assert ticket.endpoint is slow
+
+
+def test_endpoints_join_and_leave_while_turns_are_in_flight() -> None:
+    scheduler = fleet(1, ceiling=2)
+    (only,) = scheduler.endpoints
+    first = [ask(scheduler) for _ in range(4)]
+    assert len(granted(scheduler)) == 2
+    joined = Endpoint("new", 2)
+    scheduler.add(joined)
+    assert [ticket.endpoint for ticket in granted(scheduler)] == [joined, joined]
+    scheduler.leave(only)
+    ask(scheduler)
+    scheduler.give_back(first[0])
+    assert granted(scheduler) == [], "an endpoint that leaves gets nothing more"
+    scheduler.give_back(first[1])
+    assert scheduler.endpoints == [joined]
+    scheduler.give_back(first[2])
+    assert len(granted(scheduler)) == 1
+
+
+def test_what_a_token_costs_that_is_not_cached_is_learnt_from_answers() -> None:
+    cost = PrefixCost()
+    for number in range(200):
+        tokens = 10_000 * (number % 7)
+        cost.learn(tokens, 2.0 + tokens * 0.001)
+    assert cost.seconds(1000) == pytest.approx(1.0, rel=0.05)
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "turn", "answer", "withdraw", "down", "up", "join", "leave"]), st.integers(0, 99)
+    ),
+    max_size=150,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(operations)
+def test_in_any_order_of_events_limits_hold_and_nobody_is_lost(steps: list[tuple[str, int]]) -> None:
+    scheduler = fleet(3, ceiling=2, max_inflight=5)
+    waiting: set[Ticket] = set()
+    held: list[Ticket] = []
+    resting: list[Progress] = []
+    for now, (step, number) in enumerate(steps):
+        if step == "ask":
+            waiting.add(ask(scheduler, None if number % 2 else _keyed(scheduler, number)))
+        elif step == "turn" and resting:
+            waiting.add(scheduler.request(resting.pop(), number % 3, now))
+        elif step == "answer" and held:
+            ticket = held.pop(number % len(held))
+            answer(scheduler, ticket, seconds=1.0 + number % 5, tokens=number * 1000)
+            resting.append(ticket.progress)
+        elif step == "withdraw" and waiting:
+            ticket = sorted(waiting, key=id)[number % len(waiting)]
+            waiting.remove(ticket)
+            scheduler.give_back(ticket)
+        elif step in ("down", "up"):
+            endpoint = scheduler.endpoints[number % len(scheduler.endpoints)]
+            endpoint.health.state = "down" if step == "down" else "works"
+            scheduler.touch(endpoint)
+        elif step == "join":
+            scheduler.add(Endpoint(f"new {now}", 2))
+        elif step == "leave" and sum(not endpoint.leaving for endpoint in scheduler.endpoints) > 1:
+            scheduler.leave(next(endpoint for endpoint in scheduler.endpoints if not endpoint.leaving))
+        for ticket in granted(scheduler, float(now)):
+            waiting.remove(ticket)
+            held.append(ticket)
+        assert scheduler.waiting == len(waiting)
+        assert scheduler.inflight == len(held) <= 5
+        for endpoint in scheduler.endpoints:
+            assert endpoint.inflight == sum(ticket.endpoint is endpoint for ticket in held) <= 2
+    for endpoint in scheduler.endpoints:
+        endpoint.health.state = "works"
+        scheduler.touch(endpoint)
+    while held or waiting:
+        for ticket in granted(scheduler, 1e9):
+            waiting.remove(ticket)
+            held.append(ticket)
+        assert held, "somebody waits, and nothing is in flight"
+        scheduler.give_back(held.pop())
+
+
+def _keyed(scheduler: Scheduler, number: int) -> Progress:
+    scheduler.start_agent()
+    return Progress(key=f"key {number % 5}")
