@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 
 from batch_agent.testing import Request, Say, ScriptedServer
 from batch_agent.ticks import AgentRuntime
@@ -80,3 +81,21 @@ async def test_a_server_that_does_not_say_what_it_serves_holds_no_tick() -> None
         for tick in (1, 2, 3):
             assert sources(await runtime.process_tick(tick, {"a": {}})) == {"a": ("fallback", None)}
         await runtime.stop()
+
+
+async def test_agents_share_a_fleet_and_go_on_when_one_of_its_servers_is_dead(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.txt"
+    ids = [str(number) for number in range(8)]
+
+    async def script(request: Request) -> Say:
+        await asyncio.sleep(0.01)
+        return says(call(agent_in(request)))
+
+    async with ScriptedServer(script, models=["m"]) as one, ScriptedServer(script, models=["m"]) as two:
+        hosts.write_text("".join(f"{server.url}\n" for server in (one, two)) + f"http://127.0.0.1:{free_port()}/v1\n")
+        runtime = registered(AgentRuntime(backend=f"fleet://{hosts}", model="m"), *ids)
+        async with runtime:
+            for tick in (1, 2, 3):
+                actions = await runtime.process_tick(tick, dict.fromkeys(ids))
+                assert sources(actions) == dict.fromkeys(ids, ("answer", tick))
+        assert one.received and two.received and one.received + two.received == 24

@@ -221,3 +221,19 @@ def test_decide_action_asks_the_agents_backend_without_a_runtime() -> None:
     assert agent.get_state().action_history == [action]
     nobody = Agent("b").decide_action()
     assert nobody is not None and nobody.source == "fallback"
+
+
+async def test_a_batch_that_comes_late_is_delivered_at_the_next_tick() -> None:
+    free = threading.Event()
+
+    class Slow(Many):
+        def generate_batch(self, prompts: Sequence[str]) -> list[object]:
+            free.wait()
+            return super().generate_batch(prompts)
+
+    backend = Slow()
+    async with registered(AgentRuntime(backend=backend, deadline=0.1), "a", "b") as runtime:
+        assert set(sources(await runtime.process_tick(1, {"a": {}, "b": {}})).values()) == {("fallback", None)}
+        free.set()
+        assert set(sources(await runtime.process_tick(2, {"a": {}, "b": {}})).values()) == {("late", 1)}
+    assert len(backend.batches) == 1

@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Backend, Batched, ModelRequest, RequestShape
+from batch_agent.backends.base import Backend, Batched, Many, ModelRequest, RequestShape
 from batch_agent.engine.cancellation import cancelled_by_us
 from batch_agent.engine.limiter import Limiter
+from batch_agent.engine.members import endpoints_of, following
 from batch_agent.errors import BackendError, Interrupted, JobError, SpecError, Timeout, Truncated, Unavailable
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolSpec, Usage
 from batch_agent.scheduler.core import Ticket
@@ -85,6 +87,7 @@ class Asking:
         self._opening: asyncio.Task[None] | None = None
         self._entered = False
         self._limiter: Limiter | None = None
+        self._following = ExitStack()  # where its endpoints come and go
         self._takes_seeds = False
         # By the schema's text and what else tells questions apart.
         self._shapes: dict[tuple[str, float | None, int | None], RequestShape] = {}
@@ -124,13 +127,24 @@ class Asking:
     def _working_limiter(self) -> Limiter:
         """A limiter gives a server up that has not answered for long, as a run should; ticks go on, with a new one."""
         if self._limiter is None or self._limiter.over is not None:
-            capabilities = self.backend.capabilities
+            self._release_limiter()
+            backend, able, given = self.backend, self.backend.capabilities, self._max_inflight is not None
+            inflight = self._max_inflight or able.default_inflight
             self._limiter = Limiter(
-                self._max_inflight or capabilities.default_inflight,
-                endpoints=capabilities.endpoints,
+                inflight,
+                endpoints=endpoints_of(backend, inflight, given=given),
                 on_health=self._health_changed,
+                knock=cast(Many, backend).knock if able.many else None,
             )
+            party = self._following.enter_context(following(backend, self._limiter, given=given))
+            if party is not None and self._model:
+                party.use([self._model])
         return self._limiter
+
+    def _release_limiter(self) -> None:
+        self._following.close()
+        if self._limiter is not None:
+            self._limiter.close()
 
     def _accepts(self, shape: RequestShape) -> bool:
         try:
@@ -144,8 +158,7 @@ class Asking:
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
-        if self._limiter is not None:
-            self._limiter.close()
+        self._release_limiter()
         if self._entered:
             self._entered = False
             await self.backend.__aexit__(None, None, None)
@@ -180,7 +193,7 @@ class Asking:
         await self._hold(limiter, ticket)
         try:
             request = self._request(question.ask(), ticket)
-            return await self._timed(limiter, ticket, self.backend.infer(request))
+            return await self._timed(limiter, ticket, self.backend.infer(request), lambda reply: reply.usage)
         finally:
             limiter.release(ticket)
 
@@ -213,7 +226,8 @@ class Asking:
                     except JobError as error:  # it cannot be asked, and takes nobody with it
                         answer.set_exception(error)
             for group in shapes.values():
-                replies = await self._timed(limiter, ticket, self._infer_batch([request for request, _ in group]))
+                requests = [request for request, _ in group]
+                replies = await self._timed(limiter, ticket, self._infer_batch(requests), _usage_of)
                 for (_, answer), reply in zip(group, replies, strict=True):
                     _settle(answer, reply)
         except (BackendError, Interrupted) as error:
@@ -248,7 +262,7 @@ class Asking:
         finally:
             self._waiting.discard(limit)
 
-    async def _timed(self, limiter: Limiter, ticket: Ticket, answering: Awaitable[T]) -> T:
+    async def _timed(self, limiter: Limiter, ticket: Ticket, answering: Awaitable[T], usage: Callable[[T], Usage]) -> T:
         """What the backend says in the time it may take; and what that tells of its health."""
         loop = asyncio.get_running_loop()
         limit = limiter.endpoints.limit(ticket, self._timeout)
@@ -270,7 +284,7 @@ class Asking:
             raise
         finally:
             limiter.endpoints.finished(ticket)
-        limiter.answered(ticket, loop.time() - ticket.sent_at)
+        limiter.answered(ticket, loop.time() - ticket.sent_at, usage(answer))
         return answer
 
     def _outage(self, limiter: Limiter) -> Unavailable:
@@ -315,7 +329,15 @@ class Asking:
 
 
 def _is_down(limiter: Limiter) -> bool:
-    return all(endpoint.health.is_down for endpoint in limiter.scheduler.endpoints)
+    return not any(_works(endpoint) for endpoint in limiter.scheduler.endpoints)
+
+
+def _works(endpoint: Endpoint) -> bool:
+    return not (endpoint.health.is_down or endpoint.given_up or endpoint.leaving)
+
+
+def _usage_of(replies: Sequence[Reply | BackendError]) -> Usage:
+    return sum((reply.usage for reply in replies if isinstance(reply, Reply)), Usage())
 
 
 def _settle(answer: asyncio.Future[Reply], reply: Reply | JobError) -> None:
