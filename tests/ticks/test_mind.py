@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from batch_agent.ticks import Action, Agent, Decision
 from batch_agent.ticks.mind import Mind, Thought
 
@@ -186,3 +189,64 @@ def test_an_episode_begins_when_the_tick_goes_back_and_nothing_of_the_old_one_is
     assert m.begins_again(0)
     assert m.forget() == [thought]
     assert m.last is None and m.thoughts == []
+
+
+class AnyWorld(RuleBasedStateMachine):
+    """Ticks begin and end, thoughts leave and end, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mind = mind()
+        self.now = 0.0
+        self.tick = 0
+        self.waiting: dict[int, Thought] = {}  # by tick
+        self.given: list[Decision[object]] = []
+
+    def _take(self, tick: int, decision: Decision[object]) -> None:
+        if decision.source in ("answer", "late"):
+            assert decision.seen_tick is not None
+            assert all(
+                earlier.seen_tick < decision.seen_tick for earlier in self.given if earlier.seen_tick is not None
+            )
+            assert (decision.source == "answer") == (decision.seen_tick == tick)
+            self.given.append(decision)
+        elif decision.source == "last":
+            assert decision.seen_tick == self.given[-1].seen_tick
+
+    @rule()
+    def a_tick_begins(self) -> None:
+        self.tick += 1
+        turned = self.mind.turn_to(self.tick, {"tick": self.tick}, self.now, self.now + 1.0)
+        if isinstance(turned, Thought):
+            self.waiting[self.tick] = turned
+        else:
+            self._take(self.tick, turned[0])
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def a_tick_ends(self) -> None:
+        tick = min(self.waiting)  # deadlines pass in the order in which ticks began
+        self._take(tick, self.mind.conclude(self.waiting.pop(tick), tick, "late")[0])
+
+    @precondition(lambda self: any(not thought.ended for thought in self.mind.thoughts))
+    @rule(fails=st.booleans())
+    def the_oldest_thought_goes_on(self, fails: bool) -> None:
+        thought = next(thought for thought in self.mind.thoughts if not thought.ended)
+        if not thought.left:
+            thought.left = True
+        elif fails:
+            thought.end(self.now, "no")
+        else:
+            ends(thought, self.now)
+
+    @rule(seconds=st.floats(0.1, 3.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def one_thought_at_a_time_is_under_way(self) -> None:
+        under_way = [t for t in self.mind.thoughts if not t.ended and (t.after is None or t.after.ended)]
+        assert len(under_way) <= 1
+
+
+TestAnyWorld = AnyWorld.TestCase

@@ -89,8 +89,7 @@ class Asking:
         self._limiter: Limiter | None = None
         self._following = ExitStack()  # where its endpoints come and go
         self._takes_seeds = False
-        # By the schema's text and what else tells questions apart.
-        self._shapes: dict[tuple[str, float | None, int | None], RequestShape] = {}
+        self._shapes: dict[object, RequestShape] = {}  # by what tells questions apart
         self._waiting: set[asyncio.Timeout] = set()  # of those who wait for a slot
         self._together: list[Passenger] = []  # what the next request answers
         self._flights: set[asyncio.Task[None]] = set()
@@ -307,10 +306,11 @@ class Asking:
 
     def _shape(self, asked: Asked) -> RequestShape:
         """The answer is held to the schema by a grammar, or else by tools of which one must be called."""
-        key = asked.schema_text, asked.temperature, asked.max_tokens
+        capabilities, sampling = self.backend.capabilities, self._sampling
+        # A server may be found out not to keep to schemas.
+        key = asked.schema_text, capabilities.native_schema, asked.temperature, asked.max_tokens
         if known := self._shapes.get(key):
             return known
-        capabilities, sampling = self.backend.capabilities, self._sampling
         offers_tools = not capabilities.native_schema and not capabilities.batch and asked.tools
         shape = RequestShape(
             model=self._model or "",
