@@ -1,7 +1,7 @@
 """TickRuntime: at each tick a decision for every agent that observed, by the deadline, whatever the model does.
 
-Thoughts are tasks of their own and outlive the tick that began them; ``mind`` says what a tick gets of them. One keeper
-task holds what is open, and closes it when the runtime is stopped or the event loop ends.
+Thoughts are tasks of their own and outlive the tick that began them: ``mind`` says what a tick gets of them, ``extent``
+holds what is open between start and stop.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, cast
@@ -19,12 +20,12 @@ from typing_extensions import TypeVar
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.engine.cancellation import outlast
 from batch_agent.errors import SpecError
 from batch_agent.foreign import describe
 from batch_agent.ticks.action import Action, Decision, idle
 from batch_agent.ticks.agent import Agent, Fallback, TypedAgent
 from batch_agent.ticks.asking import Asking, Sampling
+from batch_agent.ticks.extent import Extent
 from batch_agent.ticks.generation import GeneratesMany, GeneratesOne
 from batch_agent.ticks.mind import Given, Mind, Thought
 from batch_agent.ticks.text_backend import TextBackend
@@ -114,12 +115,7 @@ class TickRuntime(Generic[A]):
         self._minds: dict[str, Mind] = {}
         self._numbers = 0
         self._stopped = False
-        self._loop: asyncio.AbstractEventLoop | None = None  # where it is open
-        self._keeper: asyncio.Task[None] | None = None
-        self._closing: asyncio.Future[None] | None = None
-        self._askings: dict[object, Asking] = {}
-        self._thinker: Thinker | None = None
-        self._thoughts: set[asyncio.Task[None]] = set()
+        self._extent: Extent | None = None
         if backend is not None and self._replay is None:
             self._backend_of(backend)  # what is wrong with it is said now
         for agent in agents:
@@ -136,7 +132,7 @@ class TickRuntime(Generic[A]):
         self.remove(agent.agent_id)
         self._numbers += 1
         self._minds[agent.agent_id] = Mind(agent, self._numbers, **self._rules)
-        agent.lent_backend = TextBackend.within(lambda: self._asking_for(agent), lambda: self._loop)
+        agent.lent_backend = TextBackend.within(lambda: self._asking_for(agent), lambda: self._open.loop)
         return agent
 
     def remove(self, agent_id: str) -> None:
@@ -163,7 +159,7 @@ class TickRuntime(Generic[A]):
         an agent's last one begins another episode for that agent."""
         if isinstance(tick, bool) or not isinstance(tick, int):
             raise SpecError(f"tick is {tick!r}; it is a whole number")
-        self._ensure_open()
+        extent = self._ensure_open()
         if self._replay is not None:
             return {agent_id: self._replayed(agent_id, tick) for agent_id in observations}
         now = asyncio.get_running_loop().time()
@@ -176,7 +172,9 @@ class TickRuntime(Generic[A]):
                 waiting[agent_id] = mind, turned
             else:
                 given[agent_id] = turned
-            self._begin_thoughts(mind)
+            for thought in mind.thoughts:
+                if thought.task is None:
+                    extent.begin(mind, thought, partial(self._asking_for, mind.agent))
         try:
             await self._wait([thought for _, thought in waiting.values()], due)
         except asyncio.CancelledError:
@@ -211,15 +209,6 @@ class TickRuntime(Generic[A]):
         except Exception as error:
             return mind.fall_back(f"it could not perceive: {describe(error)}"), None
         return self._told(mind, mind.turn_to(tick, observation, now, due))
-
-    def _begin_thoughts(self, mind: Mind) -> None:
-        for thought in mind.thoughts:
-            if thought.task is None:
-                assert self._thinker is not None
-                thinking = self._thinker.think(mind, thought, lambda: self._asking_for(mind.agent))
-                thought.task = asyncio.get_running_loop().create_task(thinking)
-                self._thoughts.add(thought.task)
-                thought.task.add_done_callback(self._thoughts.discard)
 
     async def _wait(self, thoughts: list[Thought], due: float) -> None:
         tasks = [thought.task for thought in thoughts if thought.task is not None]
@@ -271,16 +260,13 @@ class TickRuntime(Generic[A]):
     def stop(self) -> Awaitable[None]:
         """Thoughts end, and ticks under way with them. Awaited, everything is closed."""
         self.running, self._stopped = False, True
-        keeper, closing, loop = self._keeper, self._closing, self._loop
-        if closing is not None and loop is not None and not loop.is_closed():
-            if _running_loop() is loop:
-                _resolve(closing)
-            else:
-                loop.call_soon_threadsafe(_resolve, closing)
+        extent = self._extent
+        if extent is not None:
+            extent.close()
 
         async def closed() -> None:
-            if keeper is not None and asyncio.get_running_loop() is loop:
-                await outlast(keeper)
+            if extent is not None:
+                await extent.wait_closed()
 
         return _Step(closed)
 
@@ -309,43 +295,30 @@ class TickRuntime(Generic[A]):
             for asking in dict.fromkeys(needs):
                 await asking.open()
 
-    def _ensure_open(self) -> None:
+    def _ensure_open(self) -> Extent:
         """Open in the running event loop. One that ended took with it what was open there."""
         if self._stopped:
             raise RuntimeError("the runtime is stopped: start() it again before the next tick")
-        loop = asyncio.get_running_loop()
-        if self._closing is not None and self._loop is loop and not self._closing.done():
-            return
-        self.running = True
-        for mind in self._minds.values():
-            mind.forget()
-        self._loop, self._closing = loop, loop.create_future()
-        self._askings, self._thoughts = {}, set()
-        self._thinker = Thinker(
-            system_prompt=self._system_prompt, seed=self._sampling.seed, timeout=self._timeout, workers=self._workers
-        )
-        self._keeper = loop.create_task(self._keep(self._closing, self._thinker), name="batch-agent ticks")
+        if self._extent is None or not self._extent.is_open:
+            self.running = True
+            for mind in self._minds.values():
+                mind.forget()
+            thinker = Thinker(
+                system_prompt=self._system_prompt,
+                seed=self._sampling.seed,
+                timeout=self._timeout,
+                workers=self._workers,
+            )
+            self._extent = Extent(thinker, self._close_trace)
+        return self._extent
 
-    async def _keep(self, closing: asyncio.Future[None], thinker: Thinker) -> None:
-        askings, thoughts = self._askings, self._thoughts
-        try:
-            await closing
-        finally:
-            try:
-                await self._close(askings, thoughts)
-            except asyncio.CancelledError:  # the event loop ends, and would leave what is open behind
-                await self._close(askings, thoughts)
-                raise
-            finally:
-                thinker.close()
+    @property
+    def _open(self) -> Extent:
+        if self._extent is None:
+            raise RuntimeError("the runtime has not started")
+        return self._extent
 
-    async def _close(self, askings: Mapping[object, Asking], thoughts: set[asyncio.Task[None]]) -> None:
-        for task in tuple(thoughts):
-            task.cancel()
-        if thoughts:
-            await asyncio.wait(tuple(thoughts))
-        for asking in askings.values():
-            await asking.close()
+    def _close_trace(self) -> None:
         if self._trace is not None:
             self._trace.close()
 
@@ -353,11 +326,11 @@ class TickRuntime(Generic[A]):
 
     def _asking_for(self, agent: Agent) -> Asking:
         given = agent.given_backend if agent.given_backend is not None else self._given_backend
-        key = _key(given)
-        if key not in self._askings:
+        askings, key = self._open.askings, _key(given)
+        if key not in askings:
             backend, model = self._backend_of(given)
-            self._askings[key] = Asking(backend, model, self._sampling, self._max_inflight, self._timeout)
-        return self._askings[key]
+            askings[key] = Asking(backend, model, self._sampling, self._max_inflight, self._timeout)
+        return askings[key]
 
     def _backend_of(self, given: object) -> tuple[Backend, str | None]:
         """Made once; a SpecError where it is none."""
@@ -380,18 +353,6 @@ def _end(thoughts: Iterable[Thought]) -> None:
     for thought in thoughts:
         if thought.task is not None:
             thought.task.cancel()
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-def _resolve(closing: asyncio.Future[None]) -> None:
-    if not closing.done():
-        closing.set_result(None)
 
 
 def _priority(agent: Agent, observation: object) -> float:
