@@ -266,6 +266,17 @@ async def test_observations_that_have_not_changed_may_be_skipped() -> None:
 
 
 @virtual_clock
+async def test_a_world_may_fill_the_same_dict_again() -> None:
+    backend = ScriptedBackend(lambda request: says())
+    seen = {"x": 1}
+    async with registered(AgentRuntime(backend=backend, skip_unchanged=True), "a") as runtime:
+        await runtime.process_tick(1, {"a": seen})
+        seen["x"] = 2
+        assert sources(await runtime.process_tick(2, {"a": seen})) == {"a": ("answer", 2)}
+    assert "{'x': 1}" in backend.requests[1].text
+
+
+@virtual_clock
 async def test_an_unknown_agent_idles_with_the_reason_and_the_others_are_asked() -> None:
     async with registered(AgentRuntime(backend=ScriptedBackend(lambda request: says())), "a") as runtime:
         actions = await runtime.process_tick(1, {"ghost": {}, "a": {}})

@@ -44,6 +44,7 @@ def test_a_trace_has_a_line_for_each_agent_and_tick(tmp_path: Path) -> None:
     assert late["action"] == {"tool": "move", "params": {"direction": "slow"}, "reasoning": "because"}
     assert "{'t': 1}" in late["prompt"] and late["answer"] == call("slow")
     assert late["latency"] == 1.5 and late["prompt_tokens"] > 0 and late["completion_tokens"] > 0
+    assert late["tokens"] == late["prompt_tokens"] + late["completion_tokens"]
     assert late["observation"] == {"t": 2}
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -201,6 +202,7 @@ class TickRuntime(Generic[A]):
         return [(agent_id, mind) for _, agent_id, mind in known]
 
     def _turn(self, mind: Mind, tick: int, observation: object, now: float, due: float) -> Given | Thought:
+        observation = _snapshot(observation)
         try:
             if mind.begins_again(tick):
                 _end(mind.forget())
@@ -220,8 +222,9 @@ class TickRuntime(Generic[A]):
                 task.result()  # a bug of ours
 
     def _conclude(self, mind: Mind, thought: Thought, tick: int) -> Given:
-        why = "the runtime was stopped" if self._stopped else f"no answer within the deadline, {self.deadline} s"
-        given = mind.conclude(thought, tick, why)
+        given_up = thought.task is not None and thought.task.cancelled()
+        why = "the thought was given up" if given_up else f"no answer within the deadline, {self.deadline} s"
+        given = mind.conclude(thought, tick, "the runtime was stopped" if self._stopped else why)
         return cast("Given", self._told(mind, given))
 
     def _told(self, mind: Mind, given: Given | Thought) -> Given | Thought:
@@ -353,6 +356,14 @@ def _end(thoughts: Iterable[Thought]) -> None:
     for thought in thoughts:
         if thought.task is not None:
             thought.task.cancel()
+
+
+def _snapshot(observation: object) -> object:
+    """As it is now: a world may fill the same dict again while the agent still thinks. What cannot be copied is not."""
+    try:
+        return deepcopy(observation)
+    except Exception:
+        return observation
 
 
 def _priority(agent: Agent, observation: object) -> float:

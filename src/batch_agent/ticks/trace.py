@@ -72,6 +72,7 @@ def _line(tick: int, agent: str, observation: object, given: Given) -> JsonObjec
         "observation": cast("JsonValue", observation),
         "prompt": "" if thought is None else thought.prompt,
         "answer": "" if thought is None else thought.answer,
+        "tokens": decision.usage.prompt_tokens + decision.usage.completion_tokens,
         "prompt_tokens": decision.usage.prompt_tokens,
         "completion_tokens": decision.usage.completion_tokens,
         "latency": decision.latency,
