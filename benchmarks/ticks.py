@@ -8,8 +8,8 @@ four threads    the same agents on a pool of four threads that wait for their an
 
 On the embedded engine (4 and 16 agents, real weights, real time) and on the simulated one (4, 100 and 1,000, whose
 clock is virtual: there a pool of four is four requests at a time). What is asked of the model is the same in each case.
-Loading the model is not counted. Each number is the median of several ticks; the contenders take turns. One agent's tick
-is the mean of those that are taken one by one: answers differ in length, and a tick takes as long as its longest.
+Loading the model is not counted. Each number is the median of several ticks; the contenders take turns. One agent's
+tick is the mean of those that are taken one by one: answers differ in length, and a tick takes as long as its longest.
 """
 
 from __future__ import annotations
