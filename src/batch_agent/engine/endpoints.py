@@ -314,10 +314,9 @@ class Endpoints:
 
     def _silent_at(self, endpoint: Endpoint) -> float:
         """Where too little is known of an endpoint, its siblings say what is usual."""
-        usual = self._scheduler.router.usual
-        if endpoint.health.silent_at < inf or self._knock is None or not usual or not self.others_work(endpoint):
+        if endpoint.health.silent_at < inf or self._knock is None or not self.others_work(endpoint):
             return endpoint.health.silent_at
-        return endpoint.health.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * usual)
+        return endpoint.health.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * self._scheduler.router.usual)
 
     def _patience_ends(self, endpoint: Endpoint) -> float:
         health = endpoint.health

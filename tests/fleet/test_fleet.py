@@ -1,0 +1,357 @@
+"""Many servers as one backend: runs on real sockets, on a virtual clock where time matters."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batch_agent import BatchAgent, Fleet, SpecError
+from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.errors import RunUnreachable, Unavailable
+from batch_agent.events import Event, HealthChanged
+from batch_agent.fleet.backend import WATCH_SECONDS
+from batch_agent.job import AgentResult
+from batch_agent.messages import Conversation, Message, Reply
+from batch_agent.testing import (
+    CallTools,
+    Cut,
+    Fail,
+    Hang,
+    Request,
+    Say,
+    ScriptedBackend,
+    ScriptedServer,
+    ToolUse,
+    virtual_clock,
+)
+
+ROWS = [str(number) for number in range(300)]
+
+
+def saying(text: str, latency: float = 0.1) -> Callable[[Request], Say]:
+    return lambda request: Say(text, latency=latency)
+
+
+async def servers(stack: AsyncExitStack, *names: str, latency: float = 0.1) -> list[ScriptedServer]:
+    return [await stack.enter_async_context(ScriptedServer(saying(name, latency))) for name in names]
+
+
+async def finish(backend: object, **options: Any) -> list[AgentResult[str]]:
+    known = {"task": "{input}", "inputs": ROWS, "model": "m", "max_inflight": 24} | options
+    return list(await BatchAgent.run(backend=backend, **known))
+
+
+def nobody() -> str:
+    """A port at which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"vllm://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@virtual_clock
+async def test_a_list_of_urls_is_a_fleet_and_every_server_has_its_share() -> None:
+    async with AsyncExitStack() as stack:
+        known = await servers(stack, "a", "b", "c")
+        results = await finish([server.backend_url for server in known])
+    shares = Counter(result.output for result in results)
+    assert all(results) and set(shares) == {"a", "b", "c"}
+    assert min(shares.values()) >= 80
+
+
+@virtual_clock
+async def test_a_hostfile_is_a_fleet_and_tags_select(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        worker, critic = await servers(stack, "worker", "critic")
+        hosts = tmp_path / "hosts.txt"
+        hosts.write_text(f"{worker.address} role=worker\n{critic.address} role=critic\n")
+        results = await finish(f"fleet://{hosts}?role=worker", inputs=ROWS[:20])
+        assert {result.output for result in results} == {"worker"}
+        with pytest.raises(SpecError, match="has role=judge"):
+            await finish(f"fleet://{hosts}?role=judge")
+
+
+async def test_a_relative_path_is_looked_up_where_the_program_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists" / "hosts.txt").write_text("gpu-1\nsglang://gpu-2\nhttps://gpu-3/v1\n")
+    monkeypatch.chdir(tmp_path)
+    spec = BatchAgent.plan(task="{input}", inputs=["x"], backend="fleet://lists/hosts.txt", model="m")
+    assert spec.backend.capabilities.endpoints == ("vllm://gpu-1:8000", "sglang://gpu-2:30000", "https://gpu-3/v1")
+    assert spec.backend.name == "fleet://lists/hosts.txt"
+    assert spec.max_inflight == 3 * 64
+
+
+@pytest.mark.parametrize("mode", ["dead", "hangs", "500", "reset"])
+def test_a_server_that_goes_away_takes_no_row_with_it(mode: str) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        gone = {"hangs": Hang(), "500": Fail(500), "reset": Cut(), "dead": None}[mode]
+        loop = asyncio.get_running_loop()
+
+        def script(request: Request) -> object:
+            now = loop.time()
+            if now < 0.5:
+                return Say("b", latency=0.1)
+            if gone is None:
+                raise Unavailable("connection refused", unreached=True)
+            return gone
+
+        events: list[Event] = []
+        fleet = Fleet([ScriptedBackend(saying("a")), ScriptedBackend(script), ScriptedBackend(saying("c"))])
+        async with BatchAgent.open(
+            task="{input}", inputs=ROWS * 5, backend=fleet, max_inflight=24, max_retries=0, sinks=[events.append]
+        ) as run:
+            results = [result async for result in run.results()]
+        assert all(results), next(result.error for result in results if not result)
+        assert Counter(result.output for result in results)["b"] < 100
+        assert any(isinstance(event, HealthChanged) and event.state == "down" for event in events)
+        longest = max(result.timings.total for result in results)
+        assert longest < 15, "a row waits for the verdict at the most, not for the server"
+
+    scenario()
+
+
+@virtual_clock
+async def test_a_server_that_is_not_there_yet_is_knocked_at_and_joins_when_it_comes() -> None:
+    async with AsyncExitStack() as stack:
+        (first,) = await servers(stack, "a")
+        place = nobody()
+        port = int(place.rpartition(":")[2])
+
+        async def come_later() -> None:
+            await asyncio.sleep(5)
+            await stack.enter_async_context(ScriptedServer(saying("b"), port=port))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(come_later())
+            results = await finish([first.backend_url, place], inputs=ROWS * 10)
+    shares = Counter(result.output for result in results)
+    assert all(results) and shares["b"] > 500
+    assert all(result.attempts <= 2 for result in results)
+
+
+@virtual_clock
+async def test_a_server_that_never_answers_holds_a_row_no_longer_than_it_takes_to_see_that() -> None:
+    async with AsyncExitStack() as stack:
+        (first,) = await servers(stack, "a")
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))  # the kernel connects, nobody reads
+        results = await finish([first.backend_url, f"vllm://127.0.0.1:{silent.getsockname()[1]}"])
+    assert all(results)
+    assert max(result.timings.total for result in results) < 30
+
+
+@virtual_clock
+async def test_when_no_server_answers_the_run_is_unreachable() -> None:
+    with pytest.raises(RunUnreachable):
+        await finish([nobody(), nobody()], inputs=ROWS[:5])
+
+
+@virtual_clock
+async def test_an_agents_turns_stay_on_one_server() -> None:
+    async with AsyncExitStack() as stack:
+        asked: dict[str, set[int]] = {}
+
+        def script(place: int) -> Callable[[Request], Say]:
+            def answer(request: Request) -> Say:
+                asked.setdefault(str(request.messages[0]["content"]), set()).add(place)
+                done = sum(message["role"] == "assistant" for message in request.messages)
+                return Say("done", latency=0.1) if done >= 3 else CallTools(ToolUse("look", {}), latency=0.1)
+
+            return answer
+
+        known = [await stack.enter_async_context(ScriptedServer(script(place))) for place in range(4)]
+
+        async def look() -> str:
+            """Look."""
+            return "seen"
+
+        results = await finish(
+            [server.backend_url for server in known], inputs=ROWS[:40], tools=[look], max_inflight=40
+        )
+    assert all(results)
+    assert all(len(places) == 1 for places in asked.values())
+
+
+@virtual_clock
+async def test_rows_with_one_affinity_share_a_server() -> None:
+    async with AsyncExitStack() as stack:
+        known = await servers(stack, "a", "b", "c")
+        rows = [{"site": f"site {number % 12}", "n": number} for number in range(120)]
+        results = await finish(
+            [server.backend_url for server in known], task="{site} {n}", inputs=rows, affinity="site", max_inflight=120
+        )
+    homes: dict[str, set[str]] = {}
+    for result in results:
+        homes.setdefault(str(dict(result.input)["site"]), set()).add(str(result.output))  # type: ignore[call-overload]
+    assert all(len(found) == 1 for found in homes.values())
+    assert len({name for found in homes.values() for name in found}) == 3
+
+
+def test_an_affinity_that_no_row_has_is_an_error_before_anything_is_sent() -> None:
+    with pytest.raises(SpecError, match="affinity: the first input has no field 'site'"):
+        BatchAgent.plan(task="{n}", inputs=[{"n": 1}], backend=["vllm://a", "vllm://b"], model="m", affinity="site")
+
+
+@virtual_clock
+async def test_a_model_goes_only_to_the_servers_that_have_it() -> None:
+    async with AsyncExitStack() as stack:
+        small = await stack.enter_async_context(ScriptedServer(saying("small"), models=["small"]))
+        large = await stack.enter_async_context(ScriptedServer(saying("large"), models=["large"]))
+        urls = [small.backend_url, large.backend_url]
+        results = await finish(urls, model="large", inputs=ROWS[:30])
+        assert {result.output for result in results} == {"large"}
+        assert not small.requests
+        with pytest.raises(SpecError, match="small, large"):
+            await finish(urls, model=None)
+        async with Fleet(urls) as fleet:
+            assert await fleet.models() == ["small", "large"]
+
+
+@virtual_clock
+async def test_servers_join_and_leave_a_run_under_way() -> None:
+    async with AsyncExitStack() as stack:
+        first, second, third = await servers(stack, "a", "b", "c")
+        fleet = Fleet([first.backend_url, second.backend_url])
+        outputs: list[str] = []
+        async with BatchAgent.open(task="{input}", inputs=ROWS * 3, backend=fleet, model="m", max_inflight=24) as run:
+            async for result in run.results():
+                outputs.append(str(result.output))
+                if len(outputs) == 300:
+                    fleet.add(third.backend_url)
+                    fleet.remove(second.backend_url)
+    assert len(outputs) == 900 and "None" not in outputs
+    assert Counter(outputs[:300])["c"] == 0 and Counter(outputs[400:])["b"] == 0
+    assert Counter(outputs[400:])["c"] > 150
+    assert fleet.capabilities.endpoints == (first.backend_url, third.backend_url)
+
+
+def test_what_cannot_be_removed_is_said() -> None:
+    fleet = Fleet(["vllm://a", "vllm://b"])
+    with pytest.raises(SpecError, match="no endpoint 'vllm://c'"):
+        fleet.remove("vllm://c")
+    fleet.remove("vllm://a")
+    with pytest.raises(SpecError, match="last endpoint"):
+        fleet.remove("vllm://b")
+
+
+@virtual_clock
+async def test_a_hostfile_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        first, second = await servers(stack, "a", "b")
+        hosts = tmp_path / "hosts.txt"
+        hosts.write_text(f"{first.address}\n")
+        async with Fleet.from_hostfile(hosts) as fleet:
+            hosts.write_text("what is this line\n")
+            await asyncio.sleep(2 * WATCH_SECONDS)
+            assert fleet.capabilities.endpoints == (first.backend_url,), "a file that cannot be read changes nothing"
+            hosts.write_text(f"{first.address}\n{second.address} weight=2 context=4096 model=m\n")
+            await asyncio.sleep(2 * WATCH_SECONDS)
+            member = fleet.members[1]
+            assert (member.weight, member.context, member.models) == (2.0, 4096, frozenset({"m"}))
+            hosts.write_text(f"{second.address}\n")
+            await asyncio.sleep(2 * WATCH_SECONDS)
+            assert fleet.capabilities.endpoints == (second.backend_url,)
+
+
+@virtual_clock
+async def test_two_runs_on_one_fleet_share_its_slots_and_what_one_does_not_want_is_the_others() -> None:
+    fleet = Fleet([ScriptedBackend(saying("x")) for _ in range(2)])
+    seen: dict[str, list[int]] = {"long": [], "short": []}
+
+    async def run(name: str, rows: Sequence[str]) -> None:
+        async with BatchAgent.open(task=name + " {input}", inputs=list(rows), backend=fleet) as run:
+            async for _ in run.results():
+                seen[name].append(run.shared.limiter.scheduler.inflight)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run("long", ROWS * 20))
+        await asyncio.sleep(0.25)
+        group.create_task(run("short", ROWS * 3))
+    assert max(seen["long"]) == 128, "alone it has all"
+    middle = seen["short"][300:600]
+    assert 60 <= sum(middle) / len(middle) <= 66
+    assert max(seen["long"][-1000:]) == 128, "alone again"
+
+
+@virtual_clock
+async def test_a_straggler_is_asked_elsewhere_and_the_first_answer_counts() -> None:
+    slow = ScriptedBackend(lambda request: Say("slow", latency=100 if "7" in str(request.messages[-1]) else 0.1))
+    fast = ScriptedBackend(saying("fast"))
+    results = await finish(Fleet([slow, fast]), model="scripted", inputs=ROWS[:20], hedge=1.0)
+    assert all(results)
+    assert max(result.timings.inference for result in results) < 2
+    assert slow.inflight == 0, "the other request was ended"
+
+
+@virtual_clock
+async def test_without_hedge_nobody_is_asked_twice() -> None:
+    slow, fast = ScriptedBackend(saying("slow", 5.0)), ScriptedBackend(saying("fast"))
+    results = await finish(Fleet([slow, fast]), model="scripted", inputs=ROWS[:20])
+    assert all(results)
+    assert len(slow.requests) + len(fast.requests) == 20
+
+
+@virtual_clock
+async def test_a_recorded_run_on_a_fleet_is_resumed_without_asking_again(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        known = await servers(stack, "a", "b")
+        urls = [server.backend_url for server in known]
+        await finish(urls, inputs=ROWS[:20], run_dir=tmp_path / "run")
+        asked = sum(server.received for server in known)
+        again = await finish(urls[:1], inputs=ROWS[:20], run_dir=tmp_path / "run", resume=True, hedge=0.01)
+        assert all(result.resumed for result in again)
+        assert sum(len(server.requests) for server in known) == 20
+        assert asked >= 20
+
+
+@virtual_clock
+async def test_a_request_that_was_granted_no_endpoint_goes_to_one_that_is_reached() -> None:
+    async with AsyncExitStack() as stack:
+        (server,) = await servers(stack, "a")
+        async with Fleet([nobody(), server.backend_url]) as fleet:
+            replies = await fleet.generate_batch(["one", "two"], RequestShape("m"))
+            assert [reply.text for reply in replies if isinstance(reply, Reply)] == ["a", "a"]
+            request = ModelRequest(RequestShape("m"), Conversation([Message("user", "x")]), "0", endpoint="gone")
+            with pytest.raises(Unavailable, match="no longer part"):
+                await fleet.infer(request)
+
+
+async def test_proxies_of_the_environment_do_not_touch_servers_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    async with AsyncExitStack() as stack:
+        known = await servers(stack, "a", "b", latency=0.0)
+        results = await finish([server.backend_url for server in known], inputs=ROWS[:10])
+    assert all(results)
+
+
+def test_keys_are_never_shown() -> None:
+    fleet = Fleet(["https://user:secret@a/v1", {"url": "vllm://b", "api_key": "hidden"}], headers={"X-Key": "quiet"})
+    shown = f"{fleet!r} {fleet.name} {fleet.capabilities} {fleet.members}"
+    assert not any(word in shown for word in ("secret", "hidden", "quiet"))
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ([], "without endpoints"),
+        ("fleet://hosts.txt", "list of endpoints"),
+        (["fleet://hosts.txt"], "not of fleets"),
+        ([["vllm://a"]], "not of fleets"),
+        ([{"url": "vllm://a", "weight": 0}], "weight of vllm://a"),
+        ([{"url": "vllm://a", "weight": "much"}], "weight of vllm://a"),
+        ([{"url": "vllm://a", "context": "long"}], "context of vllm://a"),
+        (["gpu-1"], "not a URL"),
+        ([7], "backend is a int"),
+    ],
+)
+def test_what_cannot_be_a_fleet_is_said(given: Any, why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        Fleet(given)
