@@ -46,9 +46,8 @@ class TickServer:
                 await site.start()
             except OSError as error:
                 raise SpecError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-            server = site._server
-            assert isinstance(server, asyncio.Server)
-            ready(f"http://{host}:{server.sockets[0].getsockname()[1]}")
+            shown = f"[{host}]" if ":" in host else host
+            ready(f"http://{shown}:{runner.addresses[0][1]}")
             await self._stopping.wait()
         finally:
             await self._runtime.stop()
