@@ -14,8 +14,7 @@ from typing import Literal, TypedDict, cast
 from pydantic import JsonValue
 
 from batch_agent.backends.address import check_known
-from batch_agent.backends.base import RequestShape
-from batch_agent.backends.openai_schema import response_schema
+from batch_agent.backends.openai_schema import engine_form
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import OutputError, SpecError
 from batch_agent.messages import JsonObject
@@ -161,8 +160,9 @@ class Asking:
             "n": self.n if self.n > 1 else None,
         }
         if self.schema is not None:
-            shape = RequestShape("", schema=self.schema.json_schema, schema_name=self.schema.name)
-            named["response_format"] = {"type": "json_schema", "json_schema": response_schema(shape)}
+            form = engine_form(self.schema.json_schema)
+            wanted: JsonObject = {"name": self.schema.name, "schema": form.schema, "strict": form.strict}
+            named["response_format"] = {"type": "json_schema", "json_schema": wanted}
         return {name: value for name, value in named.items() if value is not None} | dict(self.extra_body)
 
     def read(self, response: Response) -> Response:
