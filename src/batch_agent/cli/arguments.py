@@ -1,4 +1,5 @@
-"""The arguments of ``run``, ``resume`` and ``retry-failed``. Nothing is imported for them: help is there at once."""
+"""The arguments of ``run``, ``resume`` and ``retry-failed``, and what those of others have in common. Nothing is
+imported for them: help is there at once."""
 
 from __future__ import annotations
 
@@ -211,3 +212,9 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
+
+
+def port_number(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"must be 0 to 65535, not {text!r}")
+    return int(text)

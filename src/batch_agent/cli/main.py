@@ -114,6 +114,12 @@ COMMANDS: Mapping[str, Command] = {
         adds="fleet:add_fleet_arguments",
         does="fleet:fleet_command",
     ),
+    "ticks": Command(
+        "serve agents that decide at every tick of a world",
+        "Agents that act in ticks. serve: over HTTP, for a game or a simulation.",
+        adds="ticks:add_ticks_arguments",
+        does="ticks:ticks_command",
+    ),
     "completion": Command(
         "completion for bash, zsh or fish",
         'Print what makes a shell complete this command\'s words. bash: eval "$(batch-agent completion bash)"; zsh: '

@@ -12,6 +12,7 @@ import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from batch_agent.backends.simulated import EngineModel
+from batch_agent.cli.arguments import port_number
 from batch_agent.cli.streams import say
 from batch_agent.testing import serve_simulated
 
@@ -20,7 +21,7 @@ NO_LIMIT = "none"
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one (default %(default)s)")
+    parser.add_argument("--port", type=port_number, default=8000, help="0 takes a free one (default %(default)s)")
     engine = parser.add_argument_group("the engine", "durations in seconds, lengths in tokens")
     types_by_name = get_type_hints(EngineModel, include_extras=True)
     for field in dataclasses.fields(EngineModel):
@@ -28,12 +29,6 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         kind, doc = get_args(types_by_name[field.name])
         text = f"{doc.documentation} (default %(default)s)"
         engine.add_argument(flag, dest=field.name, default=field.default, **_reading(kind), help=text)
-
-
-def _port(text: str) -> int:
-    if not (text.isdecimal() and int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"must be 0 to 65535, not {text!r}")
-    return int(text)
 
 
 def _reading(kind: object) -> dict[str, Any]:

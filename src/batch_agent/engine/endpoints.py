@@ -14,21 +14,22 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from batch_agent.engine.alarms import Alarms
+from batch_agent.engine.budgets import Budgets
 from batch_agent.engine.knocking import Knock, why_shut
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected, Timeout
-from batch_agent.messages import Quota, Reply, Usage
+from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.engine_load import Reading
 from batch_agent.scheduler.health import SHORTEST_SILENCE, SILENCE_FACTOR, trouble_of
-from batch_agent.scheduler.rates import Rates, is_spent
+from batch_agent.scheduler.rates import is_spent
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 from batch_agent.scheduler.seeking import Seeker
 
 if TYPE_CHECKING:
     from batch_agent.events import Ended
 
-MOST_SPENT = 20  # refusals of one turn for a spent budget, before they count like others
+MOST_CROWDED = 20  # refusals of one turn that were others' fault, before they count like its own
 NEVER_ANSWERED = 15.0  # seconds after which a server is given up that has not answered once
 
 OnHealth = Callable[[Endpoint, float], None]
@@ -64,7 +65,7 @@ class Endpoints:
         self._patient: dict[Endpoint, Ticket] = {}  # the trial that may be waited for beside the next ones
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
         self._alarms = Alarms(self._look)
-        self.short: set[asyncio.Future[None]] = set()  # those who wait for a budget, with their slots
+        self.budgets = Budgets(self.arm)
 
     # Requests
 
@@ -103,63 +104,15 @@ class Endpoints:
         if ticket.trial and self._patient.get(endpoint) is ticket:
             del self._patient[endpoint]
 
-    async def afford(self, ticket: Ticket, expect: Callable[[], Usage]) -> None:
-        """Until the endpoint's budgets have room for what the request is expected to take; ``settle`` must follow."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None
-        rates, counted = endpoint.rates, ticket.lease
-        if rates is None or counted is None or not rates.counts_tokens:
-            return
-        expected = expect()
-        lease = rates.reserve(counted, expected, _now())
-        waited = lease is None
-        while lease is None:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.short.add(turn)
-            self.arm(endpoint)
-            try:
-                await turn
-            finally:
-                self.short.discard(turn)
-            lease = rates.reserve(counted, expected, _now())
-        if waited:
-            rates.count(_now())  # it leaves later than it was counted: better twice than too early
-        ticket.lease = lease
-
-    def settle(self, ticket: Ticket, used: Usage | None = None, *, asked: bool = True) -> None:
-        """What the request took of the budgets; None where nobody knows. ``asked``: the endpoint has seen it."""
-        lease, endpoint = ticket.lease, ticket.endpoint
-        if lease is None or endpoint is None or endpoint.rates is None:
-            return
-        ticket.lease = None
-        if asked:
-            endpoint.rates.settle(lease, used, _now())
-        else:
-            endpoint.rates.unsend(lease, _now())
-        self._serve_short()
-        self.arm(endpoint)
-
-    def _serve_short(self) -> None:
-        for turn in self.short:
-            if not turn.done():
-                turn.set_result(None)
-
-    def _learn_quota(self, endpoint: Endpoint, ticket: Ticket, quota: Quota | None, used: Usage) -> None:
-        if quota is not None:
-            if endpoint.rates is None:
-                endpoint.rates = Rates()
-            endpoint.rates.learn(quota, ticket.lease, endpoint.inflight - 1, used, _now())
-            self.arm(endpoint)
-
     def answered(self, ticket: Ticket, seconds: float, reply: Reply) -> None:
         """A good answer: what failed although it was asked no later has failed by itself. Of what was asked later it
         says nothing: a server may finish what it has and take nothing new."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         self._is_alive(endpoint, ticket, seconds)
-        self._learn_quota(endpoint, ticket, reply.quota, reply.usage)
+        self.budgets.learn(endpoint, ticket, reply.quota, reply.usage)
         counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
-        self.settle(ticket, reply.usage if counted else None)
+        self.budgets.settle(ticket, reply.usage if counted else None)
         endpoint.refusals.answered(ticket.sent_at)
         if doubted := self._doubted.get(endpoint):
             for other in [other for other in doubted if other.sent_at <= ticket.sent_at]:
@@ -176,9 +129,9 @@ class Endpoints:
         endpoint, now = ticket.endpoint, _now()
         assert endpoint is not None
         kind, health = trouble_of(error), endpoint.health
-        self._learn_quota(endpoint, ticket, error.quota, error.usage or Usage())
+        self.budgets.learn(endpoint, ticket, error.quota, error.usage or Usage())
         free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
-        self.settle(ticket, Usage() if free else error.usage)
+        self.budgets.settle(ticket, Usage() if free else error.usage)
         if ticket.lost and (ticket.overdue or ticket.sent_at < health.down_since):
             return  # it was we who ended it
         if kind is None:
@@ -189,14 +142,16 @@ class Endpoints:
             return
         if kind == "overload":
             self._overloaded(endpoint, ticket, error, now)
-            ticket.spent += is_spent(error.quota)
-            if is_spent(error.quota) and ticket.spent <= MOST_SPENT:
+            if is_spent(error.quota) and ticket.crowded < MOST_CROWDED:
+                ticket.crowded += 1
                 return  # nobody's fault, and it is known when there will be more
         elif isinstance(error, Timeout) and not error.unreached and endpoint.capacity.seeker is not None:
             # A number that we found ourselves was too high: they wait in the server's queue.
             self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight))
         if kind == "broken" and not ticket.moved and self.others_work(endpoint):
             ticket.moved = True  # it goes elsewhere; what breaks there too may be its own fault
+        elif kind == "overload" and _is_crowded(ticket, endpoint, error):
+            ticket.crowded += 1  # it was sent beside too many others, which is no fault of its own
         elif kind != "unreached" and ticket.failures > ticket.doubtful and not health.is_down:
             ticket.failures += 1  # it has failed while others were answered: it says nothing about the server
             return
@@ -396,7 +351,7 @@ class Endpoints:
         now = _now()
         for endpoint in due:
             self._look_at(endpoint, now)
-        self._serve_short()
+        self.budgets.serve()
         self._wake()
         for endpoint in due:
             self.arm(endpoint)
@@ -407,9 +362,9 @@ class Endpoints:
             endpoint.held_until = 0.0
         self._say(endpoint, endpoint.capacity.ramp(endpoint.inflight, now))
         self._touch(endpoint)
-        if not self.short and health.is_silent(endpoint.inflight, now):
+        if not self.budgets.short and health.is_silent(endpoint.inflight, now):
             self._is_silent(endpoint, now)
-        elif not self.short and not health.is_down and endpoint.inflight and now >= self._silent_at(endpoint):
+        elif not self.budgets.short and not health.is_down and endpoint.inflight and now >= self._silent_at(endpoint):
             self._knock_at(endpoint)
         elif health.state == "on trial" and now >= health.trial_ends:
             self._wait_beside(endpoint, now)
@@ -497,3 +452,9 @@ class Endpoints:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _is_crowded(ticket: Ticket, endpoint: Endpoint, error: BackendError) -> bool:
+    """Whether a refusal for load was the others' fault."""
+    asks_little = (error.retry_after or 0.0) <= LONGEST_RETRY_AFTER
+    return endpoint.inflight > 1 and ticket.crowded < MOST_CROWDED and asks_little

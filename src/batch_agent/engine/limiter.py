@@ -141,7 +141,7 @@ class Limiter:
             raise
 
     def release(self, ticket: Ticket) -> None:
-        self.endpoints.settle(ticket)
+        self.endpoints.budgets.settle(ticket)
         self.scheduler.give_back(ticket)
         if ticket.trial and ticket.endpoint is not None:
             self.endpoints.arm(ticket.endpoint)  # for the next one, where this one was withdrawn
@@ -221,7 +221,7 @@ class Limiter:
         self._refusal = self._refusal or why
         self._interrupt(self._waiters.values())
         self._interrupt(self._sleepers)
-        self._interrupt(self.endpoints.short)
+        self._interrupt(self.endpoints.budgets.short)
         self._waiters.clear()
         self.endpoints.clear_doubts(Interrupted(self._refusal))
         self.endpoints.give_up_lost()

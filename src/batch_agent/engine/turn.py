@@ -220,7 +220,7 @@ async def _send(
     claimed = loop.time()
     await limiter.hold(ticket)
     try:
-        await limiter.endpoints.afford(ticket, partial(spending.expect, request))
+        await limiter.endpoints.budgets.afford(ticket, partial(spending.expect, request))
         call = await spending.reserve(request)
     except BaseException:
         limiter.release(ticket)
@@ -237,7 +237,7 @@ async def _send(
             raise BadResponse(f"{r.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
         cost = spending.settle(call, reply.usage, cached=reply.saved is not None)
         if reply.saved is not None:
-            limiter.endpoints.settle(ticket, asked=False)
+            limiter.endpoints.budgets.settle(ticket, asked=False)
         elif by is ticket:  # else another endpoint was asked, and has said so
             limiter.answered(ticket, loop.time() - left, reply)
     except BackendError as error:

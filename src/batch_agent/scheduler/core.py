@@ -65,7 +65,7 @@ class Ticket:
     anywhere: bool = False  # it has waited for its own endpoint for long enough
     avoid: Endpoint | None = None  # where it would rather not go
     moved: bool = False  # it went elsewhere, once, without a failure of its own
-    spent: int = 0  # refusals because a budget by the minute was spent
+    crowded: int = 0  # refusals because others took what there was, of slots or of a budget
     lease: Lease | None = None  # of the endpoint's budgets, while it is in flight
 
     @property

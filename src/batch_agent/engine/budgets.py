@@ -1,0 +1,72 @@
+"""Budgets by the minute (``scheduler.rates``) made awaitable: a request that has its slot waits until they have room
+for it, and what it took is settled when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from batch_agent.messages import Quota, Usage
+from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.rates import Rates
+
+
+class Budgets:
+    """``arm`` sets the alarm of an endpoint; ``serve`` is called when it rings."""
+
+    def __init__(self, arm: Callable[[Endpoint], None]) -> None:
+        self._arm = arm
+        self.short: set[asyncio.Future[None]] = set()  # those who wait for a budget, with their slots
+
+    async def afford(self, ticket: Ticket, expect: Callable[[], Usage]) -> None:
+        """Until the endpoint's budgets have room for what the request is expected to take; ``settle`` must follow."""
+        endpoint = ticket.endpoint
+        assert endpoint is not None
+        rates, counted = endpoint.rates, ticket.lease
+        if rates is None or counted is None or not rates.counts_tokens:
+            return
+        expected = expect()
+        lease = rates.reserve(counted, expected, _now())
+        waited = lease is None
+        while lease is None:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.short.add(turn)
+            self._arm(endpoint)
+            try:
+                await turn
+            finally:
+                self.short.discard(turn)
+            lease = rates.reserve(counted, expected, _now())
+        if waited:
+            rates.count(_now())  # it leaves later than it was counted: better twice than too early
+        ticket.lease = lease
+
+    def settle(self, ticket: Ticket, used: Usage | None = None, *, asked: bool = True) -> None:
+        """What the request took of the budgets; None where nobody knows. ``asked``: the endpoint has seen it."""
+        lease, endpoint = ticket.lease, ticket.endpoint
+        if lease is None or endpoint is None or endpoint.rates is None:
+            return
+        ticket.lease = None
+        if asked:
+            endpoint.rates.settle(lease, used, _now())
+        else:
+            endpoint.rates.unsend(lease, _now())
+        self.serve()
+        self._arm(endpoint)
+
+    def serve(self) -> None:
+        for turn in self.short:
+            if not turn.done():
+                turn.set_result(None)
+
+    def learn(self, endpoint: Endpoint, ticket: Ticket, quota: Quota | None, used: Usage) -> None:
+        if quota is not None:
+            if endpoint.rates is None:
+                endpoint.rates = Rates()
+            endpoint.rates.learn(quota, ticket.lease, endpoint.inflight - 1, used, _now())
+            self._arm(endpoint)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,22 @@
+"""Many servers and a hostfile: pools of agents and the patterns in which they work together.
+
+The vocabulary of programs that were written for ``aurora_swarm``, on this package's own connections and engine. Nothing
+here decides which server is well or what is recorded; that is ``engine``'s.
+"""
+
+from __future__ import annotations
+
+from batch_agent.swarm.embedding_pool import EmbeddingPool, EmbeddingResponse
+from batch_agent.swarm.hostfile import AgentEndpoint, parse_hostfile
+from batch_agent.swarm.pool import AgentPool, Response
+from batch_agent.swarm.vllm_pool import VLLMPool
+
+__all__ = [
+    "AgentEndpoint",
+    "AgentPool",
+    "EmbeddingPool",
+    "EmbeddingResponse",
+    "Response",
+    "VLLMPool",
+    "parse_hostfile",
+]

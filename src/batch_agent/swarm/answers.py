@@ -1,0 +1,168 @@
+"""What servers answered, as Responses: pure.
+
+Of a list every prompt has its place: choices are found by their ``index``, one that is missing fails alone. A list's
+usage is one sum, of which each prompt gets its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.faults import Faults
+from batch_agent.errors import BackendError
+from batch_agent.messages import JsonObject, Usage
+from batch_agent.swarm.lines import Exchange
+from batch_agent.swarm.response import Response
+
+LARGEST_COUNT = 2**53  # tokens: what is more is no count
+_GIVEN_UP = ("abort", "aborted", "cancelled", "error")
+
+TextOf = Callable[[JsonObject], str | None]
+
+
+def read_generated(exchange: Exchange, agent_index: int) -> Response:
+    """The answer of ``/generate``."""
+    try:
+        document = read_object(exchange)
+        text = document.get("response", document.get("text", ""))
+        if not isinstance(text, str):
+            raise exchange.faults.bad("the answer's text is not text")
+    except BackendError as error:
+        return Response.failed(error, agent_index, exchange.attempts)
+    reason = document.get("finish_reason")
+    response = Response(True, text, None, agent_index, attempts=exchange.attempts, latency=exchange.latency)
+    response.usage = read_usage(document.get("usage"))
+    response.finish_reason = reason if isinstance(reason, str) else None
+    return response
+
+
+def read_choices(
+    exchange: Exchange, agent_index: int, prompts: Sequence[str], n: int, text_of: TextOf
+) -> list[Response]:
+    """``n`` answers for each prompt, in order."""
+    try:
+        document = read_object(exchange)
+        choices = _by_index(document.get("choices"), exchange.faults)
+    except BackendError as error:
+        return [Response.failed(error, agent_index, exchange.attempts) for _ in range(len(prompts) * n)]
+    responses = []
+    for place in range(len(prompts) * n):
+        try:
+            response = _read_choice(choices.get(place), exchange, text_of)
+        except BackendError as error:
+            response = Response.failed(error, agent_index, exchange.attempts)
+        response.agent_index = agent_index
+        responses.append(response)
+    _share(read_usage(document.get("usage")), [prompt for prompt in prompts for _ in range(n)], responses)
+    return responses
+
+
+def chat_text(choice: JsonObject) -> str | None:
+    """What was said; where that is nothing, what was thought."""
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        return None
+    for name in ("content", "reasoning_content", "reasoning"):
+        if text := _text(message.get(name)):
+            return text
+    return ""
+
+
+def completion_text(choice: JsonObject) -> str | None:
+    text = choice.get("text")
+    return text if isinstance(text, str) else None
+
+
+def read_object(exchange: Exchange) -> JsonObject:
+    """Raises what kept it from being one."""
+    if exchange.error is not None:
+        raise exchange.error
+    try:
+        document = orjson.loads(exchange.body)
+    except orjson.JSONDecodeError:
+        document = None
+    if not isinstance(document, dict):
+        shown = exchange.faults.clean(exchange.body.decode("utf-8", "replace")) or "(nothing)"
+        raise exchange.faults.bad(f"the answer is not a JSON object: {shown}")
+    if error := document.get("error"):
+        raise exchange.faults.reported(error)
+    return document
+
+
+def read_usage(value: JsonValue) -> Usage | None:
+    if not isinstance(value, dict):
+        return None
+    details = value.get("prompt_tokens_details")
+    cached = _count(details, "cached_tokens") if isinstance(details, dict) else 0
+    return Usage(_count(value, "prompt_tokens"), cached, _count(value, "completion_tokens"))
+
+
+def indexed(items: JsonValue, what: str, faults: Faults) -> dict[int, JsonObject]:
+    """The entries of a list under their ``index``; under their place where they have none."""
+    if not isinstance(items, list):
+        raise faults.bad(f"the answer has no {what}")
+    found: dict[int, JsonObject] = {}
+    for place, item in enumerate(items):
+        if isinstance(item, dict):
+            index = item.get("index")
+            found.setdefault(index if type(index) is int else place, item)
+    return found
+
+
+def _by_index(choices: JsonValue, faults: Faults) -> dict[int, JsonObject]:
+    if not choices:
+        raise faults.bad("the answer has no choices")
+    return indexed(choices, "choices", faults)
+
+
+def _read_choice(choice: JsonObject | None, exchange: Exchange, text_of: TextOf) -> Response:
+    faults = exchange.faults
+    if choice is None:
+        raise faults.bad("the answer to the list has no choice for this prompt")
+    if error := choice.get("error"):
+        raise faults.reported(error)
+    text = text_of(choice)
+    if text is None:
+        raise faults.bad("the answer's choice has no text")
+    reason = choice.get("finish_reason")
+    if reason in _GIVEN_UP:
+        raise faults.bad(f"the server gave the answer up (finish_reason {reason})", text=text)
+    response = Response(True, text, latency=exchange.latency, attempts=exchange.attempts)
+    response.finish_reason = reason if isinstance(reason, str) else None
+    return response
+
+
+def _share(usage: Usage | None, prompts: Sequence[str], responses: Sequence[Response]) -> None:
+    """Prompt tokens by the length of the prompts, completion tokens by that of the texts; nothing is lost between."""
+    if usage is None:
+        return
+    asked = _shares(usage.prompt_tokens, [len(prompt) for prompt in prompts])
+    cached = _shares(usage.cached_tokens, [len(prompt) for prompt in prompts])
+    said = _shares(usage.completion_tokens, [len(response.text) for response in responses])
+    for response, *counts in zip(responses, asked, cached, said, strict=True):
+        response.usage = Usage(*counts)
+
+
+def _shares(total: int, weights: Sequence[int]) -> list[int]:
+    whole = sum(weights)
+    shares, given, passed = [], 0, 0
+    for place, weight in enumerate(weights, start=1):
+        passed += weight
+        upto = total * passed // whole if whole else total * place // len(weights)
+        shares.append(upto - given)
+        given = upto
+    return shares
+
+
+def _text(content: JsonValue) -> str:
+    if isinstance(content, list):
+        return "".join(_text(part.get("text")) if isinstance(part, dict) else _text(part) for part in content)
+    return content if isinstance(content, str) else ""
+
+
+def _count(value: JsonObject, name: str) -> int:
+    number = value.get(name)
+    return min(number, LARGEST_COUNT) if type(number) is int and number > 0 else 0

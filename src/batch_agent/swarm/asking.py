@@ -1,0 +1,180 @@
+"""How a call asks: everything that a pool or a pattern takes beyond its prompts, checked before anything is sent. Pure.
+
+``Options`` are the names for users and type checkers, ``Asking`` is what they say when all of it is put together: the
+pool's own, and the call's over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal, TypedDict, cast
+
+from pydantic import JsonValue
+
+from batch_agent.backends.address import check_known
+from batch_agent.backends.openai_schema import engine_form
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import OutputError, SpecError
+from batch_agent.messages import JsonObject
+from batch_agent.outputs.validate import parse_output
+from batch_agent.swarm.lines import mended
+from batch_agent.swarm.response import Response
+
+Dispatch = Literal["round_robin", "balanced"]
+OWN_FIELDS = frozenset(("model", "messages", "prompt", "max_tokens", "stream"))
+
+
+class Options(TypedDict, total=False):
+    """What a pool, its calls and the patterns take by name; docs/swarm.md says what each does."""
+
+    dispatch: Dispatch
+    chat: bool
+    system: str | None
+    temperature: float | None
+    top_p: float | None
+    stop: str | Sequence[str] | None
+    seed: int | Sequence[int] | None
+    n: int
+    schema: object
+    extra_body: Mapping[str, JsonValue]
+    on_result: Callable[[Response], object] | None
+    deadline: float | None
+    run_dir: str | Path | None
+    affinity: Sequence[str] | None
+    hedge: float | None
+    inflight: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    dispatch: Dispatch = "round_robin"
+    chat: bool = False
+    system: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | Sequence[str] | None = None
+    seed: int | Sequence[int] | None = None
+    n: int = 1
+    schema: OutputSchema[object] | None = None
+    extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
+    on_result: Callable[[Response], object] | None = None
+    deadline: float | None = None
+    run_dir: str | Path | None = None
+    affinity: Sequence[str] | None = None
+    hedge: float | None = None
+    inflight: int | None = None
+
+    def having(self, options: Mapping[str, object]) -> Asking:
+        """With what a call says over it. SpecError for what cannot be meant."""
+        if not options:
+            return self
+        known = [each.name for each in fields(self)]
+        check_known(options, known, "a swarm has no option")
+        changes = dict(options)
+        if not isinstance(changes.get("schema"), OutputSchema | None):
+            changes["schema"] = OutputSchema.of(changes["schema"])
+        asking = replace(self, **changes)  # type: ignore[arg-type]
+        asking._check()
+        return asking
+
+    def _check(self) -> None:
+        if self.dispatch not in ("round_robin", "balanced"):
+            raise SpecError(f"dispatch is {self.dispatch!r}: it is round_robin or balanced")
+        if type(self.n) is not int or self.n < 1:
+            raise SpecError(f"n is {self.n!r}: give a whole number of samples, 1 or more")
+        if self.deadline is not None and not self.deadline > 0:
+            raise SpecError(f"deadline is {self.deadline!r}: give seconds above 0")
+        for name in ("affinity", "hedge", "inflight"):
+            if getattr(self, name) is not None and self.dispatch != "balanced":
+                raise SpecError(f"{name} is about where a prompt goes: it needs dispatch='balanced'")
+        if self.inflight is not None and (type(self.inflight) is not int or self.inflight < 1):
+            raise SpecError(f"inflight is {self.inflight!r}: give a whole number of requests above 0")
+        if self.on_result is not None and not callable(self.on_result):
+            raise SpecError("on_result is not a function")
+        if taken := sorted(OWN_FIELDS & self.extra_body.keys()):
+            raise SpecError(f"extra_body cannot set {taken[0]!r}: it is what a request is made of")
+
+    def seed_of(self, index: int) -> int | None:
+        return self.seed if isinstance(self.seed, int) or self.seed is None else self.seed[index]
+
+    def check_lengths(self, prompts: int) -> None:
+        """What is given for each prompt is there for each."""
+        if isinstance(self.seed, Sequence) and len(self.seed) != prompts:
+            raise SpecError(f"seed has {len(self.seed)} numbers for {prompts} prompts: give one, or one for each")
+        if self.affinity is not None and (isinstance(self.affinity, str) or len(self.affinity) != prompts):
+            raise SpecError(f"affinity must have a key for each of {prompts} prompts")
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a list goes through the chat template; a system prompt has its place nowhere else."""
+        return self.chat or self.system is not None
+
+    @property
+    def runs(self) -> bool:
+        """Whether the engine does it: to find the best place for each prompt, or to record them."""
+        return self.dispatch == "balanced" or self.run_dir is not None
+
+    def alone(self, index: int) -> Asking:
+        """How one prompt of a call is asked: with its own seed, and without what concerns the whole call."""
+        if self == _PLAIN:
+            return self
+        return replace(
+            self,
+            seed=self.seed_of(index),
+            dispatch="round_robin",
+            on_result=None,
+            deadline=None,
+            run_dir=None,
+            affinity=None,
+            hedge=None,
+            inflight=None,
+        )
+
+    def sample(self, index: int, sample: int) -> Asking:
+        """How one of the answers to a prompt is asked for by itself; each has a seed of its own, where there is one."""
+        own = replace(self.alone(index), n=1)
+        return replace(own, seed=own.seed + sample) if isinstance(own.seed, int) and sample else own
+
+    def row(self, prompt: str, index: int, sample: int) -> JsonObject:
+        """The same answer as a row of a run: what tells it from others."""
+        row: JsonObject = {"prompt": mended(prompt)}
+        if self.seed is not None:
+            row["seed"] = self.seed_of(index)
+        if self.affinity is not None:
+            row["affinity"] = self.affinity[index]
+        return row | {"sample": sample} if sample else row
+
+    def options(self) -> Options:
+        return cast(Options, {each.name: getattr(self, each.name) for each in fields(self)})
+
+    def fields(self) -> JsonObject:
+        """What a request body has beyond its prompt and its budget: nothing, unless something was asked for."""
+        assert self.seed is None or isinstance(self.seed, int)
+        named: JsonObject = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stop": self.stop if self.stop is None or isinstance(self.stop, str) else list(self.stop),
+            "seed": self.seed,
+            "n": self.n if self.n > 1 else None,
+        }
+        if self.schema is not None:
+            form = engine_form(self.schema.json_schema)
+            wanted: JsonObject = {"name": self.schema.name, "schema": form.schema, "strict": form.strict}
+            named["response_format"] = {"type": "json_schema", "json_schema": wanted}
+        return {name: value for name, value in named.items() if value is not None} | dict(self.extra_body)
+
+    def read(self, response: Response) -> Response:
+        """The answer with its value, where a schema was given; a failed one where it has none."""
+        if self.schema is None or not response.success:
+            return response
+        try:
+            response.parsed = parse_output(response.text, self.schema).value
+        except OutputError as error:
+            cut = " (it was cut: give a larger max_tokens)" if response.finish_reason == "length" else ""
+            response.success, response.error = False, f"the answer does not fit the schema{cut}: {error}"
+        return response
+
+
+_PLAIN = Asking()

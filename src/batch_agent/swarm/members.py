@@ -1,0 +1,88 @@
+"""The servers of a pool, and the sub-pools that are made of them.
+
+A sub-pool counts its servers from 0 and shares everything else with the pool that it came from: connections, the bound
+on requests, what is known of each server. Closing the pool closes them; leaving a sub-pool closes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+from batch_agent.errors import SpecError
+from batch_agent.fleet.hostfile import AgentEndpoint
+from batch_agent.swarm.lines import Line, Lines
+
+
+class Members:
+    def __init__(self, endpoints: Sequence[AgentEndpoint | tuple[str, int]], lines: Lines, timeout: float) -> None:
+        if not timeout > 0:
+            raise SpecError(f"timeout is {timeout!r}: give seconds above 0")
+        self._net = lines
+        self._lines = [lines.line(_endpoint(given)) for given in endpoints]
+        self._timeout = timeout
+        self._owns = True  # False: a sub-pool
+
+    @property
+    def size(self) -> int:
+        return len(self._lines)
+
+    @property
+    def timeout(self) -> float:
+        return self._timeout
+
+    @property
+    def endpoints(self) -> list[AgentEndpoint]:
+        return [line.endpoint for line in self._lines]
+
+    def by_tag(self, key: str, value: str) -> Self:
+        return self._part(line for line in self._lines if line.endpoint.tags.get(key) == value)
+
+    def sample(self, n: int) -> Self:
+        """So many, chosen at random; all of them where there are no more."""
+        return self._part(random.sample(self._lines, min(max(n, 0), self.size)))
+
+    def select(self, indices: Sequence[int]) -> Self:
+        for index in indices:
+            if not -self.size <= index < self.size:
+                raise SpecError(f"there is no agent {index}: the pool has {self.size}, counted from 0")
+        return self._part(self._lines[index] for index in indices)
+
+    def slice(self, start: int, stop: int) -> Self:
+        return self._part(self._lines[start:stop])
+
+    def _part(self, lines: Iterable[Line]) -> Self:
+        part = copy.copy(self)
+        part._lines = list(lines)
+        part._owns = False
+        return part
+
+    def _check_not_empty(self) -> None:
+        if not self._lines:
+            raise SpecError("the pool has no agents: is the hostfile empty, or does no endpoint have that tag?")
+
+    async def close(self) -> None:
+        if self._owns:
+            await self._net.close()
+
+    async def __aenter__(self) -> Self:
+        await self._net.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _endpoint(given: AgentEndpoint | tuple[str, int]) -> AgentEndpoint:
+    if isinstance(given, AgentEndpoint):
+        return given
+    try:
+        host, port = given
+    except (TypeError, ValueError):
+        raise SpecError(f"{given!r} is no endpoint: give an AgentEndpoint, or (host, port)") from None
+    return AgentEndpoint(host, port)

@@ -1,0 +1,65 @@
+"""A board that agents of different roles write on, round after round."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TypedDict, Unpack
+
+from batch_agent.errors import SpecError
+from batch_agent.swarm.asking import Options
+from batch_agent.swarm.patterns.steps import Steps
+from batch_agent.swarm.pool import AgentPool
+
+Board = dict[str, list[str]]
+
+
+class Snapshot(TypedDict):
+    round: int
+    board: Board
+
+
+class Blackboard:
+    """``prompt_fn(role, board)`` is what the agents of a role are asked, given what is on the board."""
+
+    def __init__(self, sections: Sequence[str], prompt_fn: Callable[[str, Board], str]) -> None:
+        self._board: Board = {section: [] for section in sections}
+        self._prompt_fn = prompt_fn
+        self._round = 0
+
+    @property
+    def board(self) -> Board:
+        return self._board
+
+    @property
+    def round(self) -> int:
+        """Rounds that were completed."""
+        return self._round
+
+    def snapshot(self) -> Snapshot:
+        """A copy that later rounds do not change."""
+        return {"round": self._round, "board": copy.deepcopy(self._board)}
+
+    async def run(
+        self,
+        pool: AgentPool,
+        max_rounds: int = 10,
+        convergence_fn: Callable[[Board], bool] | None = None,
+        **options: Unpack[Options],
+    ) -> Board:
+        """In each round every section in turn gets what the agents tagged ``role=section`` say. It ends after
+        ``max_rounds``, or after a round with which ``convergence_fn`` is content."""
+        if options.get("run_dir") is not None:
+            raise SpecError("a blackboard cannot be resumed from a run_dir: what it asks depends on the board")
+        sections = {section: pool.by_tag("role", section) for section in self._board}
+        steps = Steps(options)
+        for _ in range(max_rounds):
+            for section, agents in sections.items():
+                if agents.size:
+                    prompt = self._prompt_fn(section, self._board)
+                    responses = await agents.broadcast_prompt(prompt, **steps.first())
+                    self._board[section] += [response.text for response in responses if response.success]
+            self._round += 1
+            if convergence_fn is not None and convergence_fn(self._board):
+                break
+        return self._board

@@ -1,0 +1,24 @@
+"""The same prompt to every agent; and one agent who sums up what they said."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from batch_agent.swarm.asking import Options
+from batch_agent.swarm.patterns.steps import Steps, collect
+from batch_agent.swarm.pool import AgentPool
+from batch_agent.swarm.response import Response
+
+
+async def broadcast(pool: AgentPool, prompt: str, **options: Unpack[Options]) -> list[Response]:
+    """Each agent once, in their order."""
+    return await pool.broadcast_prompt(prompt, **options)
+
+
+async def broadcast_and_reduce(
+    pool: AgentPool, prompt: str, reduce_prompt: str, reducer_agent_index: int = 0, **options: Unpack[Options]
+) -> Response:
+    """The answers that came are put for ``{responses}`` of ``reduce_prompt``, which one agent then answers."""
+    steps = Steps(options)
+    responses = await pool.broadcast_prompt(prompt, **steps.first())
+    return await collect(pool, reducer_agent_index, reduce_prompt, responses, steps)

@@ -1,0 +1,14 @@
+"""Texts to vectors, over all agents of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from batch_agent.swarm.embedding_pool import EmbeddingPool, EmbeddingResponse
+
+
+async def scatter_gather_embeddings(
+    embed_pool: EmbeddingPool, texts: Sequence[str], batch_size: int = 1
+) -> list[EmbeddingResponse]:
+    """Text i by agent i mod size, in the order of the texts."""
+    return await embed_pool.embed_all(texts, batch_size)

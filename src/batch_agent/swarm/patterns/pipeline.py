@@ -1,0 +1,76 @@
+"""Stages of agents, each of which is given what the one before made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+from batch_agent.errors import SpecError
+from batch_agent.swarm.aggregators import concat
+from batch_agent.swarm.asking import Options
+from batch_agent.swarm.patterns.steps import Steps, collect, filled
+from batch_agent.swarm.pool import AgentPool
+from batch_agent.swarm.response import Response
+
+
+@dataclass
+class Stage:
+    """``{input}`` of the template is what the stage is given. Its answers are filtered, then transformed; without a
+    transform those that came are joined by newlines."""
+
+    name: str
+    prompt_template: str
+    n_agents: int
+    output_transform: Callable[[list[Response]], object] | None = None
+    output_filter: Callable[[Response], bool] | None = None
+
+
+async def run_pipeline(
+    pool: AgentPool,
+    stages: Sequence[Stage],
+    initial_input: object,
+    reuse_agents: bool = True,
+    **options: Unpack[Options],
+) -> Any:  # whatever the last transform gives
+    """What the last stage made. A stage asks the first ``n_agents`` of the pool; without ``reuse_agents`` the first of
+    those that no stage before it has asked."""
+    if options.get("n", 1) != 1 or options.get("run_dir") is not None:
+        raise SpecError("a pipeline takes no n and no run_dir: BatchAgent's Pipeline has stages that are recorded")
+    steps = Steps(options)
+    current = initial_input
+    for place, agents in enumerate(_agents(pool, stages, reuse_agents)):
+        stage = stages[place]
+        own = steps.last() if place == len(stages) - 1 else steps.between()
+        responses = await agents.broadcast_prompt(filled(stage.prompt_template, input=current), **own)
+        if stage.output_filter is not None:
+            responses = [response for response in responses if stage.output_filter(response)]
+        current = (stage.output_transform or concat)(responses)
+    return current
+
+
+async def fan_out_fan_in(
+    pool: AgentPool, prompt: str, collect_prompt: str, n_workers: int | None = None, **options: Unpack[Options]
+) -> Response:
+    """The first ``n_workers`` answer, and agent 0 answers ``collect_prompt`` with theirs put for ``{responses}``."""
+    steps = Steps(options)
+    workers = pool if n_workers is None else pool.slice(0, max(n_workers, 0))
+    responses = await workers.broadcast_prompt(prompt, **steps.first())
+    return await collect(pool, 0, collect_prompt, responses, steps)
+
+
+def _agents(pool: AgentPool, stages: Sequence[Stage], reuse: bool) -> list[AgentPool]:
+    """Who works on each stage. SpecError, before anybody is asked, where a stage would have nobody."""
+    parts, begin = [], 0
+    for stage in stages:
+        if stage.n_agents < 1:
+            raise SpecError(f"the stage {stage.name!r} has n_agents {stage.n_agents}: give 1 or more")
+        part = pool.slice(begin, begin + stage.n_agents)
+        if not part.size:
+            raise SpecError(
+                f"no agent is left for the stage {stage.name!r}: the pool has {pool.size}, and each serves one stage; "
+                "give the stages fewer n_agents, or reuse_agents=True"
+            )
+        parts.append(part)
+        begin = 0 if reuse else begin + part.size
+    return parts

@@ -1,0 +1,23 @@
+"""Different prompts to different agents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Unpack
+
+from batch_agent.swarm.asking import Options
+from batch_agent.swarm.patterns.steps import filled
+from batch_agent.swarm.pool import AgentPool
+from batch_agent.swarm.response import Response
+
+
+async def scatter_gather(pool: AgentPool, prompts: Sequence[str], **options: Unpack[Options]) -> list[Response]:
+    """Prompt i to agent i mod size, in the order of the prompts."""
+    return await pool.send_all_batched(prompts, **options)
+
+
+async def map_gather(
+    pool: AgentPool, items: Sequence[object], prompt_template: str, **options: Unpack[Options]
+) -> list[Response]:
+    """Each item is put for ``{item}`` of the template."""
+    return await scatter_gather(pool, [filled(prompt_template, item=item) for item in items], **options)

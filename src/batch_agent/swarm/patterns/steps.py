@@ -1,0 +1,69 @@
+"""What the patterns have in common: one deadline over several steps, answers put into a template, the last request."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import cast
+
+from batch_agent.swarm.asking import Options
+from batch_agent.swarm.pool import AgentPool
+from batch_agent.swarm.response import Response
+
+BETWEEN = "\n---\n"
+LEAST_SECONDS = 0.001  # a step that has no time left is still asked for, and says so
+# What is about the first step alone, where a pattern has another: how many samples, and the record.
+_FIRST = ("n", "run_dir")
+
+
+class Steps:
+    """The options of a pattern, as each of its steps is given them. ``schema`` is what the pattern's own answer must
+    keep to, so the last step has it."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        deadline = options.get("deadline")
+        self._ends = None if deadline is None else asyncio.get_running_loop().time() + deadline
+
+    def first(self) -> Options:
+        return self._timed({name: value for name, value in self._options.items() if name != "schema"})
+
+    def between(self) -> Options:
+        """Neither the first nor the last."""
+        own = {name: value for name, value in self._options.items() if name not in (*_FIRST, "schema")}
+        if isinstance(own.get("seed"), Sequence):
+            del own["seed"]
+        return self._timed(own)
+
+    def last(self) -> Options:
+        own = dict(self.between())
+        if "schema" in self._options:
+            own["schema"] = self._options["schema"]
+        return cast(Options, own)
+
+    def _timed(self, options: dict[str, object]) -> Options:
+        if self._ends is not None:
+            options["deadline"] = max(LEAST_SECONDS, self._ends - asyncio.get_running_loop().time())
+        return cast(Options, options)
+
+
+def filled(template: str, **values: object) -> str:
+    """``{name}`` in the template only: what is put in may have braces of its own."""
+    pattern = re.compile(r"\{(" + "|".join(values) + r")\}")
+    return pattern.sub(lambda match: str(values[match[1]]), template)
+
+
+async def collect(
+    pool: AgentPool, agent_index: int, template: str, responses: Sequence[Response], steps: Steps
+) -> Response:
+    """One answer made of those that there are, with the budget for that. Where there is none nobody is asked."""
+    texts = [response.text for response in responses if response.success]
+    if not texts:
+        why = responses[0].error if responses else "nobody was asked"
+        return Response(False, "", f"none of {len(responses)} answers came, so there is nothing to sum up: {why}")
+    prompt, options = filled(template, responses=BETWEEN.join(texts)), steps.last()
+    if options.get("dispatch") == "balanced":
+        (response,) = await pool.send_all([prompt], pool.aggregation_tokens, **options)
+        return response
+    return await pool.post(agent_index, prompt, pool.aggregation_tokens, **options)

@@ -1,0 +1,158 @@
+"""Many answers summed up, level by level, until one is left; and what that one is made of.
+
+A level's groups have at most ``fanin`` answers each. With ``max_context`` they also have no more than fit a request of
+so many tokens, and an answer that is alone in its group goes up to the next level as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import Unpack
+
+from batch_agent.errors import SpecError
+from batch_agent.messages import Usage
+from batch_agent.swarm.asking import Options
+from batch_agent.swarm.budget import CHARACTERS_PER_TOKEN, DEFAULT_TOKENS
+from batch_agent.swarm.patterns.steps import BETWEEN, Steps, filled
+from batch_agent.swarm.pool import AgentPool
+from batch_agent.swarm.response import Response
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Which of the leaves are in the answer, and why the others are not, by their numbers."""
+
+    leaves: int
+    included: tuple[int, ...]
+    lost: dict[int, str]
+
+
+@dataclass
+class Reduced(Response):
+    """``usage`` is that of all requests. ``levels`` are kept where they were asked for: first the leaves, then what
+    each level made of the one before."""
+
+    coverage: Coverage = field(default_factory=lambda: Coverage(0, (), {}))
+    levels: list[list[Response]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    text: str
+    leaves: tuple[int, ...]
+
+
+async def tree_reduce(
+    pool: AgentPool,
+    prompt: str,
+    reduce_prompt: str,
+    fanin: int = 50,
+    items: Sequence[object] | None = None,
+    *,
+    max_context: int | None = None,
+    keep_levels: bool = False,
+    **options: Unpack[Options],
+) -> Reduced:
+    """With ``items`` each is put for ``{item}`` of the prompt; else every agent is asked the prompt. In
+    ``reduce_prompt`` there are ``{responses}`` and ``{level}``, from 1."""
+    if fanin < 2:
+        raise SpecError(f"fanin is {fanin}: groups of fewer than 2 never come to an end")
+    if "{responses}" not in reduce_prompt:
+        raise SpecError("reduce_prompt has no {responses}: nothing of the answers would be in it")
+    steps = Steps(options)
+    room = None if max_context is None else _room(max_context, reduce_prompt, pool)
+    if items is None:
+        leaves = await pool.broadcast_prompt(prompt, **steps.first())
+    else:
+        leaves = await pool.send_all([filled(prompt, item=item) for item in items], **steps.first())
+    tree = _Tree(leaves)
+    while len(tree.nodes) > 1:
+        groups = list(_groups(tree.nodes, fanin, room))
+        if len(groups) == len(tree.nodes):
+            return tree.result(f"no two of {len(groups)} answers fit max_context, {max_context} tokens", keep_levels)
+        alone = [] if room is None else [group for group in groups if len(group) == 1]
+        together = [group for group in groups if group not in alone]
+        own = steps.last() if len(groups) == 1 else steps.between()
+        responses = await pool.send_all([tree.prompt(reduce_prompt, group) for group in together], **own)
+        tree.grow(together, responses, alone)
+    return tree.result("no answer was left to sum up", keep_levels)
+
+
+class _Tree:
+    def __init__(self, leaves: Sequence[Response]) -> None:
+        self.levels = [list(leaves)]
+        self.nodes: list[_Node] = []
+        self._lost: dict[int, str] = {}
+        for number, leaf in enumerate(leaves):
+            self._keep(leaf, (number,), "")
+
+    def prompt(self, template: str, group: Sequence[_Node]) -> str:
+        together = BETWEEN.join(node.text for node in group)
+        return filled(template, responses=together, level=len(self.levels))
+
+    def grow(
+        self, groups: Sequence[Sequence[_Node]], responses: Sequence[Response], alone: Sequence[Sequence[_Node]]
+    ) -> None:
+        """The next level: an answer for each group, and those that go up as they are, in the order of their leaves."""
+        where = f"level {len(self.levels)}: "
+        self.levels.append(list(responses))
+        self.nodes = [node for group in alone for node in group]
+        for group, response in zip(groups, responses, strict=True):
+            self._keep(response, tuple(leaf for node in group for leaf in node.leaves), where)
+        self.nodes.sort(key=lambda node: node.leaves)
+
+    def _keep(self, response: Response, leaves: tuple[int, ...], where: str) -> None:
+        if response.success and response.text.strip():
+            self.nodes.append(_Node(response.text, leaves))
+        else:
+            why = "the answer was blank" if response.success else response.error
+            self._lost.update(dict.fromkeys(leaves, f"{where}{why}"))
+
+    def result(self, problem: str, keep_levels: bool) -> Reduced:
+        """The one that is left; ``problem`` is why there is none."""
+        whole = self.nodes[0] if len(self.nodes) == 1 else None
+        for node in self.nodes if whole is None else ():
+            self._lost.update(dict.fromkeys(node.leaves, problem))
+        usages = [response.usage for level in self.levels for response in level if response.usage is not None]
+        reduced = Reduced(whole is not None, whole.text if whole else "", coverage=self._coverage(whole))
+        reduced.usage = reduce(add, usages, Usage()) if usages else None
+        reduced.levels = self.levels if keep_levels else []
+        if whole is None:
+            why = next(iter(self._lost.values()), problem)
+            reduced.error = problem if why == problem else f"{problem}: {why}"
+            return reduced
+        made = (response for level in reversed(self.levels) for response in level)
+        last = next(response for response in made if response.success and response.text == whole.text)
+        reduced.finish_reason, reduced.parsed = last.finish_reason, last.parsed
+        reduced.latency, reduced.attempts = last.latency, last.attempts
+        return reduced
+
+    def _coverage(self, whole: _Node | None) -> Coverage:
+        lost = dict(sorted(self._lost.items()))
+        return Coverage(len(self.levels[0]), whole.leaves if whole else (), lost)
+
+
+def _room(max_context: int, template: str, pool: AgentPool) -> int:
+    """Characters of answers that fit one request, beside its own words and its answer."""
+    answer = pool.answer_tokens or DEFAULT_TOKENS
+    room = (max_context - answer) * CHARACTERS_PER_TOKEN - len(template)
+    if room <= 0:
+        raise SpecError(f"max_context is {max_context}: an answer of {answer} tokens and the prompt fill it alone")
+    return room
+
+
+def _groups(nodes: Sequence[_Node], fanin: int, room: int | None) -> Iterator[list[_Node]]:
+    group: list[_Node] = []
+    length = 0
+    for node in nodes:
+        more = len(node.text) + len(BETWEEN)
+        if group and (len(group) == fanin or (room is not None and length + more > room)):
+            yield group
+            group, length = [], 0
+        group.append(node)
+        length += more
+    if group:
+        yield group

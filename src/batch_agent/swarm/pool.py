@@ -1,0 +1,220 @@
+"""AgentPool: prompts to many servers that answer ``/generate``, each to the one whose turn it is.
+
+Prompt i goes to agent i mod size, and the answers come in the order of the prompts: programs count on both. Whatever is
+asked for by name (``asking.Options``) changes that for one call, or for the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Protocol, Unpack
+
+from batch_agent.errors import Rejected, SpecError
+from batch_agent.fleet.hostfile import AgentEndpoint
+from batch_agent.messages import JsonObject
+from batch_agent.swarm.answers import read_generated
+from batch_agent.swarm.asking import Asking, Options
+from batch_agent.swarm.lines import TRIES, Lines
+from batch_agent.swarm.members import Members
+from batch_agent.swarm.response import Response
+from batch_agent.swarm.run import scatter_run
+from batch_agent.swarm.scatter import Scatter, Sink
+
+__all__ = ["AgentPool", "Response"]
+
+
+class AskOne(Protocol):
+    async def __call__(
+        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int
+    ) -> list[Response]: ...
+
+
+class AgentPool(Members):
+    """``concurrency`` bounds the requests of the pool and all its sub-pools, ``connector_limit`` their connections;
+    ``timeout`` is seconds for one request, from the moment it is sent."""
+
+    _path = "/generate"  # of a single prompt
+
+    def __init__(
+        self,
+        endpoints: Sequence[AgentEndpoint | tuple[str, int]],
+        concurrency: int = 512,
+        connector_limit: int = 1024,
+        timeout: float = 120.0,
+        *,
+        api_key: str | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(endpoints, Lines(concurrency, connector_limit, api_key), timeout)
+        self._asking = Asking().having(options)
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """The most tokens of an answer; None where the wire has no budgets."""
+        return None
+
+    @property
+    def aggregation_tokens(self) -> int | None:
+        """The same of an answer that sums others up."""
+        return None
+
+    async def post(
+        self, agent_index: int, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]
+    ) -> Response:
+        """One prompt to one agent. The other calls ask through this one, so a pool may answer in its own way."""
+        if options.get("n", 1) != 1:
+            raise SpecError("post gives one answer: n is for calls that give a list")
+        asking = replace(self._asking, n=1).having(options)
+        self._check_not_empty()
+        scatter = Scatter(1, self.size, asking)
+        if asking.deadline is None and asking.on_result is None:
+            await self._answer(scatter, agent_index, prompt, max_tokens, asking)
+            (response,) = scatter.responses
+        else:
+            (response,) = await scatter.run([self._answer(scatter, agent_index, prompt, max_tokens, asking)])
+        response.agent_index = agent_index
+        return response
+
+    async def send_all(
+        self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
+    ) -> list[Response]:
+        """All at once, prompt i to agent i mod size; answers in the order of the prompts."""
+        return await self._send_all(prompts, max_tokens, options)
+
+    async def send_all_batched(
+        self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
+    ) -> list[Response]:
+        """Here the same: ``/generate`` takes one prompt."""
+        return await self._send_all(prompts, max_tokens, options)
+
+    async def broadcast_prompt(
+        self, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]
+    ) -> list[Response]:
+        """The prompt to every agent, once."""
+        self._check_not_empty()
+        placed: Options = {**options, "dispatch": "round_robin", "affinity": None, "hedge": None, "inflight": None}
+        return await self._send_all([prompt] * self.size, max_tokens, placed)
+
+    async def as_completed(
+        self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[Response, None]:
+        """As ``send_all``, each answer as it comes; its ``index`` says which prompt it is for. Leaving the loop cancels
+        what is left."""
+        ready: asyncio.Queue[Response | None] = asyncio.Queue()
+        task = asyncio.get_running_loop().create_task(self._send_all(prompts, max_tokens, options, ready.put_nowait))
+        task.add_done_callback(lambda _: ready.put_nowait(None))
+        try:
+            while (response := await ready.get()) is not None:
+                yield response
+            await task
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+
+    async def _send_all(
+        self, prompts: Sequence[str], max_tokens: int | None, options: Options, sink: Sink | None = None
+    ) -> list[Response]:
+        asking = self._asking.having(options)
+        if not prompts:
+            return []
+        scatter = self._scatter(prompts, asking, sink)
+        if asking.runs:
+            return await scatter.run([self._run(prompts, max_tokens, asking, scatter, self.ask, self._path)])
+        return await scatter.run(
+            self._one(scatter, index, prompt, max_tokens, asking) for index, prompt in enumerate(prompts)
+        )
+
+    async def _run(
+        self, prompts: Sequence[str], max_tokens: int | None, asking: Asking, scatter: Scatter, ask: AskOne, path: str
+    ) -> None:
+        """All of it as a run of the engine, which tries again elsewhere what fails at one server."""
+        rows = [asking.row(prompt, index, sample) for index, prompt in enumerate(prompts) for sample in range(asking.n)]
+        call = _Call(self, ask, prompts, max_tokens, asking)
+        facts = {"path": path, **self._facts(max_tokens, asking)}
+        await scatter_run(call, rows, facts, asking, scatter)
+
+    async def knock(self, agent_index: int) -> None:
+        """Is it there? A BackendError where it is not; whatever it answers will do."""
+        exchange = await self._net.ask(self._lines[agent_index], "/v1/models", None, self._timeout, tries=1)
+        if exchange.error is not None and exchange.error.status is None:
+            raise exchange.error
+
+    def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
+        """What an answer depends on beside its prompt and its seed."""
+        return replace(asking, seed=None).fields()
+
+    def _scatter(self, prompts: Sequence[str], asking: Asking, sink: Sink | None = None) -> Scatter:
+        self._check_not_empty()
+        if isinstance(prompts, str):
+            raise SpecError("prompts is one text: give a list of them")
+        asking.check_lengths(len(prompts))
+        return Scatter(len(prompts), self.size, asking, sink)
+
+    async def _one(self, scatter: Scatter, index: int, prompt: str, max_tokens: int | None, asking: Asking) -> None:
+        agent_index, own = index % self.size, asking.alone(index)
+        if asking.n > 1:
+            responses = await self.ask(agent_index, prompt, max_tokens, own)
+        elif own is asking:  # nothing was asked for by name
+            responses = [await self.post(agent_index, prompt, *([] if max_tokens is None else [max_tokens]))]
+        else:
+            responses = [await self.post(agent_index, prompt, max_tokens, **own.options())]
+        await scatter.put(index, responses)
+
+    async def _answer(
+        self, scatter: Scatter, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking
+    ) -> None:
+        await scatter.put(0, await self.ask(agent_index, prompt, max_tokens, asking.alone(0)))
+
+    async def ask(
+        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int = TRIES
+    ) -> list[Response]:
+        """The answers to one prompt, ``asking.n`` of them, over this pool's wire. ``/generate`` has no budget."""
+        if asking.chat or asking.system is not None:
+            raise SpecError("/generate has no chat and no system prompt: use a VLLMPool")
+        if not 0 <= agent_index < self.size:
+            return [self._no_such_agent(agent_index) for _ in range(asking.n)]
+        line, body = self._lines[agent_index], {"prompt": prompt, **replace(asking, n=1).fields()}
+        exchanges = await asyncio.gather(
+            *(self._net.ask(line, self._path, body, self._timeout, tries=tries) for _ in range(asking.n))
+        )
+        return [asking.read(read_generated(exchange, agent_index)) for exchange in exchanges]
+
+    def _no_such_agent(self, agent_index: int) -> Response:
+        said = f"there is no agent {agent_index}: the pool has {self.size}, counted from 0"
+        return Response.failed(Rejected(said), agent_index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call over many prompts, as a run sees it: every row is one answer."""
+
+    pool: AgentPool
+    one: AskOne
+    prompts: Sequence[str]
+    max_tokens: int | None
+    asking: Asking
+
+    @property
+    def size(self) -> int:
+        return self.pool.size
+
+    def name(self, agent_index: int) -> str:
+        return self.pool._lines[agent_index].endpoint.url
+
+    def home(self, row: int) -> int:
+        return row // self.asking.n % self.pool.size
+
+    async def ask(self, agent_index: int, row: int) -> Response:
+        index, sample = divmod(row, self.asking.n)
+        own = self.asking.sample(index, sample)
+        # Balanced, it is the engine that tries again, and elsewhere.
+        tries = 1 if self.asking.dispatch == "balanced" else TRIES
+        (response,) = await self.one(agent_index, self.prompts[index], self.max_tokens, own, tries=tries)
+        return response
+
+    async def knock(self, agent_index: int) -> None:
+        await self.pool.knock(agent_index)

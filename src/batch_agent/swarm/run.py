@@ -1,0 +1,159 @@
+"""A scatter as a run of the engine: for ``dispatch="balanced"``, and for ``run_dir=``.
+
+Each answer that is wanted is a row. Where it goes, what becomes of it when its server dies, what is recorded and what a
+resumed call finds again is the engine's part; the words on the wire are the pool's own. A row that the record has is
+not asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from math import ceil
+from types import TracebackType
+from typing import Protocol, Self, cast
+
+import orjson
+
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.engine.context import AgentContext
+from batch_agent.engine.prepare import prepare
+from batch_agent.engine.run import Run
+from batch_agent.errors import JobError, RunRejected, RunUnreachable, Unavailable
+from batch_agent.fleet.backend import Fleet
+from batch_agent.job import AgentResult
+from batch_agent.messages import JsonObject, Reply, Usage
+from batch_agent.spec import BatchSpec
+from batch_agent.swarm.asking import Asking
+from batch_agent.swarm.response import Response
+from batch_agent.swarm.scatter import Scatter
+
+MODEL = "swarm"  # to the engine; what the servers are asked for is the pool's to say
+# A server gets its part of a small scatter in so many helpings, so that what a slow one has not begun can go elsewhere.
+HELPINGS = 8
+SMALLEST, LARGEST = 4, 64  # requests; where a helping would be larger, the engine finds the right number
+
+
+class Seats(Protocol):
+    """A pool, as a run sees it."""
+
+    @property
+    def size(self) -> int: ...
+
+    def name(self, agent_index: int) -> str:
+        """Its address: keys stay with it whoever else comes or goes."""
+        ...
+
+    def home(self, row: int) -> int:
+        """The agent whose turn it is."""
+        ...
+
+    def ask(self, agent_index: int, row: int) -> Awaitable[Response]: ...
+
+    def knock(self, agent_index: int) -> Awaitable[None]:
+        """A BackendError where the agent is not there."""
+        ...
+
+
+async def scatter_run(
+    seats: Seats, rows: Sequence[JsonObject], facts: JsonObject, asking: Asking, scatter: Scatter
+) -> None:
+    """Puts an answer for each row, of which every prompt has ``n``. ``facts`` are what answers depend on beside their
+    rows: one that was recorded under others is not taken for one of these."""
+    spec = BatchSpec(
+        task="{prompt}",
+        inputs=rows,
+        backend=_backend(seats, len(rows), asking),
+        model=MODEL,
+        extra_body={"swarm": facts},
+        no_hoist=True,
+        timeout_per_turn=None,
+        affinity=None if asking.affinity is None else "affinity",
+        hedge=asking.hedge,
+        run_dir=asking.run_dir,
+        resume=asking.run_dir is not None,
+    )
+    balanced = asking.dispatch == "balanced"
+    left = set(range(len(rows)))
+    why = "the run ended before this prompt was done"
+    try:
+        async with Run[object](prepare(spec), worker=_answer) as run:
+            async for result in run.results():
+                left.discard(result.index)
+                response = asking.read(_response(result, -1 if balanced else seats.home(result.index)))
+                await scatter.put(result.index // asking.n, [response], result.index % asking.n)
+    except (RunRejected, RunUnreachable) as error:
+        why = str(error)
+    for place in sorted(left):
+        await scatter.put(place // asking.n, [Response.failed(Unavailable(why))], place % asking.n)
+
+
+def _backend(seats: Seats, rows: int, asking: Asking) -> Backend:
+    able = Capabilities(streaming=False)
+    if asking.dispatch != "balanced":
+        return _Seat(seats, None, able)
+    helping = asking.inflight
+    if helping is None and asking.affinity is None:  # else what has its home there would be sent away
+        helping = max(SMALLEST, ceil(rows / seats.size / HELPINGS))
+    if helping is not None and (helping < LARGEST or asking.inflight is not None):
+        able = Capabilities(streaming=False, default_inflight=helping)
+    return Fleet([_Seat(seats, place, able) for place in range(seats.size)], name=f"swarm of {seats.size}")
+
+
+async def _answer(row: object, context: AgentContext) -> object:
+    """The one turn of a row. What came with the answer is part of it, so that a record holds it too."""
+    value: object = orjson.loads((await context.ask()).text)
+    return value
+
+
+def _response(result: AgentResult[object], home: int) -> Response:
+    if not result.ok:
+        return Response.failed(result.error.exception(), home, result.attempts)
+    response = Response(True, **cast("dict[str, object]", result.output))  # type: ignore[arg-type]
+    response.usage, response.attempts = result.usage, result.attempts
+    return response
+
+
+class _Seat:
+    """One agent as a backend, whose faults are the engine's to see to. Without a ``place`` it is all of them: each row
+    goes where its number says, and what fails there has failed."""
+
+    def __init__(self, seats: Seats, place: int | None, capabilities: Capabilities) -> None:
+        self._seats = seats
+        self._place = place
+        self._capabilities = capabilities
+        self._asked = False
+
+    @property
+    def name(self) -> str:
+        return f"swarm of {self._seats.size}" if self._place is None else self._seats.name(self._place)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass  # the connections are the pool's
+
+    def check(self, shape: RequestShape) -> None:
+        pass  # the pool checks what it is asked for
+
+    async def models(self) -> list[str]:
+        """Also how the engine finds out whether an agent that was asked is still there."""
+        if self._asked and self._place is not None:
+            await self._seats.knock(self._place)
+        return [MODEL]
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        place = self._seats.home(request.agent) if self._place is None else self._place
+        self._asked = True
+        response = await self._seats.ask(place, request.agent)
+        if response.fault is not None:
+            raise JobError(str(response.error)) if self._place is None else response.fault
+        said = {"text": response.text, "finish_reason": response.finish_reason, "agent_index": place}
+        text = orjson.dumps(said | {"latency": response.latency}).decode()
+        return Reply(text, usage=response.usage or Usage(), finish_reason=response.finish_reason or "stop")

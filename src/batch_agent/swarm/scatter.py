@@ -1,0 +1,79 @@
+"""One call over many prompts: every answer in its place, told of as it comes, until all are there or time is up."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+
+from batch_agent.errors import Timeout
+from batch_agent.swarm.asking import Asking
+from batch_agent.swarm.response import Response
+
+logger = logging.getLogger("batch_agent")
+
+Sink = Callable[[Response], object]
+
+
+class Scatter:
+    """``n`` answers for each prompt, one behind the other; ``put`` is told of a prompt when it is done."""
+
+    def __init__(self, prompts: int, size: int, asking: Asking, sink: Sink | None = None) -> None:
+        self._asking = asking
+        self._size = size
+        self._sink = sink
+        self._found: list[Response | None] = [None] * (prompts * asking.n)
+        self._reported = False
+
+    @property
+    def responses(self) -> list[Response]:
+        """Those that are there."""
+        return [response for response in self._found if response is not None]
+
+    async def put(self, index: int, responses: Sequence[Response], first: int = 0) -> None:
+        """The answers to one prompt; ``first`` is the number of the first of them, where they come singly."""
+        for sample, response in enumerate(responses, start=first):
+            response.index = index
+            self._found[index * self._asking.n + sample] = response
+            if self._asking.on_result is not None:
+                await self._tell(self._asking.on_result, response)
+            if self._sink is not None:
+                self._sink(response)
+
+    async def run(self, work: Iterable[Coroutine[object, object, None]]) -> list[Response]:
+        """Does the work, all at once. What is not done at the deadline is given up, and says so."""
+        limit = asyncio.timeout(self._asking.deadline)
+        try:
+            async with limit, asyncio.TaskGroup() as tasks:
+                for each in work:
+                    tasks.create_task(each)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+        late = [place for place, response in enumerate(self._found) if response is None]
+        for place in late:
+            index, sample = divmod(place, self._asking.n)
+            error = Timeout(f"not done by the deadline, {self._asking.deadline} s")
+            agent_index = -1 if self._asking.dispatch == "balanced" else index % self._size
+            await self.put(index, [Response.failed(error, agent_index)], sample)
+        return self.responses
+
+    async def _tell(self, on_result: Sink, response: Response) -> None:
+        """A function of the user's own must not fail the others."""
+        try:
+            outcome = on_result(response)
+            if inspect.isawaitable(outcome):
+                await outcome
+        except Exception:
+            if not self._reported:
+                self._reported = True
+                logger.exception("on_result raised for prompt %d; this is said once", response.index)
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

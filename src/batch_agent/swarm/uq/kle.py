@@ -1,0 +1,49 @@
+"""Kernel language entropy: the same question without clusters, from how alike any two answers are."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from batch_agent.errors import SpecError
+from batch_agent.swarm.uq.vectors import Matrix, cosines, rows
+
+
+def kernel_matrix(embeddings: ArrayLike, kernel: str = "cosine", *, gamma: float | None = None) -> Matrix:
+    """``cosine``, or ``rbf`` with ``gamma`` (one over the number of dimensions)."""
+    matrix = rows(embeddings)
+    if kernel == "cosine":
+        if gamma is not None:
+            raise SpecError("gamma is for the kernel rbf; cosine has none")
+        return cosines(matrix)
+    if kernel != "rbf":
+        raise SpecError(f"there is no kernel {kernel!r}: use cosine or rbf")
+    squares = np.sum(matrix**2, axis=1)
+    distances = np.maximum(squares[:, None] + squares[None, :] - 2.0 * matrix @ matrix.T, 0.0)
+    np.fill_diagonal(distances, 0.0)
+    return np.asarray(np.exp(-(1.0 / matrix.shape[1] if gamma is None else gamma) * distances))
+
+
+def density_matrix_from_kernel(K: ArrayLike) -> Matrix:  # noqa: N803
+    """The kernel with trace 1."""
+    kernel = np.asarray(K, dtype=np.float64)
+    trace = float(np.trace(kernel))
+    if trace <= 0.0:
+        raise SpecError("the kernel's trace is not above 0: are all embeddings zero?")
+    return kernel / trace
+
+
+def von_neumann_entropy(rho: ArrayLike, eps: float = 1e-10) -> float:
+    """In nats; eigenvalues that are not above ``eps`` are taken for none."""
+    values = np.linalg.eigvalsh(np.asarray(rho, dtype=np.float64))
+    values = values[values > eps]
+    values = values / np.sum(values)
+    return float(abs(np.sum(values * np.log(values))))
+
+
+def kernel_language_entropy(embeddings: ArrayLike, kernel: str = "cosine", **kernel_kwargs: float) -> float:
+    """In nats; 0 for one answer or none."""
+    matrix = rows(embeddings)
+    if len(matrix) < 2:
+        return 0.0
+    return von_neumann_entropy(density_matrix_from_kernel(kernel_matrix(matrix, kernel, **kernel_kwargs)))

@@ -1,0 +1,38 @@
+"""Semantic entropy: answers that mean the same are one; how many different ones are there, and how evenly?"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
+
+from batch_agent.swarm.uq.vectors import cosines, rows
+
+ROUNDING = 1e-12  # two answers that are exactly as alike as the threshold are together
+
+
+def cluster_embeddings(
+    embeddings: ArrayLike, similarity_threshold: float = 0.9, method: str = "average"
+) -> NDArray[np.int64]:
+    """A label for each row, from 1: rows of one cluster are at least so alike, by the linkage that ``method`` names."""
+    matrix = rows(embeddings)
+    if len(matrix) < 2:
+        return np.ones(len(matrix), dtype=np.int64)
+    distances = 1.0 - cosines(matrix)
+    np.fill_diagonal(distances, 0.0)
+    tree = linkage(squareform(distances, checks=False), method=method)
+    labels = fcluster(tree, 1.0 - similarity_threshold + ROUNDING, criterion="distance")
+    return np.asarray(labels, dtype=np.int64)
+
+
+def semantic_entropy(
+    embeddings: ArrayLike, similarity_threshold: float = 0.9, linkage_method: str = "average"
+) -> float:
+    """In nats; 0 for one answer or none."""
+    labels = cluster_embeddings(embeddings, similarity_threshold, linkage_method)
+    if len(labels) < 2:
+        return 0.0
+    _, counts = np.unique(labels, return_counts=True)
+    shares = counts / len(labels)
+    return float(abs(np.sum(shares * np.log(shares))))  # not -0.0 for one cluster

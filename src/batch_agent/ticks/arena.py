@@ -1,0 +1,92 @@
+"""AgentRuntime: the names by which simulations know a runtime of agents, on TickRuntime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from batch_agent.errors import SpecError
+from batch_agent.ticks.action import Action, Decision, idle
+from batch_agent.ticks.agent import Agent
+from batch_agent.ticks.asking import Sampling
+from batch_agent.ticks.config import read_config
+from batch_agent.ticks.runtime import WORKERS, TickRuntime
+
+NOT_GIVEN: Any = object()
+
+
+class AgentRuntime(TickRuntime[Action]):
+    """``process_tick`` gives an Action for every agent that observed. The options are TickRuntime's; those of sampling
+    may be given by themselves."""
+
+    def __init__(
+        self,
+        max_workers: int = WORKERS,
+        backend_config: Mapping[str, Any] | None = None,
+        *,
+        backend: object = None,
+        model: str | None = None,
+        deadline: float | None = None,
+        system_prompt: str | None = None,
+        temperature: float | None = NOT_GIVEN,
+        max_tokens: int | None = NOT_GIVEN,
+        seed: int | None = NOT_GIVEN,
+        timeout: float | None = NOT_GIVEN,
+        api_key: str | None = None,
+        max_inflight: int | None = None,
+        overlap: bool = False,
+        skip_unchanged: bool = False,
+        repeat_last: bool = True,
+        trace: str | Path | None = None,
+        replay: str | Path | None = None,
+    ) -> None:
+        self.backend_config = dict(backend_config or {})
+        options = read_config(self.backend_config)
+        for name, value in (("backend", backend), ("model", model), ("api_key", api_key)):
+            if value is not None and options.get(name) is not None:
+                raise SpecError(f"{name} is given twice, by itself and in backend_config: give one of them")
+            options[name] = options.get(name) if value is None else value
+        drawn: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+        sampling: Sampling = options.pop("sampling")
+        options["sampling"] = replace(sampling, **{k: v for k, v in drawn.items() if v is not NOT_GIVEN})
+        if timeout is not NOT_GIVEN:
+            options["timeout"] = timeout
+        super().__init__(
+            **options,
+            max_workers=max_workers,
+            deadline=deadline,
+            system_prompt=system_prompt,
+            max_inflight=max_inflight,
+            overlap=overlap,
+            skip_unchanged=skip_unchanged,
+            repeat_last=repeat_last,
+            trace=trace,
+            replay=replay,
+        )
+
+    def register_agent(self, agent: Agent) -> None:
+        """The same id replaces."""
+        if not isinstance(agent, Agent):
+            raise SpecError(f"{agent!r} is no Agent")
+        self.add(agent)
+
+    def unregister_agent(self, agent_id: str) -> None:
+        self.remove(agent_id)
+
+    def get_agent(self, agent_id: str) -> Agent | None:
+        return self.agents.get(agent_id)
+
+    def get_all_agents(self) -> list[Agent]:
+        return list(self.agents.values())
+
+    async def process_tick(self, tick: int, observations: Mapping[str, Any]) -> dict[str, Action]:
+        """An action for each agent in ``observations``, always; it says where it comes from."""
+        decisions = await self.tick(tick, observations)
+        return {agent_id: _action(decision) for agent_id, decision in decisions.items()}
+
+
+def _action(decision: Decision[Action]) -> Action:
+    action = decision.action or idle(decision.reason)
+    return replace(action, parameters=dict(action.parameters), source=decision.source, seen_tick=decision.seen_tick)

@@ -1,0 +1,121 @@
+"""A model's words → the call it meant: JSON by itself, fenced, in prose or cut off, or ``THINKING:``/``ACTION:`` text.
+
+Which tools there are, and whether the parameters fit, is ``repertoire``'s part. Pure code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import cast
+
+from pydantic import JsonValue
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import Invalid, NotJSON
+from batch_agent.messages import JsonObject, Reply
+from batch_agent.outputs.validate import parse_output
+
+# Models write what they were taught elsewhere; the first of each is what they are asked for.
+TOOL_KEYS = ("tool", "tool_name", "action", "name", "function")
+PARAMETER_KEYS = ("params", "parameters", "arguments", "args")
+REASONING_KEYS = ("reasoning", "thinking", "thought", "reason")
+
+_LABEL = re.compile(r"^[ \t*#]*(thinking|thought|reasoning|action|tool|params|parameters)[ \t*]*:[ \t*]*", re.I | re.M)
+_NAMED = re.compile(r"`?([A-Za-z0-9_-]{1,64})`?\s*(?:\(\s*\)|:)?\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    tool: str
+    params: JsonObject
+    reasoning: str | None
+
+
+def read_call(text: str) -> Call:
+    """Raises NotJSON or Invalid with words that a model can mend its answer by."""
+    labels = _labelled(text)
+    try:
+        call = _of_object(cast("JsonObject", parse_output(text, _any_call()).value))
+    except (NotJSON, Invalid):
+        spoken = _of_labels(labels)
+        if spoken is None:
+            raise
+        call = spoken
+    thoughts = call.reasoning or _first(labels, "thinking", "thought", "reasoning")
+    return Call(call.tool, call.params, thoughts or None)
+
+
+def words_of(reply: Reply) -> str:
+    """What was answered, as text; a tool that was called, as the JSON that means the same."""
+    if not reply.tool_calls:
+        return reply.text
+    call = reply.tool_calls[0]
+    return json.dumps({"tool": call.name, "params": call.arguments, "reasoning": reply.text or None})
+
+
+@cache
+def _any_call() -> OutputSchema[object]:
+    named = [{"required": [key], "properties": {key: {"type": ["string", "object"]}}} for key in TOOL_KEYS]
+    schema = OutputSchema.of({"type": "object", "anyOf": named})
+    assert schema is not None
+    return schema
+
+
+def _of_object(value: Mapping[str, JsonValue]) -> Call:
+    tool = _value(value, TOOL_KEYS)
+    if isinstance(tool, Mapping):  # {"action": {"tool": …}}
+        inner = _of_object(tool)
+        reasoning = inner.reasoning or _text(_value(value, REASONING_KEYS))
+        return Call(inner.tool, inner.params or _params(value), reasoning)
+    if not isinstance(tool, str) or not tool.strip():
+        raise Invalid(f"{TOOL_KEYS[0]}: the name of a tool is missing")
+    return Call(tool.strip(), _params(value), _text(_value(value, REASONING_KEYS)))
+
+
+def _params(value: Mapping[str, JsonValue]) -> JsonObject:
+    params = _value(value, PARAMETER_KEYS)
+    if params is None:
+        return {}
+    if isinstance(params, str):  # as function calls carry them
+        return _object_in(params)
+    if not isinstance(params, dict):
+        raise Invalid(f"{PARAMETER_KEYS[0]}: must be an object of parameters by name")
+    return params
+
+
+def _value(value: Mapping[str, JsonValue], keys: tuple[str, ...]) -> JsonValue:
+    return next((value[key] for key in keys if value.get(key) is not None), None)
+
+
+def _text(value: JsonValue) -> str | None:
+    return value if value is None or isinstance(value, str) else str(value)
+
+
+def _labelled(text: str) -> Mapping[str, str]:
+    """What follows each label, up to the next; of several with one name the last counts."""
+    found = list(_LABEL.finditer(text))
+    ends = [*(label.start() for label in found[1:]), len(text)]
+    return {label[1].lower(): text[label.end() : end].strip() for label, end in zip(found, ends, strict=False)}
+
+
+def _first(labels: Mapping[str, str], *names: str) -> str:
+    return next((labels[name] for name in names if labels.get(name)), "")
+
+
+def _of_labels(labels: Mapping[str, str]) -> Call | None:
+    """``ACTION: move {"x": 1}``, or the parameters under a label of their own."""
+    named = _NAMED.match(_first(labels, "action", "tool"))
+    if named is None:
+        return None
+    rest = named.string[named.end() :] or _first(labels, "params", "parameters")
+    return Call(named[1], _object_in(rest) if "{" in rest else {}, None)
+
+
+def _object_in(text: str) -> JsonObject:
+    schema = OutputSchema.of({"type": "object"})
+    assert schema is not None
+    return cast("JsonObject", parse_output(text, schema).value) if text.strip() else {}

@@ -1,0 +1,129 @@
+"""What an agent may do: its tools as a model is told of them, as a grammar forces them, and as an answer is checked.
+
+Tools are Tool values, plain functions, JSON descriptions of either common form, or bare names, whose parameters may be
+anything. None of them is run here: acting is the world's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import cast
+
+from pydantic import JsonValue
+from pydantic_core import to_jsonable_python
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import BadArguments, Invalid, SpecError
+from batch_agent.messages import JsonObject, ToolSpec
+from batch_agent.ticks.action import IDLE, Action
+from batch_agent.ticks.reading import read_call
+from batch_agent.tools.base import Tool, resolve_tools
+
+FORM = '{"tool": "NAME", "params": {…}, "reasoning": "one short sentence"}'
+ANYTHING: JsonObject = {"type": "object"}
+
+Check = Callable[[JsonObject], JsonObject]
+
+
+class Repertoire:
+    """``schema`` is what an answer must be, None where anything may be done; ``schema_text`` is the same as text, alike
+    for agents that may do the same."""
+
+    def __init__(self, tools: Iterable[object] = ()) -> None:
+        if isinstance(tools, str):
+            raise SpecError(f"tools is the text {tools!r}: give a list, [{tools!r}]")
+        self._tools: dict[str, tuple[ToolSpec, Check]] = {}
+        for tool in tools:
+            spec, check = _described(tool)
+            if spec.name in self._tools:
+                raise SpecError(f"two tools are called {spec.name!r}: give one another name")
+            self._tools[spec.name] = spec, check
+        self.schema = _schema(self.specs) if self._tools else None
+        self.schema_text = json.dumps(self.schema) if self._tools else ""
+        self.instructions = _instructions(self.specs)
+
+    @property
+    def specs(self) -> list[ToolSpec]:
+        return [spec for spec, _ in self._tools.values()]
+
+    def read(self, text: str) -> Action:
+        """The action that a model's words mean; NotJSON or Invalid where they mean none of these tools."""
+        call = read_call(text)
+        params = call.params
+        if call.tool in self._tools:
+            params = self._tools[call.tool][1](params)
+        elif self._tools and call.tool != IDLE:  # to do nothing needs no tool
+            raise Invalid(f"tool: there is no tool {call.tool!r}; there are {', '.join(self._tools)}")
+        return Action(call.tool, dict(params), call.reasoning)
+
+
+def _described(tool: object) -> tuple[ToolSpec, Check]:
+    if isinstance(tool, str):
+        return ToolSpec(tool, "", ANYTHING), lambda params: params
+    if isinstance(tool, Mapping):
+        spec = _of_description(tool)
+        schema = OutputSchema.of(spec.parameters)
+        assert schema is not None
+        return spec, lambda params: cast("JsonObject", schema.validate_python(params))
+    [known] = resolve_tools([tool])
+    return known.spec, lambda params: _fitted(known, params)
+
+
+def _fitted(tool: Tool, params: JsonObject) -> JsonObject:
+    """Parameters as the function's annotations read them, defaults left to the function, as JSON."""
+    try:
+        arguments = tool.signature.parse(json.dumps(params))
+    except BadArguments as error:
+        raise Invalid(f"params of {tool.name}: {error}") from None
+    return cast("JsonObject", to_jsonable_python(dict(arguments.values), fallback=str))
+
+
+def _of_description(value: Mapping[object, object]) -> ToolSpec:
+    inner = value.get("function")
+    described = inner if isinstance(inner, Mapping) else value
+    name, parameters = described.get("name"), described.get("parameters", described.get("input_schema"))
+    if not isinstance(name, str) or not name:
+        raise SpecError(f"a tool's description has no name: {dict(value)!r}")
+    if parameters is None:
+        parameters = ANYTHING
+    if not isinstance(parameters, Mapping):
+        raise SpecError(f"tool {name}: parameters must be a JSON schema, not {parameters!r}")
+    return ToolSpec(name, str(described.get("description") or ""), cast("JsonObject", dict(parameters)))
+
+
+def _schema(tools: list[ToolSpec]) -> JsonObject:
+    """One form for each tool, so that a grammar lets nothing through that is none of them."""
+    definitions: JsonObject = {}
+    forms: list[JsonValue] = []
+    for tool in tools:
+        params = dict(tool.parameters)
+        if "$defs" in params:  # they are looked up at the root, where two tools may have equal names
+            moved: JsonObject = json.loads(json.dumps(params).replace('"#/$defs/', f'"#/$defs/{tool.name}.'))
+            own = cast("JsonObject", moved.pop("$defs"))
+            definitions |= {f"{tool.name}.{name}": definition for name, definition in own.items()}
+            params = moved
+        form: JsonObject = {
+            "type": "object",
+            "properties": {
+                "tool": {"type": "string", "enum": [tool.name]},
+                "params": params,
+                "reasoning": {"type": "string"},
+            },
+            "required": ["tool", "params"],  # a reason takes as long to write as the action
+            "additionalProperties": False,
+        }
+        forms.append(form)
+    schema: JsonObject = forms[0] if len(forms) == 1 and isinstance(forms[0], dict) else {"anyOf": forms}
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+def _instructions(tools: list[ToolSpec]) -> str:
+    lines = ["Choose your next action. Answer with one JSON object and nothing else:", FORM]
+    if tools:
+        lines.append("The tools:")
+        lines += [
+            f"- {tool.name}: {' '.join(tool.description.split())} params: {json.dumps(tool.parameters)}"
+            for tool in tools
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,167 @@
+"""A runtime over HTTP: ``POST /tick`` for many agents, ``POST /observe`` for one, ``GET /health``.
+
+Nothing blocks: ticks of several clients overlap, and /health answers while they think. What cannot be read is a 400
+that says why, as ``{"error": …}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import JsonValue
+from pydantic_core import to_json
+
+from batch_agent.errors import SpecError
+from batch_agent.messages import JsonObject
+from batch_agent.ticks.action import Action
+from batch_agent.ticks.arena import AgentRuntime
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+OBSERVATION_KEYS = ("observations", "observation")
+AGENTS_KEYS = ("agents", "perceptions")
+
+
+class TickServer:
+    """``stop`` ends ``serve``. Ticks under way are answered with what there is."""
+
+    def __init__(self, runtime: AgentRuntime) -> None:
+        self._runtime = runtime
+        self._ticks = 0
+        self._newest: dict[str, int] = {}  # by agent, for observations that do not say when
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def serve(self, host: str, port: int, ready: Callable[[str], None]) -> None:
+        runner = web.AppRunner(self.app(), access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, host, port)
+            try:
+                await site.start()
+            except OSError as error:
+                raise SpecError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+            shown = f"[{host}]" if ":" in host else host
+            ready(f"http://{shown}:{runner.addresses[0][1]}")
+            await self._stopping.wait()
+        finally:
+            await self._runtime.stop()
+            await runner.cleanup()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_told_why])
+        app.router.add_post("/tick", self._tick)
+        app.router.add_post("/observe", self._observe)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/", self._health)
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok", "agents": len(self._runtime.agents), "ticks": self._ticks})
+
+    async def _tick(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        tick = _tick_of(body)
+        observations = _observations(body)
+        actions = await self._decide(tick, observations)
+        return _json({"tick": tick, "actions": [_entry(name, action) for name, action in actions.items()]})
+
+    async def _observe(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        agent_id = _agent_id(body, "the observation")
+        tick = _tick_of(body) if "tick" in body else self._newest.get(agent_id, 0) + 1
+        actions = await self._decide(tick, {agent_id: _observation(body)})
+        action = actions[agent_id]
+        return _json({**_entry(agent_id, action), **_written(action), "tick": tick})
+
+    async def _decide(self, tick: int, observations: Mapping[str, JsonValue]) -> dict[str, Action]:
+        if self._stopping.is_set():
+            raise web.HTTPServiceUnavailable(text="the server is stopping")
+        known = self._runtime.agents
+        self._newest.update({agent_id: tick for agent_id in observations if agent_id in known})
+        actions = await self._runtime.process_tick(tick, observations)
+        self._ticks += 1
+        return actions
+
+
+@web.middleware
+async def _told_why(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except SpecError as error:
+        return _json({"error": str(error)}, status=400)
+    except web.HTTPException as error:
+        return _json({"error": error.text or error.reason}, status=error.status)
+
+
+async def _body(request: web.Request) -> JsonObject:
+    try:
+        body = orjson.loads(await request.read())
+    except orjson.JSONDecodeError as error:
+        raise SpecError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise SpecError("the body must be a JSON object")
+    return body
+
+
+def _tick_of(body: JsonObject) -> int:
+    tick = body.get("tick")
+    if isinstance(tick, float) and tick.is_integer():  # some engines know no other numbers
+        tick = int(tick)
+    if isinstance(tick, bool) or not isinstance(tick, int):
+        raise SpecError(f"tick must be a whole number, not {tick!r}")
+    return tick
+
+
+def _observations(body: JsonObject) -> dict[str, JsonValue]:
+    key = next((key for key in AGENTS_KEYS if key in body), AGENTS_KEYS[0])
+    agents = body.get(key)
+    if not isinstance(agents, list):
+        raise SpecError('agents must be a list, of {"agent_id": …, "observations": {…}} each')
+    found: dict[str, JsonValue] = {}
+    for place, agent in enumerate(agents):
+        if not isinstance(agent, dict):
+            raise SpecError(f"agents[{place}] must be an object with an agent_id")
+        agent_id = _agent_id(agent, f"agents[{place}]")
+        if agent_id in found:
+            raise SpecError(f"agents[{place}]: {agent_id!r} is there twice")
+        found[agent_id] = _observation(agent)
+    return found
+
+
+def _agent_id(body: JsonObject, where: str) -> str:
+    agent_id = body.get("agent_id")
+    if not isinstance(agent_id, str) or not agent_id:
+        raise SpecError(f"{where} needs an agent_id, as text")
+    return agent_id
+
+
+def _observation(body: JsonObject) -> JsonValue:
+    """What it observed, under a key of its own or beside its id."""
+    key = next((key for key in OBSERVATION_KEYS if key in body), None)
+    if key is not None:
+        return body[key]
+    return {name: value for name, value in body.items() if name not in ("agent_id", "tick")}
+
+
+def _written(action: Action) -> JsonObject:
+    return {"tool": action.tool_name, "params": action.parameters, "reasoning": action.reasoning or ""}
+
+
+def _entry(agent_id: str, action: Action) -> JsonObject:
+    return {
+        "agent_id": agent_id,
+        "action": _written(action),
+        "source": action.source,
+        "seen_tick": action.seen_tick,
+    }
+
+
+def _json(value: JsonObject, status: int = 200) -> web.Response:
+    body = to_json(value, inf_nan_mode="null", fallback=str)
+    return web.Response(body=body, status=status, content_type="application/json")

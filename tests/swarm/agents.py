@@ -1,0 +1,165 @@
+"""Agents on real sockets for the tests of the swarm: each records what it is asked, and answers as it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from batch_agent.swarm import AgentEndpoint
+
+Body = dict[str, Any]
+Answer = Callable[["Asked"], "Body | web.Response | Awaitable[Body | web.Response]"]
+
+
+@dataclass
+class Asked:
+    path: str
+    body: Body
+    headers: dict[str, str] = field(repr=False)
+
+    @property
+    def prompts(self) -> list[str]:
+        """Its prompts, in whatever form they came."""
+        if "messages" in self.body:
+            messages = self.body["messages"]
+            conversations = messages if messages and isinstance(messages[0], list) else [messages]
+            return [conversation[-1]["content"] for conversation in conversations]
+        prompt = self.body.get("prompt", self.body.get("input"))
+        return prompt if isinstance(prompt, list) else [prompt]
+
+
+class Agent:
+    """Answers every wire of a pool by saying each prompt again, unless ``answer`` says something else (None: as usual).
+    ``context`` is what it tells of its model; ``has_batch`` whether it takes lists of conversations."""
+
+    def __init__(
+        self, answer: Answer | None = None, *, name: str = "", context: int | None = 8192, has_batch: bool = False
+    ) -> None:
+        self._answer = answer
+        self.name = name
+        self.context = context
+        self.has_batch = has_batch
+        self.asked: list[Asked] = []
+        self.model_questions = 0
+        self.inflight = self.peak = 0
+        self.port = 0
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def endpoint(self) -> AgentEndpoint:
+        return AgentEndpoint("127.0.0.1", self.port, {"node": self.name} if self.name else {})
+
+    @property
+    def connections(self) -> int:
+        assert self._runner is not None and self._runner.server is not None
+        return len(self._runner.server.connections)
+
+    @property
+    def prompts(self) -> list[str]:
+        return [prompt for asked in self.asked for prompt in asked.prompts]
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=2**28)
+        app.router.add_get("/v1/models", self._models)
+        paths = ["/generate", "/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+        if self.has_batch:
+            paths.append("/v1/chat/completions/batch")
+        for path in paths:
+            app.router.add_post(path, self._post)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self.model_questions += 1
+        if self.context is None:
+            return web.json_response({"error": "no such page"}, status=404)
+        card = {"id": "openai/gpt-oss-120b", "object": "model", "max_model_len": self.context}
+        return web.json_response({"object": "list", "data": [{"id": "another", "max_model_len": 1}, card]})
+
+    async def _post(self, request: web.Request) -> web.Response:
+        asked = Asked(request.path, orjson.loads(await request.read()), dict(request.headers))
+        self.asked.append(asked)
+        self.inflight += 1
+        self.peak = max(self.peak, self.inflight)
+        try:
+            said = None if self._answer is None else self._answer(asked)
+            if isinstance(said, Awaitable):
+                said = await said
+            if isinstance(said, web.Response):
+                return said
+            return web.json_response(answer(asked, self.name) if said is None else said)
+        finally:
+            self.inflight -= 1
+
+
+def answer(asked: Asked, name: str = "") -> Body:
+    """What a well-behaved server says to it: each prompt once more."""
+    texts = [f"{name}<{prompt}>" for prompt in asked.prompts]
+    n = asked.body.get("n", 1)
+    if asked.path == "/generate":
+        return {"response": texts[0]}
+    if asked.path == "/v1/embeddings":
+        return {"data": [{"index": i, "embedding": [float(len(t)), 1.0]} for i, t in enumerate(asked.prompts)]}
+    texts = [text for text in texts for _ in range(n)]
+    usage = {"prompt_tokens": 10 * len(asked.prompts), "completion_tokens": 5 * len(texts)}
+    if asked.path == "/v1/completions":
+        choices = [{"index": i, "text": text, "finish_reason": "stop"} for i, text in enumerate(texts)]
+    else:
+        choices = [
+            {"index": i, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+            for i, text in enumerate(texts)
+        ]
+    return {"choices": choices, "usage": usage}
+
+
+def refuse(status: int, message: str = "no") -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "BadRequestError"}}, status=status)
+
+
+async def hang(asked: Asked) -> Body:
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets it")
+
+
+@asynccontextmanager
+async def agents(*given: Agent) -> AsyncIterator[list[AgentEndpoint]]:
+    async with AsyncExitStack() as stack:
+        for agent in given:
+            await agent.start()
+            stack.push_async_callback(agent.stop)
+        yield [agent.endpoint for agent in given]
+
+
+@asynccontextmanager
+async def silent() -> AsyncIterator[AgentEndpoint]:
+    """A server that takes every connection and says nothing."""
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with server:
+        yield AgentEndpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+
+
+def dead() -> AgentEndpoint:
+    """Where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return AgentEndpoint("127.0.0.1", free.getsockname()[1])

@@ -1,0 +1,285 @@
+"""AgentPool on real sockets: the wire, the order, sub-pools, bounds, and every fault as a Response."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from dataclasses import fields
+
+import pytest
+from aiohttp import web
+
+from batch_agent.errors import SpecError
+from batch_agent.swarm import AgentEndpoint, AgentPool, Response
+from batch_agent.testing import virtual_clock
+from swarm.agents import Agent, Asked, agents, dead, hang
+
+
+def test_a_response_has_the_known_fields_first() -> None:
+    names = [each.name for each in fields(Response)]
+    assert names == [
+        *("success", "text", "error", "agent_index"),
+        *("usage", "finish_reason", "latency", "attempts", "parsed"),
+    ]
+    assert Response(True, "x") == Response(success=True, text="x", error=None, agent_index=-1)
+
+
+def test_a_pool_has_the_known_arguments_and_defaults() -> None:
+    parameters = inspect.signature(AgentPool).parameters
+    known = {name: each.default for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD}
+    assert known == {
+        "endpoints": inspect.Parameter.empty,
+        "concurrency": 512,
+        "connector_limit": 1024,
+        "timeout": 120.0,
+    }
+
+
+async def test_a_prompt_is_posted_to_generate_and_nothing_else_is_in_the_body() -> None:
+    agent = Agent()
+    async with agents(agent) as endpoints, AgentPool(endpoints) as pool:
+        response = await pool.post(0, "hello", max_tokens=5)
+    assert [(asked.path, asked.body) for asked in agent.asked] == [("/generate", {"prompt": "hello"})]
+    assert (response.success, response.text, response.error, response.agent_index) == (True, "<hello>", None, 0)
+    assert response.attempts == 1
+    assert response.latency is not None and response.latency > 0
+
+
+@pytest.mark.parametrize("field", ["response", "text"])
+async def test_the_answer_is_read_from_either_field(field: str) -> None:
+    async with agents(Agent(lambda asked: {field: "yes"})) as endpoints, AgentPool(endpoints) as pool:
+        assert (await pool.post(0, "?")).text == "yes"
+
+
+async def test_prompt_i_goes_to_agent_i_mod_size_and_answers_come_in_order() -> None:
+    async def slow_for_the_first(asked: Asked) -> None:
+        await asyncio.sleep(0.05 if asked.body["prompt"] == "0" else 0)
+
+    given = [Agent(slow_for_the_first), Agent(), Agent()]  # type: ignore[arg-type]
+    async with agents(*given) as endpoints, AgentPool(endpoints) as pool:
+        responses = await pool.send_all([str(i) for i in range(10)])
+        batched = await pool.send_all_batched(["a", "b"])
+    assert [response.text for response in responses] == [f"<{i}>" for i in range(10)]
+    assert [response.agent_index for response in responses] == [i % 3 for i in range(10)]
+    assert [response.index for response in responses] == list(range(10))
+    assert [sorted(agent.prompts[:4]) for agent in given[1:]] == [["1", "4", "7", "b"], ["2", "5", "8"]]
+    assert [response.text for response in batched] == ["<a>", "<b>"]
+
+
+async def test_a_broadcast_asks_each_agent_once() -> None:
+    given = [Agent(name=name) for name in "abc"]
+    async with agents(*given) as endpoints, AgentPool(endpoints) as pool:
+        responses = await pool.broadcast_prompt("hi")
+    assert [response.text for response in responses] == ["a<hi>", "b<hi>", "c<hi>"]
+    assert [agent.prompts for agent in given] == [["hi"]] * 3
+
+
+@pytest.mark.parametrize("status", [400, 404, 500])
+async def test_a_status_is_a_failed_response_and_is_not_sent_again(status: int) -> None:
+    agent = Agent(lambda asked: web.json_response({"text": "not this"}, status=status))
+    async with agents(agent) as endpoints, AgentPool(endpoints) as pool:
+        (response,) = await pool.send_all(["x"])
+    assert not response.success
+    assert (response.text, len(agent.asked)) == ("", 1)
+    assert str(status) in (response.error or "")
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"<html>", b'{"response": 5}', b'{"error": "overloaded"}'])
+async def test_an_answer_that_is_none_is_a_failed_response(body: bytes) -> None:
+    agent = Agent(lambda asked: web.Response(body=body, content_type="application/json"))
+    async with agents(agent) as endpoints, AgentPool(endpoints) as pool:
+        response = await pool.post(0, "x")
+    assert not response.success
+    assert response.error
+
+
+@virtual_clock
+async def test_a_refused_connection_fails_by_itself_while_others_answer() -> None:
+    told: list[int] = []
+    async with agents(Agent()) as endpoints, AgentPool([*endpoints, dead()], concurrency=1) as pool:
+        responses = await pool.send_all(["0", "1", "2", "3"], on_result=lambda response: told.append(response.index))
+    assert [response.success for response in responses] == [True, False, True, False]
+    assert told[:2] == [0, 2]  # retries hold no slot
+    assert "refused" in (responses[1].error or "")
+    assert responses[1].attempts > 1
+
+
+@virtual_clock
+async def test_a_connection_that_breaks_is_tried_again() -> None:
+    breaks = iter([True, True, False])
+
+    def answer(asked: Asked) -> None:
+        if next(breaks):
+            raise web.HTTPServiceUnavailable
+
+    agent = Agent(answer)  # type: ignore[arg-type]
+    async with agents(agent) as endpoints, AgentPool(endpoints) as pool:
+        response = await pool.post(0, "x")
+    assert (response.success, response.attempts, len(agent.asked)) == (True, 3, 3)
+
+
+async def test_a_hung_server_costs_its_time_limit_and_no_slot_of_the_others() -> None:
+    hung, well, told = Agent(hang), Agent(), list[int]()
+    async with agents(hung, well) as endpoints, AgentPool(endpoints, concurrency=4, timeout=0.2) as pool:
+        responses = await pool.send_all([str(i) for i in range(40)], on_result=lambda each: told.append(each.index))
+    assert [response.success for response in responses] == [bool(i % 2) for i in range(40)]
+    assert told[:20] == [i for i in range(40) if i % 2]
+    assert len(hung.asked) <= 4
+    assert "no complete answer in 0.2 s" in (responses[0].error or "")
+    assert "not sent" in (responses[38].error or "")
+
+
+async def test_concurrency_bounds_the_whole_tree_of_pools() -> None:
+    async def wait(asked: Asked) -> None:
+        await asyncio.sleep(0.01)
+
+    agent = Agent(wait)  # type: ignore[arg-type]
+    async with agents(agent) as endpoints, AgentPool(endpoints * 4, concurrency=3) as pool:
+        await asyncio.gather(
+            pool.send_all(["a"] * 8), pool.slice(0, 2).send_all(["b"] * 8), pool.select([3]).broadcast_prompt("c")
+        )
+    assert agent.peak == 3
+
+
+async def test_connector_limit_bounds_too() -> None:
+    async def wait(asked: Asked) -> None:
+        await asyncio.sleep(0.01)
+
+    agent = Agent(wait)  # type: ignore[arg-type]
+    async with agents(agent) as endpoints, AgentPool(endpoints, connector_limit=2) as pool:
+        responses = await pool.send_all(["a"] * 6)
+    assert agent.peak == 2
+    assert all(response.success for response in responses)
+
+
+async def test_connections_that_stay_open_are_within_the_limit_too() -> None:
+    given = [Agent() for _ in range(6)]
+    async with agents(*given) as endpoints, AgentPool(endpoints, concurrency=1, connector_limit=3) as pool:
+        for _ in range(3):
+            assert all(response.success for response in await pool.send_all(["a"] * 12))
+        while sum(agent.connections for agent in given) > 2:
+            await asyncio.sleep(0)
+        assert [agent.connections for agent in given] == [1, 1, 0, 0, 0, 0]
+
+
+async def test_sub_pools_count_from_0_and_share_the_connections_of_their_parent() -> None:
+    given = [Agent(name=name) for name in "abcd"]
+    async with agents(*given) as endpoints:
+        tagged = [
+            AgentEndpoint(endpoint.host, endpoint.port, {"role": "critic" if place % 2 else "worker"})
+            for place, endpoint in enumerate(endpoints)
+        ]
+        async with AgentPool(tagged, timeout=7.0) as pool:
+            critics = pool.by_tag("role", "critic")
+            async with critics:
+                assert [r.text for r in await critics.broadcast_prompt("x")] == ["b<x>", "d<x>"]
+            assert [r.agent_index for r in await critics.send_all(["x", "y", "z"])] == [0, 1, 0]
+            assert (critics.size, critics.timeout, critics.endpoints) == (2, 7.0, [tagged[1], tagged[3]])
+            assert pool.slice(1, 3).endpoints == tagged[1:3]
+            assert pool.select([3, 0]).endpoints == [tagged[3], tagged[0]]
+            assert (await pool.select([3, 0]).post(0, "x")).text == "d<x>"
+            assert sorted(pool.sample(9).endpoints, key=tagged.index) == tagged
+            assert pool.sample(2).size == 2
+            assert pool.by_tag("role", "none").size == 0
+            assert type(pool.slice(0, 1)) is AgentPool
+
+
+async def test_a_pool_needs_not_be_entered_and_can_be_used_after_it_was_closed() -> None:
+    async with agents(Agent()) as endpoints:
+        pool = AgentPool([(endpoints[0].host, endpoints[0].port)])
+        assert (await pool.post(0, "a")).success
+        await pool.close()
+        await pool.close()
+        assert (await pool.post(0, "b")).success
+        await pool.close()
+
+
+def test_a_pool_can_be_used_in_one_event_loop_after_another() -> None:
+    pool = AgentPool([("127.0.0.1", 1)])
+
+    async def ask() -> Response:
+        async with agents(Agent()) as endpoints:
+            other = AgentPool(endpoints)
+            try:
+                return await other.post(0, "x")
+            finally:
+                await other.close()
+                await pool.post(0, "x", deadline=0.01)
+                await pool.close()
+
+    assert asyncio.run(ask()).success
+    assert asyncio.run(ask()).success
+
+
+async def test_an_empty_pool_is_a_clear_error() -> None:
+    async with AgentPool([]) as pool:
+        assert pool.size == 0
+        assert await pool.send_all([]) == []
+        for call in (pool.send_all(["x"]), pool.send_all_batched(["x"]), pool.broadcast_prompt("x"), pool.post(0, "x")):
+            with pytest.raises(SpecError, match="the pool has no agents"):
+                await call
+
+
+async def test_a_text_in_place_of_a_list_is_an_error() -> None:
+    async with AgentPool([dead()]) as pool:
+        with pytest.raises(SpecError, match="prompts is one text"):
+            await pool.send_all("hello")
+
+
+async def test_an_agent_that_is_not_there_is_a_failed_response() -> None:
+    async with AgentPool([dead()]) as pool:
+        response = await pool.post(5, "x")
+        assert (response.success, response.agent_index) == (False, 5)
+        assert "there is no agent 5: the pool has 1" in (response.error or "")
+        with pytest.raises(SpecError, match="there is no agent 2"):
+            pool.select([0, 2])
+
+
+async def test_the_proxies_of_the_environment_are_not_for_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{dead().port}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    async with agents(Agent()) as endpoints, AgentPool(endpoints) as pool:
+        responses = await pool.send_all(["x"] * 4)
+    assert all(response.success for response in responses)
+
+
+async def test_a_subclass_that_posts_in_its_own_way_is_asked_through_it() -> None:
+    class Echo(AgentPool):
+        async def post(self, agent_index: int, prompt: str, max_tokens: int | None = None) -> Response:  # type: ignore[override]
+            return Response(True, f"{prompt}!", agent_index=agent_index)
+
+    pool = Echo([dead(), dead()])
+    assert [response.text for response in await pool.send_all(["a", "b", "c"])] == ["a!", "b!", "c!"]
+    assert [response.agent_index for response in await pool.broadcast_prompt("a")] == [0, 1]
+
+
+def test_thousands_of_endpoints_cost_nothing_until_they_are_asked() -> None:
+    pool = AgentPool([(f"node{number}", 8000) for number in range(4000)])
+    parts = [pool.slice(number, number + 2) for number in range(4000)]
+    assert sum(part.size for part in parts) == 7999
+    assert all(line._client is None for line in pool._lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"concurrency": 0}, "concurrency is 0"),
+        ({"connector_limit": 0}, "connector_limit is 0"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"dispatch": "random"}, "round_robin or balanced"),
+        ({"temprature": 1.0}, "did you mean 'temperature'"),
+        ({"n": 0}, "n is 0"),
+        ({"deadline": 0}, "deadline is 0"),
+        ({"extra_body": {"prompt": "x"}}, "extra_body cannot set 'prompt'"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant_is_an_error(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        AgentPool([("host", 1)], **arguments)  # type: ignore[arg-type]
+
+
+def test_an_endpoint_that_is_none_is_an_error() -> None:
+    with pytest.raises(SpecError, match="is no endpoint"):
+        AgentPool([5])  # type: ignore[list-item]

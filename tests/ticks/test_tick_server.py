@@ -1,0 +1,127 @@
+"""A runtime over HTTP, on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from batch_agent.testing import Hang, Request, Say, ScriptedBackend
+from batch_agent.ticks import AgentRuntime
+from batch_agent.ticks.server import TickServer
+from ticks.worlds import agent_in, call, registered, says
+
+
+def script(request: Request) -> Say:
+    return says(call(agent_in(request)))
+
+
+class Client:
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session, self._url = session, url
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        data = {"data": body} if isinstance(body, str | bytes) else {"json": body}
+        async with self._session.post(self._url + path, **data) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self._session.get(self._url + path) as response:
+            return response.status, await response.json()
+
+
+@asynccontextmanager
+async def serving(runtime: AgentRuntime) -> AsyncIterator[Client]:
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    server = TickServer(runtime)
+    task = asyncio.create_task(server.serve("127.0.0.1", 0, ready.set_result))
+    async with aiohttp.ClientSession() as session:
+        yield Client(session, await ready)
+        server.stop()
+        await task
+
+
+async def test_a_tick_is_answered_with_an_action_for_each_agent() -> None:
+    async with serving(registered(AgentRuntime(backend=ScriptedBackend(script)), "a", "b")) as client:
+        agents = [{"agent_id": name, "observations": {"x": 1}} for name in ("b", "a", "ghost")]
+        status, body = await client.post("/tick", {"tick": 4, "agents": agents})
+    assert status == 200 and body["tick"] == 4
+    assert [entry["agent_id"] for entry in body["actions"]] == ["b", "a", "ghost"]
+    assert body["actions"][0] == {
+        "agent_id": "b",
+        "action": {"tool": "move", "params": {"direction": "b"}, "reasoning": "because"},
+        "source": "answer",
+        "seen_tick": 4,
+    }
+    assert body["actions"][2]["action"]["tool"] == "idle"
+
+
+async def test_one_agent_observes_with_its_observation_beside_its_id() -> None:
+    backend = ScriptedBackend(script)
+    async with serving(registered(AgentRuntime(backend=backend), "a")) as client:
+        status, body = await client.post("/observe", {"agent_id": "a", "position": [0, 1], "nearby": ["berry"]})
+        assert status == 200
+        assert {key: body[key] for key in ("agent_id", "tool", "params", "reasoning")} == {
+            "agent_id": "a",
+            "tool": "move",
+            "params": {"direction": "a"},
+            "reasoning": "because",
+        }
+        assert body["action"]["tool"] == "move"
+        await client.post("/observe", {"agent_id": "a", "tick": 9, "observation": {"nearby": ["wolf"]}})
+    assert "{'position': [0, 1], 'nearby': ['berry']}" in backend.requests[0].text
+    assert "{'nearby': ['wolf']}" in backend.requests[1].text
+
+
+async def test_health_answers_while_a_tick_thinks_and_another_client_is_served() -> None:
+    backend = ScriptedBackend(lambda request: Hang() if agent_in(request) == "slow" else script(request))
+    async with serving(registered(AgentRuntime(backend=backend), "slow", "quick")) as client:
+        ticking = asyncio.create_task(client.post("/tick", {"tick": 1, "agents": [{"agent_id": "slow"}]}))
+        while not backend.inflight:
+            await asyncio.sleep(0.001)
+        assert await client.get("/health") == (200, {"status": "ok", "agents": 2, "ticks": 0})
+        status, body = await client.post("/tick", {"tick": 1, "agents": [{"agent_id": "quick"}]})
+        assert status == 200 and body["actions"][0]["source"] == "answer"
+        assert not ticking.done()
+        ticking.cancel()
+
+
+async def test_stopping_answers_the_tick_that_is_under_way() -> None:
+    backend = ScriptedBackend(lambda request: Hang())
+    async with serving(registered(AgentRuntime(backend=backend), "a")) as client:
+        ticking = asyncio.create_task(client.post("/tick", {"tick": 1, "agents": [{"agent_id": "a"}]}))
+        while not backend.inflight:
+            await asyncio.sleep(0.001)
+    status, body = await ticking
+    assert status == 200 and body["actions"][0]["source"] == "fallback"
+    assert backend.entered == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/tick", "{", "not JSON"),
+        ("/tick", "[]", "object"),
+        ("/tick", {"agents": []}, "tick"),
+        ("/tick", {"tick": "one", "agents": []}, "tick"),
+        ("/tick", {"tick": True, "agents": []}, "tick"),
+        ("/tick", {"tick": 1}, "agents"),
+        ("/tick", {"tick": 1, "agents": [3]}, r"agents[0]"),
+        ("/tick", {"tick": 1, "agents": [{"observations": {}}]}, "agent_id"),
+        ("/tick", {"tick": 1, "agents": [{"agent_id": "a"}, {"agent_id": "a"}]}, "twice"),
+        ("/observe", {"position": 1}, "agent_id"),
+        ("/observe", {"agent_id": 7}, "agent_id"),
+        ("/observe", {"agent_id": "a", "tick": 1.5}, "tick"),
+    ],
+)
+async def test_bad_input_is_a_400_with_words(path: str, body: object, said: str) -> None:
+    async with serving(registered(AgentRuntime(backend=ScriptedBackend(script)), "a")) as client:
+        status, answer = await client.post(path, body)
+        assert status == 400 and said in answer["error"]
+        assert (await client.get("/health"))[0] == 200
+        assert (await client.get("/tick"))[0] == 405
+        assert (await client.get("/nothing"))[0] == 404
