@@ -29,6 +29,7 @@ from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.scheduler.core import SUSPECT, Ticket
 from batch_agent.scheduler.health import trouble_of
+from batch_agent.scheduler.rates import is_spent
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
 from batch_agent.scheduler.streaming import Streaming
 from batch_agent.store.steps import Spent
@@ -202,6 +203,8 @@ def _delay(r: Resources, ticket: Ticket, error: BackendError) -> float | None:
         return None
     if endpoint.health.is_down or ticket.lost:
         return 0.0
+    if error.overload and not r.max_retries and not is_spent(error.quota):
+        return None  # it was others who took what there was, but nothing is to be sent twice
     if elsewhere:
         return 0.0 if not error.overload else retry_delay(max(1, ticket.failures), None, r.chance())
     if _asks_too_much(error):

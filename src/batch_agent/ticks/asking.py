@@ -4,7 +4,7 @@ A tick wants an answer now or not at all. So, unlike a run, nobody waits here fo
 endpoint is, one question at a time is its trial and all others fail at once, with the reason. What is asked is made
 when its slot is there and not before, so that it tells of the newest there is to tell.
 
-Where a backend answers many in one request, the questions of one moment are one request.
+Where a backend of the user's answers many in one call, the questions of one moment are one call.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.outlook import Progress
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.seeking import START
+from batch_agent.ticks.users_backend import UsersBackend
 
 RETRIES = 2
 
@@ -95,6 +96,12 @@ class Asking:
         self._together: list[Passenger] = []  # what the next request answers
         self._flights: set[asyncio.Task[None]] = set()
 
+    @property
+    def _asks_together(self) -> bool:
+        """A server that batches by itself does better with single requests, each answered when it is ready: in a list
+        the slowest would hold the others."""
+        return isinstance(self.backend, UsersBackend) and self.backend.capabilities.batch
+
     # Opening and closing
 
     async def open(self) -> None:
@@ -121,8 +128,7 @@ class Asking:
             if len(names) != 1:
                 raise SpecError(f"{self.backend.name} serves {', '.join(names) or 'no model'}: name one with model=")
             [self._model] = names
-        capabilities = self.backend.capabilities
-        self._takes_seeds = not capabilities.batch and self._accepts(RequestShape(self._model, seed=0))
+        self._takes_seeds = not self._asks_together and self._accepts(RequestShape(self._model, seed=0))
 
     def _working_limiter(self) -> Limiter:
         """A limiter gives a server up that has not answered for long, as a run should; ticks go on, with a new one."""
@@ -170,7 +176,7 @@ class Asking:
     async def ask(self, question: Question) -> Reply:
         """The answer, cut off or not; or the error that could not be helped in time."""
         await self.open()
-        if self.backend.capabilities.batch:
+        if self._asks_together:
             try:
                 return await self._ask_together(question)
             except BackendError:  # what was wrong may have been a neighbour's
@@ -314,7 +320,7 @@ class Asking:
         key = asked.schema_text, capabilities.native_schema, asked.temperature, asked.max_tokens
         if known := self._shapes.get(key):
             return known
-        offers_tools = not capabilities.native_schema and not capabilities.batch and asked.tools
+        offers_tools = not capabilities.native_schema and not self._asks_together and asked.tools
         shape = RequestShape(
             model=self._model or "",
             max_tokens=sampling.max_tokens if asked.max_tokens is None else asked.max_tokens,
