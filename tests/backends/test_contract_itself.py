@@ -245,7 +245,7 @@ class LetsCancelledRequestsRun(Right):
 
 class ClosesWithTheFirstWhoLeaves(Right):
     async def __aexit__(self, *exception: Any) -> None:
-        while self._http._users:
+        while self._http._transport._users:
             await super().__aexit__(*exception)
 
 
