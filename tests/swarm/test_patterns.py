@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent.errors import SpecError
-from batch_agent.swarm import AgentEndpoint, AgentPool, Response, VLLMPool, patterns
+from batch_agent.swarm import AgentEndpoint, AgentPool, Response, VLLMPool
 from batch_agent.swarm.patterns.blackboard import Blackboard
 from batch_agent.swarm.patterns.broadcast import broadcast, broadcast_and_reduce
 from batch_agent.swarm.patterns.pipeline import Stage, fan_out_fan_in, run_pipeline
@@ -43,10 +43,6 @@ def test_a_pattern_has_the_known_arguments(function: object, known: dict[str, ob
     parameters = list(inspect.signature(function).parameters.values())[1:]  # type: ignore[arg-type]
     positional = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     assert {each.name: ... if each.default is each.empty else each.default for each in positional} == known
-
-
-def test_the_patterns_are_at_hand_together() -> None:
-    assert all(hasattr(patterns, name) for name in patterns.__all__)
 
 
 async def test_a_broadcast_and_reduce_shows_one_agent_what_all_said() -> None:
