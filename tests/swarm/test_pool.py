@@ -280,6 +280,7 @@ def test_an_argument_that_cannot_be_meant_is_an_error(arguments: dict[str, objec
         AgentPool([("host", 1)], **arguments)  # type: ignore[arg-type]
 
 
-def test_an_endpoint_that_is_none_is_an_error() -> None:
+@pytest.mark.parametrize("given", [5, ("host",), ("", 8000), ("host", 0), ("host", 99999), AgentEndpoint("host", -4)])
+def test_an_endpoint_that_is_none_is_an_error_before_anything_is_sent(given: object) -> None:
     with pytest.raises(SpecError, match="is no endpoint"):
-        AgentPool([5])  # type: ignore[list-item]
+        AgentPool([("other", 8000), given])  # type: ignore[list-item]

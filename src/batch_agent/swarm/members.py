@@ -79,10 +79,12 @@ class Members:
 
 
 def _endpoint(given: AgentEndpoint | tuple[str, int]) -> AgentEndpoint:
-    if isinstance(given, AgentEndpoint):
-        return given
+    """SpecError for what no request could be sent to, before one is."""
     try:
-        host, port = given
+        host, port = (given.host, given.port) if isinstance(given, AgentEndpoint) else given
+        usable = bool(host) and 0 < int(port) < 65536
     except (TypeError, ValueError):
-        raise SpecError(f"{given!r} is no endpoint: give an AgentEndpoint, or (host, port)") from None
-    return AgentEndpoint(host, port)
+        usable = False
+    if not usable:
+        raise SpecError(f"{given!r} is no endpoint: give an AgentEndpoint, or (host, port)")
+    return given if isinstance(given, AgentEndpoint) else AgentEndpoint(host, int(port))
