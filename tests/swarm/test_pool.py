@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -224,6 +225,20 @@ async def test_a_text_in_place_of_a_list_is_an_error() -> None:
     async with AgentPool([dead()]) as pool:
         with pytest.raises(SpecError, match="prompts is one text"):
             await pool.send_all("hello")
+
+
+async def test_a_prompt_that_is_no_text_is_an_error_that_names_it_and_nothing_is_sent() -> None:
+    agent = Agent()
+    async with agents(agent) as endpoints, AgentPool(endpoints) as pool:
+        with pytest.raises(SpecError, match=r"prompts\[1\] is of type NoneType: give texts"):
+            await pool.send_all(["a", None])  # type: ignore[list-item]
+    assert agent.asked == []
+
+
+async def test_prompts_may_be_a_column_of_a_table() -> None:
+    async with agents(Agent()) as endpoints, AgentPool(endpoints) as pool:
+        column = np.array(["a", "b"])
+        assert [response.text for response in await pool.send_all(column)] == ["<a>", "<b>"]  # type: ignore[arg-type]
 
 
 async def test_an_agent_that_is_not_there_is_a_failed_response() -> None:

@@ -27,6 +27,7 @@ from batch_agent.swarm.budget import (
 )
 from batch_agent.swarm.lines import TRIES, Exchange, Line
 from batch_agent.swarm.lists import CHAT, COMPLETIONS, NOT_THERE, Item, chat_messages, settle
+from batch_agent.swarm.members import texts_of
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
 from batch_agent.swarm.scatter import Scatter
@@ -84,10 +85,9 @@ class VLLMPool(AgentPool):
     ) -> list[Response]:
         """A list of prompts to one agent in one request. Those whose budgets or seeds differ go out in lists of their
         own; one that the server refuses fails alone."""
-        asking = self._asking.having(options)
+        asking, prompts = self._asking.having(options), texts_of(prompts)
         if not prompts:
             return []
-        self._check_not_empty()
         scatter = self._scatter(prompts, asking)
         return await scatter.run([self._post_list(scatter, agent_index, list(enumerate(prompts)), max_tokens, asking)])
 
@@ -95,7 +95,7 @@ class VLLMPool(AgentPool):
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
         """Grouped by i mod size, one list for each agent; answers in the order of the prompts."""
-        asking = self._asking.having(options)
+        asking, prompts = self._asking.having(options), texts_of(prompts)
         if not self._use_batch or not prompts:
             return await self._send_all(prompts, max_tokens, options)
         scatter = self._scatter(prompts, asking)
