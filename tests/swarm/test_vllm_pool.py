@@ -143,6 +143,14 @@ def test_a_variable_that_is_no_number_is_an_error_that_names_it(value: str, monk
         VLLMPool([dead()])
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"batch_timeout_cap": 0}, {"batch_concurrency": 0}, {"timeout_per_sequence": -1}]
+)
+def test_a_list_without_time_or_room_is_an_error(arguments: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=next(iter(arguments))):
+        VLLMPool([dead()], **arguments)
+
+
 async def test_each_server_is_asked_for_its_context_once_and_has_its_own() -> None:
     small, large = Agent(context=700), Agent(context=4000)
     async with agents(small, large) as endpoints, VLLMPool(endpoints, max_tokens=3500) as pool:

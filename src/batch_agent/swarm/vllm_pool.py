@@ -60,6 +60,8 @@ class VLLMPool(AgentPool):
         super().__init__(endpoints, concurrency, connector_limit, timeout, api_key=api_key, **options)
         if batch_concurrency < 1:
             raise SpecError(f"batch_concurrency is {batch_concurrency!r}: give a whole number above 0")
+        if batch_timeout_cap is not None and not batch_timeout_cap > 0:
+            raise SpecError(f"batch_timeout_cap is {batch_timeout_cap!r}: give seconds above 0")
         self._model = model
         self._max_tokens = whole(max_tokens, "AURORA_SWARM_MAX_TOKENS") or DEFAULT_TOKENS
         aggregation = whole(max_tokens_aggregation, "AURORA_SWARM_MAX_TOKENS_AGGREGATION")
