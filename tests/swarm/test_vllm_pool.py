@@ -162,6 +162,14 @@ async def test_each_server_is_asked_for_its_context_once_and_has_its_own() -> No
     assert {asked.body["max_tokens"] for asked in large.asked} == {4000 - 10 - 512}
 
 
+async def test_a_server_that_keeps_its_context_waiting_is_asked_once_and_answers_all_the_same() -> None:
+    agent = Agent()
+    agent.tells_models.clear()
+    async with agents(agent) as endpoints, VLLMPool(endpoints, timeout=0.4) as pool:
+        assert [(await pool.post(0, "a")).text, (await pool.post(0, "b")).text] == ["<a>", "<b>"]
+    assert agent.model_questions == 1
+
+
 async def test_nobody_is_asked_for_a_context_that_is_given() -> None:
     agent = Agent()
     async with agents(agent) as endpoints:
