@@ -195,6 +195,20 @@ async def test_a_pool_needs_not_be_entered_and_can_be_used_after_it_was_closed()
         await pool.close()
 
 
+async def test_what_a_pool_has_not_answered_when_it_is_closed_is_a_failed_response() -> None:
+    agent = Agent(hang)
+    async with agents(agent) as endpoints:
+        pool = AgentPool(endpoints, concurrency=1)
+        asking = asyncio.create_task(pool.send_all(["a", "b"]))
+        while not agent.asked:
+            await asyncio.sleep(0)
+        await pool.close()
+        async with asyncio.timeout(5):
+            first, second = await asking
+    assert (first.success, second.success) == (False, False)
+    assert "the pool was closed" in (second.error or "") and first.error
+
+
 def test_a_pool_can_be_used_in_one_event_loop_after_another() -> None:
     pool = AgentPool([("127.0.0.1", 1)])
 
