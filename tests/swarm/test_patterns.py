@@ -252,6 +252,12 @@ async def test_stages_may_have_agents_of_their_own_and_running_out_of_them_is_an
     assert asked == [len(agent.asked) for agent in given] == [1, 1, 1]
 
 
+async def test_a_fan_out_to_nobody_is_an_error_that_says_so() -> None:
+    async with AgentPool([("host", 1)]) as pool:
+        with pytest.raises(SpecError, match="n_workers is 0"):
+            await fan_out_fan_in(pool, "hi", "All: {responses}", n_workers=0)
+
+
 async def test_the_first_workers_answer_and_agent_0_collects() -> None:
     given = [Agent(name="a"), Agent(name="b"), Agent(name="c")]
     async with agents(*given) as endpoints, VLLMPool(endpoints) as pool:
