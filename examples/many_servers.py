@@ -14,7 +14,9 @@ from tempfile import TemporaryDirectory
 
 from batch_agent.swarm import VLLMPool, parse_hostfile
 from batch_agent.swarm.aggregators import failure_report, majority_vote
-from batch_agent.swarm.patterns import broadcast, map_gather, tree_reduce
+from batch_agent.swarm.patterns.broadcast import broadcast
+from batch_agent.swarm.patterns.scatter_gather import map_gather
+from batch_agent.swarm.patterns.tree_reduce import tree_reduce
 from batch_agent.testing import Request, Say, ScriptedServer
 
 

@@ -232,6 +232,11 @@ async def test_servers_join_and_leave_a_run_under_way() -> None:
     assert fleet.capabilities.endpoints == (first.backend_url, third.backend_url)
 
 
+def test_no_endpoint_is_not_taken_for_the_usual_backend() -> None:
+    with pytest.raises(SpecError, match="None is no endpoint"):
+        Fleet(["vllm://a", None])  # type: ignore[list-item]
+
+
 def test_what_cannot_be_removed_is_said() -> None:
     fleet = Fleet(["vllm://a", "vllm://b"])
     with pytest.raises(SpecError, match="no endpoint 'vllm://c'"):

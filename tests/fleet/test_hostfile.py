@@ -85,6 +85,7 @@ def test_a_line_with_a_port_or_a_tag_is_an_endpoint_of_its_own() -> None:
         ("gpu/1", "no host name"),
         ("ftp://gpu-1", "no scheme 'ftp'"),
         ("https://user:secret@gpu-1", "no logins"),
+        ("user:secret@gpu-1:8000", "no logins"),
         ("https://gpu-1/v1?tls=1", "ends with its path"),
         ("vllm://", "no host name"),
     ],

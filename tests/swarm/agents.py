@@ -48,6 +48,8 @@ class Agent:
         self.has_batch = has_batch
         self.asked: list[Asked] = []
         self.model_questions = 0
+        self.tells_models = asyncio.Event()
+        self.tells_models.set()
         self.inflight = self.peak = 0
         self.port = 0
         self._runner: web.AppRunner | None = None
@@ -86,6 +88,7 @@ class Agent:
 
     async def _models(self, request: web.Request) -> web.Response:
         self.model_questions += 1
+        await self.tells_models.wait()
         if self.context is None:
             return web.json_response({"error": "no such page"}, status=404)
         card = {"id": "openai/gpt-oss-120b", "object": "model", "max_model_len": self.context}

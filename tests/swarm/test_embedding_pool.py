@@ -79,3 +79,11 @@ async def test_faults_are_responses_and_an_empty_pool_is_an_error() -> None:
         assert await pool.embed_all([]) == []
         with pytest.raises(SpecError, match="no agents"):
             await pool.by_tag("role", "embed").embed_all(["a"])
+
+
+async def test_a_text_that_is_none_is_an_error_that_names_it() -> None:
+    async with EmbeddingPool([dead()], "m") as pool:
+        with pytest.raises(SpecError, match=r"texts\[0\] is of type int: give texts"):
+            await pool.embed_all([5])  # type: ignore[list-item]
+        with pytest.raises(SpecError, match="texts is one text"):
+            await pool.embed_all("hello")

@@ -35,6 +35,14 @@ def test_a_name_is_where_programs_look_for_it(place: str) -> None:
     assert [name for name in PLACES[place].split() if not hasattr(module, name)] == []
 
 
+def test_a_pattern_of_the_same_name_does_not_hide_its_module() -> None:
+    from batch_agent.swarm.patterns import broadcast, scatter_gather, tree_reduce
+
+    assert [broadcast.__name__, scatter_gather.__name__, tree_reduce.__name__] == [
+        f"batch_agent.swarm.patterns.{name}" for name in ("broadcast", "scatter_gather", "tree_reduce")
+    ]
+
+
 def test_what_the_package_exports_is_pinned() -> None:
     assert swarm.__all__ == sorted(PLACES["batch_agent.swarm"].split())
 

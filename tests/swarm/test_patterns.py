@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent.errors import SpecError
-from batch_agent.swarm import AgentEndpoint, AgentPool, Response, VLLMPool, patterns
+from batch_agent.swarm import AgentEndpoint, AgentPool, Response, VLLMPool
 from batch_agent.swarm.patterns.blackboard import Blackboard
 from batch_agent.swarm.patterns.broadcast import broadcast, broadcast_and_reduce
 from batch_agent.swarm.patterns.pipeline import Stage, fan_out_fan_in, run_pipeline
@@ -43,10 +43,6 @@ def test_a_pattern_has_the_known_arguments(function: object, known: dict[str, ob
     parameters = list(inspect.signature(function).parameters.values())[1:]  # type: ignore[arg-type]
     positional = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     assert {each.name: ... if each.default is each.empty else each.default for each in positional} == known
-
-
-def test_the_patterns_are_at_hand_together() -> None:
-    assert all(hasattr(patterns, name) for name in patterns.__all__)
 
 
 async def test_a_broadcast_and_reduce_shows_one_agent_what_all_said() -> None:
@@ -254,6 +250,12 @@ async def test_stages_may_have_agents_of_their_own_and_running_out_of_them_is_an
         with pytest.raises(SpecError, match="n_agents 0"):
             await run_pipeline(pool, [Stage("none", "{input}", 0)], "x")
     assert asked == [len(agent.asked) for agent in given] == [1, 1, 1]
+
+
+async def test_a_fan_out_to_nobody_is_an_error_that_says_so() -> None:
+    async with AgentPool([("host", 1)]) as pool:
+        with pytest.raises(SpecError, match="n_workers is 0"):
+            await fan_out_fan_in(pool, "hi", "All: {responses}", n_workers=0)
 
 
 async def test_the_first_workers_answer_and_agent_0_collects() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -194,6 +195,20 @@ async def test_a_pool_needs_not_be_entered_and_can_be_used_after_it_was_closed()
         await pool.close()
 
 
+async def test_what_a_pool_has_not_answered_when_it_is_closed_is_a_failed_response() -> None:
+    agent = Agent(hang)
+    async with agents(agent) as endpoints:
+        pool = AgentPool(endpoints, concurrency=1)
+        asking = asyncio.create_task(pool.send_all(["a", "b"]))
+        while not agent.asked:
+            await asyncio.sleep(0)
+        await pool.close()
+        async with asyncio.timeout(5):
+            first, second = await asking
+    assert (first.success, second.success) == (False, False)
+    assert "the pool was closed" in (second.error or "") and first.error
+
+
 def test_a_pool_can_be_used_in_one_event_loop_after_another() -> None:
     pool = AgentPool([("127.0.0.1", 1)])
 
@@ -224,6 +239,20 @@ async def test_a_text_in_place_of_a_list_is_an_error() -> None:
     async with AgentPool([dead()]) as pool:
         with pytest.raises(SpecError, match="prompts is one text"):
             await pool.send_all("hello")
+
+
+async def test_a_prompt_that_is_no_text_is_an_error_that_names_it_and_nothing_is_sent() -> None:
+    agent = Agent()
+    async with agents(agent) as endpoints, AgentPool(endpoints) as pool:
+        with pytest.raises(SpecError, match=r"prompts\[1\] is of type NoneType: give texts"):
+            await pool.send_all(["a", None])  # type: ignore[list-item]
+    assert agent.asked == []
+
+
+async def test_prompts_may_be_a_column_of_a_table() -> None:
+    async with agents(Agent()) as endpoints, AgentPool(endpoints) as pool:
+        column = np.array(["a", "b"])
+        assert [response.text for response in await pool.send_all(column)] == ["<a>", "<b>"]  # type: ignore[arg-type]
 
 
 async def test_an_agent_that_is_not_there_is_a_failed_response() -> None:
@@ -280,6 +309,7 @@ def test_an_argument_that_cannot_be_meant_is_an_error(arguments: dict[str, objec
         AgentPool([("host", 1)], **arguments)  # type: ignore[arg-type]
 
 
-def test_an_endpoint_that_is_none_is_an_error() -> None:
+@pytest.mark.parametrize("given", [5, ("host",), ("", 8000), ("host", 0), ("host", 99999), AgentEndpoint("host", -4)])
+def test_an_endpoint_that_is_none_is_an_error_before_anything_is_sent(given: object) -> None:
     with pytest.raises(SpecError, match="is no endpoint"):
-        AgentPool([5])  # type: ignore[list-item]
+        AgentPool([("other", 8000), given])  # type: ignore[list-item]

@@ -143,6 +143,14 @@ def test_a_variable_that_is_no_number_is_an_error_that_names_it(value: str, monk
         VLLMPool([dead()])
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"batch_timeout_cap": 0}, {"batch_concurrency": 0}, {"timeout_per_sequence": -1}]
+)
+def test_a_list_without_time_or_room_is_an_error(arguments: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=next(iter(arguments))):
+        VLLMPool([dead()], **arguments)
+
+
 async def test_each_server_is_asked_for_its_context_once_and_has_its_own() -> None:
     small, large = Agent(context=700), Agent(context=4000)
     async with agents(small, large) as endpoints, VLLMPool(endpoints, max_tokens=3500) as pool:
@@ -152,6 +160,14 @@ async def test_each_server_is_asked_for_its_context_once_and_has_its_own() -> No
     assert (small.model_questions, large.model_questions) == (1, 1)
     assert {asked.body["max_tokens"] for asked in small.asked[:-1]} == {700 - 10 - 512}
     assert {asked.body["max_tokens"] for asked in large.asked} == {4000 - 10 - 512}
+
+
+async def test_a_server_that_keeps_its_context_waiting_is_asked_once_and_answers_all_the_same() -> None:
+    agent = Agent()
+    agent.tells_models.clear()
+    async with agents(agent) as endpoints, VLLMPool(endpoints, timeout=0.4) as pool:
+        assert [(await pool.post(0, "a")).text, (await pool.post(0, "b")).text] == ["<a>", "<b>"]
+    assert agent.model_questions == 1
 
 
 async def test_nobody_is_asked_for_a_context_that_is_given() -> None:

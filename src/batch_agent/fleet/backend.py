@@ -169,6 +169,8 @@ class Fleet(Generates):
         self._tell()
 
     def _add(self, given: Given, facts: Mapping[str, object] | None = None) -> Server:
+        if given is None:  # elsewhere it means the backend that runs have by default
+            raise SpecError("None is no endpoint of a fleet: give a URL")
         tags: dict[str, object] = {name: value for name, value in (facts or {}).items() if value is not None}
         if isinstance(given, AgentEndpoint):
             tags = {**given.tags, **tags}

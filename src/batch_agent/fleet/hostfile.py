@@ -122,8 +122,6 @@ def _read_url(text: str) -> tuple[str, str, int | None, str]:
     if scheme not in PORTS:
         raise ValueError(f"there is no scheme {scheme!r}; write {FORMS}")
     url = urlsplit(f"{scheme}://{rest}")
-    if "@" in url.netloc:
-        raise ValueError("a hostfile holds no logins; give the key as api_key=")
     if url.query or url.fragment:
         raise ValueError("an address ends with its path")
     host, port = _read_place(url.netloc, None)
@@ -131,7 +129,9 @@ def _read_url(text: str) -> tuple[str, str, int | None, str]:
 
 
 def _read_place(text: str, own_port: int | None) -> tuple[str, int | None]:
-    """Host and port, where it has one."""
+    """Host and port, where it has one. A login is not said again."""
+    if "@" in text:
+        raise ValueError("a hostfile holds no logins; give the key as api_key=")
     if text.startswith("["):
         host, closed, rest = text[1:].partition("]")
         if not closed or (rest and not rest.startswith(":")):

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 
-from batch_agent.errors import BackendError, SpecError
+from batch_agent.errors import BackendError, SpecError, Timeout
 from batch_agent.swarm.answers import read_object
 from batch_agent.swarm.lines import Line, Lines
 
@@ -16,6 +16,7 @@ DEFAULT_PER_SEQUENCE = 60.0
 LEAST_TOKENS = 128
 CHARACTERS_PER_TOKEN = 4
 LONGEST_QUESTION = 10.0  # seconds
+QUESTION_SHARE = 0.25  # of a request's time, at most: the rest is for the answer, whether the server told or not
 
 
 def from_environment(given: float | None, name: str, environ: Mapping[str, str] = os.environ) -> float | None:
@@ -45,11 +46,12 @@ def answer_tokens(most: int, context: int, characters: int, buffer: int) -> int:
 
 async def context_of(line: Line, lines: Lines, model: str, limit: float) -> int:
     """The context of a server in tokens, asked for once, however many want to know. One that could not be reached is
-    asked again by the next who wants to know; one that does not say is not."""
+    asked again by the next who wants to know; one that does not say, or not in time, is not."""
     if isinstance(line.context, int):
         return line.context
     if line.context is None or line.context.get_loop() is not asyncio.get_running_loop():
-        line.context = asyncio.get_running_loop().create_task(_ask(line, lines, model, min(limit, LONGEST_QUESTION)))
+        question = _ask(line, lines, model, min(limit * QUESTION_SHARE, LONGEST_QUESTION))
+        line.context = asyncio.get_running_loop().create_task(question)
         line.context.add_done_callback(lambda task: _learn(line, task))
     found = await asyncio.shield(line.context)
     return DEFAULT_CONTEXT if found is None else found
@@ -60,7 +62,8 @@ async def _ask(line: Line, lines: Lines, model: str, limit: float) -> int | None
     try:
         cards = read_object(exchange).get("data")
     except BackendError as error:
-        return DEFAULT_CONTEXT if error.status is not None or exchange.error is None else None
+        silent = isinstance(error, Timeout) and not error.unreached
+        return DEFAULT_CONTEXT if error.status is not None or exchange.error is None or silent else None
     found = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
     named = [card for card in found if card.get("id") == model] or (found if len(found) == 1 else [])
     length = named[0].get("max_model_len") if named else None

@@ -15,7 +15,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import indexed, read_object
 from batch_agent.swarm.lines import Exchange, Lines
 from batch_agent.swarm.lists import Item, halves
-from batch_agent.swarm.members import Members
+from batch_agent.swarm.members import Members, texts_of
 
 CONNECTIONS = 1024
 
@@ -52,6 +52,7 @@ class EmbeddingPool(Members):
         in one request."""
         if type(batch_size) is not int or batch_size < 1:
             raise SpecError(f"batch_size is {batch_size!r}: give a whole number above 0")
+        texts = texts_of(texts, "texts")
         if not texts:
             return []
         self._check_not_empty()

@@ -114,13 +114,16 @@ class Lines:
             attempts += 1
             try:
                 async with self._gate.hold(line):
+                    if self._loop is not loop:
+                        raise Unavailable(f"{route.faults.where}: not sent, because the pool was closed")
                     began = loop.time()
                     answer = await self._send(line, route, data, limit, spent)
                 line.answered_at = loop.time()
                 return Exchange(route.faults, answer, None, line.answered_at - began, attempts)
             except BackendError as error:
                 pause = error.retry_after or FIRST_PAUSE * 2 ** (attempts - 1)
-                if attempts >= tries or pause > LONGEST_PAUSE or not _may_pass(error):
+                hopeless = pause > LONGEST_PAUSE or self._loop is not loop or not _may_pass(error)
+                if attempts >= tries or hopeless:
                     return Exchange(route.faults, error=error, attempts=attempts)
             await asyncio.sleep(pause)
 

@@ -78,11 +78,24 @@ class Members:
         await self.close()
 
 
+def texts_of(given: Iterable[str], what: str = "prompts") -> list[str]:
+    """Of a list, or of a column of a table. SpecError for one text in its place, and for what is no text."""
+    if isinstance(given, str):
+        raise SpecError(f"{what} is one text: give a list of them")
+    found = list(given)
+    for place, text in enumerate(found):
+        if not isinstance(text, str):
+            raise SpecError(f"{what}[{place}] is of type {type(text).__name__}: give texts")
+    return found
+
+
 def _endpoint(given: AgentEndpoint | tuple[str, int]) -> AgentEndpoint:
-    if isinstance(given, AgentEndpoint):
-        return given
+    """SpecError for what no request could be sent to, before one is."""
     try:
-        host, port = given
+        host, port = (given.host, given.port) if isinstance(given, AgentEndpoint) else given
+        usable = bool(host) and 0 < int(port) < 65536
     except (TypeError, ValueError):
-        raise SpecError(f"{given!r} is no endpoint: give an AgentEndpoint, or (host, port)") from None
-    return AgentEndpoint(host, port)
+        usable = False
+    if not usable:
+        raise SpecError(f"{given!r} is no endpoint: give an AgentEndpoint, or (host, port)")
+    return given if isinstance(given, AgentEndpoint) else AgentEndpoint(host, int(port))

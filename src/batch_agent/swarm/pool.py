@@ -18,7 +18,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import read_generated
 from batch_agent.swarm.asking import Asking, Options
 from batch_agent.swarm.lines import TRIES, Lines
-from batch_agent.swarm.members import Members
+from batch_agent.swarm.members import Members, texts_of
 from batch_agent.swarm.response import Response
 from batch_agent.swarm.run import scatter_run
 from batch_agent.swarm.scatter import Scatter, Sink
@@ -69,7 +69,7 @@ class AgentPool(Members):
             raise SpecError("post gives one answer: n is for calls that give a list")
         asking = replace(self._asking, n=1).having(options)
         self._check_not_empty()
-        scatter = Scatter(1, self.size, asking)
+        scatter = Scatter(len(texts_of([prompt])), self.size, asking)
         if asking.deadline is None and asking.on_result is None:
             await self._answer(scatter, agent_index, prompt, max_tokens, asking)
             (response,) = scatter.responses
@@ -118,7 +118,7 @@ class AgentPool(Members):
     async def _send_all(
         self, prompts: Sequence[str], max_tokens: int | None, options: Options, sink: Sink | None = None
     ) -> list[Response]:
-        asking = self._asking.having(options)
+        asking, prompts = self._asking.having(options), texts_of(prompts)
         if not prompts:
             return []
         scatter = self._scatter(prompts, asking, sink)
@@ -149,8 +149,6 @@ class AgentPool(Members):
 
     def _scatter(self, prompts: Sequence[str], asking: Asking, sink: Sink | None = None) -> Scatter:
         self._check_not_empty()
-        if isinstance(prompts, str):
-            raise SpecError("prompts is one text: give a list of them")
         asking.check_lengths(len(prompts))
         return Scatter(len(prompts), self.size, asking, sink)
 

@@ -27,6 +27,7 @@ from batch_agent.swarm.budget import (
 )
 from batch_agent.swarm.lines import TRIES, Exchange, Line
 from batch_agent.swarm.lists import CHAT, COMPLETIONS, NOT_THERE, Item, chat_messages, settle
+from batch_agent.swarm.members import texts_of
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
 from batch_agent.swarm.scatter import Scatter
@@ -59,6 +60,8 @@ class VLLMPool(AgentPool):
         super().__init__(endpoints, concurrency, connector_limit, timeout, api_key=api_key, **options)
         if batch_concurrency < 1:
             raise SpecError(f"batch_concurrency is {batch_concurrency!r}: give a whole number above 0")
+        if batch_timeout_cap is not None and not batch_timeout_cap > 0:
+            raise SpecError(f"batch_timeout_cap is {batch_timeout_cap!r}: give seconds above 0")
         self._model = model
         self._max_tokens = whole(max_tokens, "AURORA_SWARM_MAX_TOKENS") or DEFAULT_TOKENS
         aggregation = whole(max_tokens_aggregation, "AURORA_SWARM_MAX_TOKENS_AGGREGATION")
@@ -84,10 +87,9 @@ class VLLMPool(AgentPool):
     ) -> list[Response]:
         """A list of prompts to one agent in one request. Those whose budgets or seeds differ go out in lists of their
         own; one that the server refuses fails alone."""
-        asking = self._asking.having(options)
+        asking, prompts = self._asking.having(options), texts_of(prompts)
         if not prompts:
             return []
-        self._check_not_empty()
         scatter = self._scatter(prompts, asking)
         return await scatter.run([self._post_list(scatter, agent_index, list(enumerate(prompts)), max_tokens, asking)])
 
@@ -95,7 +97,7 @@ class VLLMPool(AgentPool):
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
         """Grouped by i mod size, one list for each agent; answers in the order of the prompts."""
-        asking = self._asking.having(options)
+        asking, prompts = self._asking.having(options), texts_of(prompts)
         if not self._use_batch or not prompts:
             return await self._send_all(prompts, max_tokens, options)
         scatter = self._scatter(prompts, asking)

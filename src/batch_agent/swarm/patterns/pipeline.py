@@ -53,8 +53,10 @@ async def fan_out_fan_in(
     pool: AgentPool, prompt: str, collect_prompt: str, n_workers: int | None = None, **options: Unpack[Options]
 ) -> Response:
     """The first ``n_workers`` answer, and agent 0 answers ``collect_prompt`` with theirs put for ``{responses}``."""
+    if n_workers is not None and n_workers < 1:
+        raise SpecError(f"n_workers is {n_workers}: give 1 or more, or None for all")
     steps = Steps(options)
-    workers = pool if n_workers is None else pool.slice(0, max(n_workers, 0))
+    workers = pool if n_workers is None else pool.slice(0, n_workers)
     responses = await workers.broadcast_prompt(prompt, **steps.first())
     return await collect(pool, 0, collect_prompt, responses, steps)
 
