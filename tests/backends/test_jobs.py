@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -186,10 +187,40 @@ async def test_a_wave_that_is_full_goes_and_the_next_one_begins() -> None:
     assert sorted(len(job.requests) for job in server.jobs) == [1, 2]
 
 
-async def test_whoever_drives_a_wave_may_leave_it_and_the_others_are_answered() -> None:
-    def request(text: str) -> ModelRequest:
-        return ModelRequest(RequestShape("test-model"), Conversation([Message("user", text)]), text)
+def request(text: str) -> ModelRequest:
+    return ModelRequest(RequestShape("test-model"), Conversation([Message("user", text)]), text)
 
+
+async def test_whoever_asks_after_the_job_was_done_finds_the_answer_kept(tmp_path: Path) -> None:
+    async with JobServer(echo) as server:
+        backend, _ = open_backend(url(server), model="test-model", api_key=None)
+        assert isinstance(backend, JobBackend)
+        backend.keep(tmp_path)
+        with suppress(InterruptedError):  # as where a run is stopped before its answers are recorded
+            async with backend:
+                await asyncio.gather(*(backend.infer(request(text)) for text in "abc"))
+                raise InterruptedError
+        async with backend:
+            late = [(await backend.infer(request(text))).text for text in "abc"]
+    assert late == ["heard a", "heard b", "heard c"]
+    assert len(server.jobs) == 1
+
+
+async def test_a_turn_that_was_given_up_and_is_asked_again_waits_for_the_same_job() -> None:
+    async with JobServer(echo, looks=1_000_000) as server:
+        backend, _ = open_backend(url(server), model="test-model", api_key=None)
+        async with backend:
+            given_up = asyncio.create_task(backend.infer(request("a")))
+            while not (server.jobs and server.jobs[0].looked):
+                await asyncio.sleep(0.01)
+            given_up.cancel()
+            await asyncio.wait([given_up])
+            server._looks = 1
+            assert (await backend.infer(request("a"))).text == "heard a"
+    assert len(server.jobs) == 1
+
+
+async def test_whoever_drives_a_wave_may_leave_it_and_the_others_are_answered() -> None:
     async with JobServer(echo, looks=1_000_000) as server:
         backend, _ = open_backend(url(server), model="test-model", api_key=None)
         async with backend:

@@ -109,6 +109,7 @@ class Wave:
     requests: tuple[str, ...] = ()  # once it is sent
     tried: bool = False  # sending it was begun, and may have come to something
     done: bool = False
+    answers: dict[str, Answer] = field(default_factory=dict)  # once it is done, those that nobody has taken
     size: int = 0
     waiting: dict[str, asyncio.Future[Answer]] = field(default_factory=dict)
     joined_at: float = 0.0
@@ -211,10 +212,9 @@ class JobBackend(Generates):
         wave, own = self._join(digest, body)
         return await self._wait(wave, own)
 
-    def _remember(self, wave: Wave) -> None:
+    def _remember(self, wave: Wave, own: str) -> None:
         """What a wave was sent for can be asked for again."""
-        for own in wave.requests:
-            self._known.setdefault(own.partition("-")[0], []).append((wave, own))
+        self._known.setdefault(own.partition("-")[0], []).append((wave, own))
 
     def _join(self, digest: str, body: bytes) -> tuple[Wave, str]:
         limits, wave = self._service.limits, self._gathering
@@ -244,28 +244,30 @@ class JobBackend(Generates):
             wave.waiting.pop(own, None)
             if not wave.requests:  # cancelled before anything was sent
                 wave.size -= len(wave.bodies.pop(own, b""))
+            elif wave.job is not None and not (wave.done and answer.done()):
+                self._remember(wave, own)
 
     async def _drive(self, wave: Wave) -> None:
-        """The wave to its end: everybody who waits in it is answered."""
+        """The wave to its end: everybody who waits in it is answered. Who comes later finds the answer kept."""
+        answers = wave.answers
         try:
-            if wave.job is None:
-                await self._submit(wave)
-            state = await self._patiently(lambda: self._until_done(wave))
-            found = {} if state.failed is not None else await self._patiently(lambda: self._service.answers(state))
+            if not wave.done:
+                answers = wave.answers = await self._finish(wave)
         except BackendError as failure:
-            if wave.job is not None:
-                self._remember(wave)
-            self._tell(wave, {}, failure)
-            return
-        wave.done = True
-        self._waves.remove(wave)
-        missing = state.failed or Unavailable(f"{self._name}: job {wave.job} ended without an answer to this request")
-        self._tell(wave, found, missing)
-
-    def _tell(self, wave: Wave, found: Mapping[str, Answer], otherwise: BackendError) -> None:
+            answers = dict.fromkeys(wave.waiting, failure)
         for own, waiting in wave.waiting.items():
             if not waiting.done():
-                waiting.set_result(found.get(own, otherwise))
+                waiting.set_result(answers.pop(own))
+
+    async def _finish(self, wave: Wave) -> dict[str, Answer]:
+        if wave.job is None:
+            await self._submit(wave)
+        state = await self._patiently(lambda: self._until_done(wave))
+        found = {} if state.failed is not None else await self._patiently(lambda: self._service.answers(state))
+        missing = state.failed or Unavailable(f"{self._name}: job {wave.job} ended without an answer to this request")
+        wave.done = True
+        self._waves.remove(wave)
+        return {own: found.get(own, missing) for own in wave.requests}
 
     async def _submit(self, wave: Wave) -> None:
         # Others join meanwhile, and then it is longer.
@@ -321,7 +323,8 @@ class JobBackend(Generates):
             if job is not None:
                 wave = Wave(entry.wave, job, requests=tuple(entry.requests))
                 self._waves.append(wave)
-                self._remember(wave)
+                for own in wave.requests:
+                    self._remember(wave, own)
 
     async def _leave(self, *, well: bool) -> None:
         self._known.clear()
