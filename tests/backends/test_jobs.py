@@ -17,8 +17,9 @@ from batch_agent.backends.job_ledger import FILE, JobLedger
 from batch_agent.backends.jobs import JobBackend
 from batch_agent.backends.openai_jobs import OpenAIJobs
 from batch_agent.backends.registry import open_backend
-from batch_agent.errors import SpecError
+from batch_agent.errors import SpecError, Unavailable
 from batch_agent.messages import Conversation, Message
+from batch_agent.scheduler.health import trouble_of
 from batch_agent.testing.job_server import JobServer
 
 Body = dict[str, Any]
@@ -204,6 +205,15 @@ async def test_whoever_asks_after_the_job_was_done_finds_the_answer_kept(tmp_pat
             late = [(await backend.infer(request(text))).text for text in "abc"]
     assert late == ["heard a", "heard b", "heard c"]
     assert len(server.jobs) == 1
+
+
+async def test_what_a_job_left_undone_is_no_outage_of_the_server_that_tells_of_it() -> None:
+    async with JobServer(echo, expires_after=0) as server:
+        backend, _ = open_backend(url(server), model="test-model", api_key=None)
+        async with backend:
+            with pytest.raises(Unavailable) as undone:
+                await backend.infer(request("a"))
+    assert trouble_of(undone.value) is None, "taken for one, each row would be tried in a job of its own"
 
 
 async def test_a_turn_that_was_given_up_and_is_asked_again_waits_for_the_same_job() -> None:

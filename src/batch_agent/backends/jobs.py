@@ -265,6 +265,9 @@ class JobBackend(Generates):
         state = await self._patiently(lambda: self._until_done(wave))
         found = {} if state.failed is not None else await self._patiently(lambda: self._service.answers(state))
         missing = state.failed or Unavailable(f"{self._name}: job {wave.job} ended without an answer to this request")
+        for failure in (missing, *found.values()):
+            if isinstance(failure, BackendError):
+                failure.second_hand = True
         wave.done = True
         self._waves.remove(wave)
         return {own: found.get(own, missing) for own in wave.requests}
