@@ -17,7 +17,7 @@ from batch_agent.backends.job_ledger import FILE, JobLedger
 from batch_agent.backends.jobs import JobBackend
 from batch_agent.backends.openai_jobs import OpenAIJobs
 from batch_agent.backends.registry import open_backend
-from batch_agent.errors import SpecError, Unavailable
+from batch_agent.errors import Rejected, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message
 from batch_agent.scheduler.health import trouble_of
 from batch_agent.testing.job_server import JobServer
@@ -214,6 +214,24 @@ async def test_what_a_job_left_undone_is_no_outage_of_the_server_that_tells_of_i
             with pytest.raises(Unavailable) as undone:
                 await backend.infer(request("a"))
     assert trouble_of(undone.value) is None, "taken for one, each row would be tried in a job of its own"
+
+
+async def test_a_provider_that_was_never_reached_is_said_to_be_so_soon() -> None:
+    async with JobServer(echo) as server:
+        pass  # it was there, and is no more
+    backend, _ = open_backend(url(server), model="test-model", api_key=None)
+    async with backend:
+        with pytest.raises(Unavailable) as dead:
+            await backend.infer(request("a"))
+    assert dead.value.unreached
+
+
+@pytest.mark.parametrize("scheme", ["openai-batch", "anthropic-batch"])
+def test_an_answer_without_the_id_of_a_job_is_an_error_in_words(scheme: str) -> None:
+    backend, _ = open_backend(f"{scheme}://h", model="m", api_key="k")
+    assert isinstance(backend, JobBackend)
+    with pytest.raises(Rejected, match="has no id, so this is no batch API"):
+        backend._service.id_of(b'{"object": "list"}')
 
 
 async def test_a_turn_that_was_given_up_and_is_asked_again_waits_for_the_same_job() -> None:

@@ -31,7 +31,7 @@ from batch_agent.backends.http import HttpClient, Route
 from batch_agent.backends.http_backend import HttpBackend
 from batch_agent.backends.job_ledger import JobLedger
 from batch_agent.backends.wire import Naming, object_of
-from batch_agent.errors import BackendError, Unavailable
+from batch_agent.errors import BackendError, Rejected, Unavailable
 from batch_agent.messages import JsonObject, Reply
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ T = TypeVar("T")
 GATHER_SECONDS = 1.0  # nobody joined for so long: the wave goes
 FIRST_LOOK, LONGEST_LOOK, LOOK_GROWTH = 1.0, 60.0, 1.5  # seconds between two questions whether a job is done
 PATIENCE_SECONDS = 900.0  # of a provider that cannot be reached, before those who wait are told
+MOST_KNOCKS = 4  # at one that was never reached: its address may be wrong, which is to be said soon
 GOODBYE_SECONDS = 5.0  # to cancel what nobody will pick up
 PRICE = 0.5  # of what the same tokens cost at once, at every provider
 
@@ -98,6 +99,13 @@ class JobService(ABC):
     def document(self, body: bytes) -> JsonObject:
         return object_of(body, self.batches.faults)
 
+    def id_of(self, body: bytes) -> str:
+        """Of what was just made."""
+        made = self.document(body).get("id")
+        if not isinstance(made, str) or not made:
+            raise Rejected(f"{self.batches.faults.where}: the answer has no id, so this is no batch API")
+        return made
+
 
 @dataclass(eq=False, slots=True)
 class Wave:
@@ -135,6 +143,7 @@ class JobBackend(Generates):
         self._waves: list[Wave] = []  # submitted and not done
         self._known: dict[str, list[tuple[Wave, str]]] = {}  # requests that were sent and that nobody waits for
         self._ledger: JobLedger | None = None
+        self._reached = False  # the provider has answered
         self._entered = 0
 
     @property
@@ -305,15 +314,20 @@ class JobBackend(Generates):
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         """A job is worth more than the connection to it: what would be tried again is tried again here, since a row
         that came back to the engine would begin a job of its own."""
-        began, pause = _now(), self._look
+        began, pause, knocks = _now(), self._look, 0
         while True:
             try:
-                return await ask()
+                answer = await ask()
             except BackendError as error:
-                if not error.retryable or _now() - began > PATIENCE_SECONDS:
+                knocks += 1
+                never = error.unreached and not self._reached and knocks >= MOST_KNOCKS
+                if not error.retryable or never or _now() - began > PATIENCE_SECONDS:
                     raise
                 await asyncio.sleep(max(pause, error.retry_after or 0.0))
                 pause = min(LONGEST_LOOK, pause * LOOK_GROWTH)
+            else:
+                self._reached = True
+                return answer
 
     # From session to session
 
