@@ -95,6 +95,7 @@ class BackendError(JobError):
             self.overload = overload
         self.unreached = unreached  # nothing of the request was read: no fault of what it asked
         self.paid_elsewhere = False  # it was another's request, which this one shared
+        self.second_hand = False  # a server that works told of it: it says nothing against that one
         self.retry_after = retry_after  # seconds the server asks to be left alone
         self.text = text  # what the model had said when it broke off
         self.usage = usage  # what was computed all the same, where the server says so

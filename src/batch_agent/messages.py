@@ -8,7 +8,7 @@ the wire allows it, which is what an engine's prefix cache lives on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -57,7 +57,7 @@ class Image:
         shows is known by its hash."""
         if not self.is_data:
             return f"[image {self.url}]"
-        self._digest = self._digest or sha256(self.url.partition(",")[2].encode()).hexdigest()
+        self._digest = self._digest or sha256(_data(self.url)).hexdigest()
         return f"[image sha256:{self._digest}]"
 
     def __eq__(self, other: object) -> bool:
@@ -72,6 +72,15 @@ class Image:
 
 def _data_url(data: bytes, media_type: str) -> str:
     return f"data:{media_type};base64,{b64encode(data).decode()}"
+
+
+def _data(url: str) -> bytes:
+    """The bytes of a ``data:`` URL; its text where they cannot be had."""
+    text = url.partition(",")[2]
+    try:
+        return b64decode(text, validate=True)
+    except ValueError:
+        return text.encode("utf-8", "surrogatepass")
 
 
 Part = str | Image

@@ -96,9 +96,10 @@ class BackendContract(Terms):
     @both
     async def test_a_plain_answer_is_a_reply_with_its_usage(self, streamed: bool) -> None:
         usage = Usage(20, cached_tokens=8, completion_tokens=5, reasoning_tokens=2, cache_write_tokens=3)
-        async with self.peer(Say("Hello.", usage=usage)) as peer:
+        text = "\n  Hello, naïve 🐟.\n"
+        async with self.peer(Say(text, usage=usage)) as peer:
             reply = await peer.backend.infer(self.ask(), listener(streamed))
-        assert (reply.text, reply.tool_calls) == ("Hello.", ())
+        assert (reply.text, reply.tool_calls) == (text, ())
         self.assert_usage(reply.usage, usage)
         assert not streamed or not peer.backend.capabilities.streaming or (reply.first_token or -1) >= 0, (
             f"a streamed answer tells when its first token came, not {reply.first_token!r}"

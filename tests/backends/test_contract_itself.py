@@ -249,6 +249,11 @@ class ClosesWithTheFirstWhoLeaves(Right):
             await super().__aexit__(*exception)
 
 
+class TrimsTexts(Right):
+    def answered(self, reply: Reply) -> Reply:
+        return replace(reply, text=reply.text.strip())
+
+
 BROKEN: Mapping[str, tuple[type[Right], str]] = {
     "the model is not sent": (without("model", "another"), "the_model_and_the_tools"),
     "tools are not sent": (without("tools", ()), "the_model_and_the_tools"),
@@ -276,6 +281,7 @@ BROKEN: Mapping[str, tuple[type[Right], str]] = {
     "reasoning is lost": (giving(reasoning=""), "reasoning_comes_apart"),
     "a cut answer has no usage": (TruncatedForFree, "keeps_its_text_and_its_usage"),
     "usage is lost": (giving(usage=Usage()), "a_plain_answer"),
+    "texts are trimmed": (TrimsTexts, "a_plain_answer"),
     "the first token is not timed": (giving(first_token=None), "a_plain_answer"),
     "signed parts are lost": (giving(sealed=None), "sent_back_to_it"),
     "another wire's signed parts are sent": (SendsWhatOthersSealed, "another_wire_sealed"),

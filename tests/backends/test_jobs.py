@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from batch_agent.backends.job_ledger import FILE, JobLedger
 from batch_agent.backends.jobs import JobBackend
 from batch_agent.backends.openai_jobs import OpenAIJobs
 from batch_agent.backends.registry import open_backend
-from batch_agent.errors import SpecError
+from batch_agent.errors import Rejected, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message
+from batch_agent.scheduler.health import trouble_of
 from batch_agent.testing.job_server import JobServer
 
 Body = dict[str, Any]
@@ -186,10 +188,67 @@ async def test_a_wave_that_is_full_goes_and_the_next_one_begins() -> None:
     assert sorted(len(job.requests) for job in server.jobs) == [1, 2]
 
 
-async def test_whoever_drives_a_wave_may_leave_it_and_the_others_are_answered() -> None:
-    def request(text: str) -> ModelRequest:
-        return ModelRequest(RequestShape("test-model"), Conversation([Message("user", text)]), text)
+def request(text: str) -> ModelRequest:
+    return ModelRequest(RequestShape("test-model"), Conversation([Message("user", text)]), text)
 
+
+async def test_whoever_asks_after_the_job_was_done_finds_the_answer_kept(tmp_path: Path) -> None:
+    async with JobServer(echo) as server:
+        backend, _ = open_backend(url(server), model="test-model", api_key=None)
+        assert isinstance(backend, JobBackend)
+        backend.keep(tmp_path)
+        with suppress(InterruptedError):  # as where a run is stopped before its answers are recorded
+            async with backend:
+                await asyncio.gather(*(backend.infer(request(text)) for text in "abc"))
+                raise InterruptedError
+        async with backend:
+            late = [(await backend.infer(request(text))).text for text in "abc"]
+    assert late == ["heard a", "heard b", "heard c"]
+    assert len(server.jobs) == 1
+
+
+async def test_what_a_job_left_undone_is_no_outage_of_the_server_that_tells_of_it() -> None:
+    async with JobServer(echo, expires_after=0) as server:
+        backend, _ = open_backend(url(server), model="test-model", api_key=None)
+        async with backend:
+            with pytest.raises(Unavailable) as undone:
+                await backend.infer(request("a"))
+    assert trouble_of(undone.value) is None, "taken for one, each row would be tried in a job of its own"
+
+
+async def test_a_provider_that_was_never_reached_is_said_to_be_so_soon() -> None:
+    async with JobServer(echo) as server:
+        pass  # it was there, and is no more
+    backend, _ = open_backend(url(server), model="test-model", api_key=None)
+    async with backend:
+        with pytest.raises(Unavailable) as dead:
+            await backend.infer(request("a"))
+    assert dead.value.unreached
+
+
+@pytest.mark.parametrize("scheme", ["openai-batch", "anthropic-batch"])
+def test_an_answer_without_the_id_of_a_job_is_an_error_in_words(scheme: str) -> None:
+    backend, _ = open_backend(f"{scheme}://h", model="m", api_key="k")
+    assert isinstance(backend, JobBackend)
+    with pytest.raises(Rejected, match="has no id, so this is no batch API"):
+        backend._service.id_of(b'{"object": "list"}')
+
+
+async def test_a_turn_that_was_given_up_and_is_asked_again_waits_for_the_same_job() -> None:
+    async with JobServer(echo, looks=1_000_000) as server:
+        backend, _ = open_backend(url(server), model="test-model", api_key=None)
+        async with backend:
+            given_up = asyncio.create_task(backend.infer(request("a")))
+            while not (server.jobs and server.jobs[0].looked):
+                await asyncio.sleep(0.01)
+            given_up.cancel()
+            await asyncio.wait([given_up])
+            server._looks = 1
+            assert (await backend.infer(request("a"))).text == "heard a"
+    assert len(server.jobs) == 1
+
+
+async def test_whoever_drives_a_wave_may_leave_it_and_the_others_are_answered() -> None:
     async with JobServer(echo, looks=1_000_000) as server:
         backend, _ = open_backend(url(server), model="test-model", api_key=None)
         async with backend:

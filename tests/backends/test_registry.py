@@ -155,7 +155,7 @@ def test_a_backend_object_is_taken_as_it_is() -> None:
         ("localhost:8000", "not a URL"),
         ("me:hidden@localhost:8000", "not a URL"),
         ("vlm://host", "did you mean 'vllm'"),
-        ("gopher://host", "Known: local, vllm"),
+        ("gopher://host", "Known: local, "),
         ("vllm://", "no host"),
         ("vllm://:8000", "no host"),
         ("http://me:hidden@", "no host"),

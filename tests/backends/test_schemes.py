@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from batch_agent.backends.base import Backend
+from batch_agent.backends.generating import Generates
 from batch_agent.backends.registry import open_backend
 from batch_agent.backends.schemes import FORMS, SCHEMES, Scheme
 from batch_agent.errors import SpecError
@@ -37,8 +38,9 @@ def test_each_line_opens_a_backend_of_its_form(scheme: Scheme) -> None:
     assert callable(resolve_name(scheme.factory))
     assert scheme.form.startswith(f"{scheme.name}://")
     url = scheme.form.replace("host:port", "host:1")
-    backend, _ = open_backend(url, model=None, api_key=None, environ={}, sends=False)
+    backend, _ = open_backend(url, environ={}, sends=False)
     assert isinstance(backend, Backend)
+    assert isinstance(backend, Generates)
     assert backend.name.startswith(f"{scheme.name}://")
 
 

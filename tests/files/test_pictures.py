@@ -86,3 +86,11 @@ def test_what_is_no_picture_says_so(image: Image, why: str) -> None:
 
 def test_a_printed_picture_does_not_show_its_bytes() -> None:
     assert len(repr(Image(b"x" * 10_000))) < 100
+
+
+def test_a_picture_has_one_mark_whether_or_not_it_was_looked_at() -> None:
+    data = png()
+    mark = f"[image sha256:{sha256(data).hexdigest()}]"
+    given = Image(data), Image.of(data, "image/png"), read_image(Image(data))
+    assert [image.mark for image in given] == [mark] * 3
+    assert Image("data:image/png;base64,no base64").mark.startswith("[image sha256:")

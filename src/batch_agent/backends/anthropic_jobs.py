@@ -25,7 +25,7 @@ class AnthropicJobs(JobService):
 
     async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:
         requests = b",".join(b'{"custom_id":"%b","params":%b}' % (own.encode(), body) for own, body in bodies.items())
-        return str(self.document(await self.ask(self.batches, b'{"requests":[%b]}' % requests))["id"])
+        return self.id_of(await self.ask(self.batches, b'{"requests":[%b]}' % requests))
 
     async def find(self, wave: str) -> str | None:
         """A job has no place for a name of ours, and tells its requests only when it is done."""

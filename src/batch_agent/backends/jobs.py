@@ -31,7 +31,7 @@ from batch_agent.backends.http import HttpClient, Route
 from batch_agent.backends.http_backend import HttpBackend
 from batch_agent.backends.job_ledger import JobLedger
 from batch_agent.backends.wire import Naming, object_of
-from batch_agent.errors import BackendError, Unavailable
+from batch_agent.errors import BackendError, Rejected, Unavailable
 from batch_agent.messages import JsonObject, Reply
 
 T = TypeVar("T")
@@ -39,6 +39,7 @@ T = TypeVar("T")
 GATHER_SECONDS = 1.0  # nobody joined for so long: the wave goes
 FIRST_LOOK, LONGEST_LOOK, LOOK_GROWTH = 1.0, 60.0, 1.5  # seconds between two questions whether a job is done
 PATIENCE_SECONDS = 900.0  # of a provider that cannot be reached, before those who wait are told
+MOST_KNOCKS = 4  # at one that was never reached: its address may be wrong, which is to be said soon
 GOODBYE_SECONDS = 5.0  # to cancel what nobody will pick up
 PRICE = 0.5  # of what the same tokens cost at once, at every provider
 
@@ -98,6 +99,13 @@ class JobService(ABC):
     def document(self, body: bytes) -> JsonObject:
         return object_of(body, self.batches.faults)
 
+    def id_of(self, body: bytes) -> str:
+        """Of what was just made."""
+        made = self.document(body).get("id")
+        if not isinstance(made, str) or not made:
+            raise Rejected(f"{self.batches.faults.where}: the answer has no id, so this is no batch API")
+        return made
+
 
 @dataclass(eq=False, slots=True)
 class Wave:
@@ -109,6 +117,7 @@ class Wave:
     requests: tuple[str, ...] = ()  # once it is sent
     tried: bool = False  # sending it was begun, and may have come to something
     done: bool = False
+    answers: dict[str, Answer] = field(default_factory=dict)  # once it is done, those that nobody has taken
     size: int = 0
     waiting: dict[str, asyncio.Future[Answer]] = field(default_factory=dict)
     joined_at: float = 0.0
@@ -134,6 +143,7 @@ class JobBackend(Generates):
         self._waves: list[Wave] = []  # submitted and not done
         self._known: dict[str, list[tuple[Wave, str]]] = {}  # requests that were sent and that nobody waits for
         self._ledger: JobLedger | None = None
+        self._reached = False  # the provider has answered
         self._entered = 0
 
     @property
@@ -211,10 +221,9 @@ class JobBackend(Generates):
         wave, own = self._join(digest, body)
         return await self._wait(wave, own)
 
-    def _remember(self, wave: Wave) -> None:
+    def _remember(self, wave: Wave, own: str) -> None:
         """What a wave was sent for can be asked for again."""
-        for own in wave.requests:
-            self._known.setdefault(own.partition("-")[0], []).append((wave, own))
+        self._known.setdefault(own.partition("-")[0], []).append((wave, own))
 
     def _join(self, digest: str, body: bytes) -> tuple[Wave, str]:
         limits, wave = self._service.limits, self._gathering
@@ -244,28 +253,33 @@ class JobBackend(Generates):
             wave.waiting.pop(own, None)
             if not wave.requests:  # cancelled before anything was sent
                 wave.size -= len(wave.bodies.pop(own, b""))
+            elif wave.job is not None and not (wave.done and answer.done()):
+                self._remember(wave, own)
 
     async def _drive(self, wave: Wave) -> None:
-        """The wave to its end: everybody who waits in it is answered."""
+        """The wave to its end: everybody who waits in it is answered. Who comes later finds the answer kept."""
+        answers = wave.answers
         try:
-            if wave.job is None:
-                await self._submit(wave)
-            state = await self._patiently(lambda: self._until_done(wave))
-            found = {} if state.failed is not None else await self._patiently(lambda: self._service.answers(state))
+            if not wave.done:
+                answers = wave.answers = await self._finish(wave)
         except BackendError as failure:
-            if wave.job is not None:
-                self._remember(wave)
-            self._tell(wave, {}, failure)
-            return
-        wave.done = True
-        self._waves.remove(wave)
-        missing = state.failed or Unavailable(f"{self._name}: job {wave.job} ended without an answer to this request")
-        self._tell(wave, found, missing)
-
-    def _tell(self, wave: Wave, found: Mapping[str, Answer], otherwise: BackendError) -> None:
+            answers = dict.fromkeys(wave.waiting, failure)
         for own, waiting in wave.waiting.items():
             if not waiting.done():
-                waiting.set_result(found.get(own, otherwise))
+                waiting.set_result(answers.pop(own))
+
+    async def _finish(self, wave: Wave) -> dict[str, Answer]:
+        if wave.job is None:
+            await self._submit(wave)
+        state = await self._patiently(lambda: self._until_done(wave))
+        found = {} if state.failed is not None else await self._patiently(lambda: self._service.answers(state))
+        missing = state.failed or Unavailable(f"{self._name}: job {wave.job} ended without an answer to this request")
+        for failure in (missing, *found.values()):
+            if isinstance(failure, BackendError):
+                failure.second_hand = True
+        wave.done = True
+        self._waves.remove(wave)
+        return {own: found.get(own, missing) for own in wave.requests}
 
     async def _submit(self, wave: Wave) -> None:
         # Others join meanwhile, and then it is longer.
@@ -300,15 +314,20 @@ class JobBackend(Generates):
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         """A job is worth more than the connection to it: what would be tried again is tried again here, since a row
         that came back to the engine would begin a job of its own."""
-        began, pause = _now(), self._look
+        began, pause, knocks = _now(), self._look, 0
         while True:
             try:
-                return await ask()
+                answer = await ask()
             except BackendError as error:
-                if not error.retryable or _now() - began > PATIENCE_SECONDS:
+                knocks += 1
+                never = error.unreached and not self._reached and knocks >= MOST_KNOCKS
+                if not error.retryable or never or _now() - began > PATIENCE_SECONDS:
                     raise
                 await asyncio.sleep(max(pause, error.retry_after or 0.0))
                 pause = min(LONGEST_LOOK, pause * LOOK_GROWTH)
+            else:
+                self._reached = True
+                return answer
 
     # From session to session
 
@@ -321,7 +340,8 @@ class JobBackend(Generates):
             if job is not None:
                 wave = Wave(entry.wave, job, requests=tuple(entry.requests))
                 self._waves.append(wave)
-                self._remember(wave)
+                for own in wave.requests:
+                    self._remember(wave, own)
 
     async def _leave(self, *, well: bool) -> None:
         self._known.clear()

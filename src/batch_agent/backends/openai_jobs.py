@@ -35,14 +35,14 @@ class OpenAIJobs(JobService):
             for own, body in bodies.items()
         )
         kind, form = _multipart(lines)
-        file = self.document(await self.ask(self._files, form, {"Content-Type": kind}))
+        file = self.id_of(await self.ask(self._files, form, {"Content-Type": kind}))
         job: JsonObject = {
-            "input_file_id": file.get("id"),
+            "input_file_id": file,
             "endpoint": ENDPOINT,
             "completion_window": "24h",
             "metadata": {WAVE: wave},
         }
-        return str(self.document(await self.ask(self.batches, orjson.dumps(job)))["id"])
+        return self.id_of(await self.ask(self.batches, orjson.dumps(job)))
 
     async def find(self, wave: str) -> str | None:
         jobs = self.document(await self.ask(self._list)).get("data")

@@ -30,8 +30,8 @@ FLEET = "batch_agent.fleet.backend:Fleet"
 def open_backend(
     backend: object,
     *,
-    model: str | None,
-    api_key: str | None,
+    model: str | None = None,
+    api_key: str | None = None,
     environ: Mapping[str, str] = os.environ,
     sends: bool = True,
     transport: Transport | None = None,

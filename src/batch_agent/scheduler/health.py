@@ -154,6 +154,8 @@ class Health:
 
 def trouble_of(error: BackendError) -> Kind | None:
     """What a failure says about the server; None when it says nothing against it."""
+    if error.second_hand:
+        return None
     if error.overload:
         return "overload"
     if error.unreached:
