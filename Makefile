@@ -44,6 +44,8 @@ bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; 
 	-$(BIN)/python -m benchmarks.ending
 	-$(BIN)/python -m benchmarks.contexts
 	-$(BIN)/python -m benchmarks.reduce
+	-$(BIN)/python -m benchmarks.capacity
+	-$(BIN)/python -m benchmarks.fleet
 	-$(BIN)/python -m benchmarks.throughput
 	-$(BIN)/python -m benchmarks.streaming
 	-$(BIN)/python -m benchmarks.memory

@@ -20,7 +20,7 @@ from tests.real.servers.vllm import vllm
 
 from batch_agent.backends.local.weights import cache_dir
 
-SUITES = {"vllm": ("test_vllm.py", "test_vllm_fleet.py"), "dynamo": ("test_dynamo.py",)}
+SUITES = {"vllm": ("test_vllm.py", "test_anthropic_wire.py", "test_vllm_fleet.py"), "dynamo": ("test_dynamo.py",)}
 SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"vllm": vllm, "dynamo": dynamo}
 
 

@@ -20,7 +20,6 @@ from pydantic import BaseModel
 from batch_agent import BatchAgent, RunRejected, Tool
 from batch_agent.backends.base import Load, ModelRequest, RequestShape
 from batch_agent.backends.registry import open_backend
-from batch_agent.backends.schemes import SCHEMES
 from batch_agent.backends.vllm import VllmBackend
 from batch_agent.errors import ContextOverflow, Truncated
 from batch_agent.messages import Conversation, Message, Reply, ToolSpec
@@ -247,7 +246,6 @@ async def test_many_prompts_go_in_lists_and_a_bad_one_fails_alone(backend: VllmB
     assert backend.capabilities.batch
 
 
-@pytest.mark.skipif("anthropic" not in SCHEMES, reason="this package has no anthropic://")
 async def test_the_same_server_is_spoken_to_on_anthropics_wire(shape: RequestShape) -> None:
     place = URL.partition("://")[2]
     results = await BatchAgent.run(

@@ -342,7 +342,10 @@ def test_in_any_order_of_events_limits_hold_and_nobody_is_lost(steps: list[tuple
         assert scheduler.waiting == len(waiting)
         assert scheduler.inflight == len(held) <= 5
         for endpoint in scheduler.endpoints:
-            assert endpoint.inflight == sum(ticket.endpoint is endpoint for ticket in held) <= 2
+            there = [ticket for ticket in held if ticket.endpoint is endpoint]
+            assert endpoint.inflight == len(there)
+            # A trial goes beside what is lost there.
+            assert sum(not ticket.trial for ticket in there) <= 2
     for endpoint in scheduler.endpoints:
         endpoint.health.state = "works"
         scheduler.touch(endpoint)

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import orjson
 from pydantic import JsonValue
@@ -61,7 +62,10 @@ class EngineBackend(OpenAIBackend):
             tail=self.own_part,
             transport=address.transport,
         )
-        self._metrics = self._http.route("GET", "/metrics", beside=True)
+
+    @cached_property
+    def _metrics(self) -> Route:
+        return self._http.route("GET", "/metrics", beside=True)
 
     @abstractmethod
     def own_part(self, request: ModelRequest) -> Tail:

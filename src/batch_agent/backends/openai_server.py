@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from typing import Self
 from weakref import WeakKeyDictionary
@@ -71,10 +72,22 @@ class OpenAIServer(HttpBackend[bytes]):
         self._listing = asyncio.Lock()
         self._dialect = dialect
         self._tail = tail
-        self._bare: WeakKeyDictionary[RequestShape, RequestShape] = WeakKeyDictionary()  # each without its schema
-        self._wraps: WeakKeyDictionary[RequestShape, bool] = WeakKeyDictionary()
-        self._keys: WeakKeyDictionary[RequestShape, tuple[str, str]] = WeakKeyDictionary()
         self._keeps_schemas = False  # an answer has shown it
+
+    # What is known of shapes; made when it is needed, since a fleet has a thousand of these.
+
+    @cached_property
+    def _bare(self) -> WeakKeyDictionary[RequestShape, RequestShape]:
+        """Each without its schema."""
+        return WeakKeyDictionary()
+
+    @cached_property
+    def _wraps(self) -> WeakKeyDictionary[RequestShape, bool]:
+        return WeakKeyDictionary()
+
+    @cached_property
+    def _keys(self) -> WeakKeyDictionary[RequestShape, tuple[str, str]]:
+        return WeakKeyDictionary()
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import orjson
 from pydantic import JsonValue
@@ -21,6 +22,7 @@ from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.engine import ABLE, EngineBackend, at, whole
 from batch_agent.backends.exposition import Exposition
 from batch_agent.backends.generating import Answers, Prompt, conversation_of, infer_in_lists
+from batch_agent.backends.http import Route
 from batch_agent.backends.openai import end_body, join_body
 from batch_agent.backends.openai_answer import read_answer
 from batch_agent.backends.openai_server import Tail
@@ -48,11 +50,22 @@ class VllmBackend(EngineBackend):
     def __init__(self, address: Address) -> None:
         able = replace(ABLE, schema_beside_tools=True, batch=True, probe=True, prefix_leader=True)
         super().__init__(address, port=PORT, capabilities=able)
-        self._lists = self._http.route("POST", "/chat/completions/batch")
-        self._tokenize = self._http.route("POST", "/tokenize", beside=True)
-        self._server_info = self._http.route("GET", "/server_info?config_format=json", beside=True)
         self._salt = address.text("cache_salt")
         self._priority = address.options.get("priority")  # None: the server is asked
+
+    # Made when they are needed: a fleet has a thousand of these.
+
+    @cached_property
+    def _lists(self) -> Route:
+        return self._http.route("POST", "/chat/completions/batch")
+
+    @cached_property
+    def _tokenize(self) -> Route:
+        return self._http.route("POST", "/tokenize", beside=True)
+
+    @cached_property
+    def _server_info(self) -> Route:
+        return self._http.route("GET", "/server_info?config_format=json", beside=True)
 
     def own_part(self, request: ModelRequest) -> Tail:
         fields = self._own_fields(request)

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.base import OnToolCall, RequestShape
 from batch_agent.errors import SpecError
-from batch_agent.messages import Content, JsonObject, Message, Reply, ToolCall, Usage
+from batch_agent.messages import JsonObject, Message, Reply, ToolCall, Usage
 
 if TYPE_CHECKING:  # an HTTP client would come along
     from batch_agent.backends.faults import Faults
@@ -84,12 +84,6 @@ def echoed(arguments: str) -> str:
 def mended(text: str) -> str:
     """Without halves of surrogate pairs, from a file read with errors ignored: no JSON reader would take them."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def mended_content(content: Content) -> Content:
-    if isinstance(content, str):
-        return mended(content)
-    return tuple(mended(part) if isinstance(part, str) else part for part in content)
 
 
 def written(value: object) -> bytes:

@@ -458,4 +458,4 @@ def _now() -> float:
 def _is_crowded(ticket: Ticket, endpoint: Endpoint, error: BackendError) -> bool:
     """Whether a refusal for load was the others' fault."""
     asks_little = (error.retry_after or 0.0) <= LONGEST_RETRY_AFTER
-    return endpoint.inflight > 1 and ticket.crowded < MOST_CROWDED and asks_little
+    return endpoint.inflight > 1 and ticket.crowded < MOST_CROWDED and asks_little and not ticket.once

@@ -29,7 +29,6 @@ from batch_agent.messages import Conversation, Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.scheduler.core import SUSPECT, Ticket
 from batch_agent.scheduler.health import trouble_of
-from batch_agent.scheduler.rates import is_spent
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER, retry_delay
 from batch_agent.scheduler.streaming import Streaming
 from batch_agent.store.steps import Spent
@@ -163,6 +162,7 @@ async def take_turn(
     r: Resources, request: ModelRequest, index: int, tally: Tally, ticket: Ticket, early: EarlyCalls | None
 ) -> Reply:
     """The model's complete answer, or the BackendError that could not be helped."""
+    ticket.once = not r.max_retries
     while True:
         paid = tally.cost or 0.0
         try:
@@ -203,8 +203,6 @@ def _delay(r: Resources, ticket: Ticket, error: BackendError) -> float | None:
         return None
     if endpoint.health.is_down or ticket.lost:
         return 0.0
-    if error.overload and not r.max_retries and not is_spent(error.quota):
-        return None  # it was others who took what there was, but nothing is to be sent twice
     if elsewhere:
         return 0.0 if not error.overload else retry_delay(max(1, ticket.failures), None, r.chance())
     if _asks_too_much(error):

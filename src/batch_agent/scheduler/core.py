@@ -65,6 +65,7 @@ class Ticket:
     anywhere: bool = False  # it has waited for its own endpoint for long enough
     avoid: Endpoint | None = None  # where it would rather not go
     moved: bool = False  # it went elsewhere, once, without a failure of its own
+    once: bool = False  # nothing is to be sent again that was refused
     crowded: int = 0  # refusals because others took what there was, of slots or of a budget
     lease: Lease | None = None  # of the endpoint's budgets, while it is in flight
 

@@ -12,12 +12,12 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.faults import Faults
+from batch_agent.backends.wire import counted
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.swarm.lines import Exchange
 from batch_agent.swarm.response import Response
 
-LARGEST_COUNT = 2**53  # tokens: what is more is no count
 _GIVEN_UP = ("abort", "aborted", "cancelled", "error")
 
 TextOf = Callable[[JsonObject], str | None]
@@ -95,9 +95,8 @@ def read_object(exchange: Exchange) -> JsonObject:
 def read_usage(value: JsonValue) -> Usage | None:
     if not isinstance(value, dict):
         return None
-    details = value.get("prompt_tokens_details")
-    cached = _count(details, "cached_tokens") if isinstance(details, dict) else 0
-    return Usage(_count(value, "prompt_tokens"), cached, _count(value, "completion_tokens"))
+    cached = counted(value.get("prompt_tokens_details"), "cached_tokens")
+    return Usage(counted(value, "prompt_tokens"), cached, counted(value, "completion_tokens"))
 
 
 def indexed(items: JsonValue, what: str, faults: Faults) -> dict[int, JsonObject]:
@@ -161,8 +160,3 @@ def _text(content: JsonValue) -> str:
     if isinstance(content, list):
         return "".join(_text(part.get("text")) if isinstance(part, dict) else _text(part) for part in content)
     return content if isinstance(content, str) else ""
-
-
-def _count(value: JsonObject, name: str) -> int:
-    number = value.get(name)
-    return min(number, LARGEST_COUNT) if type(number) is int and number > 0 else 0

@@ -15,11 +15,11 @@ from pydantic import JsonValue
 
 from batch_agent.backends.address import check_known
 from batch_agent.backends.openai_schema import engine_form
+from batch_agent.backends.wire import mended
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import OutputError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.outputs.validate import parse_output
-from batch_agent.swarm.lines import mended
 from batch_agent.swarm.response import Response
 
 Dispatch = Literal["round_robin", "balanced"]

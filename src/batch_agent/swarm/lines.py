@@ -8,16 +8,14 @@ faults included.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import orjson
-
 from batch_agent.backends.faults import Faults
 from batch_agent.backends.http import HttpClient, Route
 from batch_agent.backends.transport import Transport
+from batch_agent.backends.wire import written
 from batch_agent.errors import BackendError, SpecError, Timeout, Unavailable
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
@@ -110,7 +108,7 @@ class Lines:
         await self.open()
         loop = asyncio.get_running_loop()
         route = line.client.route("GET" if body is None else "POST", path)
-        data = None if body is None else _encoded(body)
+        data = None if body is None else written(body)
         attempts = 0
         while True:
             attempts += 1
@@ -160,15 +158,3 @@ class Lines:
 def _may_pass(error: BackendError) -> bool:
     """Worth another try at the same server: no connection, one that broke, or more than it can take just now."""
     return error.overload or (isinstance(error, Unavailable) and error.status is None)
-
-
-def _encoded(body: JsonObject) -> bytes:
-    try:
-        return orjson.dumps(body)
-    except orjson.JSONEncodeError:
-        return mended(json.dumps(body, ensure_ascii=False)).encode()
-
-
-def mended(text: str) -> str:
-    """Without halves of surrogate pairs, from a file read with errors ignored: no JSON reader would take them."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
