@@ -48,6 +48,14 @@ class Sampling:
     seed: int | None = 0
     extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, whole, least in (("temperature", False, 0), ("top_p", False, 0), ("max_tokens", True, 1)):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value, whole=whole) and value >= least):
+                raise SpecError(f"{name} is {value!r}; it is a {'whole ' if whole else ''}number, {least} or more")
+        if self.seed is not None and not _is_number(self.seed, whole=True):
+            raise SpecError(f"seed is {self.seed!r}; it is a whole number, or None")
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -335,6 +343,10 @@ class Asking:
         self.backend.check(shape)
         self._shapes[key] = shape
         return shape
+
+
+def _is_number(value: object, *, whole: bool) -> bool:
+    return isinstance(value, int if whole else int | float) and not isinstance(value, bool)
 
 
 def _is_down(limiter: Limiter) -> bool:
