@@ -19,7 +19,8 @@ from batch_agent.messages import Allowance, Quota, Usage
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
 MINUTE = 60.0
-SLACK = 0.5  # seconds: requests arrive later than they leave, and not all of them equally late
+SLACK = 1.0  # seconds: requests arrive later than they leave, and those that must connect first later than others
+RESET_SLACK = 0.5  # seconds, after the moment that a provider names
 
 
 class Budget:
@@ -77,7 +78,7 @@ class Budget:
         if self._left is None:
             return now
         if now >= self._resets_at and self._full is not None:
-            self._left, self._resets_at = self._full, now + self._period + SLACK
+            self._left, self._resets_at = self._full, now + self._period + RESET_SLACK
             self._since.clear()
             self._taken, self._least = 0, inf
         if now >= self._resets_at or self._taken + amount <= self._left or not amount:
@@ -155,7 +156,7 @@ class Budget:
             self._forget_up_to(number)
         resets_in = MINUTE if allowance.resets_in is None else allowance.resets_in
         self._period = max(self._period, resets_in) if self._left is not None else resets_in
-        self._left, self._resets_at = left, now + resets_in + min(SLACK, resets_in)
+        self._left, self._resets_at = left, now + resets_in + min(RESET_SLACK, resets_in)
 
     def _forget_up_to(self, number: int) -> None:
         """The provider had seen these when it told."""
