@@ -125,18 +125,22 @@ class Asking:
             await self.backend.__aenter__()
             self._entered = True
         if self._model is None:
-            limit = asyncio.timeout(self._timeout)
-            try:
-                async with limit:
-                    names = await self.backend.models()
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise Timeout(f"{self.backend.name} did not say in {self._timeout:g} s what it serves") from None
+            names = await self.models()
             if len(names) != 1:
                 raise SpecError(f"{self.backend.name} serves {', '.join(names) or 'no model'}: name one with model=")
             [self._model] = names
         self._takes_seeds = not self._asks_together and self._accepts(RequestShape(self._model, seed=0))
+
+    async def models(self) -> list[str]:
+        """What the backend serves, asked now; it must be entered."""
+        limit = asyncio.timeout(self._timeout)
+        try:
+            async with limit:
+                return await self.backend.models()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Timeout(f"{self.backend.name} did not say in {self._timeout:g} s what it serves") from None
 
     def _working_limiter(self) -> Limiter:
         """A limiter gives a server up that has not answered for long, as a run should; ticks go on, with a new one."""
