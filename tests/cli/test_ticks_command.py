@@ -87,6 +87,11 @@ def test_a_file_that_is_not_there_and_a_port_that_is_none_are_said(capsys: pytes
         main(["ticks", "serve", "--agents", "agents.yaml", "--port", "70000"])
 
 
+def test_a_deadline_of_nothing_is_refused_on_the_command_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ticks", "serve", "--agents", "agents.yaml", "--port", "0", "--deadline", "0"]) == 1
+    assert "deadline is 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 async def test_the_command_serves_until_it_is_interrupted(by: signal.Signals) -> None:
     answer = json.dumps({"tool": "gather", "params": {"what": "berries"}, "reasoning": "hungry"})

@@ -144,6 +144,28 @@ def test_budgets_of_headers_are_kept_without_a_refusal() -> None:
     assert not refused
 
 
+def test_a_budget_of_tokens_in_headers_is_used_and_never_passed() -> None:
+    began: list[float] = []
+    refused = 0
+
+    def answer(request: Request) -> Say | Fail:
+        nonlocal refused
+        left = 3_600 - 30 * sum(1 for at in began if at > now() - 60)
+        resets_in = 60 - (now() - min((at for at in began if at > now() - 60), default=now()))
+        headers = {"x-ratelimit-limit-tokens": "3600", "x-ratelimit-reset-tokens": f"{resets_in:.2f}s"}
+        if left < 30:
+            refused += 1
+            return Fail(429, headers=headers | {"x-ratelimit-remaining-tokens": str(left)})
+        began.append(now())
+        headers |= {"x-ratelimit-remaining-tokens": str(left - 30)}
+        return Say("ok", latency=0.1, headers=headers, usage=Usage(prompt_tokens=20, completion_tokens=10))
+
+    results, _, _ = run_virtual(finish(ScriptedBackend(answer), 300))
+    assert all(result.ok for result in results)
+    assert not refused
+    assert sum(1 for at in began if at < 60) >= 108  # of 120
+
+
 def test_a_spent_budget_is_waited_for_and_halves_nothing() -> None:
     headers = {"x-ratelimit-remaining-tokens": "0", "x-ratelimit-limit-tokens": "1000"}
 

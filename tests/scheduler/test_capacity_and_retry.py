@@ -53,6 +53,19 @@ def test_what_is_known_to_work_is_probed_beyond_and_less_and_less_often_while_it
     assert waits[-1] > 10 * waits[0] or waits[-1] > 16 * 50
 
 
+def test_probes_whose_refusal_costs_a_wait_are_rare() -> None:
+    capacity = Capacity(1000)
+    capacity.overloaded(capacity.generation, 51)
+    while (capacity.limit or 0) <= 50:
+        good(capacity)
+    capacity.overloaded(capacity.generation, 51, wait=2.0, now=1.0)
+    for _ in range(10_000):
+        good(capacity)
+    assert (capacity.limit or 0) <= 50
+    capacity.filled = True
+    assert capacity.succeeded(sent_at=0.0, seconds=1.0, tokens=1, now=21.0)
+
+
 def test_a_limit_that_fell_at_the_server_is_followed_by_halving() -> None:
     capacity = Capacity(50)
     for _ in range(100):

@@ -6,7 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.messages import Allowance, Quota, Usage
-from batch_agent.scheduler.rates import MINUTE, SLACK, Rates, is_spent
+from batch_agent.scheduler.rates import MINUTE, RESET_SLACK, SLACK, Lease, Rates, is_spent
+
+
+def begin(rates: Rates, now: float) -> Lease:
+    return rates.unreserve(rates.begin(now))
 
 
 def test_no_more_requests_leave_in_any_minute() -> None:
@@ -33,7 +37,7 @@ def test_whenever_requests_come_no_minute_has_more_than_its_budget(rpm: int, gap
 def test_tokens_are_reserved_before_and_settled_after() -> None:
     rates = Rates(tpm=1_000)
     expected = Usage(prompt_tokens=300, completion_tokens=500)
-    lease = rates.reserve(rates.begin(0.0), expected, 0.0)
+    lease = rates.reserve(begin(rates, 0.0), expected, 0.0)
     assert lease is not None
     assert rates.free_at(0.0) > 0.0  # another like it does not fit
     rates.settle(lease, Usage(prompt_tokens=100, completion_tokens=50), 1.0)
@@ -42,7 +46,7 @@ def test_tokens_are_reserved_before_and_settled_after() -> None:
 
 def test_tokens_count_for_a_minute_from_the_answer_on() -> None:
     rates = Rates(tpm=1_000)
-    lease = rates.reserve(rates.begin(0.0), Usage(prompt_tokens=900), 0.0)
+    lease = rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=900), 0.0)
     assert lease is not None
     rates.settle(lease, Usage(prompt_tokens=900), 20.0)
     assert rates.free_at(30.0) == 20.0 + MINUTE + SLACK
@@ -50,14 +54,14 @@ def test_tokens_count_for_a_minute_from_the_answer_on() -> None:
 
 def test_a_request_beyond_the_whole_budget_goes_alone() -> None:
     rates = Rates(tpm=100)
-    lease = rates.reserve(rates.begin(0.0), Usage(prompt_tokens=500), 0.0)
+    lease = rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=500), 0.0)
     assert lease is not None
-    assert rates.reserve(rates.begin(0.0), Usage(prompt_tokens=500), 0.0) is None
+    assert rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=500), 0.0) is None
 
 
 def test_an_answer_from_elsewhere_gives_all_of_it_back() -> None:
     rates = Rates(rpm=1, tpm=100)
-    lease = rates.reserve(rates.begin(0.0), Usage(prompt_tokens=100), 0.0)
+    lease = rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=100), 0.0)
     assert lease is not None
     rates.unsend(lease, 0.0)
     assert rates.free_at(0.0) <= 0.0
@@ -69,7 +73,7 @@ def test_what_the_headers_leave_is_kept_to_until_they_say_it_is_full() -> None:
     for _ in range(2):
         assert rates.free_at(10.0) <= 10.0
         rates.begin(10.0)
-    assert rates.free_at(10.0) == 40.0 + SLACK
+    assert rates.free_at(10.0) == 40.0 + RESET_SLACK
     assert rates.free_at(41.0) <= 41.0
 
 
@@ -81,6 +85,35 @@ def test_what_left_since_is_taken_off_what_the_headers_leave() -> None:
         rates.begin(0.0)
     rates.learn(Quota(requests=Allowance(100, 9, 60.0)), first, 9, Usage(), 1.0)  # said before the other nine came
     assert rates.free_at(1.0) > 1.0
+
+
+def test_what_requests_took_less_than_was_reserved_is_free_once_the_headers_tell() -> None:
+    rates = Rates()
+    rates.learn(Quota(tokens=Allowance(1_000, 900, 60.0)), None, 0, Usage(), 0.0)
+    began = [begin(rates, 0.0) for _ in range(3)]
+    leases = [rates.reserve(lease, Usage(prompt_tokens=300), 0.0) for lease in began]
+    assert rates.free_at(0.0) > 0.0
+    for lease, left in zip(leases, (870, 840, 810), strict=True):
+        assert lease is not None
+        rates.learn(Quota(tokens=Allowance(1_000, left, 59.0)), lease, 0, Usage(), 1.0)
+        rates.settle(lease, Usage(prompt_tokens=30), 1.0)
+    for _ in range(2):  # of 810
+        assert rates.reserve(begin(rates, 1.0), Usage(prompt_tokens=300), 1.0) is not None
+    assert rates.free_at(1.0) > 1.0
+
+
+def test_a_request_that_had_to_wait_counts_after_those_that_left_meanwhile() -> None:
+    rates = Rates()
+    rates.learn(Quota(tokens=Allowance(1_000, 600, 60.0)), None, 0, Usage(), 0.0)
+    waits, goes = begin(rates, 0.0), rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=500), 0.0)
+    assert goes is not None
+    assert rates.reserve(waits, Usage(prompt_tokens=500), 0.0) is None
+    later = rates.reserve(begin(rates, 0.0), Usage(prompt_tokens=50), 0.0)
+    assert later is not None
+    rates.learn(Quota(tokens=Allowance(1_000, 590, 60.0)), goes, 0, Usage(), 1.0)
+    assert rates.reserve(waits, Usage(prompt_tokens=500), 1.0) is not None
+    rates.learn(Quota(tokens=Allowance(1_000, 580, 60.0)), later, 0, Usage(), 2.0)  # said before that one came
+    assert rates.reserve(begin(rates, 2.0), Usage(prompt_tokens=100), 2.0) is None
 
 
 def test_requests_on_their_way_before_anything_was_told_count_as_later() -> None:

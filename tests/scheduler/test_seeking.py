@@ -63,6 +63,17 @@ def test_what_was_found_before_is_where_it_begins() -> None:
     assert capacity.limit == capacity.knee == 96
 
 
+def test_what_was_found_before_is_kept_for_a_minute_before_another_number_is_tried() -> None:
+    capacity = Capacity(MOST, Seeker(96, 96, settled=True))
+    now = settle(engine(96), capacity, rounds=30)
+    assert (now, capacity.limit) == (30.0, 96)
+    limits = []
+    for _ in range(40):
+        now = settle(engine(96), capacity, 1, now)
+        limits.append(capacity.limit)
+    assert 64 in limits
+
+
 def test_later_it_is_tried_whether_fewer_are_as_good_and_whether_more_are_better() -> None:
     capacity = Capacity(MOST, Seeker())
     now = settle(engine(8), capacity)

@@ -44,11 +44,25 @@ async def test_it_generates_with_tools_what_is_a_call_of_one() -> None:
         assert server.requests[0].schema is not None
 
 
-def test_one_that_cannot_be_reached_is_not_available_and_says_why() -> None:
-    with TextBackend("vllm://127.0.0.1:9", timeout=5.0) as backend:
+@pytest.mark.parametrize("model", [None, "m"])
+def test_one_that_cannot_be_reached_is_not_available_and_says_why(model: str | None) -> None:
+    with TextBackend("vllm://127.0.0.1:9", model=model, timeout=5.0) as backend:
         assert not backend.is_available()
         result = backend.generate("hello")
         assert result.finish_reason == "error" and "127.0.0.1:9" in result.error
+
+
+async def test_one_that_refuses_the_key_is_not_available() -> None:
+    async with ScriptedServer(script, models=["m"], api_key="right") as server:
+
+        def are_available() -> list[bool]:
+            with (
+                TextBackend(server.backend_url, model="m", api_key="wrong") as one,
+                TextBackend(server.backend_url, model="m", api_key="right") as other,
+            ):
+                return [one.is_available(), other.is_available()]
+
+        assert await asyncio.to_thread(are_available) == [False, True]
 
 
 async def test_an_agent_that_decides_by_itself_finds_the_runtimes_backend() -> None:

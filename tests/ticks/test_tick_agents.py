@@ -189,6 +189,25 @@ async def test_without_a_fallback_a_typed_action_that_cannot_be_had_is_none() ->
 
 @pytest.mark.parametrize(
     "options",
+    [{"goals": "eat"}, {"fallback": "rest"}, {"priority": "high"}, {"tools": "move"}],
+)
+def test_what_is_wrong_with_an_agent_is_said_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=next(iter(options))):
+        Agent("a", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": "hot"}, {"temperature": -1}, {"max_tokens": 0}, {"max_tokens": 1.5}, {"seed": "x"}],
+)
+def test_how_answers_are_drawn_is_checked_wherever_it_is_said(options: dict[str, Any]) -> None:
+    for given in (options, {"backend_config": options}):
+        with pytest.raises(SpecError, match=next(iter(options))):
+            AgentRuntime(**given)
+
+
+@pytest.mark.parametrize(
+    "options",
     [
         {"deadline": 0},
         {"deadline": -1.0},

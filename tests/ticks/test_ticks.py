@@ -263,6 +263,16 @@ async def test_observations_that_have_not_changed_may_be_skipped() -> None:
 
 
 @virtual_clock
+async def test_a_result_that_was_reported_is_a_change() -> None:
+    backend = ScriptedBackend(lambda request: says())
+    async with registered(AgentRuntime(backend=backend, skip_unchanged=True), "a") as runtime:
+        await runtime.process_tick(1, {"a": {"x": 1}})
+        runtime.agents["a"].report("a wall")
+        assert sources(await runtime.process_tick(2, {"a": {"x": 1}})) == {"a": ("answer", 2)}
+    assert backend.requests[1].text.count("a wall") == 1
+
+
+@virtual_clock
 async def test_a_world_may_fill_the_same_dict_again() -> None:
     backend = ScriptedBackend(lambda request: says())
     seen = {"x": 1}

@@ -58,7 +58,9 @@ def add_ticks_arguments(parser: argparse.ArgumentParser) -> None:
 
 def ticks_command(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in ("backend", "model", "deadline", "trace", "replay")}
-    runtime = runtime_of(read_specfile(options.agents), {name: value for name, value in given.items() if value})
+    runtime = runtime_of(
+        read_specfile(options.agents), {name: value for name, value in given.items() if value is not None}
+    )
     try:
         asyncio.run(_serve(runtime, options.host, options.port))
     except KeyboardInterrupt:  # where there are no signal handlers

@@ -23,11 +23,11 @@ class Budgets:
         """Until the endpoint's budgets have room for what the request is expected to take; ``settle`` must follow."""
         endpoint = ticket.endpoint
         assert endpoint is not None
-        rates, counted = endpoint.rates, ticket.lease
-        if rates is None or counted is None or not rates.counts_tokens:
+        rates = endpoint.rates
+        if rates is None or ticket.lease is None or not rates.counts_tokens:
             return
-        expected = expect()
-        lease = rates.reserve(counted, expected, _now())
+        counted = ticket.lease = rates.unreserve(ticket.lease)
+        lease = rates.reserve(counted, expect(), _now())
         waited = lease is None
         while lease is None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -37,9 +37,9 @@ class Budgets:
                 await turn
             finally:
                 self.short.discard(turn)
-            lease = rates.reserve(counted, expected, _now())
+            lease = rates.reserve(counted, expect(), _now())  # answers since may have told that it takes less
         if waited:
-            rates.count(_now())  # it leaves later than it was counted: better twice than too early
+            rates.count_again(lease, _now())
         ticket.lease = lease
 
     def settle(self, ticket: Ticket, used: Usage | None = None, *, asked: bool = True) -> None:

@@ -267,10 +267,11 @@ class Endpoints:
     def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
         """It refused for load: halve, and let nobody ask again before it said so. A budget by the minute that is spent
         says nothing of what may be in flight."""
-        if not endpoint.health.is_down and not is_spent(error.quota):
-            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight))
         wait = error.retry_after or 0.0
-        if 0.0 < wait <= LONGEST_RETRY_AFTER and now + wait > endpoint.held_until:
+        wait = wait if wait <= LONGEST_RETRY_AFTER else 0.0  # its row fails, and nobody else waits
+        if not endpoint.health.is_down and not is_spent(error.quota):
+            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight, wait, now))
+        if wait > 0.0 and now + wait > endpoint.held_until:
             endpoint.held_until = now + wait
             self._touch(endpoint)
             self.arm(endpoint)

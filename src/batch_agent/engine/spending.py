@@ -141,9 +141,9 @@ class Spending:
         """The answer is there. What it cost, in $, where that is known."""
         cost = call.prices.cost(usage) if call.prices is not None else None
         spent = _amount(usage, cost)
-        if (self._counting or self._measuring) and not cached:
-            self._estimator.learn(call.prompt_bytes, usage)
-            if not spent.tokens:  # a server that counts nothing must not make a budget endless
+        if not cached:
+            self._estimator.learn(call.prompt_bytes, usage)  # also while nobody asks: a budget may become known
+            if self._counting and not spent.tokens:  # a server that counts nothing must not make a budget endless
                 spent = call.amount
         seconds = self._finish(call, spent)
         return seconds * self._per_second if self._per_second else cost

@@ -18,6 +18,7 @@ from batch_agent.scheduler.seeking import Seeker
 
 SURE = 3  # refusals of probes in a row, after which nobody else is taken to be there
 MOST_PATIENCE = 32  # rounds between two probes then
+PROBES_COST = 10  # of the time at most one part is spent waiting as the server asks when it refuses a probe
 PROBE_SHARE = 16  # of the limit: a probe's step is no more
 SHARE_GIVEN = 16  # of the limit, given up where it was refused
 
@@ -27,6 +28,7 @@ class Capacity:
 
     __slots__ = (
         "_alone",
+        "_calm_until",
         "_good",
         "_guide",
         "_held",
@@ -60,6 +62,7 @@ class Capacity:
         self._refused_at = 0  # the latest time
         self._alone = 0  # refusals of probes, since one that was none
         self._patience = self._step = 1  # rounds before the next probe, and how far it goes
+        self._calm_until = 0.0  # nor is there one before that
         self.filled = False  # since the limit changed, or it was last asked: all of it was in use
         self._begin()
 
@@ -70,8 +73,8 @@ class Capacity:
         self.seeker = seeker
         self.limit = self._proven = self._held = seeker.limit
 
-    def overloaded(self, generation: int, inflight: int) -> str:
-        """A request of ``generation`` was refused for load."""
+    def overloaded(self, generation: int, inflight: int, wait: float = 0.0, now: float = 0.0) -> str:
+        """A request of ``generation`` was refused for load, with so many seconds to wait for all."""
         if generation != self.generation:
             return ""
         refused_at = inflight if self.limit is None else min(self.limit, inflight)
@@ -82,6 +85,7 @@ class Capacity:
             self._known = max(1, held - (0 if self._alone > SURE else held // SHARE_GIVEN))
             self.limit = max(1, self._known - self._known // 8)
             self._patience = min(MOST_PATIENCE, max(1, self.limit // 2), 2 ** max(0, self._alone - SURE))
+            self._calm_until = now + PROBES_COST * wait
         else:
             given = SHARE_GIVEN if self._known is None else SHARE_GIVEN // 2
             self.limit = max(1, refused_at // 2)
@@ -116,7 +120,7 @@ class Capacity:
         if limit is None or limit == self.ceiling:
             return ""
         self._good += 1
-        if self._good < limit * self._patience or not self.filled:
+        if self._good < limit * self._patience or now < self._calm_until or not self.filled:
             return ""  # ... or nobody wants more
         if limit >= self._refused_at:  # where it never was
             self._patience, self._step = 1, min(2 * self._step, max(1, limit // PROBE_SHARE))

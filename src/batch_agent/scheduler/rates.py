@@ -12,7 +12,6 @@ most as far as is known, and settled when it ends. One that is larger than a who
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -20,25 +19,41 @@ from batch_agent.messages import Allowance, Quota, Usage
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
 MINUTE = 60.0
-SLACK = 0.5  # seconds: requests arrive later than they leave, and not all of them equally late
+SLACK = 1.0  # seconds: requests arrive later than they leave, and those that must connect first later than others
+RESET_SLACK = 0.5  # seconds, after the moment that a provider names
 
 
 class Budget:
     """One kind of thing that may be used up."""
 
-    __slots__ = ("_full", "_left", "_limit", "_open", "_period", "_resets_at", "_told_at", "_used", "_window", "taken")
+    __slots__ = (
+        "_full",
+        "_least",
+        "_left",
+        "_limit",
+        "_open",
+        "_period",
+        "_resets_at",
+        "_since",
+        "_taken",
+        "_told_by",
+        "_used",
+        "_window",
+    )
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit  # a minute, as the user says
         self._window: deque[tuple[float, int]] = deque()  # when it leaves the count, how much
         self._used = 0  # in the window
         self._open = 0  # reserved, and not settled
-        self.taken = 0  # in all, ever, as much as it may have been
         self._full: int | None = None  # as the provider says
-        self._left: int | None = None  # what ``taken`` may come to until ``_resets_at``
+        self._left: int | None = None  # after the request whose answer told it, until ``_resets_at``
         self._resets_at = inf
         self._period = MINUTE
-        self._told_at = -inf  # what had been taken when the request left whose answer told it
+        self._told_by: int | None = None  # the number of that request; None: it had none
+        self._least: float = inf  # that was told as left while nobody counted
+        self._since: dict[int, int] = {}  # what those took that left after it, by number
+        self._taken = 0  # by all of them
 
     def free_at(self, amount: int, now: float) -> float:
         """When so much may be taken; ``now`` or earlier: at once."""
@@ -63,45 +78,61 @@ class Budget:
         if self._left is None:
             return now
         if now >= self._resets_at and self._full is not None:
-            self._left, self._resets_at = self.taken + self._full, now + self._period + SLACK
-        if now >= self._resets_at or self.taken + amount <= self._left or not amount:
+            self._left, self._resets_at = self._full, now + self._period + RESET_SLACK
+            self._since.clear()
+            self._taken, self._least = 0, inf
+        if now >= self._resets_at or self._taken + amount <= self._left or not amount:
             return now
-        whole = self._full is not None and amount > self._full and self.taken + self._full <= self._left
+        whole = self._full is not None and amount > self._full <= self._left and not self._taken
         return now if whole else self._resets_at
 
-    def take(self, amount: int, now: float) -> None:
-        """Used, and settled at once."""
-        self.reserve(amount)
-        self.settle(amount, amount, now)
+    def take(self, number: int, amount: int, now: float) -> None:
+        """Used by the request of that number, and settled at once."""
+        self.reserve(number, amount)
+        self.settle(number, amount, amount, now)
 
-    def reserve(self, amount: int) -> None:
-        self.taken += amount
+    def reserve(self, number: int, amount: int) -> None:
+        self._note(number, amount)
         if self._limit is not None:
             self._open += amount
 
-    def unreserve(self, amount: int) -> None:
-        self.taken -= amount
+    def unreserve(self, number: int, amount: int) -> None:
+        self._note(number, None)
         if self._limit is not None:
             self._open -= amount
 
-    def settle(self, reserved: int, used: int, now: float) -> None:
-        self.taken += max(0, used - reserved)  # not less: what was told since may count it either way
+    def settle(self, number: int, reserved: int, used: int, now: float) -> None:
+        if number in self._since or used > reserved:  # what was told since knows of the rest
+            self._note(number, used - reserved)
         if self._limit is not None:
             self._open -= reserved
             self._used += used
             self._window.append((now + MINUTE + SLACK, used))
 
-    def untake(self, amount: int) -> None:
+    def untake(self, number: int, amount: int) -> None:
         """The latest that was taken was not used after all."""
-        self.taken -= amount
+        self._note(number, None)
         if self._window:
             leaves_at, used = self._window.pop()
             self._used -= amount
             self._window.append((leaves_at, used - amount))
 
-    def learn(self, allowance: Allowance, taken: int | None, on_its_way: int, now: float) -> None:
-        """The provider told it in answer to a request before which, itself included, so much had been taken; None:
-        nobody counted, and all that is on its way may have left since."""
+    def renumber(self, number: int, later: int, amount: int) -> None:
+        """The request leaves later than the number that it had says."""
+        self._note(number, None)
+        self._note(later, amount)
+
+    def _note(self, number: int, more: int | None) -> None:
+        """The request took so much more; None: nothing of what it was taken to take."""
+        if more is None:
+            self._taken -= self._since.pop(number, 0)
+        else:
+            self._since[number] = self._since.get(number, 0) + more
+            self._taken += more
+
+    def learn(self, allowance: Allowance, number: int | None, on_its_way: int, now: float) -> None:
+        """The provider told it in answer to the request of that number; None: nobody counted, and all that is on its
+        way may have left since."""
         if allowance.limit is not None:
             self._full = allowance.limit
         if allowance.remaining is None:
@@ -109,25 +140,37 @@ class Budget:
         if not _is_soon(allowance):
             self._left = None
             return
-        if taken is None:
-            taken = self.taken - on_its_way
-            older = self._left is not None and taken + allowance.remaining > self._left
+        is_over = now >= self._resets_at
+        if number is None:
+            # Answers do not come in the order in which requests left: the least of what they told counts all of them.
+            self._least = allowance.remaining if is_over else min(self._least, allowance.remaining)
+            left = int(self._least) + self._taken - on_its_way
+            older = self._told_by is not None and self._left is not None and left > self._left
         else:
-            older = taken < self._told_at
-            self._told_at = max(self._told_at, taken)
-        if older and now < self._resets_at:
+            left = allowance.remaining
+            older = self._told_by is not None and number < self._told_by
+            self._told_by = number if self._told_by is None else max(self._told_by, number)
+        if older and not is_over:
             return
+        if number is not None:
+            self._forget_up_to(number)
         resets_in = MINUTE if allowance.resets_in is None else allowance.resets_in
         self._period = max(self._period, resets_in) if self._left is not None else resets_in
-        self._left, self._resets_at = taken + allowance.remaining, now + resets_in + min(SLACK, resets_in)
+        self._left, self._resets_at = left, now + resets_in + min(RESET_SLACK, resets_in)
+
+    def _forget_up_to(self, number: int) -> None:
+        """The provider had seen these when it told."""
+        while self._since and (first := next(iter(self._since))) <= number:
+            self._note(first, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What one request took: what it was expected to use, and what each budget had given out by then."""
+    """What one request took: what it was expected to use, of which budgets, and its place among those that left."""
 
     expected: Usage
-    taken: Mapping[str, int]
+    number: int
+    kinds: frozenset[str]
 
 
 NOTHING = Usage()
@@ -136,12 +179,13 @@ NOTHING = Usage()
 class Rates:
     """The budgets of one endpoint."""
 
-    __slots__ = ("_budgets", "_expected")
+    __slots__ = ("_budgets", "_expected", "_number")
 
     def __init__(self, rpm: int | None = None, tpm: int | None = None) -> None:
         given = {"requests": rpm, "tokens": tpm}
         self._budgets = {kind: Budget(limit) for kind, limit in given.items() if limit is not None}
         self._expected = NOTHING  # of the latest request
+        self._number = 0  # of the latest that left
 
     @property
     def counts_tokens(self) -> bool:
@@ -160,47 +204,54 @@ class Rates:
 
     def begin(self, now: float) -> Lease:
         """A request has its slot; it is taken to be like the latest."""
-        self.count(now)
-        return self._reserve(self._expected)
+        self._number += 1
+        self._count(self._number, now)
+        return self._reserve(self._expected, self._number)
 
-    def count(self, now: float) -> None:
+    def count_again(self, lease: Lease, now: float) -> None:
+        """It leaves later than it was counted: better twice than too early."""
+        self._count(lease.number, now)
+
+    def _count(self, number: int, now: float) -> None:
         if (requests := self._budgets.get("requests")) is not None:
-            requests.take(1, now)
+            requests.take(number, 1, now)
 
-    def _reserve(self, expected: Usage) -> Lease:
+    def _reserve(self, expected: Usage, number: int) -> Lease:
         for kind, budget in self._budgets.items():
-            budget.reserve(_amount(kind, expected, 0))
-        return Lease(expected, {kind: budget.taken for kind, budget in self._budgets.items()})
+            if kind != "requests":
+                budget.reserve(number, _amount(kind, expected, 0))
+        return Lease(expected, number, frozenset(self._budgets))
+
+    def unreserve(self, lease: Lease) -> Lease:
+        """While it is not known whether the request may leave, nothing is held for it: many that each hold a part
+        would wait for each other."""
+        for kind in lease.kinds - {"requests"}:
+            self._budgets[kind].unreserve(lease.number, _amount(kind, lease.expected, 0))
+        return Lease(NOTHING, lease.number, lease.kinds)
 
     def reserve(self, lease: Lease, expected: Usage, now: float) -> Lease | None:
-        """What the request will really take, in place of what it was taken for; None: it has to wait until
-        ``free_at``, or until others are settled."""
+        """What a request that holds nothing will really take; None: it has to wait until ``free_at``, or until
+        others are settled. Else it leaves now, after all that left before."""
         self._expected = expected
-        self._unreserve(lease)
         if self._free_at(expected, now, 0) > now:
-            self._reserve(lease.expected)
             return None
-        # Its place is where it got its slot: others that did so since may have been reserved for before it.
-        more = {kind: _amount(kind, expected, 0) - _amount(kind, lease.expected, 0) for kind in lease.taken}
-        moved = {kind: taken + more[kind] for kind, taken in lease.taken.items()}
-        return Lease(expected, {**self._reserve(expected).taken, **moved})
-
-    def _unreserve(self, lease: Lease) -> None:
-        for kind in lease.taken:
-            self._budgets[kind].unreserve(_amount(kind, lease.expected, 0))
+        self._number += 1
+        if (requests := self._budgets.get("requests")) is not None:
+            requests.renumber(lease.number, self._number, 1)
+        return self._reserve(expected, self._number)
 
     def settle(self, lease: Lease, used: Usage | None, now: float) -> None:
         """The request has ended. None: nobody knows what it used."""
-        for kind in lease.taken:  # budgets that became known since are not its own
-            if kind != "requests":
-                reserved = _amount(kind, lease.expected, 0)
-                self._budgets[kind].settle(reserved, reserved if used is None else _amount(kind, used, 0), now)
+        for kind in lease.kinds - {"requests"}:  # budgets that became known since are not its own
+            reserved = _amount(kind, lease.expected, 0)
+            spent = reserved if used is None else _amount(kind, used, 0)
+            self._budgets[kind].settle(lease.number, reserved, spent, now)
 
     def unsend(self, lease: Lease, now: float) -> None:
         """It was answered without the endpoint."""
         self.settle(lease, NOTHING, now)
-        if "requests" in lease.taken:
-            self._budgets["requests"].untake(1)
+        if "requests" in lease.kinds:
+            self._budgets["requests"].untake(lease.number, 1)
 
     def learn(self, quota: Quota, lease: Lease | None, inflight: int, used: Usage, now: float) -> None:
         """What an answer or a refusal told, while ``inflight`` others are on their way."""
@@ -208,8 +259,8 @@ class Rates:
             self._expected = used
         for kind, allowance in _allowances(quota).items():
             budget = self._budgets.setdefault(kind, Budget())
-            taken = None if lease is None else lease.taken.get(kind)
-            budget.learn(allowance, taken, inflight * _amount(kind, self._expected, 1), now)
+            number = None if lease is None or kind not in lease.kinds else lease.number
+            budget.learn(allowance, number, inflight * _amount(kind, self._expected, 1), now)
 
 
 def _amount(kind: str, usage: Usage, requests: int) -> int:

@@ -56,7 +56,7 @@ class Seeker:
         self._most = most
         self._climbing = not settled
         self._best, self._best_rate = self.limit if settled else 0, 0.0
-        self._probe_at = 0.0
+        self._probe_at = 0.0  # 0: nothing was measured yet at the number that was found
         self._down = False  # whether the next probe goes down
         self.forget()
 
@@ -115,7 +115,6 @@ class Seeker:
     def _climb(self, rate: float, now: float) -> str:
         if self._best and rate < GAIN * self._best_rate:
             self._climbing = False
-            self._probe_at = now + PROBE_SECONDS
             return "" if self.guided else self._go(self._best, "more bring no more", now)
         self._best, self._best_rate = self.limit, rate
         if self.limit >= self._most:
@@ -128,6 +127,7 @@ class Seeker:
             return ""
         if self.limit == self._best:
             self._best_rate = rate  # as it is now
+            self._probe_at = self._probe_at or now + PROBE_SECONDS
             if now < self._probe_at:
                 return ""
             self._probe_at = now + PROBE_SECONDS

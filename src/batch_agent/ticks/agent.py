@@ -48,6 +48,14 @@ class Agent:
     ) -> None:
         if not agent_id or type(agent_id) is not str:
             raise SpecError(f"agent_id is {agent_id!r}; it is the agent's name, as text")
+        if isinstance(goals, str):
+            raise SpecError(f"goals is the text {goals!r}: give a list, [{goals!r}]")
+        if not (fallback is None or callable(fallback) or self.accepts(fallback)):
+            raise SpecError(
+                f"fallback is a {type(fallback).__name__}; it is an Action, or a function of the observation"
+            )
+        if not (callable(priority) or isinstance(priority, int | float)):
+            raise SpecError(f"priority is {priority!r}; it is a number, or a function of the observation")
         self.agent_id = agent_id
         self.given_backend = backend
         self.lent_backend: object = None  # the runtime's, with generate and its siblings, for who has none
@@ -65,9 +73,7 @@ class Agent:
 
     def perceive(self, observation: Any, source: str = "world") -> None:
         """Remember what was observed, with the result of the last action where the world did not bring it."""
-        if self._result and isinstance(observation, Mapping):
-            observation = {LAST_RESULT: self._result.pop(), **observation}
-        seen = Observation(datetime.now(), observation, source)
+        seen = Observation(datetime.now(), self.with_result(observation), source)
         self._window.perceive(seen)
         if self.memory is not self._window:
             self.memory.perceive(seen)
@@ -150,6 +156,12 @@ class Agent:
             return idle(str(error))
 
     # What the runtime calls
+
+    def with_result(self, observation: Any) -> Any:
+        """The observation, and what was reported of the last action, once."""
+        if self._result and isinstance(observation, Mapping):
+            return {LAST_RESULT: self._result.pop(), **observation}
+        return observation
 
     @property
     def schema(self) -> JsonObject | None:

@@ -48,6 +48,14 @@ class Sampling:
     seed: int | None = 0
     extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, whole, least in (("temperature", False, 0), ("top_p", False, 0), ("max_tokens", True, 1)):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value, whole=whole) and value >= least):
+                raise SpecError(f"{name} is {value!r}; it is a {'whole ' if whole else ''}number, {least} or more")
+        if self.seed is not None and not _is_number(self.seed, whole=True):
+            raise SpecError(f"seed is {self.seed!r}; it is a whole number, or None")
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -117,18 +125,22 @@ class Asking:
             await self.backend.__aenter__()
             self._entered = True
         if self._model is None:
-            limit = asyncio.timeout(self._timeout)
-            try:
-                async with limit:
-                    names = await self.backend.models()
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise Timeout(f"{self.backend.name} did not say in {self._timeout:g} s what it serves") from None
+            names = await self.models()
             if len(names) != 1:
                 raise SpecError(f"{self.backend.name} serves {', '.join(names) or 'no model'}: name one with model=")
             [self._model] = names
         self._takes_seeds = not self._asks_together and self._accepts(RequestShape(self._model, seed=0))
+
+    async def models(self) -> list[str]:
+        """What the backend serves, asked now; it must be entered."""
+        limit = asyncio.timeout(self._timeout)
+        try:
+            async with limit:
+                return await self.backend.models()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise Timeout(f"{self.backend.name} did not say in {self._timeout:g} s what it serves") from None
 
     def _working_limiter(self) -> Limiter:
         """A limiter gives a server up that has not answered for long, as a run should; ticks go on, with a new one."""
@@ -335,6 +347,10 @@ class Asking:
         self.backend.check(shape)
         self._shapes[key] = shape
         return shape
+
+
+def _is_number(value: object, *, whole: bool) -> bool:
+    return isinstance(value, int if whole else int | float) and not isinstance(value, bool)
 
 
 def _is_down(limiter: Limiter) -> bool:

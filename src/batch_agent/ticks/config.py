@@ -31,9 +31,6 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     elif path is not None:  # servers call a model by the path they loaded it from
         model = str(path) if model is None else model
     drawn = {name: given[name] for name in SAMPLING_KEYS if name in given}
-    for name, value in drawn.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise SpecError(f"backend_config: {name} is {value!r}; it is a number")
     extra = {"top_k": given["top_k"]} if "top_k" in given else {}
     options = {"backend": backend, "model": model, "sampling": Sampling(**drawn, extra_body=extra)}
     return options | {name: given[name] for name in ("api_key", "timeout") if name in given}

@@ -207,6 +207,7 @@ class TickRuntime(Generic[A]):
             if mind.begins_again(tick):
                 _end(mind.forget())
                 mind.agent.reset()
+            observation = mind.agent.with_result(observation)
             mind.agent.perceive(observation)
         except Exception as error:
             return mind.fall_back(f"it could not perceive: {describe(error)}"), None

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from batch_agent.backends.registry import open_backend
-from batch_agent.errors import BatchAgentError, InternalError
+from batch_agent.errors import BatchAgentError, InternalError, Rejected
 from batch_agent.messages import Conversation, Message
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.outlook import Progress
@@ -24,6 +24,7 @@ from batch_agent.ticks.repertoire import Repertoire
 
 T = TypeVar("T")
 TIMEOUT = 60.0
+NOT_FOUND = 404
 
 
 class TextBackend:
@@ -85,7 +86,7 @@ class TextBackend:
         return self._run(self._ask_all([asked]))[0]
 
     def is_available(self) -> bool:
-        """Whether it can be opened and asked for its model."""
+        """Whether it can be opened and answers."""
         return self._run(self._opens())
 
     def close(self) -> None:
@@ -119,8 +120,13 @@ class TextBackend:
         return GenerationResult(words_of(reply), usage.prompt_tokens + usage.completion_tokens, reason, tokens)
 
     async def _opens(self) -> bool:
+        asking = self._asking()
         try:
-            await self._asking().open()
+            await asking.open()
+            try:
+                await asking.models()
+            except Rejected as error:
+                return error.status == NOT_FOUND  # it does not list its models, and is there
         except InternalError:
             raise
         except BatchAgentError:
