@@ -52,3 +52,8 @@ def test_the_plan_of_a_large_file_shows_its_first_row_and_prints_the_same_again(
     assert facts(text)["rows"].startswith("about ")
     assert "Say «yyy" in text
     assert str(plan) == text
+
+
+def test_a_plan_without_a_number_says_that_it_will_be_found() -> None:
+    plan = BatchAgent.plan(task="{input}", inputs=["a"], backend="http://127.0.0.1:9/v1", model="m")
+    assert "as many model calls as are found to pay" in str(plan)

@@ -140,7 +140,7 @@ class DryRun:
         yield "rows", self._rows_text()
         yield "model", prepared.model or "the one the server has"
         yield "backend", prepared.backend.name
-        yield "in flight", "no limit" if prepared.max_inflight is None else f"{prepared.max_inflight:,} model calls"
+        yield "in flight", _in_flight(prepared)
         turns = prepared.spec.turn_limit
         yield "turns", "no limit" if turns is None else f"at most {turns:,} per agent"
         if prepared.tools:
@@ -211,3 +211,9 @@ def _marked(pieces: Iterable[Piece], marks: tuple[str, str]) -> str:
 
 def _headed(title: str, text: str) -> str:
     return f"{title}\n{'-' * len(title)}\n{text}"
+
+
+def _in_flight(prepared: Prepared) -> str:
+    if prepared.sought:
+        return "as many model calls as are found to pay"
+    return "no limit" if prepared.max_inflight is None else f"{prepared.max_inflight:,} model calls"
