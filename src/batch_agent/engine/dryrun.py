@@ -96,7 +96,7 @@ class DryRun:
             "rows_exact": self.rows_exact,
             "model": prepared.model,
             "backend": prepared.backend.name,
-            "max_inflight": prepared.max_inflight,
+            "max_inflight": None if prepared.sought else prepared.max_inflight,
             "max_turns": prepared.spec.turn_limit,
             "tools": [tool.spec.name for tool in prepared.tools],
             "output_schema": prepared.schema.name if prepared.schema else None,
