@@ -64,8 +64,11 @@ class RequestShape:
     extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ModelRequest:
+    """One turn to be taken. Whoever asks it fills in where it goes; backends change nothing of it but what it has
+    ``said``."""
+
     shape: RequestShape
     conversation: Conversation
     job_id: str

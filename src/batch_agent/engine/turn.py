@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -181,7 +181,7 @@ async def take_turn(
         if delay is None:
             raise error
         tally.again = True
-        request = replace(request, tries=request.tries + 1)
+        request.tries += 1
         try:
             await r.limiter.again(ticket, delay)
         finally:
@@ -227,7 +227,7 @@ async def _send(
         limiter.release(ticket)
         raise
     if ticket.endpoint is not None and ticket.endpoint.name:
-        request = replace(request, endpoint=ticket.endpoint.name)
+        request.endpoint = ticket.endpoint.name
     left = loop.time()
     tally.queued += left - claimed
     tally.leave()
