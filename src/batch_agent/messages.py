@@ -40,8 +40,8 @@ class Image:
         self._digest = digest
 
     @classmethod
-    def of(cls, data: bytes, media_type: str) -> Self:
-        return cls(_data_url(data, media_type))
+    def of(cls, data: bytes, media_type: str, *, tokens: int = IMAGE_TOKENS, digest: str = "") -> Self:
+        return cls(_data_url(data, media_type), tokens=tokens, digest=digest)
 
     @property
     def is_data(self) -> bool:

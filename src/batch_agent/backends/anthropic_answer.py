@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from batch_agent.backends.anthropic_request import WIRE, fit, is_empty
 from batch_agent.backends.base import OnToolCall
 from batch_agent.backends.sse import Event, EventTooLarge, SSEParser
-from batch_agent.backends.wire import Naming, counted, echoed_object, json_of, object_of
+from batch_agent.backends.wire import Naming, counted, echoed_object, json_of, mapping, object_of
 from batch_agent.errors import ContextOverflow, Rejected, Truncated
 from batch_agent.messages import JsonObject, Reply, Sealed, ToolCall, Usage
 
@@ -89,15 +89,15 @@ class AnswerStream:
                     raise self._faults.bad("the stream goes on with a block that was not begun")
                 self._delta(block, delta)
             case "content_block_start":
-                block = self._open[event.get("index")] = OpenBlock(_mapping(event.get("content_block")))
+                block = self._open[event.get("index")] = OpenBlock(mapping(event.get("content_block")))
                 if text := block.text:
                     self._said.append(text)
             case "content_block_stop":
                 self._close(event.get("index"))
             case "message_start":
-                self._answer.use(_mapping(event.get("message")).get("usage"))
+                self._answer.use(mapping(event.get("message")).get("usage"))
             case "message_delta":
-                self._answer.stopped(_mapping(event.get("delta")))
+                self._answer.stopped(mapping(event.get("delta")))
                 self._answer.use(event.get("usage"))
             case "message_stop":
                 self._done = True
@@ -181,11 +181,11 @@ class Answer:
 
     def stopped(self, told: Mapping[str, JsonValue]) -> None:
         self.stop = _string(told.get("stop_reason")) or self.stop
-        self._details = _mapping(told.get("stop_details")) or self._details
+        self._details = mapping(told.get("stop_details")) or self._details
 
     def use(self, counts: JsonValue) -> None:
         """What was counted so far; later counts include the earlier."""
-        self._counts |= {name: count for name, count in _mapping(counts).items() if count is not None}
+        self._counts |= {name: count for name, count in mapping(counts).items() if count is not None}
 
     def reply(self, first_token: float | None = None) -> Reply:
         stop = self._good_stop()
@@ -256,10 +256,6 @@ def _said(block: JsonObject) -> JsonObject:
 def arguments_of(block: JsonObject) -> str:
     given = block.get("input")
     return given if isinstance(given, str) else orjson.dumps(given or {}).decode()
-
-
-def _mapping(value: JsonValue) -> JsonObject:
-    return value if isinstance(value, dict) else {}
 
 
 def _string(value: JsonValue) -> str:

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.anthropic_answer import Answer, OpenBlock, arguments_of
 from batch_agent.backends.base import OnToolCall
-from batch_agent.backends.wire import Naming, object_of
+from batch_agent.backends.wire import Naming, mapping, object_of
 from batch_agent.messages import JsonObject, Reply
 
 _STOPS = {"guardrail_intervened": "refusal", "content_filtered": "refusal"}
@@ -27,13 +27,13 @@ _COUNTS = {
 
 def read_answer(body: bytes, naming: Naming) -> Reply:
     document = object_of(body, naming.faults)
-    message = _mapping(_mapping(document.get("output")).get("message"))
+    message = mapping(mapping(document.get("output")).get("message"))
     content = message.get("content")
     if not isinstance(content, list):
         raise naming.faults.bad(f"the answer has no content: {naming.faults.clean(body.decode('utf-8', 'replace'))}")
     answer = Answer(naming)
     for block in content:
-        named = _named(_mapping(block))
+        named = _named(mapping(block))
         answer.add(named, arguments_of(named))
     answer.stopped(_stop(document))
     answer.use(_counts(document.get("usage")))
@@ -76,9 +76,9 @@ class ConverseStream:
         number = event.get("contentBlockIndex")
         match kind:
             case "contentBlockStart":
-                self._open[number] = OpenBlock(_named(_mapping(event.get("start"))))
+                self._open[number] = OpenBlock(_named(mapping(event.get("start"))))
             case "contentBlockDelta":
-                self._delta(number, _mapping(event.get("delta")))
+                self._delta(number, mapping(event.get("delta")))
             case "contentBlockStop":
                 block = self._open.pop(number, None)
                 if block is not None:
@@ -100,24 +100,24 @@ class ConverseStream:
             self._said.append(told)
             block.extend({"text": told})
         elif kind == "toolUse":
-            block.extend({"partial_json": _mapping(told).get("input")})
+            block.extend({"partial_json": mapping(told).get("input")})
         elif kind == "reasoningContent":
             names = {"text": "thinking", "signature": "signature", "redactedContent": "data"}
-            block.extend({names[name]: piece for name, piece in _mapping(told).items() if name in names})
-            if "redactedContent" in _mapping(told):
+            block.extend({names[name]: piece for name, piece in mapping(told).items() if name in names})
+            if "redactedContent" in mapping(told):
                 block.become("redacted_thinking")
 
 
 def _named(block: JsonObject) -> JsonObject:
     """A block by the names of Anthropic's wire."""
     if "toolUse" in block:
-        use = _mapping(block["toolUse"])
+        use = mapping(block["toolUse"])
         return {"type": "tool_use", "id": use.get("toolUseId"), "name": use.get("name"), "input": use.get("input", {})}
     if "reasoningContent" in block:
-        content = _mapping(block["reasoningContent"])
+        content = mapping(block["reasoningContent"])
         if "redactedContent" in content:
             return {"type": "redacted_thinking", "data": content["redactedContent"]}
-        told = _mapping(content.get("reasoningText"))
+        told = mapping(content.get("reasoningText"))
         signed: JsonObject = {"signature": told["signature"]} if "signature" in told else {}
         return {"type": "thinking", "thinking": told.get("text", ""), **signed}
     if "text" in block:
@@ -131,8 +131,4 @@ def _stop(document: JsonObject) -> JsonObject:
 
 
 def _counts(usage: JsonValue) -> JsonObject:
-    return {_COUNTS[name]: count for name, count in _mapping(usage).items() if name in _COUNTS}
-
-
-def _mapping(value: JsonValue) -> JsonObject:
-    return value if isinstance(value, dict) else {}
+    return {_COUNTS[name]: count for name, count in mapping(usage).items() if name in _COUNTS}

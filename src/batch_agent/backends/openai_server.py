@@ -42,6 +42,9 @@ class Tail:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+NO_TAIL = Tail()
+
+
 class OpenAIServer(HttpBackend[bytes]):
     """One server at ``base_url`` (up to and without the wire's path), as an HttpBackend but for the wire. ``tail`` says
     what each request has of its own, for servers that take hints; ``query`` stands behind every path. With ``models``
@@ -140,7 +143,9 @@ class OpenAIServer(HttpBackend[bytes]):
 
     def tail_of(self, request: ModelRequest) -> Tail:
         """What the request has of its own, but for what the user's extra_body sets: that has the last word."""
-        tail = Tail() if self._tail is None else self._tail(request)
+        if self._tail is None and not self._dialect.cache_key:
+            return NO_TAIL  # as with most servers
+        tail = NO_TAIL if self._tail is None else self._tail(request)
         fields = dict(tail.fields)
         if self._dialect.cache_key:
             fields["prompt_cache_key"] = self._cache_key(request)

@@ -131,6 +131,11 @@ def usage_of(prompt: int, cached: int, completion: int, reasoning: int = 0, writ
     return Usage(prompt, cached, completion, reasoning, written)
 
 
+def mapping(value: JsonValue) -> JsonObject:
+    """Empty for what is no object."""
+    return value if isinstance(value, dict) else {}
+
+
 def json_of(data: bytes) -> JsonValue:
     """None for what is no JSON."""
     try:

@@ -147,7 +147,7 @@ def _add_rows(group: argparse._ArgumentGroup) -> None:
         help="what standard input or a pipe holds: jsonl, csv, tsv, or text with a row a line, {input} "
         "(default: jsonl); for a file in place of what its name says",
     )
-    group.add_argument("--limit", type=_positive, metavar="N", help="take only the first N rows")
+    group.add_argument("--limit", type=positive, metavar="N", help="take only the first N rows")
     group.add_argument(
         "--output",
         metavar="FILE",
@@ -162,11 +162,11 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--env-file", metavar="FILE", help="lines of NAME=VALUE, such as keys; set variables stay as set"
     )
-    group.add_argument("--max-inflight", type=_positive, metavar="N", help="model calls in flight at once")
-    group.add_argument("--max-cost", type=_amount, metavar="DOLLARS", help="end the run before it costs more")
-    group.add_argument("--max-total-tokens", type=_positive, metavar="N", help="end it before it uses more tokens")
-    group.add_argument("--max-wall-time", type=_amount, metavar="SECONDS", help="send nothing more after so long")
-    group.add_argument("--max-outage", type=_amount, metavar="SECONDS", help="how long a server may be unreachable")
+    group.add_argument("--max-inflight", type=positive, metavar="N", help="model calls in flight at once")
+    group.add_argument("--max-cost", type=amount, metavar="DOLLARS", help="end the run before it costs more")
+    group.add_argument("--max-total-tokens", type=positive, metavar="N", help="end it before it uses more tokens")
+    group.add_argument("--max-wall-time", type=amount, metavar="SECONDS", help="send nothing more after so long")
+    group.add_argument("--max-outage", type=amount, metavar="SECONDS", help="how long a server may be unreachable")
     group.add_argument(
         "--cache",
         nargs="?",
@@ -190,14 +190,14 @@ def _add_words(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
     return number
 
 
-def _amount(text: str) -> float:
+def amount(text: str) -> float:
     try:
         number = float(text)
     except ValueError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from batch_agent.cli.arguments import amount, port_number, positive
 from batch_agent.cli.exit_status import ALL_OK, UNREACHABLE
 from batch_agent.cli.streams import flush_words, put, say
 from batch_agent.errors import SpecError
@@ -52,10 +53,10 @@ def _add_hostfile(parser: argparse.ArgumentParser, does: str) -> None:
 
 def _add_wait(parser: argparse.ArgumentParser) -> None:
     _add_hostfile(parser, "fleet:wait")
-    parser.add_argument("--min-hosts", type=_positive, metavar="N", help="so many are enough (default: all)")
+    parser.add_argument("--min-hosts", type=positive, metavar="N", help="so many are enough (default: all)")
     parser.add_argument("--min-fraction", type=_fraction, metavar="F", help="such a part is enough, 0 to 1")
     parser.add_argument(
-        "--timeout", type=_seconds, default=600, metavar="SECONDS", help="how long to wait (default %(default)s)"
+        "--timeout", type=amount, default=600, metavar="SECONDS", help="how long to wait (default %(default)s)"
     )
     parser.add_argument(
         "--output", metavar="FILE", help="a hostfile of those that are up; - is standard output (default)"
@@ -78,13 +79,13 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="requests in flight (default 16,32,64,128,256)",
     )
     parser.add_argument(
-        "--seconds", type=_seconds, default=20, metavar="SECONDS", help="each step takes (default %(default)s)"
+        "--seconds", type=amount, default=20, metavar="SECONDS", help="each step takes (default %(default)s)"
     )
-    parser.add_argument("--tokens-in", type=_positive, default=750, metavar="N", help="of a prompt (default 750)")
-    parser.add_argument("--tokens-out", type=_positive, default=150, metavar="N", help="of an answer (default 150)")
+    parser.add_argument("--tokens-in", type=positive, default=750, metavar="N", help="of a prompt (default 750)")
+    parser.add_argument("--tokens-out", type=positive, default=150, metavar="N", help="of an answer (default 150)")
     parser.add_argument("--model", help="the model's name (default: what each endpoint serves)")
     parser.add_argument(
-        "--parallel", type=_positive, default=4, metavar="N", help="endpoints at a time (default %(default)s)"
+        "--parallel", type=positive, default=4, metavar="N", help="endpoints at a time (default %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -92,10 +93,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _add_proxy(parser: argparse.ArgumentParser) -> None:
     _add_hostfile(parser, "fleet:proxy")
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=_port, default=8000, help="0 takes a free one (default %(default)s)")
+    parser.add_argument("--port", type=port_number, default=8000, help="0 takes a free one (default %(default)s)")
     parser.add_argument(
         "--max-inflight",
-        type=_positive,
+        type=positive,
         default=256,
         metavar="N",
         help="requests in flight at each endpoint; others wait (default %(default)s)",
@@ -224,37 +225,15 @@ def proxy(options: argparse.Namespace) -> int:
 # What arguments may be
 
 
-def _positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
+def _fraction(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text!r}")
     return number
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _seconds(text: str) -> float:
-    if not 0 < _number(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return float(text)
-
-
-def _fraction(text: str) -> float:
-    if not 0 < _number(text) <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text!r}")
-    return float(text)
-
-
 def _steps(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_positive(number.strip()) for number in text.split(",")}))
-
-
-def _port(text: str) -> int:
-    if not (text.isdecimal() and int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"must be 0 to 65535, not {text!r}")
-    return int(text)
+    return tuple(sorted({positive(number.strip()) for number in text.split(",")}))

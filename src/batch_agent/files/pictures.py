@@ -7,7 +7,7 @@ which concerns its row alone.
 from __future__ import annotations
 
 import re
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from hashlib import sha256
 from pathlib import Path
 
@@ -42,8 +42,7 @@ def read_image(image: Image, root: Path | None = None) -> Image:
     if kind is None:
         what = "is empty" if not data else "is not a PNG, JPEG, GIF or WebP"
         raise InputError(f"{where} {what}")
-    url = f"data:{kind};base64,{b64encode(data).decode()}"
-    return Image(url, tokens=_tokens(data, kind), digest=sha256(data).hexdigest())
+    return Image.of(data, kind, tokens=_tokens(data, kind), digest=sha256(data).hexdigest())
 
 
 def _decoded(url: str) -> bytes:

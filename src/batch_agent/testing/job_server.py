@@ -38,7 +38,7 @@ class Job:
 
 
 class JobServer:
-    """``jobs`` is what was submitted, in order. ``down`` makes it refuse connections for so many requests to come."""
+    """``jobs`` is what was submitted, in order. ``refuse`` are statuses for the requests to come, one each."""
 
     def __init__(self, script: Script, *, looks: int = 1, expires_after: int | None = None, invalid: str = "") -> None:
         self._script = script
