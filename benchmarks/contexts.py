@@ -21,9 +21,9 @@ from batch_agent import BatchAgent, BatchSpec, Tool
 from batch_agent.backends.base import ModelRequest
 from batch_agent.backends.simulated.backend import SimulatedBackend
 from batch_agent.backends.simulated.model import EngineModel
-from batch_agent.engine.context import AgentContext
-from batch_agent.engine.prepare import prepare
-from batch_agent.engine.run import Run
+from batch_agent.engine.agent.context import AgentContext
+from batch_agent.engine.run.prepare import prepare
+from batch_agent.engine.run.run import Run
 from batch_agent.events import ContextCompacted, Event
 from batch_agent.job import Job
 from batch_agent.messages import Conversation, Message, Usage

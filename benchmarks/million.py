@@ -20,10 +20,10 @@ from types import TracebackType
 from typing import Self
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.cli.rows import read_rows
-from batch_agent.cli.specfile import read_specfile
-from batch_agent.engine.prepare import prepare
-from batch_agent.engine.run import Run
+from batch_agent.cli.spec.rows import read_rows
+from batch_agent.cli.spec.specfile import read_specfile
+from batch_agent.engine.run.prepare import prepare
+from batch_agent.engine.run.run import Run
 from batch_agent.messages import Reply, Usage
 from benchmarks import environments, report
 from benchmarks.stream_rows import peak_bytes

@@ -19,9 +19,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from batch_agent.engine.limiter import Limiter
+from batch_agent.dispatch.limiter import Limiter
 from batch_agent.scheduler.core import Scheduler, Ticket
-from batch_agent.scheduler.outlook import Progress
+from batch_agent.scheduler.forecast import Progress
 from benchmarks import report
 
 INFLIGHT = 64
@@ -42,7 +42,7 @@ def decisions(agents: int) -> None:
             scheduler.request(progress, progress.turns + 1, now)
         while to_start and scheduler.has_room():
             to_start -= 1
-            scheduler.outlook.rows = to_start
+            scheduler.forecast.rows = to_start
             scheduler.start_agent()
             scheduler.request(Progress(), 0, now)
             _grant_all(scheduler, running)
@@ -53,7 +53,7 @@ def decisions(agents: int) -> None:
 
 def crowd(agents: int) -> None:
     scheduler = Scheduler(INFLIGHT)
-    scheduler.outlook.rows = 0
+    scheduler.forecast.rows = 0
     running: deque[Ticket] = deque()
     in_tool: deque[Progress] = deque()
     now = 0.0
@@ -72,7 +72,7 @@ def _finish_turn(scheduler: Scheduler, ticket: Ticket, now: float, in_tool: dequ
     """Whether its agent is done."""
     progress = ticket.progress
     scheduler.give_back(ticket)
-    scheduler.outlook.answered(progress, 1.0, now)
+    scheduler.forecast.answered(progress, 1.0, now)
     if progress.turns + 1 < TURNS:
         in_tool.append(progress)
         return False

@@ -31,6 +31,7 @@ ORDER = [
     "store",
     "observe",
     "results",
+    "dispatch",
     "engine",
     "topology",
     "fleet",
@@ -77,7 +78,7 @@ def test_a_part_imports_only_from_those_above_it(path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_the_engine_starts_tasks(path: Path) -> None:
     # The engine, the faces that have loops of their own in place of a run, and the edges that own an event loop.
-    if part_of(path) in ("engine", "fleet", "swarm", "ticks", "api", "cli", "testing"):
+    if part_of(path) in ("dispatch", "engine", "fleet", "swarm", "ticks", "api", "cli", "testing"):
         return
     if path.name == "generating.py":  # many requests as one call, awaited by it
         return

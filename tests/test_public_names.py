@@ -174,7 +174,7 @@ def test_the_version_is_that_of_the_project() -> None:
 
 
 SLOW = ["aiohttp", "docstring_parser", "json_repair", "jsonschema_rs", "openvino_genai", "pyarrow", "rich", "yaml"]
-OURS = ["batch_agent.backends.local", "batch_agent.backends.openai", "batch_agent.backends.simulated"]
+OURS = ["batch_agent.backends.local", "batch_agent.backends.openai.chat", "batch_agent.backends.simulated"]
 
 
 def loaded_by(code: str) -> set[str]:

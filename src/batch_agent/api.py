@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from batch_agent.backends.base import Backend
-    from batch_agent.engine.prepare import Prepared
-    from batch_agent.engine.run import Run
+    from batch_agent.engine.run.prepare import Prepared
+    from batch_agent.engine.run.run import Run
     from batch_agent.events import Sink
     from batch_agent.messages import Message
     from batch_agent.observe.metrics import Statistics
@@ -213,14 +213,14 @@ class BatchAgent(MapReduce):
         Print it: it says how many rows there are, what all of them share, the first message in full, and what tokens
         and cost are to be expected. An iterator is not read.
         """
-        from batch_agent.engine.prepare import prepare
+        from batch_agent.engine.run.prepare import prepare
 
         return prepare(_spec(spec, options), sends=False)
 
     @staticmethod
     def _open(spec: BatchSpec, sinks: Sequence[Sink] = ()) -> Run[Any]:
-        from batch_agent.engine.prepare import prepare
-        from batch_agent.engine.run import Run
+        from batch_agent.engine.run.prepare import prepare
+        from batch_agent.engine.run.run import Run
 
         return Run(prepare(spec), sinks)
 

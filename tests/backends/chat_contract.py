@@ -12,7 +12,7 @@ from backends.http_contract import HttpContract
 from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say
 from backends.wire import Exchange, Step, answer, half_of, stream
 from batch_agent.backends.base import Backend
-from batch_agent.backends.openai import OpenAIBackend
+from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.testing import Request
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 import orjson
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.http import HttpClient
-from batch_agent.backends.http_backend import HttpBackend
-from batch_agent.backends.sse import SSEParser
-from batch_agent.backends.wire import Naming, counted, echoed_object, usage_of, written, written_options
+from batch_agent.backends.http.backend import HttpBackend
+from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.sse import SSEParser
+from batch_agent.backends.http.wire import Naming, counted, echoed_object, usage_of, written, written_options
 from batch_agent.errors import Truncated
 from batch_agent.messages import Image, JsonObject, Message, Reply, Sealed, ToolCall, Usage
 

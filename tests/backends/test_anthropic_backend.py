@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from backends.wire import Exchange, WireServer, answer
 from batch_agent import BatchAgent, Tool
-from batch_agent.backends.anthropic import AnthropicBackend
+from batch_agent.backends.anthropic.messages import AnthropicBackend
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, SpecError, Unavailable

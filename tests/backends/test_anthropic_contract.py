@@ -9,8 +9,8 @@ import orjson
 from backends.http_contract import HttpContract
 from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say
 from backends.wire import Exchange, Step, answer, half_of, stream
-from batch_agent.backends.anthropic import VERSIONS, AnthropicBackend
-from batch_agent.backends.anthropic_request import MARK
+from batch_agent.backends.anthropic.messages import VERSIONS, AnthropicBackend
+from batch_agent.backends.anthropic.request import MARK
 from batch_agent.backends.base import Backend
 from batch_agent.messages import Image, Message, Part, ToolCall, ToolSpec
 

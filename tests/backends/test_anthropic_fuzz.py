@@ -11,12 +11,12 @@ import orjson
 from backends.contract import CALLS, Say
 from backends.test_anthropic_contract import in_pieces, whole
 from backends.test_backend_fuzz import damaged
-from batch_agent.backends.anthropic import WORDING
-from batch_agent.backends.anthropic_answer import AnswerStream, read_answer
-from batch_agent.backends.anthropic_request import MessagesView, build_head
+from batch_agent.backends.anthropic.answer import AnswerStream, read_answer
+from batch_agent.backends.anthropic.messages import WORDING
+from batch_agent.backends.anthropic.request import MessagesView, build_head
 from batch_agent.backends.base import RequestShape
-from batch_agent.backends.faults import Faults
-from batch_agent.backends.wire import Naming
+from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.wire import Naming
 from batch_agent.errors import BackendError
 from batch_agent.messages import Conversation, Message, Reply, ToolCall, Usage
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from batch_agent.backends.anthropic_check import check_shape
-from batch_agent.backends.anthropic_request import MessagesView, build_head
+from batch_agent.backends.anthropic.check import check_shape
+from batch_agent.backends.anthropic.request import MessagesView, build_head
 from batch_agent.backends.base import RequestShape
 from batch_agent.errors import Rejected, SpecError
 from batch_agent.messages import Conversation, Image, Message, Sealed, ToolCall, ToolSpec

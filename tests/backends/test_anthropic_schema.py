@@ -9,7 +9,7 @@ import jsonschema_rs
 import pytest
 from pydantic import BaseModel, Field, TypeAdapter
 
-from batch_agent.backends.anthropic_schema import MOST_OPTIONAL, MOST_UNIONS, format_schema
+from batch_agent.backends.anthropic.schema import MOST_OPTIONAL, MOST_UNIONS, format_schema
 from batch_agent.testing.messages_rules import wrong_with
 from batch_agent.testing.messages_wire import MessagesRequest
 

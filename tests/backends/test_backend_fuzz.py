@@ -11,10 +11,10 @@ import pytest
 from backends.chat_contract import in_pieces, whole
 from backends.contract import CALLS, Say, ask
 from backends.wire import Exchange, WireServer
-from batch_agent.backends.faults import Faults, ServerError
-from batch_agent.backends.openai import OpenAIBackend
-from batch_agent.backends.openai_answer import AnswerStream, read_answer
-from batch_agent.backends.wire import Naming
+from batch_agent.backends.http.faults import Faults, ServerError
+from batch_agent.backends.http.wire import Naming
+from batch_agent.backends.openai.chat import OpenAIBackend
+from batch_agent.backends.openai.chat_answer import AnswerStream, read_answer
 from batch_agent.errors import BackendError
 from batch_agent.messages import Reply, ToolCall, Usage
 

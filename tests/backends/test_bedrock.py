@@ -15,7 +15,7 @@ from backends.test_bedrock_contract import CALLS, frames, in_pieces, own_credent
 from backends.wire import Exchange, WireServer, answer
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.backends.bedrock import BedrockBackend
+from batch_agent.backends.bedrock.converse import BedrockBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import SpecError
 from batch_agent.messages import Conversation, Image, Message, ToolSpec, Usage

@@ -16,8 +16,8 @@ from backends.http_contract import HttpContract
 from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say
 from backends.wire import Exchange, Step, answer, half_of, stream
 from batch_agent.backends.base import Backend
-from batch_agent.backends.bedrock import BedrockBackend
-from batch_agent.backends.bedrock_request import CACHE_POINT
+from batch_agent.backends.bedrock.converse import BedrockBackend
+from batch_agent.backends.bedrock.request import CACHE_POINT
 from batch_agent.messages import Image, Message, Part, ToolCall, ToolSpec
 
 KINDS = {

@@ -17,7 +17,7 @@ from backends.messages_contract import MessagesContract
 from backends.messages_wire import MessagesBackend, MessagesStream
 from backends.peer import Refuse
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.wire import Naming
+from batch_agent.backends.http.wire import Naming
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Truncated, Unavailable
 from batch_agent.messages import Conversation, Message, Reply, Sealed, ToolCall, Usage, content_text
 

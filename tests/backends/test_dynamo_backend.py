@@ -9,7 +9,7 @@ import pytest
 from backends.wire import Exchange, WireServer, answer, stream
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
-from batch_agent.backends.dynamo import DynamoBackend
+from batch_agent.backends.engines.dynamo import DynamoBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message

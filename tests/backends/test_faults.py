@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from batch_agent.backends.faults import Faults, ServerError, Wording, retry_after
+from batch_agent.backends.http.faults import Faults, ServerError, Wording, retry_after
 from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, Unavailable
 
 FAULTS = Faults("POST http://host/v1", ["sk-secret-value", "sk-secret", "abc"])

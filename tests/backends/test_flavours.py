@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from backends.chat_contract import ChatContract
 from batch_agent.backends.base import Backend, Facts, Load
-from batch_agent.backends.openai import OpenAIBackend
+from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.registry import open_backend
-from batch_agent.cli.sent import LoggedBackend
+from batch_agent.cli.output.request_log import LoggedBackend
 from batch_agent.messages import JsonObject
 
 

@@ -10,9 +10,9 @@ import pytest
 from yarl import URL
 
 from backends.wire import Exchange, WireServer, answer, hang, raw
-from batch_agent.backends.faults import Faults
-from batch_agent.backends.http import HttpClient
-from batch_agent.backends.transport import FEW_STREAMS, Transport
+from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.transport import FEW_STREAMS, Transport
 from batch_agent.errors import BadResponse, Rejected, SpecError, Timeout, Unavailable
 
 PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.backends.job_ledger import FILE, JobLedger
-from batch_agent.backends.jobs import JobBackend
-from batch_agent.backends.openai_jobs import OpenAIJobs
+from batch_agent.backends.batch.job_ledger import FILE, JobLedger
+from batch_agent.backends.batch.jobs import JobBackend
+from batch_agent.backends.batch.openai_jobs import OpenAIJobs
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message

@@ -14,9 +14,9 @@ from backends.chat_contract import ChatContract, delta, in_pieces, whole
 from backends.contract import CALLS, SEARCH, Say, ask
 from backends.wire import Exchange, Step, WireServer, answer, hang, raw, stream
 from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
-from batch_agent.backends.dialect import Dialect
-from batch_agent.backends.openai import OpenAIBackend, encode_message
-from batch_agent.backends.openai_server import Tail
+from batch_agent.backends.openai.chat import OpenAIBackend, encode_message
+from batch_agent.backends.openai.dialect import Dialect
+from batch_agent.backends.openai.server import Tail
 from batch_agent.errors import BadResponse, InternalError, Rejected, SpecError, Timeout, Truncated, Unavailable
 from batch_agent.messages import Conversation, Image, Message, ToolCall
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from typing_extensions import TypeAliasType
 
 from backends.strict_mode import Refused, judge
-from batch_agent.backends.openai_schema import MOST_LEVELS, SchemaForm, engine_form, strict_form, unwrapped
+from batch_agent.backends.openai.schema import MOST_LEVELS, SchemaForm, engine_form, strict_form, unwrapped
 from batch_agent.compiler.schema import OutputSchema
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.backends.openai import OpenAIBackend
-from batch_agent.backends.quota import read_quota
+from batch_agent.backends.http.quota import read_quota
+from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.errors import RateLimited
 from batch_agent.messages import Allowance, Conversation, Message, Quota
 from batch_agent.testing import Fail, Say, ScriptedBackend, ScriptedServer

@@ -8,7 +8,7 @@ import pytest
 from backends.wire import WireServer, answer
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend
-from batch_agent.backends.openai import OpenAIBackend
+from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import SpecError
 

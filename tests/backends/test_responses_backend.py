@@ -14,8 +14,8 @@ from backends.responses_wire import as_bytes, document, events_of, hear, refuse_
 from backends.strict_mode import Refused
 from backends.wire import Exchange, Step, WireServer, answer, half_of, stream
 from batch_agent.backends.base import Backend, RequestShape
-from batch_agent.backends.dialect import Dialect
-from batch_agent.backends.responses import ResponsesBackend, encode_items
+from batch_agent.backends.openai.dialect import Dialect
+from batch_agent.backends.openai.responses import ResponsesBackend, encode_items
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Image, Message, Usage
 

@@ -6,8 +6,8 @@ import pytest
 
 from backends.wire import Exchange, Step, WireServer, answer
 from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
+from batch_agent.backends.engines.sglang import LIST, SglangBackend
 from batch_agent.backends.registry import open_backend
-from batch_agent.backends.sglang import LIST, SglangBackend
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, Message, Reply, ToolSpec, Usage
 

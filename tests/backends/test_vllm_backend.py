@@ -6,9 +6,9 @@ import pytest
 
 from backends.wire import Exchange, Step, WireServer, answer, hang
 from batch_agent.backends.base import Facts, Load, Measured, ModelRequest, RequestShape
-from batch_agent.backends.engine import Sharing
+from batch_agent.backends.engines.engine import Sharing
+from batch_agent.backends.engines.vllm import LIST, VllmBackend
 from batch_agent.backends.registry import open_backend
-from batch_agent.backends.vllm import LIST, VllmBackend
 from batch_agent.errors import BackendError, ContextOverflow, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, Message, Reply, ToolSpec, Usage
 

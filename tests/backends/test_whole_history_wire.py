@@ -12,7 +12,7 @@ from backends.messages_contract import MessagesContract
 from backends.messages_wire import MARK, HistoryView, MessagesBackend
 from backends.wire import Exchange, Step, WireServer, answer
 from batch_agent import BatchAgent, Tool
-from batch_agent.backends.openai import ChatView
+from batch_agent.backends.openai.chat import ChatView
 from batch_agent.messages import Conversation, Image, JsonObject, Message, Sealed, ToolCall
 
 THOUGHT: JsonObject = {"type": "thinking", "thinking": "hm", "signature": "sig-1"}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from batch_agent.cli.fleet_bench import table as bench_table
-from batch_agent.cli.fleet_status import table
+from batch_agent.cli.commands.fleet_bench import table as bench_table
+from batch_agent.cli.commands.fleet_status import table
 from batch_agent.cli.main import main
 from batch_agent.fleet.bench import Answer, Bench, Step
 from batch_agent.fleet.hostfile import parse_hostfile, parse_hosts

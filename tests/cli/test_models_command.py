@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from batch_agent.backends.local import weights
+from batch_agent.cli.commands.models import fetch_missing
 from batch_agent.cli.main import main
-from batch_agent.cli.models import fetch_missing
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_agent.cli.results import FileWriter, StdoutWriter, open_results
+from batch_agent.cli.output.results import FileWriter, StdoutWriter, open_results
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.results import result_line
 from batch_agent.job import AgentResult

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from batch_agent.cli import rows
-from batch_agent.cli.rows import read_pipe, read_rows
+from batch_agent.cli.spec import rows
+from batch_agent.cli.spec.rows import read_pipe, read_rows
 from batch_agent.errors import SpecError
 from batch_agent.job import UnreadableRow
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from batch_agent.cli.specfile import read_specfile
+from batch_agent.cli.spec.specfile import read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.spec import BatchSpec
 

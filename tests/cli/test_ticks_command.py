@@ -7,9 +7,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from batch_agent.cli.commands.ticks import runtime_of
 from batch_agent.cli.main import main
-from batch_agent.cli.specfile import read_specfile
-from batch_agent.cli.ticks import runtime_of
+from batch_agent.cli.spec.specfile import read_specfile
 from batch_agent.testing import Say, ScriptedServer
 
 SPEC = """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, Tool
-from batch_agent.engine.delivery import WINDOW
+from batch_agent.engine.run.delivery import WINDOW
 from batch_agent.testing import (
     CallTools,
     Fail,

@@ -7,10 +7,10 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_agent.engine.limiter import Limiter
+from batch_agent.dispatch.limiter import Limiter
 from batch_agent.errors import RateLimited
 from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.outlook import Progress
+from batch_agent.scheduler.forecast import Progress
 
 
 async def hold(limiter: Limiter, turns: int = 0) -> Ticket:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from batch_agent import BatchSpec
-from batch_agent.engine.context import AgentContext
-from batch_agent.engine.prepare import prepare
-from batch_agent.engine.run import Run
+from batch_agent.engine.agent.context import AgentContext
+from batch_agent.engine.run.prepare import prepare
+from batch_agent.engine.run.run import Run
 from batch_agent.events import Event, JobFinished
 from batch_agent.messages import Usage
 from batch_agent.testing import Request, Say, ScriptedBackend, virtual_clock

@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent import BatchAgent
-from batch_agent.backends.openai import OpenAIBackend
+from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.events import Event, SchemaUnsupported
 from batch_agent.observe.summary import summary_json, summary_lines

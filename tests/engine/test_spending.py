@@ -8,8 +8,8 @@ import pytest
 
 from batch_agent import BatchSpec
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.engine.limiter import Limiter
-from batch_agent.engine.spending import Spending
+from batch_agent.dispatch.limiter import Limiter
+from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import BackendError, BadResponse, Interrupted, Rejected, Timeout, Unavailable
 from batch_agent.messages import Conversation, Message, Usage
 from batch_agent.testing import virtual_clock

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import Capabilities
-from batch_agent.engine.recording import fingerprint_of
+from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import SpecError
 from batch_agent.events import Event, StreamingDecided
 from batch_agent.scheduler.streaming import TRIAL

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from batch_agent import AgentResult, BatchAgent, Tool
-from batch_agent.engine.context import AgentContext, Worker
-from batch_agent.engine.run import Run
+from batch_agent.engine.agent.context import AgentContext, Worker
+from batch_agent.engine.run.run import Run
 from batch_agent.errors import BackendError, NotJSON, SpecError
 from batch_agent.store.rundir import RunView
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_agent.backends.openai import OpenAIBackend
+from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint, parse_hostfile, parse_hosts

@@ -17,7 +17,7 @@ import pytest
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.backends.dynamo import DynamoBackend
+from batch_agent.backends.engines.dynamo import DynamoBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Truncated
 from batch_agent.messages import Conversation, Message, Usage

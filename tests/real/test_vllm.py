@@ -19,8 +19,8 @@ from pydantic import BaseModel
 
 from batch_agent import BatchAgent, RunRejected, Tool
 from batch_agent.backends.base import Load, ModelRequest, RequestShape
+from batch_agent.backends.engines.vllm import VllmBackend
 from batch_agent.backends.registry import open_backend
-from batch_agent.backends.vllm import VllmBackend
 from batch_agent.errors import ContextOverflow, Truncated
 from batch_agent.messages import Conversation, Message, Reply, ToolSpec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batch_agent.backends.base import Load
 from batch_agent.scheduler.capacity import Capacity
-from batch_agent.scheduler.seeking import MOST, Seeker
+from batch_agent.scheduler.limit_search import MOST, LimitSearch
 
 
 def on_an_engine(capacity: Capacity, sequences: int, readings: int, **more: int) -> None:
@@ -16,13 +16,13 @@ def on_an_engine(capacity: Capacity, sequences: int, readings: int, **more: int)
 
 
 def test_while_the_queue_is_short_the_limit_grows() -> None:
-    capacity = Capacity(MOST, Seeker())
+    capacity = Capacity(MOST, LimitSearch())
     assert capacity.loaded(Load(running=64), 64) == "the queue stays short"
     assert capacity.limit == 128
 
 
 def test_an_engine_is_kept_full_with_a_queue_that_is_not_long() -> None:
-    capacity = Capacity(MOST, Seeker())
+    capacity = Capacity(MOST, LimitSearch())
     on_an_engine(capacity, 300, readings=60)
     assert 300 <= (capacity.limit or 0) <= 600
 
@@ -47,7 +47,7 @@ def test_the_ceiling_of_the_user_is_never_passed() -> None:
 
 
 def test_two_runs_on_one_engine_come_to_equal_shares() -> None:
-    first, second = Capacity(MOST, Seeker(256)), Capacity(MOST, Seeker(16))
+    first, second = Capacity(MOST, LimitSearch(256)), Capacity(MOST, LimitSearch(16))
     for _ in range(300):
         inflight = (first.limit or 0) + (second.limit or 0)
         load = Load(running=min(inflight, 256), waiting=max(0, inflight - 256))
@@ -64,7 +64,7 @@ def test_an_engine_that_puts_many_requests_back_gets_fewer() -> None:
 
 
 def test_a_full_cache_is_no_time_to_grow() -> None:
-    capacity = Capacity(MOST, Seeker())
+    capacity = Capacity(MOST, LimitSearch())
     assert not capacity.loaded(Load(running=64, kv_usage=0.99), 64)
 
 
@@ -79,12 +79,12 @@ def test_a_first_token_that_takes_longer_and_longer_brings_the_limit_down() -> N
 
 
 def test_slots_that_are_not_in_use_are_no_reason_to_grow() -> None:
-    capacity = Capacity(MOST, Seeker())
+    capacity = Capacity(MOST, LimitSearch())
     assert not capacity.loaded(Load(running=10), 10)
 
 
 def test_what_was_refused_is_not_passed_because_a_queue_is_short() -> None:
-    capacity = Capacity(MOST, Seeker())
+    capacity = Capacity(MOST, LimitSearch())
     capacity.overloaded(capacity.generation, 64)
     on_an_engine(capacity, 1000, readings=20)
     assert (capacity.limit or 0) <= 60

@@ -9,83 +9,83 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batch_agent.scheduler.forecast import Progress, TurnForecast
 from batch_agent.scheduler.ordering import LAST, PATIENCE, Queue
-from batch_agent.scheduler.outlook import Outlook, Progress
 
 
-def outlook_of(ended: Iterable[int], *, turn: float = 1.0, tool: float = 0.0) -> Outlook:
+def outlook_of(ended: Iterable[int], *, turn: float = 1.0, tool: float = 0.0) -> TurnForecast:
     """What is known when agents have ended that took so many turns each, one after the other."""
-    outlook, now = Outlook(), 0.0
+    forecast, now = TurnForecast(), 0.0
     for turns in ended:
         progress = Progress()
-        outlook.start()
+        forecast.start()
         for taken in range(turns):
-            outlook.go_on(progress, taken, now)
+            forecast.go_on(progress, taken, now)
             now += turn
-            outlook.answered(progress, turn, now)
+            forecast.answered(progress, turn, now)
             now += tool
-        outlook.end(progress, turns)
-    return outlook
+        forecast.end(progress, turns)
+    return forecast
 
 
-def start(outlook: Outlook, turns: int = 0) -> Progress:
+def start(forecast: TurnForecast, turns: int = 0) -> Progress:
     """An agent under way that has taken so many turns and asks for another."""
     progress = Progress()
-    outlook.start()
-    outlook.go_on(progress, turns, now=0.0)
+    forecast.start()
+    forecast.go_on(progress, turns, now=0.0)
     return progress
 
 
 def test_before_any_agent_has_ended_all_are_expected_to_take_twice_what_the_furthest_took() -> None:
-    outlook = Outlook()
-    start(outlook, 4)
-    assert [outlook.turns_left(turns) for turns in range(5)] == [8, 7, 6, 5, 4]
+    forecast = TurnForecast()
+    start(forecast, 4)
+    assert [forecast.turns_left(turns) for turns in range(5)] == [8, 7, 6, 5, 4]
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8))
 def test_the_turns_left_are_the_mean_over_those_that_took_more(ended: list[int]) -> None:
-    outlook = outlook_of(ended)
+    forecast = outlook_of(ended)
     for taken in range(max(ended)):
         more = [turns - taken for turns in ended if turns > taken]
-        assert math.isclose(outlook.turns_left(taken), sum(more) / len(more))
+        assert math.isclose(forecast.turns_left(taken), sum(more) / len(more))
 
 
 def test_where_chance_decides_an_agent_has_as_much_left_however_far_it_is() -> None:
     chance = random.Random(1)
-    outlook = outlook_of(next(n for n in range(1, 1_000) if chance.random() < 0.2) for _ in range(20_000))
-    assert all(4.5 < outlook.turns_left(taken) < 5.5 for taken in range(10))
+    forecast = outlook_of(next(n for n in range(1, 1_000) if chance.random() < 0.2) for _ in range(20_000))
+    assert all(4.5 < forecast.turns_left(taken) < 5.5 for taken in range(10))
 
 
 def test_where_the_tail_is_heavy_the_furthest_have_the_most_left() -> None:
-    outlook = outlook_of([2] * 60 + [20] * 4)
-    assert outlook.turns_left(3) > outlook.turns_left(0)
+    forecast = outlook_of([2] * 60 + [20] * 4)
+    assert forecast.turns_left(3) > forecast.turns_left(0)
 
 
 def test_agents_under_way_teach_that_others_go_on() -> None:
-    outlook = outlook_of([1])
+    forecast = outlook_of([1])
     for _ in range(9):
-        start(outlook, 1)
-    outlook.end(start(outlook, 1), 2)
-    assert outlook.turns_left(0) > 1.8  # one in eleven ended after its first turn
+        start(forecast, 1)
+    forecast.end(start(forecast, 1), 2)
+    assert forecast.turns_left(0) > 1.8  # one in eleven ended after its first turn
 
 
 def test_a_turn_that_is_asked_for_again_teaches_nothing() -> None:
-    outlook, progress = outlook_of([3] * 8), Progress()
-    outlook.start()
-    before = outlook.live_turns
+    forecast, progress = outlook_of([3] * 8), Progress()
+    forecast.start()
+    before = forecast.live_turns
     for _ in range(50):
-        outlook.go_on(progress, 0, now=1.0)
-    assert outlook.live_turns == before
-    assert outlook.turns_left(0) == 3
+        forecast.go_on(progress, 0, now=1.0)
+    assert forecast.live_turns == before
+    assert forecast.turns_left(0) == 3
 
 
 def test_an_agent_that_failed_in_its_first_turn_took_one() -> None:
-    outlook, progress = Outlook(), Progress()
-    outlook.start()
-    outlook.go_on(progress, 0, now=0.0)
-    outlook.end(progress, 0)
-    assert outlook.turns_left(0) == 1
-    assert outlook.live_turns == 0
+    forecast, progress = TurnForecast(), Progress()
+    forecast.start()
+    forecast.go_on(progress, 0, now=0.0)
+    forecast.end(progress, 0)
+    assert forecast.turns_left(0) == 1
+    assert forecast.live_turns == 0
 
 
 lives = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=60)
@@ -94,39 +94,39 @@ lives = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=60)
 @settings(max_examples=200, deadline=None)
 @given(lives)
 def test_what_is_expected_of_all_is_the_sum_of_what_is_expected_of_each(steps: list[tuple[int, bool]]) -> None:
-    outlook = Outlook()
+    forecast = TurnForecast()
     live: list[Progress] = []
     for number, ends in steps:
         if not live or number == 0:
-            live.append(start(outlook))
+            live.append(start(forecast))
         elif ends:
             progress = live.pop(number % len(live))
-            outlook.end(progress, progress.turns + number % 2)
+            forecast.end(progress, progress.turns + number % 2)
         else:
             progress = live[number % len(live)]
-            outlook.go_on(progress, progress.turns + number % 3, now=0.0)
-        expected = sum(outlook.turns_left(progress.turns) for progress in live)
-        assert math.isclose(outlook.live_turns, expected, abs_tol=1e-9)
-        assert all(outlook.turns_left(progress.turns) >= 1 for progress in live)
+            forecast.go_on(progress, progress.turns + number % 3, now=0.0)
+        expected = sum(forecast.turns_left(progress.turns) for progress in live)
+        assert math.isclose(forecast.live_turns, expected, abs_tol=1e-9)
+        assert all(forecast.turns_left(progress.turns) >= 1 for progress in live)
 
 
 def test_a_batch_ends_when_the_work_left_fits_into_a_few_ways() -> None:
-    outlook = outlook_of([5] * 8, turn=1.0, tool=1.0)  # a fresh agent's way is 9 s
-    outlook.rows = 1_000
-    assert not outlook.ending(0, slots=8)
-    outlook.rows = 16  # 80 turns, 10 s for each slot
-    assert outlook.ending(0, slots=8)
-    assert not outlook.ending(4, slots=8)  # an agent with one turn left keeps nobody waiting
+    forecast = outlook_of([5] * 8, turn=1.0, tool=1.0)  # a fresh agent's way is 9 s
+    forecast.rows = 1_000
+    assert not forecast.ending(0, slots=8)
+    forecast.rows = 16  # 80 turns, 10 s for each slot
+    assert forecast.ending(0, slots=8)
+    assert not forecast.ending(4, slots=8)  # an agent with one turn left keeps nobody waiting
 
 
 def test_where_the_number_of_rows_is_not_known_no_batch_is_ending() -> None:
-    outlook = outlook_of([5] * 8)
-    assert not any(outlook.ending(turns, slots=1_000) for turns in range(6))
+    forecast = outlook_of([5] * 8)
+    assert not any(forecast.ending(turns, slots=1_000) for turns in range(6))
 
 
 def test_the_agent_that_is_expected_to_end_soonest_goes_first_even_if_it_has_taken_fewer_turns() -> None:
-    outlook = outlook_of([2] * 60 + [20] * 4)
-    queue: Queue[str] = Queue(outlook)
+    forecast = outlook_of([2] * 60 + [20] * 4)
+    queue: Queue[str] = Queue(forecast)
     queue.add("on a long way", 3)
     queue.add("about to end", 1)
     assert [queue.take(None), queue.take(None)] == ["about to end", "on a long way"]
@@ -141,9 +141,9 @@ def test_equals_go_in_the_order_they_came() -> None:
 
 
 def test_at_the_end_every_other_slot_goes_to_the_longest_way() -> None:
-    outlook = outlook_of([5] * 8)
-    outlook.rows = 0
-    queue: Queue[tuple[str, int]] = Queue(outlook)
+    forecast = outlook_of([5] * 8)
+    forecast.rows = 0
+    queue: Queue[tuple[str, int]] = Queue(forecast)
     for number in range(3):
         queue.add(("far", number), 0)
         queue.add(("near", number), 4)
@@ -170,9 +170,9 @@ steps = st.lists(st.tuples(st.sampled_from(["add", "take", "remove"]), st.intege
 def test_whoever_waits_is_taken_once_and_in_the_order_of_its_line(
     steps: list[tuple[str, int]], rows: int | None, slots: int | None
 ) -> None:
-    outlook = outlook_of([1, 4, 6])
-    outlook.rows = rows
-    queue: Queue[int] = Queue(outlook)
+    forecast = outlook_of([1, 4, 6])
+    forecast.rows = rows
+    queue: Queue[int] = Queue(forecast)
     waiting: dict[int, int] = {}  # who, and the turns it has taken, in the order they came
     for who, (step, number) in enumerate(steps):
         if step == "add":
@@ -183,7 +183,7 @@ def test_whoever_waits_is_taken_once_and_in_the_order_of_its_line(
             turns = waiting[taken]
             assert taken == next(other for other in waiting if waiting[other] == turns)
             if rows is None or slots is None:
-                assert outlook.turns_left(turns) == min(map(outlook.turns_left, waiting.values()))
+                assert forecast.turns_left(turns) == min(map(forecast.turns_left, waiting.values()))
             del waiting[taken]
         elif waiting and step == "remove":
             gone = list(waiting)[number % len(waiting)]
@@ -192,17 +192,17 @@ def test_whoever_waits_is_taken_once_and_in_the_order_of_its_line(
 
 
 def test_somebody_goes_next_also_while_there_is_no_slot_but_a_trial() -> None:
-    outlook = outlook_of([3])
-    outlook.rows = 5
-    queue: Queue[str] = Queue(outlook)
+    forecast = outlook_of([3])
+    forecast.rows = 5
+    queue: Queue[str] = Queue(forecast)
     queue.add("on a long way", 1)
     queue.add("about to end", 2)
     assert queue.take(slots=0) == "about to end"
 
 
 def test_a_chore_goes_when_nobody_else_waits_and_after_long_enough_all_the_same() -> None:
-    outlook = outlook_of([3] * 4)
-    queue: Queue[str] = Queue(outlook)
+    forecast = outlook_of([3] * 4)
+    queue: Queue[str] = Queue(forecast)
     queue.add("chore", LAST)
     for turns in (0, 1, 2):
         queue.add(f"turn {turns}", turns)

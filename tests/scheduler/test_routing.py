@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from batch_agent.messages import Usage
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.outlook import Progress
+from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.routing import PrefixCost, Router
 
 
@@ -236,7 +236,7 @@ def test_a_long_conversation_goes_where_the_context_is_long_enough() -> None:
 
 def test_the_end_of_a_batch_does_not_wait_for_an_endpoint_that_is_much_slower() -> None:
     scheduler = fleet(2, ceiling=1)
-    scheduler.outlook.rows = 100
+    scheduler.forecast.rows = 100
     for _ in range(2):
         ask(scheduler)
     for ticket in granted(scheduler):
@@ -249,7 +249,7 @@ def test_the_end_of_a_batch_does_not_wait_for_an_endpoint_that_is_much_slower() 
     for ticket in both:
         scheduler.give_back(ticket)
         scheduler.end_agent(ticket.progress, 1)
-    scheduler.outlook.rows = 0
+    scheduler.forecast.rows = 0
     last = [ask(scheduler) for _ in range(2)]
     (one,) = granted(scheduler)
     assert one.endpoint is scheduler.endpoints[1]
@@ -261,7 +261,7 @@ def test_the_end_of_a_batch_does_not_wait_for_an_endpoint_that_is_much_slower() 
 
 def test_a_slow_endpoint_is_asked_when_it_is_the_only_one_left() -> None:
     scheduler = fleet(2, ceiling=1)
-    scheduler.outlook.rows = 0
+    scheduler.forecast.rows = 0
     slow, fast = scheduler.endpoints
     for endpoint, seconds in ((slow, 8.0), (fast, 1.0), (fast, 1.0)):
         scheduler.router.answered(endpoint, seconds)

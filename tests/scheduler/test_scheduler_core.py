@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from batch_agent.errors import InternalError
 from batch_agent.scheduler.core import Scheduler, Ticket
-from batch_agent.scheduler.outlook import Progress
+from batch_agent.scheduler.forecast import Progress
 
 
 def request(scheduler: Scheduler, turns: int = 0) -> Ticket:
@@ -79,9 +79,9 @@ def an_ending_batch(**limits: int) -> Scheduler:
     for _ in range(9):
         progress = Progress()
         scheduler.start_agent()
-        scheduler.outlook.answered(progress, seconds=1.0, now=1.0)
+        scheduler.forecast.answered(progress, seconds=1.0, now=1.0)
         scheduler.end_agent(progress, 5)
-    scheduler.outlook.rows = 1
+    scheduler.forecast.rows = 1
     request(scheduler)
     return scheduler
 

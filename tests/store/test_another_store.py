@@ -10,7 +10,7 @@ from memory_store import MemoryStore
 from store_contract import Opened, StoreContract
 
 from batch_agent import BatchAgent
-from batch_agent.engine.run import Run
+from batch_agent.engine.run.run import Run
 from batch_agent.store.rundir import JOURNAL, RunView
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batch_agent import BatchAgent
-from batch_agent.engine.recording import fingerprint_of
+from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.store.keys import Keys, row_of
 from batch_agent.testing import ScriptedBackend
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
-from batch_agent.backends.openai import OpenAIBackend
+from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, Truncated, Unavailable
 from batch_agent.messages import Conversation, Image, Message, ToolCall, ToolSpec, Usage
 from batch_agent.testing import (

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.backends.openai import OpenAIBackend
+from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.simulated import EngineModel
 from batch_agent.errors import Rejected, SpecError
 from batch_agent.messages import Conversation, Image, Message

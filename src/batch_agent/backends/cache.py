@@ -38,7 +38,7 @@ from batch_agent.backends.base import (
 )
 from batch_agent.backends.cache_store import ResponseStore
 from batch_agent.backends.generating import Generates
-from batch_agent.backends.wire import report_calls
+from batch_agent.backends.http.wire import report_calls
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
 

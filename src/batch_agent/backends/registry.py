@@ -20,7 +20,7 @@ from batch_agent.backends.schemes import FORMS, PROVIDERS, SCHEMES
 from batch_agent.errors import SpecError
 
 if TYPE_CHECKING:
-    from batch_agent.backends.transport import Transport
+    from batch_agent.backends.http.transport import Transport
 
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
 

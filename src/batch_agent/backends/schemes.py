@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from batch_agent.backends.providers import PROVIDERS as NAMED
+from batch_agent.backends.openai.providers import PROVIDERS as NAMED
 
 KEY_VARIABLE = "BATCH_AGENT_API_KEY"
 HTTP_OPTIONS = ("native_schema",)
@@ -36,7 +36,7 @@ class Scheme:
         return bool(self.key) and self.form == f"{self.name}://"
 
 
-_SERVERS = "batch_agent.backends.servers"
+_SERVERS = "batch_agent.backends.openai.servers"
 _LINES = (
     Scheme(
         "local",
@@ -48,7 +48,7 @@ _LINES = (
     ),
     Scheme(
         "vllm",
-        "batch_agent.backends.vllm:VllmBackend",
+        "batch_agent.backends.engines.vllm:VllmBackend",
         "vllm://host:8000",
         "vLLM",
         KEY_VARIABLE,
@@ -58,7 +58,7 @@ _LINES = (
     ),
     Scheme(
         "sglang",
-        "batch_agent.backends.sglang:SglangBackend",
+        "batch_agent.backends.engines.sglang:SglangBackend",
         "sglang://host:30000",
         "SGLang",
         KEY_VARIABLE,
@@ -68,7 +68,7 @@ _LINES = (
     ),
     Scheme(
         "dynamo",
-        "batch_agent.backends.dynamo:DynamoBackend",
+        "batch_agent.backends.engines.dynamo:DynamoBackend",
         "dynamo://host:8000",
         "NVIDIA Dynamo's frontend",
         KEY_VARIABLE,
@@ -104,7 +104,7 @@ _LINES = (
     ),
     Scheme(
         "anthropic",
-        "batch_agent.backends.anthropic:from_address",
+        "batch_agent.backends.anthropic.messages:from_address",
         "anthropic://",
         "Anthropic; `anthropic://host:8000` for a server of your own that speaks its wire",
         "ANTHROPIC_API_KEY",
@@ -114,7 +114,7 @@ _LINES = (
     ),
     Scheme(
         "bedrock",
-        "batch_agent.backends.bedrock:from_address",
+        "batch_agent.backends.bedrock.converse:from_address",
         "bedrock://region/model",
         "AWS Bedrock, with the credentials that boto3 finds (needs the package boto3)",
         options=("native_schema",),
@@ -133,7 +133,7 @@ _LINES = (
     ),
     Scheme(
         "anthropic-batch",
-        "batch_agent.backends.anthropic:batch_from_address",
+        "batch_agent.backends.anthropic.messages:batch_from_address",
         "anthropic-batch://",
         "Anthropic's batch API: half the price, within a day",
         "ANTHROPIC_API_KEY",

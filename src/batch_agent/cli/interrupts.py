@@ -7,7 +7,7 @@ import signal
 from contextlib import suppress
 from typing import Protocol, Self
 
-from batch_agent.cli.streams import say
+from batch_agent.cli.output.streams import say
 
 
 class Stoppable(Protocol):

@@ -34,13 +34,13 @@ from batch_agent.backends.base import (
     total_inflight,
 )
 from batch_agent.backends.generating import Generates
+from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.registry import open_backend
-from batch_agent.backends.transport import Transport
 from batch_agent.errors import BackendError, Rejected, SpecError, Unavailable
 from batch_agent.fleet.hostfile import AgentEndpoint, parse_hostfile
 from batch_agent.fleet.server import FACTS, Server, facts_of
 from batch_agent.messages import Reply
-from batch_agent.scheduler.sharing import shares
+from batch_agent.scheduler.fair_share import shares
 
 logger = logging.getLogger("batch_agent")
 

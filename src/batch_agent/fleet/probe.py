@@ -17,9 +17,9 @@ from typing import Self
 
 import orjson
 
-from batch_agent.backends.http import HttpClient
+from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.schemes import KEY_VARIABLE
-from batch_agent.backends.transport import Transport
 from batch_agent.errors import BackendError, BadResponse, Rejected, SpecError, Timeout, Unavailable
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.fleet.told import Told, read_told, tokens_per_second

@@ -20,8 +20,8 @@ from aiohttp import web
 from multidict import CIMultiDict, MultiMapping
 from yarl import URL
 
-from batch_agent.backends.http import LARGE_BODY_BYTES
-from batch_agent.backends.transport import Transport
+from batch_agent.backends.http.client import LARGE_BODY_BYTES
+from batch_agent.backends.http.transport import Transport
 from batch_agent.errors import SpecError
 from batch_agent.fleet.balance import Place, read_ask
 from batch_agent.fleet.hostfile import AgentEndpoint

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from batch_agent.backends import dynamo, sglang, vllm
 from batch_agent.backends.base import Load
-from batch_agent.backends.exposition import Exposition
+from batch_agent.backends.engines import dynamo, sglang, vllm
+from batch_agent.backends.engines.exposition import Exposition
 
 RUNNING = (vllm.RUNNING, sglang.RUNNING)
 WAITING = (vllm.WAITING, sglang.WAITING, dynamo.PENDING)

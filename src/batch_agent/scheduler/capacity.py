@@ -1,7 +1,7 @@
 """How many calls an endpoint can take right now.
 
-The user's ``max_inflight`` is the ceiling, and where the limit begins; where none was given a ``Seeker`` looks for the
-number, and what the engine tells of its queue (``LoadGuide``) moves it too.
+The user's ``max_inflight`` is the ceiling, and where the limit begins; where none was given a
+``LimitSearch`` looks for the number, and what the engine tells of its queue (``LoadGuide``) moves it too.
 
 A refusal for load (429, 503) halves what is in flight, once per generation of requests: those that were already on
 their way when the limit fell say nothing about the new limit. Every good answer then raises the limit by one, so that
@@ -14,7 +14,7 @@ at one and comes back, in the same way, to where the last good answer found it.
 from __future__ import annotations
 
 from batch_agent.scheduler.engine_load import LoadGuide, Reading
-from batch_agent.scheduler.seeking import Seeker
+from batch_agent.scheduler.limit_search import LimitSearch
 
 SURE = 3  # refusals of probes in a row, after which nobody else is taken to be there
 MOST_PATIENCE = 32  # rounds between two probes then
@@ -41,21 +41,21 @@ class Capacity:
         "filled",
         "generation",
         "limit",
-        "seeker",
+        "search",
     )
 
-    def __init__(self, ceiling: int | None, seeker: Seeker | None = None) -> None:
+    def __init__(self, ceiling: int | None, search: LimitSearch | None = None) -> None:
         self.generation = -1  # note it when a request leaves, hand it back with how the request ended
         self._good = 0  # answers since the limit was last looked at
         self._guide = LoadGuide()
         self.resize(ceiling)
-        if seeker is not None:
-            self.seek(seeker)
+        if search is not None:
+            self.start_search(search)
 
     def resize(self, ceiling: int | None) -> None:
         """The user changed the ceiling: start from it again."""
         self.ceiling = self.limit = ceiling
-        self.seeker: Seeker | None = None  # while the number is looked for
+        self.search: LimitSearch | None = None  # while the number is looked for
         self._proven: int | None = ceiling  # where the limit was when answers were good, growing back aside
         self._known: int | None = None  # up to here the limit may grow fast; None: no limit was ever met
         self._held: int | None = ceiling  # the latest limit that a whole round of answers was good at
@@ -66,12 +66,12 @@ class Capacity:
         self.filled = False  # since the limit changed, or it was last asked: all of it was in use
         self._begin()
 
-    def seek(self, seeker: Seeker) -> None:
+    def start_search(self, search: LimitSearch) -> None:
         """Look for the number from here on, below the ceiling."""
         if self.ceiling is not None:
-            seeker.bound(self.ceiling)
-        self.seeker = seeker
-        self.limit = self._proven = self._held = seeker.limit
+            search.bound(self.ceiling)
+        self.search = search
+        self.limit = self._proven = self._held = search.limit
 
     def overloaded(self, generation: int, inflight: int, wait: float = 0.0, now: float = 0.0) -> str:
         """A request of ``generation`` was refused for load, with so many seconds to wait for all."""
@@ -93,7 +93,7 @@ class Capacity:
             self._alone, self._patience = 0, 1
         self._step = 1
         self._refused_at = refused_at
-        self.seeker = None  # the server has said itself what it takes
+        self.search = None  # the server has said itself what it takes
         self._begin()
         return "the server is overloaded"
 
@@ -102,8 +102,8 @@ class Capacity:
         were part of that, and say nothing of what it can take."""
         self._known = max(self._proven or most_in_flight, 1)
         self.limit = 1
-        if self.seeker is not None:
-            self.seeker.forget()
+        if self.search is not None:
+            self.search.forget()
         self._begin()
 
     def succeeded(self, sent_at: float, seconds: float, tokens: int, now: float) -> str:
@@ -111,12 +111,12 @@ class Capacity:
         limit, known = self.limit, self._known
         if known is not None and limit is not None and limit < known:
             self.limit = limit + 1
-            if self.seeker is not None and self.limit == known:
+            if self.search is not None and self.limit == known:
                 self._known = None  # back from an outage; nothing was refused
             return "answers are good"
         self._proven = limit
-        if self.seeker is not None:
-            return self._follow(self.seeker.answered(sent_at, seconds, tokens, self.filled, now))
+        if self.search is not None:
+            return self._follow(self.search.answered(sent_at, seconds, tokens, self.filled, now))
         if limit is None or limit == self.ceiling:
             return ""
         self._good += 1
@@ -130,11 +130,11 @@ class Capacity:
 
     def ramp(self, inflight: int, now: float) -> str:
         """Time has passed."""
-        return "" if self.seeker is None else self._follow(self.seeker.ramp(inflight, now))
+        return "" if self.search is None else self._follow(self.search.ramp(inflight, now))
 
     def _follow(self, reason: str) -> str:
-        if reason and self.seeker is not None:
-            self.limit, self.filled = self.seeker.limit, False
+        if reason and self.search is not None:
+            self.limit, self.filled = self.search.limit, False
         return reason
 
     def loaded(self, load: Reading, inflight: int) -> str:
@@ -145,24 +145,24 @@ class Capacity:
         most = self.ceiling if self._known is None else max(limit, self._known)
         change = self._guide.read(load, limit if self.filled else inflight, limit, most)
         self.filled = False
-        if self.seeker is not None:
-            self.seeker.guided = True
+        if self.search is not None:
+            self.search.guided = True
         if change is None:
             return ""
         self.limit, reason = change
-        if self.seeker is not None:
-            self.seeker.move(self.limit)
+        if self.search is not None:
+            self.search.move(self.limit)
         return reason
 
     @property
     def knee(self) -> int | None:
         """The number that was looked for, once it is found."""
-        return None if self.seeker is None else self.seeker.knee
+        return None if self.search is None else self.search.knee
 
     def unread(self) -> None:
         """The engine can no longer be asked: the answers alone have to tell."""
-        if self.seeker is not None:
-            self.seeker.guided = False
+        if self.search is not None:
+            self.search.guided = False
 
     def _begin(self) -> None:
         self.generation += 1

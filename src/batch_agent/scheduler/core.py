@@ -7,7 +7,7 @@ needed. An agent that waits to repeat a failed request will want a slot again, s
 while as many agents as there are slots wait for a tool that cannot keep up, more of them would only wait there too.
 When the batch comes to its end, what is left starts at once.
 
-Which ready agent goes first is ``ordering``'s part, what may be expected of an agent is ``outlook``'s, and which of
+Which ready agent goes first is ``ordering``'s part, what may be expected of an agent is ``forecast``'s, and which of
 many endpoints suits a turn is ``routing``'s. A turn goes where its agent's last one was answered, or where its key
 belongs. Where that endpoint is full it waits there (``parking``), for as long as the prefix is worth that it would lose
 elsewhere, and holds up nobody behind it. With one endpoint none of this is looked at.
@@ -32,8 +32,8 @@ from typing import Literal
 from batch_agent.errors import InternalError
 from batch_agent.messages import Usage
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.forecast import Progress, TurnForecast
 from batch_agent.scheduler.ordering import LAST, Queue
-from batch_agent.scheduler.outlook import Outlook, Progress
 from batch_agent.scheduler.parking import Parking
 from batch_agent.scheduler.rates import Lease
 from batch_agent.scheduler.routing import Router
@@ -96,10 +96,10 @@ class Scheduler:
         self.at_tools = 0  # agents whose call waits for a tool that is busy enough without it
         self.aside: deque[Ticket] = deque()  # turns whose trial failed
         self.suspects: deque[Ticket] = deque()
-        self.outlook = Outlook()
+        self.forecast = TurnForecast()
         self.router = Router(self.endpoints)
-        self._queue: Queue[Ticket] = Queue(self.outlook)
-        self._parking: Parking[Ticket, Endpoint | str] = Parking(self.outlook)
+        self._queue: Queue[Ticket] = Queue(self.forecast)
+        self._parking: Parking[Ticket, Endpoint | str] = Parking(self.forecast)
         self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for those who are parked there
         self._suspect_in_flight: Ticket | None = None
 
@@ -163,7 +163,7 @@ class Scheduler:
         if self.waiting == len(self._parking) and spare > self.backing_off:
             return True
         slots = self.slots
-        return slots is not None and slots > 0 and self.outlook.ending(0, slots)
+        return slots is not None and slots > 0 and self.forecast.ending(0, slots)
 
     def _spare(self) -> float:
         """Slots that stay idle if nobody takes them."""
@@ -197,18 +197,18 @@ class Scheduler:
 
     def start_agent(self) -> None:
         self.agents += 1
-        self.outlook.start()
+        self.forecast.start()
 
     def end_agent(self, progress: Progress, turns: int) -> None:
         """``turns`` is how many the agent took in all."""
         if self.agents <= 0:
             raise InternalError("an agent ended that never started")
         self.agents -= 1
-        self.outlook.end(progress, turns)
+        self.forecast.end(progress, turns)
 
     def request(self, progress: Progress, turns: int, now: float) -> Ticket:
         """A turn of an agent that has taken so many joins the queue; ``grant`` says when it may go."""
-        self.outlook.go_on(progress, turns, now)
+        self.forecast.go_on(progress, turns, now)
         ticket = Ticket(progress)
         self._queue.add(ticket, progress.turns)
         self.waiting += 1
@@ -309,7 +309,7 @@ class Scheduler:
         """Whether an endpoint is free that the rest of the batch is worth. One that is much slower than the others
         takes nothing more when they will be done before it."""
         router = self.router
-        left = self.outlook.turns_to_come - self.inflight
+        left = self.forecast.turns_to_come - self.inflight
         while True:
             best = router.best()
             if best is None:
@@ -397,7 +397,7 @@ class Scheduler:
     def answered(self, ticket: Ticket, seconds: float, usage: Usage, now: float) -> None:
         """The ticket's request was answered, after so many seconds."""
         progress, endpoint = ticket.progress, ticket.endpoint
-        self.outlook.answered(progress, seconds, now)
+        self.forecast.answered(progress, seconds, now)
         if len(self.endpoints) > 1 and endpoint is not None:
             self.router.answered(endpoint, seconds)
             if not ticket.chore:

@@ -7,9 +7,9 @@ from math import inf
 
 from batch_agent.scheduler.capacity import Capacity
 from batch_agent.scheduler.health import Health
+from batch_agent.scheduler.limit_search import MOST, LimitSearch
 from batch_agent.scheduler.rates import Rates
 from batch_agent.scheduler.refusals import Refusals
-from batch_agent.scheduler.seeking import MOST, Seeker
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Terms:
         if self.start is None:
             return Endpoint(name, self.ceiling, rates=rates)
         most = MOST if self.ceiling is None else min(MOST, self.ceiling)
-        return Endpoint(name, most, Seeker(self.start, most=most), rates)
+        return Endpoint(name, most, LimitSearch(self.start, most=most), rates)
 
 
 class Endpoint:
@@ -51,7 +51,7 @@ class Endpoint:
         self,
         name: str = "",
         ceiling: int | None = None,
-        seeker: Seeker | None = None,
+        search: LimitSearch | None = None,
         rates: Rates | None = None,
         *,
         weight: float = 1.0,
@@ -62,7 +62,7 @@ class Endpoint:
         self.weight = weight  # of its share, among others
         self.models = models  # that it serves; None: any
         self.context = context  # tokens; None: as many as any
-        self.capacity = Capacity(ceiling, seeker)
+        self.capacity = Capacity(ceiling, search)
         self.rates = rates  # None while no budget is known
         self.health = Health()
         self.refusals = Refusals()

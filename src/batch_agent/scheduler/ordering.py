@@ -1,6 +1,6 @@
 """Which waiting turn goes next.
 
-Nearest first: the agent with the fewest turns left, as far as the outlook can tell, because an agent that ends gives a
+Nearest first: the agent with the fewest turns left, as far as the forecast can tell, because an agent that ends gives a
 result and frees its context. Alone, that rule leaves the longest ways for last, and they are then walked with most
 slots idle. So where the number of rows is known and the batch comes to its end, every other slot goes to the agent with
 the longest way to go: half of the slots are enough to keep the longest ways moving, and the other half still brings
@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from batch_agent.scheduler.outlook import Outlook
+from batch_agent.scheduler.forecast import TurnForecast
 
 LAST = -1  # the line of those that go when nobody else waits, in place of turns taken
 PATIENCE = 1024  # every so many grants, one that has seen as many pass goes first, so that nobody waits for ever
@@ -27,8 +27,8 @@ Waiting = TypeVar("Waiting", bound=Hashable)
 
 
 class Queue(Generic[Waiting]):
-    def __init__(self, outlook: Outlook) -> None:
-        self._outlook = outlook
+    def __init__(self, forecast: TurnForecast) -> None:
+        self._forecast = forecast
         self._lines: dict[int, OrderedDict[Waiting, int]] = {}  # by turns taken; none is empty
         self._taken = 0
 
@@ -60,7 +60,7 @@ class Queue(Generic[Waiting]):
         return waiting
 
     def _next_line(self, slots: int | None) -> int:
-        lines, outlook = self._lines, self._outlook
+        lines, forecast = self._lines, self._forecast
         if len(lines) == 1:
             return next(iter(lines))
         if self._taken % PATIENCE == 0:
@@ -70,10 +70,10 @@ class Queue(Generic[Waiting]):
         if LAST in lines:
             lines = {turns: line for turns, line in lines.items() if turns != LAST}
         if self._taken % 2 and slots:  # none while every endpoint is down and one is tried
-            longest = max(lines, key=outlook.turns_left)
-            if outlook.ending(longest, slots):
+            longest = max(lines, key=forecast.turns_left)
+            if forecast.ending(longest, slots):
                 return longest
-        return min(lines, key=outlook.turns_left)
+        return min(lines, key=forecast.turns_left)
 
     def _joined(self, turns: int) -> int:
         """How many had been taken when the first of this line joined it."""

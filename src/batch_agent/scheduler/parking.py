@@ -10,16 +10,16 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Generic, TypeVar
 
+from batch_agent.scheduler.forecast import TurnForecast
 from batch_agent.scheduler.ordering import Queue
-from batch_agent.scheduler.outlook import Outlook
 
 Waiting = TypeVar("Waiting", bound=Hashable)
 Place = TypeVar("Place", bound=Hashable)
 
 
 class Parking(Generic[Waiting, Place]):
-    def __init__(self, outlook: Outlook) -> None:
-        self._outlook = outlook
+    def __init__(self, forecast: TurnForecast) -> None:
+        self._forecast = forecast
         self._lines: dict[Place, Queue[Waiting]] = {}  # none is empty
         self.parked: dict[Waiting, tuple[Place, int, int]] = {}  # where, turns taken, and the number of its entry
         self.names: dict[str, None] = {}  # the places that are names
@@ -39,7 +39,7 @@ class Parking(Generic[Waiting, Place]):
     def park(self, waiting: Waiting, turns: int, place: Place, due: float = inf) -> None:
         line = self._lines.get(place)
         if line is None:
-            line = self._lines[place] = Queue(self._outlook)
+            line = self._lines[place] = Queue(self._forecast)
             if isinstance(place, str):
                 self.names[place] = None
         line.add(waiting, turns)

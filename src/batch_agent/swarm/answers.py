@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import orjson
 from pydantic import JsonValue
 
-from batch_agent.backends.faults import Faults
-from batch_agent.backends.wire import counted
+from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.wire import counted
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.swarm.lines import Exchange

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from batch_agent.backends.faults import Faults
-from batch_agent.backends.http import HttpClient, Route
-from batch_agent.backends.transport import Transport
-from batch_agent.backends.wire import written
+from batch_agent.backends.http.client import HttpClient, Route
+from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.transport import Transport
+from batch_agent.backends.http.wire import written
 from batch_agent.errors import BackendError, SpecError, Timeout, Unavailable
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject

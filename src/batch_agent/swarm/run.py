@@ -15,9 +15,9 @@ from typing import Protocol, Self, cast
 import orjson
 
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.engine.context import AgentContext
-from batch_agent.engine.prepare import prepare
-from batch_agent.engine.run import Run
+from batch_agent.engine.agent.context import AgentContext
+from batch_agent.engine.run.prepare import prepare
+from batch_agent.engine.run.run import Run
 from batch_agent.errors import JobError, RunRejected, RunUnreachable, Unavailable
 from batch_agent.fleet.backend import Fleet
 from batch_agent.job import AgentResult

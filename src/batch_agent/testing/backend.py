@@ -17,12 +17,12 @@ import orjson
 from multidict import CIMultiDict
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.faults import Faults
 from batch_agent.backends.generating import Generates
-from batch_agent.backends.openai import encode_head, join_body
-from batch_agent.backends.openai_answer import AnswerStream, read_answer
-from batch_agent.backends.quota import read_quota
-from batch_agent.backends.wire import Naming, report_calls
+from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.quota import read_quota
+from batch_agent.backends.http.wire import Naming, report_calls
+from batch_agent.backends.openai.chat import encode_head, join_body
+from batch_agent.backends.openai.chat_answer import AnswerStream, read_answer
 from batch_agent.messages import Reply
 from batch_agent.testing.request import Request
 from batch_agent.testing.script import Script, scripted_reply, wait_due

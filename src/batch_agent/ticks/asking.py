@@ -19,17 +19,17 @@ from typing import TypeVar, cast
 from pydantic import JsonValue
 
 from batch_agent.backends.base import Backend, Batched, Many, ModelRequest, RequestShape
-from batch_agent.engine.cancellation import cancelled_by_us
-from batch_agent.engine.limiter import Limiter
-from batch_agent.engine.members import endpoints_of, following
+from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.dispatch.limiter import Limiter
+from batch_agent.dispatch.members import endpoints_of, following
 from batch_agent.errors import BackendError, Interrupted, JobError, SpecError, Timeout, Truncated, Unavailable
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolSpec, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint, Terms
+from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.limit_search import START
 from batch_agent.scheduler.ordering import LAST
-from batch_agent.scheduler.outlook import Progress
 from batch_agent.scheduler.retry import retry_delay
-from batch_agent.scheduler.seeking import START
 from batch_agent.ticks.users_backend import UsersBackend
 
 RETRIES = 2

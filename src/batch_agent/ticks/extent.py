@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from batch_agent.engine.cancellation import outlast
+from batch_agent.dispatch.cancellation import outlast
 from batch_agent.ticks.asking import Asking
 from batch_agent.ticks.mind import Mind, Thought
 from batch_agent.ticks.thinking import Thinker

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from batch_agent.messages import Usage
+from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
-from batch_agent.scheduler.outlook import Progress
 from batch_agent.ticks.action import Decision
 from batch_agent.ticks.agent import Agent
 

@@ -15,8 +15,8 @@ from typing import Any, Self, TypeVar
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BatchAgentError, InternalError, Rejected
 from batch_agent.messages import Conversation, Message
+from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
-from batch_agent.scheduler.outlook import Progress
 from batch_agent.ticks.asking import Asked, Asking, Question, Sampling
 from batch_agent.ticks.generation import GenerationResult
 from batch_agent.ticks.reading import words_of

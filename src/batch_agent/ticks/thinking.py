@@ -12,7 +12,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import TypeVar
 
-from batch_agent.engine.cancellation import cancelled_by_us
+from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.errors import BatchAgentError, InternalError, OutputError, WorkerFailed
 from batch_agent.foreign import describe
 from batch_agent.messages import Conversation, Message

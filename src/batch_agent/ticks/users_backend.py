@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.engine.cancellation import cancelled_by_us
+from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.errors import BackendError, BadResponse, Unavailable
 from batch_agent.foreign import describe
 from batch_agent.messages import Reply, Usage, content_text

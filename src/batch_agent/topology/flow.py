@@ -16,11 +16,11 @@ from pydantic import JsonValue
 from batch_agent.backends.base import Backend
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.template import Template
-from batch_agent.engine.context import AgentContext
-from batch_agent.engine.inlet import Inlet
-from batch_agent.engine.prepare import Prepared, prepare
-from batch_agent.engine.run import Run
-from batch_agent.engine.together import run_together
+from batch_agent.dispatch.row_channel import RowChannel
+from batch_agent.engine.agent.context import AgentContext
+from batch_agent.engine.run.prepare import Prepared, prepare
+from batch_agent.engine.run.run import Run
+from batch_agent.engine.run.together import run_together
 from batch_agent.errors import Interrupted, SpecError
 from batch_agent.events import Event, JobFinished, JobStarted, Sink
 from batch_agent.job import AgentResult
@@ -156,7 +156,7 @@ class Flow:
         for place, stage in reversed(list(enumerate(stages))):
             if isinstance(stage, Agents) and place:
                 check_fields(stages[place - 1], stage)
-                out = self._agents(stage, out, Inlet(source.fetch if source and place == waiting else None))
+                out = self._agents(stage, out, RowChannel(source.fetch if source and place == waiting else None))
             elif isinstance(stage, Agents):
                 out = self._agents(stage, out, inputs)
             else:
@@ -166,14 +166,14 @@ class Flow:
 
     def _agents(self, stage: Agents, out: Receiver, inputs: Inputs) -> AgentNode:
         prepared = self._prepare(stage.name, {**stage.options, "inputs": inputs})
-        node = AgentNode(stage.name, prepared, inputs if isinstance(inputs, Inlet) else None, out)
+        node = AgentNode(stage.name, prepared, inputs if isinstance(inputs, RowChannel) else None, out)
         self.nodes.append(node)
         return node
 
     def _node(self, stage: Reduce | FlatMap | Filter | Join, out: Receiver) -> Receiver:
         match stage:
             case Reduce():
-                rows = Inlet(patient=True)
+                rows = RowChannel(patient=True)
                 prepared = self._prepare(stage.name, {**stage.options, "task": "{prompt}", "inputs": rows})
                 node = ReduceNode(stage.name, stage.prompt, stage.tree, prepared, rows, out)
                 self.nodes.append(node)

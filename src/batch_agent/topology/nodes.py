@@ -1,7 +1,7 @@
 """What stages do with rows: each is put what the stage before it has ready, and puts on what it makes of it.
 
-Nothing here waits. A stage of agents is a run that takes its rows from an inlet; ``engine.together`` hands its results
-back. Functions are the user's own: what one raises fails its row alone.
+Nothing here waits. A stage of agents is a run that takes its rows from a channel; ``engine.run.together`` hands its
+results back. Functions are the user's own: what one raises fails its row alone.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import AsyncIterable, Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from batch_agent.engine.inlet import Inlet
-from batch_agent.engine.prepare import Prepared
-from batch_agent.engine.rows import Rows
-from batch_agent.engine.run import Run
+from batch_agent.dispatch.row_channel import RowChannel
+from batch_agent.engine.run.prepare import Prepared
+from batch_agent.engine.run.rows import Rows
+from batch_agent.engine.run.run import Run
 from batch_agent.errors import BatchAgentError, InputError, Interrupted, JobError, SpecError, WorkerFailed
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, Failure, Placed, UnreadableRow
@@ -50,14 +50,14 @@ class Source:
 
 
 class AgentNode:
-    """``inlet`` is None where the run reads the inputs of the pipeline itself."""
+    """``channel`` is None where the run reads the inputs of the pipeline itself."""
 
     run: Run[Any]
 
-    def __init__(self, name: str, prepared: Prepared, inlet: Inlet | None, out: Receiver) -> None:
+    def __init__(self, name: str, prepared: Prepared, channel: RowChannel | None, out: Receiver) -> None:
         self.name, self.prepared = name, prepared
         self.results: list[AgentResult[Any]] = []
-        self._inlet, self._out = inlet, out
+        self._inlet, self._out = channel, out
         self._why = ""
 
     def put(self, item: Item) -> None:

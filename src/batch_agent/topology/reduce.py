@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from batch_agent.compiler.budget import estimate_tokens
-from batch_agent.engine.inlet import Inlet
-from batch_agent.engine.prepare import Prepared
-from batch_agent.engine.run import Run
+from batch_agent.dispatch.row_channel import RowChannel
+from batch_agent.engine.run.prepare import Prepared
+from batch_agent.engine.run.run import Run
 from batch_agent.errors import (
     BatchAgentError,
     ContextOverflow,
@@ -58,11 +58,13 @@ class Reduction(BaseResult[T_co]):
 class ReduceNode:
     run: Run[Any]
 
-    def __init__(self, name: str, prompt: str, shape: Shape, prepared: Prepared, inlet: Inlet, out: Receiver) -> None:
+    def __init__(
+        self, name: str, prompt: str, shape: Shape, prepared: Prepared, channel: RowChannel, out: Receiver
+    ) -> None:
         self.name, self.prepared = name, prepared
         self.results: list[AgentResult[Any]] = []
         self.reduction: Reduction[Any] | None = None
-        self._prompt, self._inlet, self._out = prompt, inlet, out
+        self._prompt, self._inlet, self._out = prompt, channel, out
         self._tree = Tree(shape, room_for_rows(prompt, prepared))
         self._count = 0  # rows put
         self._sent: dict[int, Part] = {}

@@ -21,12 +21,12 @@ from pydantic import JsonValue
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.generating import Generates
+from batch_agent.backends.http.wire import report_calls
 from batch_agent.backends.local import weights
 from batch_agent.backends.local.options import Options, parse_url
 from batch_agent.backends.local.process import ENGINE_PROGRAM, Answer, EngineDied, EngineProcess
 from batch_agent.backends.local.prompt import chat_messages, describe_schema, describe_tools, read_call
 from batch_agent.backends.local.toolgrammar import compile_turn
-from batch_agent.backends.wire import report_calls
 from batch_agent.errors import InternalError, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolCall, Usage
 

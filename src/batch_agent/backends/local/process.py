@@ -16,7 +16,7 @@ from typing import Self, cast
 
 import orjson
 
-from batch_agent.backends.wire import written
+from batch_agent.backends.http.wire import written
 from batch_agent.errors import BackendError, ContextOverflow, Rejected
 from batch_agent.messages import JsonObject
 

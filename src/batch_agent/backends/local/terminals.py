@@ -11,7 +11,7 @@ from decimal import Decimal
 
 from pydantic import JsonValue
 
-from batch_agent.backends.wire import written
+from batch_agent.backends.http.wire import written
 
 LIMIT = 10**15  # what an open range stops short of: integers below it survive a trip through a double
 PLACES = (1, 2, 4)  # decimal places a number may have, besides those of its bounds

@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Capabilities, Load, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.generating import Generates
+from batch_agent.backends.http.wire import CallIds
 from batch_agent.backends.simulated.answers import Answer, chat_answer
 from batch_agent.backends.simulated.core import Sequence
 from batch_agent.backends.simulated.metrics import engine_load
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import PromptView, chat_prompt, encode_tools
-from batch_agent.backends.wire import CallIds
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import Reply, Usage
 

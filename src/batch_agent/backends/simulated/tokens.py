@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from batch_agent.backends.base import text_only
-from batch_agent.backends.wire import written
+from batch_agent.backends.http.wire import written
 from batch_agent.messages import Message, MessageView, ToolCall, ToolSpec
 
 TOKEN_BYTES = 4

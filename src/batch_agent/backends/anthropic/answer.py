@@ -1,0 +1,262 @@
+"""Answers of Anthropic's ``/v1/messages``, whole or streamed, read into a Reply. Pure.
+
+An answer is a list of blocks: text, thoughts with a signature, calls of tools, and whatever the server's own tools did.
+Streamed, each block is opened, filled and closed; a call is complete when its block is. An answer is complete when it
+says why it stopped, and the reason is a good one. Where an answer has more than text and calls, its blocks are sealed:
+they go back as they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.anthropic.request import WIRE, fit, is_empty
+from batch_agent.backends.base import OnToolCall
+from batch_agent.backends.http.sse import Event, EventTooLarge, SSEParser
+from batch_agent.backends.http.wire import Naming, counted, echoed_object, json_of, mapping, object_of
+from batch_agent.errors import ContextOverflow, Rejected, Truncated
+from batch_agent.messages import JsonObject, Reply, Sealed, ToolCall, Usage
+
+PAUSED = "pause_turn"  # the server wants the answer back, to go on with it
+_GOOD = {"end_turn", "stop_sequence", "tool_use", PAUSED}
+_PLAIN = ("text", "tool_use")
+
+
+def read_answer(body: bytes, naming: Naming) -> Reply:
+    document = object_of(body, naming.faults)
+    if document.get("type") == "error" or "error" in document:
+        raise naming.faults.reported(document)
+    content = document.get("content")
+    if not isinstance(content, list):
+        raise naming.faults.bad(f"the answer has no content: {naming.faults.clean(body.decode('utf-8', 'replace'))}")
+    answer = Answer(naming)
+    for block in content:
+        if isinstance(block, dict):
+            answer.add(block, arguments_of(block))
+    answer.stopped(document)
+    answer.use(document.get("usage"))
+    return answer.reply()
+
+
+class AnswerStream:
+    """Chunks of an event stream in, one Reply out; tool calls are reported as soon as each is complete. ``said`` gets
+    the text piece by piece, for whoever gives the answer up before its end."""
+
+    def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
+        self._faults = naming.faults
+        self._answer = Answer(naming, on_tool_call)
+        self._clock = clock
+        self._sent_at = clock()
+        self._first_token: float | None = None
+        self._sse = SSEParser()
+        self._said = said
+        self._open: dict[object, OpenBlock] = {}  # by the server's number
+        self._done = False
+
+    def feed(self, chunk: bytes) -> bool:
+        """True when the stream said that it is done."""
+        try:
+            events = self._sse.feed(chunk)
+        except EventTooLarge as error:
+            raise self._faults.bad(f"the stream has {error}", text="".join(self._said)) from None
+        self._take(events)
+        return self._done
+
+    def finish(self) -> Reply:
+        self._take(self._sse.close())
+        if self._answer.stop is None:
+            raise self._faults.bad("the stream stopped before the answer was complete", text="".join(self._said))
+        for number in list(self._open):
+            self._close(number)
+        return self._answer.reply(self._first_token)
+
+    def _take(self, events: list[Event]) -> None:
+        for name, data in events:
+            if self._done:
+                return
+            if name == "error":
+                raise self._faults.reported(json_of(data) or data.decode("utf-8", "replace"))
+            self._event(object_of(data, self._faults))
+
+    def _event(self, event: JsonObject) -> None:
+        match event.get("type"):
+            case "content_block_delta":
+                block, delta = self._open.get(event.get("index")), event.get("delta")
+                if block is None or not isinstance(delta, dict):
+                    raise self._faults.bad("the stream goes on with a block that was not begun")
+                self._delta(block, delta)
+            case "content_block_start":
+                block = self._open[event.get("index")] = OpenBlock(mapping(event.get("content_block")))
+                if text := block.text:
+                    self._said.append(text)
+            case "content_block_stop":
+                self._close(event.get("index"))
+            case "message_start":
+                self._answer.use(mapping(event.get("message")).get("usage"))
+            case "message_delta":
+                self._answer.stopped(mapping(event.get("delta")))
+                self._answer.use(event.get("usage"))
+            case "message_stop":
+                self._done = True
+            case "error":
+                raise self._faults.reported(event)
+
+    def _delta(self, block: OpenBlock, delta: JsonObject) -> None:
+        if self._first_token is None:
+            self._first_token = self._clock() - self._sent_at
+        text = delta.get("text")
+        if isinstance(text, str):
+            self._said.append(text)
+        block.extend(delta)
+
+    def _close(self, number: object) -> None:
+        block = self._open.pop(number, None)
+        if block is not None:
+            self._answer.add(*block.whole())
+
+
+class OpenBlock:
+    """A block that is not complete: what it began with, and pieces of text that its fields go on with."""
+
+    __slots__ = ("_began", "_pieces")
+
+    def __init__(self, began: JsonObject) -> None:
+        self._began = began
+        self._pieces: dict[str, list[str]] = {}
+
+    @property
+    def text(self) -> str:
+        return _string(self._began.get("text"))
+
+    def extend(self, delta: JsonObject) -> None:
+        for name, piece in delta.items():
+            if isinstance(piece, str) and name != "type":
+                self._pieces.setdefault(name, []).append(piece)
+            elif name == "citation":
+                citations = self._began.get("citations")
+                self._began["citations"] = [*(citations if isinstance(citations, list) else []), piece]
+
+    def become(self, kind: str) -> None:
+        """What it is shows only later, on a wire that does not say so at its beginning."""
+        self._began = {"type": kind}
+
+    def whole(self) -> tuple[JsonObject, str]:
+        """The block, and the arguments as the model wrote them if it is a call."""
+        block = dict(self._began)
+        given = block.get("input")
+        arguments = "".join(self._pieces.pop("partial_json", ())) or (arguments_of(block) if given else "")
+        for name, pieces in self._pieces.items():
+            block[name] = _string(block.get(name)) + "".join(pieces)
+        return block, arguments
+
+
+class Answer:
+    """The blocks of one answer, as they become complete."""
+
+    def __init__(self, naming: Naming, on_tool_call: OnToolCall | None = None) -> None:
+        self._naming = naming
+        self._on_tool_call = on_tool_call
+        self._blocks: list[JsonObject] = []
+        self._calls: list[ToolCall] = []
+        self._reported: set[str] = set()  # ids
+        self._counts: JsonObject = {}
+        self._details: JsonObject = {}
+        self.stop: str | None = None
+
+    def add(self, block: JsonObject, arguments: str) -> None:
+        kind = block.get("type")
+        if kind == "tool_use":
+            call = self._naming.call(fit(_string(block.get("id"))), _string(block.get("name")), arguments)
+            block = {**block, "id": call.id}
+            self._calls.append(call)
+            # Where the token limit cuts a call, its block is closed all the same: only a whole object is reported now.
+            if json_of(arguments.encode("utf-8", "surrogatepass")) is not None:
+                self._report(call)
+        if "input" in block:
+            block = {**block, "input": echoed_object(arguments)}
+        self._blocks.append(block)
+
+    def stopped(self, told: Mapping[str, JsonValue]) -> None:
+        self.stop = _string(told.get("stop_reason")) or self.stop
+        self._details = mapping(told.get("stop_details")) or self._details
+
+    def use(self, counts: JsonValue) -> None:
+        """What was counted so far; later counts include the earlier."""
+        self._counts |= {name: count for name, count in mapping(counts).items() if count is not None}
+
+    def reply(self, first_token: float | None = None) -> Reply:
+        stop = self._good_stop()
+        for call in self._calls:
+            self._report(call)
+        sealed = None
+        if stop == PAUSED or any(block.get("type") not in _PLAIN or block.get("citations") for block in self._blocks):
+            sealed = Sealed(WIRE, [_said(block) for block in self._blocks if not is_empty(block)])
+        return Reply(
+            self._joined("text"),
+            tuple(self._calls),
+            self._usage(),
+            self._joined("thinking"),
+            first_token,
+            stop,
+            sealed=sealed,
+        )
+
+    def _report(self, call: ToolCall) -> None:
+        if self._on_tool_call is not None and call.id not in self._reported:
+            self._reported.add(call.id)
+            self._on_tool_call(call)
+
+    def _good_stop(self) -> str:
+        stop, faults, text = self.stop, self._naming.faults, self._joined("text")
+        usage = self._usage()
+        if stop is None:
+            raise faults.bad("the answer has no stop_reason, so it may be incomplete", text=text)
+        if stop == "max_tokens":
+            count = f" after {usage.completion_tokens} tokens" if usage.completion_tokens else ""
+            message = f"{faults.where}: the answer was cut{count} (stop_reason {stop}); give a larger max_tokens"
+            raise Truncated(message, text=text, usage=usage)
+        if stop == "model_context_window_exceeded":
+            message = f"{faults.where}: the answer filled the model's context and was cut (stop_reason {stop})"
+            raise ContextOverflow(message, text=text, usage=usage)
+        if stop == "refusal":
+            why = [_string(self._details.get(name)) for name in ("category", "explanation")]
+            told = faults.clean(": ".join(filter(None, why)))
+            message = f"{faults.where}: the model refuses to answer this (stop_reason {stop}){told and f', {told}'}"
+            raise Rejected(message, text=text, usage=usage)
+        if stop not in _GOOD:
+            raise faults.bad(f"the answer ended for a reason that is not known: {faults.clean(stop)}", text=text)
+        if stop == "tool_use" and not self._calls:
+            raise faults.bad("the answer announces tool calls and has none", text=text)
+        return stop
+
+    def _joined(self, kind: str) -> str:
+        return "".join(_string(block.get(kind)) for block in self._blocks if block.get("type") == kind)
+
+    def _usage(self) -> Usage:
+        counts = self._counts
+        cached, written = counted(counts, "cache_read_input_tokens"), counted(counts, "cache_creation_input_tokens")
+        # What passes the cache is counted apart from the rest of the prompt.
+        return Usage(
+            counted(counts, "input_tokens") + cached + written,
+            cached,
+            counted(counts, "output_tokens"),
+            counted(counts.get("output_tokens_details"), "thinking_tokens"),
+            written,
+        )
+
+
+def _said(block: JsonObject) -> JsonObject:
+    """Without what it has no value for: not all that the API says in that way it takes back."""
+    return {name: part for name, part in block.items() if part is not None}
+
+
+def arguments_of(block: JsonObject) -> str:
+    given = block.get("input")
+    return given if isinstance(given, str) else orjson.dumps(given or {}).decode()
+
+
+def _string(value: JsonValue) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,72 @@
+"""What Anthropic's API would refuse in every request of a shape, said before the first is sent. Pure.
+
+Only what is known beforehand: what a version of the API refuses, or a model by its name. The rest is the server's to
+say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from batch_agent.backends.anthropic.models import Model, model_of
+from batch_agent.backends.anthropic.request import thinking_budget
+from batch_agent.backends.base import RequestShape
+from batch_agent.errors import SpecError
+
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+_DEFAULT = 1  # of temperature and top_p: even models that refuse to be changed may take it
+
+
+def check_shape(shape: RequestShape, *, takes_sampling: bool) -> None:
+    """``takes_sampling`` is what the version of the API says."""
+    if shape.seed is not None:
+        raise SpecError("seed: Anthropic's API has no seed; leave it out")
+    sampling = {"temperature": shape.temperature, "top_p": shape.top_p}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    if not takes_sampling and (refused := [*given, *({"temperature", "top_p", "top_k"} & shape.extra_body.keys())]):
+        raise SpecError(
+            f"{refused[0]}: this version of Anthropic's API takes no sampling parameters; leave it out, or use "
+            "anthropic://?version=2023-06-01 with a model that takes them"
+        )
+    model = model_of(shape.model)
+    if not model.foreign:
+        _check_texts(shape)
+        _check_sampling(shape, model, given)
+        _check_thinking(shape)
+
+
+def _check_texts(shape: RequestShape) -> None:
+    if any(not text.strip() for text in shape.stop):
+        raise SpecError("stop: Anthropic's API takes no stop that is only spaces or line ends")
+    for tool in shape.tools:
+        if not _TOOL_NAME.fullmatch(tool.name):
+            raise SpecError(
+                f"the tool name {tool.name!r} is none that Anthropic's API takes: letters, digits, _ and -, at most 128"
+            )
+
+
+def _check_sampling(shape: RequestShape, model: Model, given: Mapping[str, float]) -> None:
+    changed = [name for name, value in given.items() if value != _DEFAULT]
+    if changed and not model.samples:
+        raise SpecError(f"{changed[0]}: {shape.model} takes no sampling parameters; leave it out")
+    if len(given) == 2 and model.samples_once:
+        raise SpecError(f"top_p: {shape.model} takes temperature or top_p, not both; leave one out")
+    if shape.temperature is not None and shape.temperature > 1:
+        raise SpecError(f"temperature is {shape.temperature:g}: Anthropic's API takes 0 to 1")
+
+
+def _check_thinking(shape: RequestShape) -> None:
+    """Of thinking with a budget, as older models have it. Newer ones think as they see fit."""
+    budget = thinking_budget(shape)
+    if not budget:
+        return
+    if shape.max_tokens is not None and shape.max_tokens <= budget:
+        raise SpecError(
+            f"max_tokens is {shape.max_tokens:,}, and thinking may take {budget:,} of them: give more than that"
+        )
+    if shape.temperature not in (None, _DEFAULT):
+        raise SpecError("temperature: Anthropic's models think at temperature 1 only; leave it out")
+    choice = shape.tool_choice.get("type") if isinstance(shape.tool_choice, dict) else shape.tool_choice
+    if shape.tools and choice not in (None, "auto", "none"):
+        raise SpecError("tool_choice: Anthropic's models do not think where a call is forced; give auto")

@@ -1,0 +1,200 @@
+"""Anthropic's ``/v1/messages``, and the servers that speak the same wire (vLLM, Dynamo, gateways).
+
+This file says who asks and what cannot be sent; ``anthropic_request`` writes requests, ``anthropic_answer`` reads
+answers, and ``http_backend`` takes the one to the other. An answer that the server pauses, because one of its own tools
+takes long, is sent back until it is whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from urllib.parse import SplitResult, quote, urlsplit
+
+from pydantic import JsonValue
+
+from batch_agent.backends.address import Address, check_known
+from batch_agent.backends.anthropic.answer import PAUSED, AnswerStream, read_answer
+from batch_agent.backends.anthropic.check import check_shape
+from batch_agent.backends.anthropic.request import WIRE, Head, MessagesView, answer_blocks, build_head
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.batch.anthropic_jobs import AnthropicJobs
+from batch_agent.backends.batch.jobs import JobBackend
+from batch_agent.backends.http.backend import HttpBackend
+from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.faults import Wording
+from batch_agent.backends.http.wire import Naming, object_of
+from batch_agent.errors import BackendError, SpecError
+from batch_agent.messages import Conversation, Reply, Sealed, Usage
+
+API = "https://api.anthropic.com"
+# The first is what every server of this wire understands, and with it older models still take a temperature.
+VERSIONS = ("2023-06-01", "2026-10-21")
+MOST_PAUSES = 32
+MODELS_A_PAGE = 1000
+
+WORDING = Wording(
+    statuses={
+        "invalid_request_error": 400,
+        "authentication_error": 401,
+        "billing_error": 402,
+        "permission_error": 403,
+        "not_found_error": 404,
+        "request_too_large": 413,
+        "rate_limit_error": 429,
+        "api_error": 500,
+        "timeout_error": 504,
+        "overloaded_error": 529,
+        "internal_server_error": 500,  # vLLM
+        "InternalServerError": 500,
+    },
+    # The API; vLLM.
+    overflow=re.compile(r"prompt is too long|exceed context limit|maximum context length", re.IGNORECASE),
+    spent=frozenset({"enforced_spend_limit_reached"}),
+    key_hint="check ANTHROPIC_API_KEY, or the key that was given",
+    path_hint="check the address: requests go to /v1/messages below it",
+)
+
+
+class AnthropicBackend(HttpBackend[Head]):
+    """One server at ``base_url`` (up to and with ``/v1``). A key goes where the version wants it; a ``token`` is always
+    a bearer's."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        token: str | None = None,
+        version: str = VERSIONS[0],
+        headers: Mapping[str, str] | None = None,
+        capabilities: Capabilities | None = None,
+        name: str | None = None,
+    ) -> None:
+        own = {"anthropic-version": version}
+        if api_key and version == VERSIONS[0]:
+            own["x-api-key"] = api_key
+            api_key = None
+        http = HttpClient(base_url, api_key=api_key or token, headers=own | dict(headers or {}), wording=WORDING)
+        able = capabilities or Capabilities(native_schema=True, schema_with_tools=True, images=True)
+        super().__init__(http, http.route("POST", "/messages"), capabilities=able, name=name)
+        self._version = version
+
+    def check(self, shape: RequestShape) -> None:
+        check_shape(shape, takes_sampling=self._version == VERSIONS[0])
+        super().check(shape)
+
+    def write_head(self, shape: RequestShape, streamed: bool) -> Head:
+        return build_head(shape, streamed)
+
+    def write_body(self, head: Head, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
+        return head.body(request.conversation.view(MessagesView), is_last=request.turns_left == 1), None
+
+    def read_whole(self, body: bytes, naming: Naming) -> Reply:
+        return read_answer(body, naming)
+
+    def read_stream(
+        self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
+    ) -> AnswerStream:
+        return AnswerStream(naming, on_tool_call, clock, said)
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        reply = await super().infer(request, on_tool_call)
+        for _ in range(MOST_PAUSES):
+            if reply.finish_reason != PAUSED:
+                return reply
+            so_far = Conversation([reply.message()], request.conversation)
+            try:
+                more = await super().infer(replace(request, conversation=so_far), on_tool_call)
+            except BackendError as error:
+                error.usage = reply.usage + (error.usage or Usage())
+                raise
+            reply = _joined(reply, more)
+        raise self._chat.faults.bad(f"the server paused its answer {MOST_PAUSES} times", text=reply.text)
+
+    async def models(self) -> list[str]:
+        names: list[str] = []
+        after = ""
+        while True:
+            route = self._http.route("GET", f"/models?limit={MODELS_A_PAGE}{after}")
+            page = object_of(await self._http.send(route) or b"", route.faults)
+            entries = page.get("data")
+            if not isinstance(entries, list):
+                raise route.faults.bad("the answer is not a list of models")
+            found = [name for entry in entries if (name := _model_name(entry)) and name not in names]
+            names += found
+            last = page.get("last_id")
+            if not (page.get("has_more") is True and found and isinstance(last, str)):
+                return names
+            after = f"&after_id={quote(last, safe='')}"
+
+
+def batch_from_address(address: Address) -> Backend:
+    """The same through the batch API. ``gather`` and ``look`` are as those of ``openai-batch://``."""
+    waits, address = address.seconds("gather", "look")
+    wire = from_address(replace(address, url=address.url._replace(scheme="anthropic")))
+    return JobBackend(wire, AnthropicJobs(wire.client), **waits)
+
+
+def from_address(address: Address) -> AnthropicBackend:
+    """``anthropic://`` is the API, or ANTHROPIC_BASE_URL in its place. ``anthropic://host:port`` is a server of one's
+    own that speaks its wire: plain http, as engines are, and not known to keep to a schema. Without a port it is a
+    provider's: https."""
+    version = address.text("version") or VERSIONS[0]
+    check_known([version], VERSIONS, "Anthropic's API has no version")
+    is_named, is_engine = bool(address.url.netloc), address.url.port is not None
+    url = address.url if is_named else _api_url(address.environ)
+    secure = address.options.get("tls", url.scheme == "https" or (is_named and not is_engine))
+    address = replace(address, url=url._replace(scheme="anthropic", query=address.url.query))
+    key = address.key("ANTHROPIC_API_KEY")
+    token = address.key("ANTHROPIC_AUTH_TOKEN") if key is None else None
+    if address.sends and not (is_named or key or token or address.headers or "@" in url.netloc):
+        raise SpecError(
+            "there is no key for anthropic://: set ANTHROPIC_API_KEY (or ANTHROPIC_AUTH_TOKEN), or give api_key="
+        )
+    native = address.options.get("native_schema", not is_engine)
+    return AnthropicBackend(
+        _base_url(address, secure),
+        api_key=key,
+        token=token,
+        version=version,
+        headers=address.headers,
+        capabilities=Capabilities(native_schema=native, schema_with_tools=native and not is_engine, images=True),
+        name=address.name,
+    )
+
+
+def _api_url(environ: Mapping[str, str]) -> SplitResult:
+    url = urlsplit((environ.get("ANTHROPIC_BASE_URL") or "").strip() or API)
+    if url.scheme not in ("http", "https") or not url.netloc:
+        raise SpecError("ANTHROPIC_BASE_URL is not an http or https URL")
+    return url
+
+
+def _base_url(address: Address, secure: bool) -> str:
+    """Up to and with ``/v1``, login included."""
+    path = address.url.path.rstrip("/").removesuffix("/messages").rstrip("/").removesuffix("/v1")
+    return f"{'https' if secure else 'http'}://{address.url.netloc.removesuffix(':')}{path}/v1"
+
+
+def _joined(reply: Reply, more: Reply) -> Reply:
+    """An answer and what it went on with after a pause."""
+    blocks: list[JsonValue] = [*answer_blocks(reply.message()), *answer_blocks(more.message())]
+    return replace(
+        more,
+        text=reply.text + more.text,
+        tool_calls=reply.tool_calls + more.tool_calls,
+        usage=reply.usage + more.usage,
+        reasoning=reply.reasoning + more.reasoning,
+        first_token=reply.first_token,
+        sealed=Sealed(WIRE, blocks),
+    )
+
+
+def _model_name(entry: JsonValue) -> str:
+    """Nothing for one that can no longer be asked."""
+    if not isinstance(entry, dict) or entry.get("lifecycle") == "retired":
+        return ""
+    name = entry.get("id")
+    return name if isinstance(name, str) else ""

@@ -1,0 +1,260 @@
+"""Requests of Anthropic's ``/v1/messages``: a conversation as that wire writes it, the head of a body, and cache marks.
+
+The system prompt stands apart, what the user and the tools say until the next answer is one message, and every call is
+answered in the message after it, before anything else. An answer goes back as it came where it had parts that only its
+wire can read. A mark (``cache_control``) says up to where the server should keep, or look for, what it has computed;
+marks are no part of what is kept, so the rest of a body only grows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.anthropic.models import model_of
+from batch_agent.backends.anthropic.schema import format_schema
+from batch_agent.backends.base import RequestShape, text_only
+from batch_agent.backends.http.wire import echoed_object, written, written_options
+from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.compiler.system import schema_instruction
+from batch_agent.errors import SpecError
+from batch_agent.messages import Content, Image, JsonObject, Message, ToolCall, ToolSpec
+
+WIRE = "anthropic"
+MARK = b',"cache_control":{"type":"ephemeral"}}'
+NO_RESULT = "There is no result of this call."
+NO_WORDS: JsonObject = {"type": "text", "text": "(no text)"}  # the API wants a word of the user's
+_UNFIT = re.compile(r"[^a-zA-Z0-9_-]")
+
+
+class MessagesView:
+    """Every block is encoded once and stays as it is. The last question and the answer to it are kept apart from what
+    is ``closed``, because a mark is still put on them; what the user says is ``open`` until the model has answered.
+
+    A wire that has the same turns and other blocks says how it writes a block, and how it marks."""
+
+    __slots__ = ("_answer", "_asked", "_closed", "_open", "_owed", "_results", "size", "system")
+
+    def __init__(self) -> None:
+        self.system: list[bytes] = []
+        self.size = 0  # bytes of all that is no system prompt
+        self._closed: list[bytes] = []  # whole messages
+        self._asked: list[bytes] = []
+        self._answer: list[bytes] = []
+        self._open: list[bytes] = []
+        self._results = 0  # so many of what is open are results, and come first
+        self._owed: tuple[str, ...] = ()  # calls without a result
+
+    @staticmethod
+    def written(block: JsonObject) -> JsonObject:
+        return block
+
+    @staticmethod
+    def marked(blocks: Sequence[bytes]) -> list[bytes]:
+        return [*blocks[:-1], blocks[-1][:-1] + MARK] if blocks else []
+
+    def fork(self) -> Self:
+        other = type(self)()
+        other.system, other._closed, other._asked = self.system.copy(), self._closed.copy(), self._asked.copy()
+        other._answer, other._open = self._answer.copy(), self._open.copy()
+        other.size, other._results, other._owed = self.size, self._results, self._owed
+        return other
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            blocks = self._encoded(message)
+            if message.role == "system" and not (self._open or self._answer):
+                self.system += blocks
+                continue
+            self.size += sum(map(len, blocks))
+            if message.role == "assistant":
+                self._take_answer(message, blocks)
+            elif message.role == "tool":
+                self._open[self._results : self._results] = blocks
+                self._results += 1
+                self._owed = tuple(call for call in self._owed if call != fit(message.tool_call_id))
+            else:
+                self._open += blocks
+
+    def messages(self, *, marks_last: bool, marks_end: bool) -> bytes:
+        """All of them, with a mark at the end, and one where the end was before the last answer."""
+        whole = [*self._closed, *self._last_exchange(marked=marks_last)]
+        if now := self._said_now():
+            whole.append(_message("user", self.marked(now) if marks_end else now))
+        return b",".join(whole)
+
+    def _take_answer(self, message: Message, blocks: list[bytes]) -> None:
+        if not blocks:
+            return  # an answer of nothing is no message: the user goes on speaking
+        if not self._open and self._answer:
+            self._answer += blocks
+        else:
+            self._closed += self._last_exchange(marked=False)
+            self._asked = self._said_now() or [orjson.dumps(self.written(NO_WORDS))]
+            self._answer, self._open, self._results = blocks, [], 0
+        self._owed = tuple(fit(call.id) for call in message.tool_calls)
+
+    def _last_exchange(self, *, marked: bool) -> list[bytes]:
+        asked = self.marked(self._asked) if marked else self._asked
+        exchange = (("user", asked), ("assistant", self._answer))
+        return [_message(role, blocks) for role, blocks in exchange if blocks]
+
+    def _said_now(self) -> list[bytes]:
+        """The user's message as it stands. A call that nobody answered is answered here: the server wants it so."""
+        missing = [_result(call, NO_RESULT) | {"is_error": True} for call in self._owed]
+        answered = [orjson.dumps(self.written(block)) for block in missing]
+        return [*self._open[: self._results], *answered, *self._open[self._results :]]
+
+    def _encoded(self, message: Message) -> list[bytes]:
+        return [written(self.written(block)) for block in _blocks(message)]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What requests of one shape begin with."""
+
+    fields: bytes  # without the brace that would close them
+    tools: Sequence[bytes]
+    told: Sequence[bytes]  # behind the system prompt: the schema, where the API has no form for it
+    cached_from: int  # bytes
+    goes_on: bool  # the agent may use tools: its next turn repeats this one
+
+    def body(self, view: MessagesView, *, is_last: bool) -> bytes:
+        """At most three marks: behind what all agents share; behind the last question, where the turn before left
+        something to read; and at the end, unless this is the last turn and nobody will read it."""
+        tools, system = self.tools, [*view.system, *self.told]
+        shared = sum(map(len, tools)) + sum(map(len, system))
+        if shared >= self.cached_from:
+            tools, system = (tools, view.marked(system)) if system else (view.marked(tools), system)
+        marks = self.goes_on and shared + view.size >= self.cached_from
+        parts = [self.fields]
+        if tools:
+            parts += [b',"tools":[', b",".join(tools), b"]"]
+        if system:
+            parts += [b',"system":[', b",".join(system), b"]"]
+        messages = view.messages(marks_last=marks, marks_end=marks and not is_last)
+        return b"".join([*parts, b',"messages":[', messages, b"]}"])
+
+
+def build_head(shape: RequestShape, streamed: bool) -> Head:
+    extra = dict(shape.extra_body)
+    # Tools of the server's own (a web search) stand behind ours, other settings of the output beside the schema.
+    server_tools, config = extra.pop("tools", []), extra.pop("output_config", {})
+    if not isinstance(server_tools, list) or not isinstance(config, dict):
+        raise SpecError("extra_body: tools must be a list, and output_config a mapping")
+    form = None if shape.schema is None else format_schema(shape.schema)
+    if form is not None:
+        config = {"format": {"type": "json_schema", "schema": form}, **config}
+    model = model_of(shape.model)
+    fields = {
+        "model": shape.model,
+        "max_tokens": shape.max_tokens or model.max_tokens + thinking_budget(shape),
+        "temperature": shape.temperature,
+        "top_p": shape.top_p,
+        "stop_sequences": [*shape.stop] or None,
+        "output_config": config or None,
+        "tool_choice": _tool_choice(shape.tool_choice) if shape.tools else None,
+        "stream": True if streamed else None,
+    }
+    start = written_options(replace(shape, extra_body=extra), fields, ("messages", "stream", "system"))
+    try:
+        told = [] if shape.schema is None or form is not None else [told_schema(shape.schema)]
+        return Head(
+            fields=start[:-1],
+            tools=[orjson.dumps(tool) for tool in [*map(_tool, shape.tools), *server_tools]],
+            told=[orjson.dumps(block) for block in told],
+            cached_from=model.cached_from * BYTES_PER_TOKEN,
+            goes_on=bool(shape.tools or server_tools) and shape.tool_choice != "none",
+        )
+    except orjson.JSONEncodeError as error:
+        raise SpecError(f"the options of the request cannot be written as JSON: {error}") from None
+
+
+def thinking_budget(shape: RequestShape) -> int:
+    """What the user allows for thoughts, which are part of what an answer may have; 0 where the model decides."""
+    thinking = shape.extra_body.get("thinking")
+    budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
+    return budget if isinstance(budget, int) else 0
+
+
+def answer_blocks(message: Message) -> list[JsonObject]:
+    """An answer as it goes back."""
+    if message.sealed is not None and message.sealed.wire == WIRE and isinstance(message.sealed.value, list):
+        return [block for block in message.sealed.value if isinstance(block, dict)]
+    return [*_parts(message.content), *map(_call, message.tool_calls)]
+
+
+def is_empty(block: JsonObject) -> bool:
+    """Text without a word in it: the API refuses it, also where it said so itself."""
+    text = block.get("text", "")
+    return block.get("type") == "text" and isinstance(text, str) and not text.strip()
+
+
+def _blocks(message: Message) -> list[JsonObject]:
+    match message.role:
+        case "system":
+            return _parts(text_only(message))
+        case "user":
+            return _parts(message.content) or [NO_WORDS]
+        case "assistant":
+            return answer_blocks(message)
+        case "tool":
+            return [_result(fit(message.tool_call_id), message.content)]
+
+
+def _parts(content: Content) -> list[JsonObject]:
+    parts = (content,) if isinstance(content, str) else content
+    blocks = [_image(part) if isinstance(part, Image) else _text(part) for part in parts]
+    return [block for block in blocks if not is_empty(block)]
+
+
+def _text(text: str) -> JsonObject:
+    return {"type": "text", "text": text}
+
+
+def _image(image: Image) -> JsonObject:
+    kind, is_data, data = image.url.removeprefix("data:").partition(";base64,")
+    source: JsonObject = {"type": "base64", "media_type": kind, "data": data}
+    return {"type": "image", "source": source if is_data else {"type": "url", "url": image.url}}
+
+
+def _call(call: ToolCall) -> JsonObject:
+    return {"type": "tool_use", "id": fit(call.id), "name": call.name, "input": echoed_object(call.arguments)}
+
+
+def _result(call_id: str, content: Content) -> JsonObject:
+    block: JsonObject = {"type": "tool_result", "tool_use_id": call_id}
+    parts = _parts(content)
+    if parts:
+        block["content"] = content if isinstance(content, str) else [*parts]
+    return block
+
+
+def fit(call_id: str) -> str:
+    """The id of a call, which another wire or a server like the API may have given, in the letters that this allows."""
+    return _UNFIT.sub("_", call_id)
+
+
+def _tool(tool: ToolSpec) -> JsonObject:
+    described: JsonObject = {"description": tool.description} if tool.description.strip() else {}
+    return {"name": tool.name, **described, "input_schema": {"type": "object", **tool.parameters}}
+
+
+def _tool_choice(choice: JsonValue) -> JsonValue:
+    if not isinstance(choice, str):
+        return choice
+    kinds = {"auto": "auto", "none": "none", "required": "any"}
+    return {"type": kinds[choice]} if choice in kinds else {"type": "tool", "name": choice}
+
+
+def told_schema(schema: JsonObject) -> JsonObject:
+    return _text(schema_instruction(orjson.dumps(schema).decode()))
+
+
+def _message(role: str, blocks: Sequence[bytes]) -> bytes:
+    return b'{"role":"%b","content":[%b]}' % (role.encode(), b",".join(blocks))

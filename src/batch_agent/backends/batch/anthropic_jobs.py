@@ -1,0 +1,62 @@
+"""Anthropic's batch API: one request with all requests in it makes a job, and its results come as lines of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import cast
+from urllib.parse import quote
+
+import orjson
+
+from batch_agent.backends.anthropic.answer import PAUSED
+from batch_agent.backends.batch.jobs import Answer, JobService, Limits, State
+from batch_agent.backends.http.client import HttpClient
+from batch_agent.blocking import in_thread
+from batch_agent.errors import Unavailable
+from batch_agent.messages import JsonObject
+
+
+class AnthropicJobs(JobService):
+    limits = Limits(requests=100_000, body_bytes=245_000_000)  # of 256 MB, with room for what stands around a body
+
+    def __init__(self, http: HttpClient) -> None:
+        super().__init__(http, "/messages/batches")
+
+    async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:
+        requests = b",".join(b'{"custom_id":"%b","params":%b}' % (own.encode(), body) for own, body in bodies.items())
+        return self.id_of(await self.ask(self.batches, b'{"requests":[%b]}' % requests))
+
+    async def find(self, wave: str) -> str | None:
+        """A job has no place for a name of ours, and tells its requests only when it is done."""
+        return None
+
+    async def look(self, job: str) -> State:
+        told = self.document(await self.ask(self.http.route("GET", f"/messages/batches/{quote(job, safe='')}")))
+        return State(told.get("processing_status") == "ended", places=[job])
+
+    async def answers(self, state: State) -> Mapping[str, Answer]:
+        [job] = state.places
+        content = await self.ask(self.http.route("GET", f"/messages/batches/{quote(job, safe='')}/results"))
+        return await in_thread(partial(self._read, content))
+
+    async def cancel(self, job: str) -> None:
+        await self.ask(self.http.route("POST", f"/messages/batches/{quote(job, safe='')}/cancel"), b"{}")
+
+    def _read(self, content: bytes) -> dict[str, Answer]:
+        """Lines in any order; many of them, so not on the event loop."""
+        rows = map(self.document, filter(None, map(bytes.strip, content.split(b"\n"))))
+        return {str(row.get("custom_id")): self._answer(row.get("result")) for row in rows}
+
+    def _answer(self, result: object) -> Answer:
+        told = cast(JsonObject, result) if isinstance(result, dict) else {}
+        kind = told.get("type")
+        message = told.get("message")
+        if kind == "succeeded" and isinstance(message, dict):
+            if message.get("stop_reason") == PAUSED:  # a tool of the server's own that takes long
+                return self.batches.faults.bad("the answer was paused, and a job cannot go on with it")
+            return orjson.dumps(message)
+        if kind in ("expired", "canceled"):
+            where = self.batches.faults.where
+            return Unavailable(f"{where}: the job ended before this request was done ({kind})")
+        return self.batches.faults.reported(told.get("error"))

@@ -1,0 +1,362 @@
+"""Providers' batch APIs as a Backend: requests are gathered into a wave, the wave is one job, answers come hours later.
+
+``infer`` joins the wave that is being gathered and waits. A wave is sent when nobody has joined for a moment, or when
+it is full; so the rows of a run are one job, and agents with tools go from wave to wave, one job for each turn. Nothing
+here starts a task: whoever waits in a wave and finds nobody driving it drives it, and if that one is cancelled the next
+one does. Batch APIs have no way to call back, so the driver asks, at growing intervals, whether the job is done.
+
+What was sent is noted in the ledger of the run directory before it is waited for. A request is known by a hash of its
+body, which is also its id in the job: a run that is resumed asks the same, finds the job that has it, and waits for
+that one. An answer is handed out once. What a job left undone (expired, cancelled, failed on the provider's side) is an
+error that is tried again, in the next wave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.batch.job_ledger import JobLedger
+from batch_agent.backends.generating import Generates
+from batch_agent.backends.http.backend import HttpBackend
+from batch_agent.backends.http.client import HttpClient, Route
+from batch_agent.backends.http.wire import Naming, object_of
+from batch_agent.errors import BackendError, Rejected, Unavailable
+from batch_agent.messages import JsonObject, Reply
+
+T = TypeVar("T")
+
+GATHER_SECONDS = 1.0  # nobody joined for so long: the wave goes
+FIRST_LOOK, LONGEST_LOOK, LOOK_GROWTH = 1.0, 60.0, 1.5  # seconds between two questions whether a job is done
+PATIENCE_SECONDS = 900.0  # of a provider that cannot be reached, before those who wait are told
+MOST_KNOCKS = 4  # at one that was never reached: its address may be wrong, which is to be said soon
+GOODBYE_SECONDS = 5.0  # to cancel what nobody will pick up
+PRICE = 0.5  # of what the same tokens cost at once, at every provider
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one job may hold."""
+
+    requests: int
+    body_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A job as its provider tells of it. ``failed`` is why nothing of it will be done."""
+
+    done: bool
+    failed: BackendError | None = None
+    places: Sequence[str] = ()  # where its answers are
+
+
+Answer = bytes | BackendError
+"""A whole answer in its wire's form, or why there is none."""
+
+
+class JobService(ABC):
+    """One provider's batch API, over one HTTP client."""
+
+    limits: Limits
+
+    def __init__(self, http: HttpClient, path: str) -> None:
+        """``path`` is where jobs are made."""
+        self.http = http
+        self.batches = http.route("POST", path)
+
+    @abstractmethod
+    async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:
+        """The id of a new job for these requests. ``wave`` is our own name for it, for ``find``."""
+
+    @abstractmethod
+    async def find(self, wave: str) -> str | None:
+        """The job that was submitted under this name; None where there is none, or the API cannot tell."""
+
+    @abstractmethod
+    async def look(self, job: str) -> State: ...
+
+    @abstractmethod
+    async def answers(self, state: State) -> Mapping[str, Answer]:
+        """By request; one that the job does not tell of is missing."""
+
+    @abstractmethod
+    async def cancel(self, job: str) -> None: ...
+
+    async def ask(self, route: Route, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
+        return await self.http.send(route, body, headers=headers) or b""
+
+    def document(self, body: bytes) -> JsonObject:
+        return object_of(body, self.batches.faults)
+
+    def id_of(self, body: bytes) -> str:
+        """Of what was just made."""
+        made = self.document(body).get("id")
+        if not isinstance(made, str) or not made:
+            raise Rejected(f"{self.batches.faults.where}: the answer has no id, so this is no batch API")
+        return made
+
+
+@dataclass(eq=False, slots=True)
+class Wave:
+    """One job, from its first request to its last answer."""
+
+    name: str
+    job: str | None = None  # None while it is gathered
+    bodies: dict[str, bytes] = field(default_factory=dict)  # not yet sent
+    requests: tuple[str, ...] = ()  # once it is sent
+    tried: bool = False  # sending it was begun, and may have come to something
+    done: bool = False
+    answers: dict[str, Answer] = field(default_factory=dict)  # once it is done, those that nobody has taken
+    size: int = 0
+    waiting: dict[str, asyncio.Future[Answer]] = field(default_factory=dict)
+    joined_at: float = 0.0
+    full: bool = False
+    driven: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class JobBackend(Generates):
+    """``wire`` writes requests and reads answers, ``service`` takes them to the provider and back."""
+
+    def __init__(
+        self,
+        wire: HttpBackend[Any],
+        service: JobService,
+        *,
+        gather: float = GATHER_SECONDS,
+        look: float = FIRST_LOOK,
+    ) -> None:
+        self._wire, self._service = wire, service
+        self._name = wire.name.replace("://", "-batch://", 1)
+        self._gather, self._look = gather, look
+        self._gathering: Wave | None = None
+        self._waves: list[Wave] = []  # submitted and not done
+        self._known: dict[str, list[tuple[Wave, str]]] = {}  # requests that were sent and that nobody waits for
+        self._ledger: JobLedger | None = None
+        self._reached = False  # the provider has answered
+        self._entered = 0
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        known = self._wire.capabilities
+        return Capabilities(
+            native_schema=known.native_schema,
+            schema_with_tools=known.schema_with_tools,
+            images=known.images,
+            streaming=False,
+            default_inflight=self._service.limits.requests,
+            patient=True,
+            price=PRICE,
+        )
+
+    def keep(self, directory: Path | None) -> None:
+        """Where jobs are noted, so that a run which is resumed picks them up. None: nowhere."""
+        self._ledger = None if directory is None else JobLedger(directory)
+
+    async def __aenter__(self) -> Self:
+        await self._wire.__aenter__()
+        try:
+            await self._service.http.__aenter__()
+            if not self._entered and self._ledger is not None:
+                await self._pick_up(self._ledger)
+        except BaseException:
+            await self._wire.__aexit__(None, None, None)
+            raise
+        self._entered += 1
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered -= 1
+        try:
+            if not self._entered:
+                await self._leave(well=kind is None)
+        finally:
+            await self._service.http.__aexit__(kind, error, trace)
+            await self._wire.__aexit__(kind, error, trace)
+
+    def check(self, shape: RequestShape) -> None:
+        self._wire.check(shape)
+
+    async def models(self) -> list[str]:
+        return await self._wire.models()
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        body = self._wire.body_of(request)
+        answer = await self._answer(body)
+        if isinstance(answer, BackendError):
+            raise copy(answer)  # many may have got the same
+        reply = self._wire.read_whole(answer, Naming(request.conversation.messages, self._wire.faults))
+        reply = self._wire.finished(reply, request.shape)
+        if on_tool_call is not None:
+            for call in reply.tool_calls:
+                on_tool_call(call)
+        return reply
+
+    # Waves
+
+    async def _answer(self, body: bytes) -> Answer:
+        digest = blake2b(body, digest_size=16).hexdigest()
+        while known := self._known.get(digest):
+            wave, own = known.pop()  # the latest first, and each once
+            answer = await self._wait(wave, own)
+            if isinstance(answer, bytes) or not wave.done:
+                return answer
+            # What failed then is asked anew.
+        wave, own = self._join(digest, body)
+        return await self._wait(wave, own)
+
+    def _remember(self, wave: Wave, own: str) -> None:
+        """What a wave was sent for can be asked for again."""
+        self._known.setdefault(own.partition("-")[0], []).append((wave, own))
+
+    def _join(self, digest: str, body: bytes) -> tuple[Wave, str]:
+        limits, wave = self._service.limits, self._gathering
+        if wave is not None and (len(wave.bodies) >= limits.requests or wave.size + len(body) > limits.body_bytes):
+            wave.full, wave = True, None
+        if wave is None:
+            wave = self._gathering = Wave(secrets.token_hex(8))
+        own, again = digest, 0
+        while own in wave.bodies:  # two rows that ask the same want two answers
+            again += 1
+            own = f"{digest}-{again}"
+        wave.bodies[own] = body
+        wave.size += len(body)
+        wave.joined_at = _now()
+        return wave, own
+
+    async def _wait(self, wave: Wave, own: str) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        wave.waiting[own] = answer
+        try:
+            while not answer.done():
+                async with wave.driven:
+                    if not answer.done():
+                        await self._drive(wave)
+            return answer.result()
+        finally:
+            wave.waiting.pop(own, None)
+            if not wave.requests:  # cancelled before anything was sent
+                wave.size -= len(wave.bodies.pop(own, b""))
+            elif wave.job is not None and not (wave.done and answer.done()):
+                self._remember(wave, own)
+
+    async def _drive(self, wave: Wave) -> None:
+        """The wave to its end: everybody who waits in it is answered. Who comes later finds the answer kept."""
+        answers = wave.answers
+        try:
+            if not wave.done:
+                answers = wave.answers = await self._finish(wave)
+        except BackendError as failure:
+            answers = dict.fromkeys(wave.waiting, failure)
+        for own, waiting in wave.waiting.items():
+            if not waiting.done():
+                waiting.set_result(answers.pop(own))
+
+    async def _finish(self, wave: Wave) -> dict[str, Answer]:
+        if wave.job is None:
+            await self._submit(wave)
+        state = await self._patiently(lambda: self._until_done(wave))
+        found = {} if state.failed is not None else await self._patiently(lambda: self._service.answers(state))
+        missing = state.failed or Unavailable(f"{self._name}: job {wave.job} ended without an answer to this request")
+        for failure in (missing, *found.values()):
+            if isinstance(failure, BackendError):
+                failure.second_hand = True
+        wave.done = True
+        self._waves.remove(wave)
+        return {own: found.get(own, missing) for own in wave.requests}
+
+    async def _submit(self, wave: Wave) -> None:
+        # Others join meanwhile, and then it is longer.
+        while not wave.full and (left := wave.joined_at + self._gather - _now()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left)
+        if self._gathering is wave:
+            self._gathering = None
+        wave.requests = tuple(wave.bodies)
+        if self._ledger is not None:
+            await self._ledger.intend(wave.name, wave.requests)
+        wave.job = await self._patiently(lambda: self._place(wave))
+        wave.bodies.clear()
+        self._waves.append(wave)
+        if self._ledger is not None:
+            await self._ledger.sent(wave.name, wave.job)
+
+    async def _place(self, wave: Wave) -> str:
+        """The job's id. One that was sent although nobody heard of it is found again rather than paid twice."""
+        if wave.tried and (job := await self._service.find(wave.name)) is not None:
+            return job
+        wave.tried = True
+        return await self._service.submit({own: wave.bodies[own] for own in wave.requests}, wave.name)
+
+    async def _until_done(self, wave: Wave) -> State:
+        assert wave.job is not None
+        pause = self._look
+        while not (state := await self._service.look(wave.job)).done:
+            await asyncio.sleep(pause)
+            pause = min(LONGEST_LOOK, pause * LOOK_GROWTH)
+        return state
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """A job is worth more than the connection to it: what would be tried again is tried again here, since a row
+        that came back to the engine would begin a job of its own."""
+        began, pause, knocks = _now(), self._look, 0
+        while True:
+            try:
+                answer = await ask()
+            except BackendError as error:
+                knocks += 1
+                never = error.unreached and not self._reached and knocks >= MOST_KNOCKS
+                if not error.retryable or never or _now() - began > PATIENCE_SECONDS:
+                    raise
+                await asyncio.sleep(max(pause, error.retry_after or 0.0))
+                pause = min(LONGEST_LOOK, pause * LOOK_GROWTH)
+            else:
+                self._reached = True
+                return answer
+
+    # From session to session
+
+    async def _pick_up(self, ledger: JobLedger) -> None:
+        for entry in await ledger.read():
+            job = entry.job
+            if job is None:
+                with suppress(BackendError):  # it may never have been sent, and then it is asked anew
+                    job = await self._service.find(entry.wave)
+            if job is not None:
+                wave = Wave(entry.wave, job, requests=tuple(entry.requests))
+                self._waves.append(wave)
+                for own in wave.requests:
+                    self._remember(wave, own)
+
+    async def _leave(self, *, well: bool) -> None:
+        self._known.clear()
+        unfinished = [wave for wave in self._waves if wave.job is not None]
+        self._waves, self._gathering = [], None
+        if self._ledger is not None:
+            if well:  # every answer that was handed out is recorded
+                await self._ledger.close([wave.name for wave in unfinished])
+            return
+        # Nobody will pick it up, and what is not done need not be paid for.
+        with suppress(BackendError, TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                for wave in unfinished:
+                    await self._service.cancel(wave.job or "")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

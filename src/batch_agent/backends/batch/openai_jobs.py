@@ -1,0 +1,112 @@
+"""OpenAI's batch API: a file of requests goes up, a job is made of it, files of answers and of errors come down."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from urllib.parse import quote
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.batch.jobs import Answer, JobService, Limits, State
+from batch_agent.backends.http.client import HttpClient
+from batch_agent.blocking import in_thread
+from batch_agent.errors import Rejected, Unavailable
+from batch_agent.messages import JsonObject
+
+ENDPOINT = "/v1/chat/completions"
+WAVE = "batch_agent_wave"  # in a job's metadata
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+class OpenAIJobs(JobService):
+    limits = Limits(requests=50_000, body_bytes=190_000_000)  # of 200 MB, with room for what stands around a body
+
+    def __init__(self, http: HttpClient) -> None:
+        super().__init__(http, "/batches")
+        self._files = http.route("POST", "/files")
+        self._list = http.route("GET", "/batches?limit=100")
+
+    async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:
+        lines = b"".join(
+            b'{"custom_id":"%b","method":"POST","url":"%b","body":%b}\n' % (own.encode(), ENDPOINT.encode(), body)
+            for own, body in bodies.items()
+        )
+        kind, form = _multipart(lines)
+        file = self.id_of(await self.ask(self._files, form, {"Content-Type": kind}))
+        job: JsonObject = {
+            "input_file_id": file,
+            "endpoint": ENDPOINT,
+            "completion_window": "24h",
+            "metadata": {WAVE: wave},
+        }
+        return self.id_of(await self.ask(self.batches, orjson.dumps(job)))
+
+    async def find(self, wave: str) -> str | None:
+        jobs = self.document(await self.ask(self._list)).get("data")
+        for job in jobs if isinstance(jobs, list) else ():
+            metadata = job.get("metadata") if isinstance(job, dict) else None
+            if isinstance(job, dict) and isinstance(metadata, dict) and metadata.get(WAVE) == wave:
+                return str(job["id"])
+        return None
+
+    async def look(self, job: str) -> State:
+        told = self.document(await self.ask(self.http.route("GET", f"/batches/{quote(job, safe='')}")))
+        status = told.get("status")
+        places = [str(place) for name in ("output_file_id", "error_file_id") if (place := told.get(name))]
+        if status in OPEN:
+            return State(done=False)
+        if status == "failed":
+            refused = f"{self.batches.faults.where}: job {job} was refused: {self.batches.faults.clean(_why(told))}"
+            return State(True, Rejected(refused, status=400))
+        if not places and status != "completed":  # expired or cancelled before anything was done
+            return State(True, Unavailable(f"{self.batches.faults.where}: job {job} is {status}, with nothing done"))
+        return State(True, places=places)
+
+    async def answers(self, state: State) -> Mapping[str, Answer]:
+        found: dict[str, Answer] = {}
+        for place in state.places:
+            content = await self.ask(self.http.route("GET", f"/files/{quote(place, safe='')}/content"))
+            found = await in_thread(partial(self._read, content)) | found  # answers come before errors
+        return found
+
+    def _read(self, content: bytes) -> dict[str, Answer]:
+        """Lines in any order; many of them, so not on the event loop."""
+        rows = map(self.document, filter(None, map(bytes.strip, content.split(b"\n"))))
+        return {str(row.get("custom_id")): self._answer(row) for row in rows}
+
+    async def cancel(self, job: str) -> None:
+        await self.ask(self.http.route("POST", f"/batches/{quote(job, safe='')}/cancel"), b"{}")
+
+    def _answer(self, row: JsonObject) -> Answer:
+        response = row.get("response")
+        if isinstance(response, dict):
+            status, body = response.get("status_code"), orjson.dumps(response.get("body"))
+            if status == 200 or not isinstance(status, int):
+                return body
+            return self.batches.faults.answered(status, {}, body)
+        error = row.get("error")
+        code = error.get("code") if isinstance(error, dict) else None
+        if code in ("batch_expired", "batch_cancelled"):
+            return Unavailable(f"{self.batches.faults.where}: the job ended before this request was done ({code})")
+        return self.batches.faults.reported(error)
+
+
+def _why(job: JsonObject) -> str:
+    errors = job.get("errors")
+    listed: JsonValue = errors.get("data") if isinstance(errors, dict) else None
+    told = listed if isinstance(listed, list) else []
+    words = [str(error.get("message")) for error in told if isinstance(error, dict)]
+    return "; ".join(words[:3]) or "it does not say why"
+
+
+def _multipart(lines: bytes) -> tuple[str, bytes]:
+    border = secrets.token_hex(16)
+    head = (
+        f'--{border}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        f'--{border}\r\nContent-Disposition: form-data; name="file"; filename="batch.jsonl"\r\n'
+        "Content-Type: application/jsonl\r\n\r\n"
+    )
+    return f"multipart/form-data; boundary={border}", head.encode() + lines + f"\r\n--{border}--\r\n".encode()

@@ -1,0 +1,225 @@
+"""Requests of Bedrock's ``converse``: the turns of Anthropic's wire, its blocks under other names.
+
+The API takes every model's conversation in one form. What it has no name for goes to the model as it is
+(``additionalModelRequestFields``). A cache point is a block of its own, behind what is to be kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.anthropic.models import model_of
+from batch_agent.backends.anthropic.request import MessagesView, told_schema
+from batch_agent.backends.anthropic.schema import format_schema
+from batch_agent.backends.base import RequestShape
+from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.errors import Rejected, SpecError
+from batch_agent.messages import JsonObject, Message, ToolSpec
+
+CACHE_POINT = b'{"cachePoint":{"type":"default"}}'
+OWN_FIELDS = ("messages", "system", "toolConfig", "inferenceConfig", "outputConfig")
+# Fields of the API itself that extra_body may set; all others are the model's.
+API_FIELDS = frozenset(
+    {
+        "additionalModelRequestFields",
+        "additionalModelResponseFieldPaths",
+        "guardrailConfig",
+        "performanceConfig",
+        "promptVariables",
+        "requestMetadata",
+        "serviceTier",
+    }
+)
+# Claude from 3.7 on, the last of 3.5, and Nova. Tools can be kept by themselves with Claude only.
+_CACHES = re.compile(r"anthropic\.claude-(3-7|3-5-haiku|3-5-sonnet-20241022|\w+-\d)|amazon\.nova")
+_KEEPS_TOOLS = re.compile(r"anthropic\.claude")
+_KEEPS_SCHEMAS = re.compile(r"anthropic\.claude-(haiku|sonnet|opus)-(4-[5-9]|[5-9])")
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_STOPS = 4
+
+
+def keeps_schemas(model: str) -> bool:
+    """Whether the model is known to be held to a schema by the API."""
+    return _KEEPS_SCHEMAS.search(model) is not None
+
+
+class ConverseView(MessagesView):
+    """``called`` are the tools that the conversation used: it is refused where the request does not name them."""
+
+    __slots__ = ("called",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: dict[str, None] = {}
+
+    def fork(self) -> Self:
+        other = super().fork()
+        other.called = self.called.copy()
+        return other
+
+    def extend(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self.called |= dict.fromkeys(call.name for call in message.tool_calls)
+        super().extend(messages)
+
+    @staticmethod
+    def written(block: JsonObject) -> JsonObject:
+        match block.get("type"):
+            case "text":
+                return {"text": block["text"]}
+            case "image":
+                return {"image": _image(block["source"])}
+            case "tool_use":
+                return {"toolUse": {"toolUseId": block["id"], "name": block["name"], "input": block["input"]}}
+            case "tool_result":
+                return {"toolResult": _result(block)}
+            case "thinking":
+                told: JsonObject = {"text": block.get("thinking"), "signature": block.get("signature")}
+                return {"reasoningContent": {"reasoningText": {n: v for n, v in told.items() if v is not None}}}
+            case "redacted_thinking":
+                return {"reasoningContent": {"redactedContent": block.get("data")}}
+            case _:
+                return block
+
+    @staticmethod
+    def marked(blocks: Sequence[bytes]) -> list[bytes]:
+        return [*blocks, CACHE_POINT] if blocks else []
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What requests of one shape begin with."""
+
+    fields: bytes  # without the brace that would close them
+    tools: Sequence[bytes]
+    choice: bytes
+    told: Sequence[bytes]  # behind the system prompt: the schema, where the API has no form for it
+    caches: bool
+    keeps_tools: bool
+    cached_from: int  # bytes
+    goes_on: bool
+
+    def body(self, view: ConverseView, *, is_last: bool) -> bytes:
+        tools, system = self.tools or [orjson.dumps(_tool(name)) for name in view.called], [*view.system, *self.told]
+        shared = sum(map(len, tools)) + sum(map(len, system))
+        if self.caches and shared >= self.cached_from:
+            if system:
+                system = view.marked(system)
+            elif self.keeps_tools:
+                tools = view.marked(tools)
+        marks = self.caches and self.goes_on and shared + view.size >= self.cached_from
+        parts = [self.fields]
+        if tools:
+            parts += [b',"toolConfig":{"tools":[', b",".join(tools), b"]", self.choice, b"}"]
+        if system:
+            parts += [b',"system":[', b",".join(system), b"]"]
+        messages = view.messages(marks_last=marks, marks_end=marks and not is_last)
+        return b"".join([*parts, b',"messages":[', messages, b"]}"])
+
+
+def build_head(shape: RequestShape, *, native_schema: bool) -> Head:
+    for name in OWN_FIELDS:
+        if name in shape.extra_body:
+            raise SpecError(f"extra_body cannot set {name!r}: it is what a request is made of")
+    form = format_schema(shape.schema) if shape.schema is not None and native_schema else None
+    # There is no choice 'none': a model that is offered nothing calls nothing.
+    tools = () if shape.tool_choice == "none" else shape.tools
+    choice = _tool_choice(shape.tool_choice) if tools else None
+    try:
+        told = [] if shape.schema is None or form is not None else [ConverseView.written(told_schema(shape.schema))]
+        return Head(
+            fields=orjson.dumps(_fields(shape, form))[:-1],
+            tools=[orjson.dumps(_spec(tool)) for tool in tools],
+            choice=b"" if choice is None else b',"toolChoice":' + orjson.dumps(choice),
+            told=[orjson.dumps(block) for block in told],
+            caches=_CACHES.search(shape.model) is not None,
+            keeps_tools=_KEEPS_TOOLS.search(shape.model) is not None,
+            cached_from=model_of(shape.model).cached_from * BYTES_PER_TOKEN,
+            goes_on=bool(tools),
+        )
+    except orjson.JSONEncodeError as error:
+        raise SpecError(f"the options of the request cannot be written as JSON: {error}") from None
+
+
+def check_shape(shape: RequestShape) -> None:
+    """What the API would refuse in every request."""
+    if shape.seed is not None:
+        raise SpecError("seed: Bedrock's converse has no seed; leave it out, or give the model's own in extra_body")
+    if len(shape.stop) > _STOPS:
+        raise SpecError(f"stop: Bedrock's converse takes at most {_STOPS}")
+    for tool in shape.tools:
+        if not _TOOL_NAME.fullmatch(tool.name):
+            raise SpecError(
+                f"the tool name {tool.name!r} is none that Bedrock takes: letters, digits, _ and -, at most 64"
+            )
+
+
+def _fields(shape: RequestShape, form: JsonObject | None) -> JsonObject:
+    inference: JsonObject = {
+        "maxTokens": shape.max_tokens,
+        "temperature": shape.temperature,
+        "topP": shape.top_p,
+        "stopSequences": [*shape.stop] or None,
+    }
+    inference = {name: value for name, value in inference.items() if value is not None}
+    api = {name: value for name, value in shape.extra_body.items() if name in API_FIELDS}
+    model = {name: value for name, value in shape.extra_body.items() if name not in API_FIELDS}
+    given = api.pop("additionalModelRequestFields", {})
+    if not isinstance(given, dict):
+        raise SpecError("extra_body: additionalModelRequestFields must be a mapping")
+    output: JsonObject | None = None
+    if form is not None:
+        schema: JsonObject = {"name": shape.schema_name, "schema": orjson.dumps(form).decode()}
+        output = {"textFormat": {"type": "json_schema", "structure": {"jsonSchema": schema}}}
+    # Also where nothing is said, because the rest of a body follows a comma.
+    return {
+        "inferenceConfig": inference,
+        **({"outputConfig": output} if output else {}),
+        **({"additionalModelRequestFields": {**model, **given}} if model or given else {}),
+        **api,
+    }
+
+
+def _image(source: JsonValue) -> JsonObject:
+    if not isinstance(source, dict) or source.get("type") != "base64":
+        raise Rejected("Bedrock does not fetch images from addresses: give the file or its bytes")
+    kind = str(source["media_type"]).removeprefix("image/")
+    return {"format": kind, "source": {"bytes": source["data"]}}
+
+
+def _result(block: JsonObject) -> JsonObject:
+    content = block.get("content", "")
+    parts = [{"text": content or "(nothing)"}] if isinstance(content, str) else list(map(_part, _listed(content)))
+    status = "error" if block.get("is_error") else "success"
+    return {"toolUseId": block["tool_use_id"], "content": [*parts], "status": status}
+
+
+def _part(block: JsonValue) -> JsonObject:
+    return ConverseView.written(block if isinstance(block, dict) else {})
+
+
+def _listed(value: JsonValue) -> list[JsonValue]:
+    return value if isinstance(value, list) else []
+
+
+def _spec(tool: ToolSpec) -> JsonObject:
+    return _tool(tool.name, tool.description, {"type": "object", **tool.parameters})
+
+
+def _tool(name: str, description: str = "", parameters: JsonObject | None = None) -> JsonObject:
+    described: JsonObject = {"description": description} if description.strip() else {}
+    schema = parameters or {"type": "object"}
+    return {"toolSpec": {"name": name, **described, "inputSchema": {"json": schema}}}
+
+
+def _tool_choice(choice: JsonValue) -> JsonValue:
+    if not isinstance(choice, str):
+        return choice
+    kinds: dict[str, JsonValue] = {"auto": {"auto": {}}, "required": {"any": {}}}
+    return kinds.get(choice, {"tool": {"name": choice}})

@@ -1,0 +1,1 @@
+"""Inference engines that people run themselves: vLLM, SGLang, Dynamo."""

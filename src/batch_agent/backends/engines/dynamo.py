@@ -1,0 +1,94 @@
+"""``dynamo://``: NVIDIA Dynamo's frontend, whose router decides which of its workers answers.
+
+It refuses a request with a field that it does not know, so nothing is sent beside what Dynamo 1.6 takes. What it can
+use it is told: ``nvext.agent_hints`` (how near its end an agent is, what its answers usually take, that its history
+will come again after a tool), unless the user wants none; and a session of each agent's own, so that its turns go where
+its history is, with a word when it is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from batch_agent.backends.address import Address
+from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
+from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
+from batch_agent.backends.openai.server import Tail
+from batch_agent.errors import SpecError
+from batch_agent.messages import JsonObject
+
+PORT = 8000
+INFLIGHT = "dynamo_frontend_inflight_requests"
+PENDING = "dynamo_frontend_router_queue_pending_requests"
+PROMPT, CACHED = "dynamo_frontend_input_sequence_tokens_sum", "dynamo_frontend_cached_tokens_sum"
+FIRST_TOKEN = "dynamo_frontend_time_to_first_token_seconds"
+NAMES = frozenset([INFLIGHT, PENDING, PROMPT, CACHED, f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum"])
+# What other engines take and this one was seen to refuse, with where it belongs, if anywhere.
+REFUSED = {
+    "priority": "nvext.agent_hints.priority, which is sent anyway",
+    "session_id": "the header x-dynamo-session-id, which is sent anyway",
+    "cache_control": "",
+    "request_id": "",
+    "vllm_xargs": "",
+    "kv_transfer_params": "",
+}
+
+
+class DynamoBackend(EngineBackend):
+    def __init__(self, address: Address) -> None:
+        super().__init__(address, port=PORT, capabilities=replace(ABLE, probe=True))
+        self._salt = address.text("cache_salt")
+
+    def check(self, shape: RequestShape) -> None:
+        super().check(shape)
+        for name in shape.extra_body:
+            if name in REFUSED:
+                instead = f"; it belongs in {REFUSED[name]}" if REFUSED[name] else ""
+                raise SpecError(f"extra_body has {name!r}, and a Dynamo server refuses requests with it{instead}")
+
+    def own_part(self, request: ModelRequest) -> Tail:
+        fields: JsonObject = {}
+        if self._salt is not None:
+            fields["cache_salt"] = self._salt
+        if not request.run:
+            return Tail(fields)
+        if request.hints:
+            fields["nvext"] = {"agent_hints": _hints(request)}
+        session = f"batchagent-{request.run}-{request.agent}"
+        if request.tries:  # a session stays with its worker for some ten seconds after that has died
+            session += f"-{request.turn}-{request.tries}"
+        headers = {"x-dynamo-session-id": session}
+        if request.last:
+            headers["x-dynamo-session-final"] = "true"
+        return Tail(fields, headers)
+
+    async def probe(self, model: str) -> Facts:
+        entries = (await self.ask_if_there(self._models)).get("data")
+        for entry in entries if isinstance(entries, list) else ():
+            if at(entry, "id") == model:
+                return Facts(context=whole(at(entry, "context_window")))
+        return Facts()
+
+    async def load(self, endpoint: str = "") -> Load:
+        told = await self.read_metrics(NAMES)
+        if not told.samples(INFLIGHT):
+            raise self._metrics.faults.bad("the metrics are not those of a Dynamo frontend that has been asked before")
+        waiting = told.count(PENDING) or 0
+        return Load(
+            running=max(0, (told.count(INFLIGHT) or 0) - waiting),
+            waiting=waiting,
+            prefix_queries=told.count(PROMPT),
+            prefix_hits=told.count(CACHED),
+            first_token_count=told.count(f"{FIRST_TOKEN}_count"),
+            first_token_seconds=told.total(f"{FIRST_TOKEN}_sum"),
+        )
+
+
+def _hints(request: ModelRequest) -> JsonObject:
+    hints: JsonObject = {"priority": -request.turns_left}  # here the higher goes sooner
+    if request.usual_tokens:
+        most = request.shape.max_tokens or request.usual_tokens
+        hints["osl"] = min(request.usual_tokens, most)
+    if not request.last:
+        hints["speculative_prefill"] = True
+    return hints

@@ -1,0 +1,144 @@
+"""What the adapters of inference engines have in common: a server that people run themselves, on plain http and a port
+of its own, which keeps to schemas by grammars, keeps what prompts begin with, and tells beside its API how busy it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from abc import abstractmethod
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.address import Address
+from batch_agent.backends.base import Capabilities, Load, ModelRequest, RequestShape
+from batch_agent.backends.engines.exposition import Exposition
+from batch_agent.backends.generating import only_model
+from batch_agent.backends.http.client import Route
+from batch_agent.backends.openai.chat import OpenAIBackend
+from batch_agent.backends.openai.server import Tail
+from batch_agent.errors import BackendError, Truncated
+from batch_agent.messages import Conversation, JsonObject, Message, ToolSpec, Usage
+
+ABLE = Capabilities(native_schema=True, images=True, load=True)
+
+
+_LOOK = ToolSpec("look_up", "Look a word up.", {"type": "object", "properties": {"word": {"type": "string"}}})
+_SENTENCE = "You are a careful clerk who answers in few words and never guesses. "
+_SENTENCES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What was found in the server's cache for the second of two requests that begin alike."""
+
+    prompt_tokens: int
+    cached_tokens: int | None  # None: the server does not tell
+
+    @property
+    def share(self) -> float | None:
+        if self.cached_tokens is None or not self.prompt_tokens:
+            return None
+        return self.cached_tokens / self.prompt_tokens
+
+
+class EngineBackend(OpenAIBackend):
+    patience = 2.0  # seconds for what it would be good to know
+
+    def __init__(self, address: Address, *, port: int, capabilities: Capabilities = ABLE) -> None:
+        native = address.options.get("native_schema", True)
+        beside = native and capabilities.schema_beside_tools
+        super().__init__(
+            address.base_url(port),
+            api_key=address.key(),
+            headers=address.headers,
+            capabilities=replace(capabilities, native_schema=native, schema_beside_tools=beside),
+            name=address.name,
+            tail=self.own_part,
+            transport=address.transport,
+        )
+
+    @cached_property
+    def _metrics(self) -> Route:
+        return self._http.route("GET", "/metrics", beside=True)
+
+    @abstractmethod
+    def own_part(self, request: ModelRequest) -> Tail:
+        """What a request to this engine has of its own."""
+
+    @abstractmethod
+    async def load(self, endpoint: str = "") -> Load: ...
+
+    async def verify_prefix_sharing(self, model: str | None = None) -> Sharing:
+        """Whether requests that begin alike, tools included, really share what was computed for them: one is sent, then
+        its sibling, and the server's own count is read. Nothing of an earlier trial can be in its cache."""
+        shape = RequestShape(model or await only_model(self), max_tokens=1, temperature=0.0, tools=(_LOOK,))
+        shared = Conversation([Message("system", f"Trial {secrets.token_hex(8)}. {_SENTENCE * _SENTENCES}")])
+        await self._prompt_usage(shape, shared, "Name a colour.")
+        before = await self._prefix_hits()
+        usage = await self._prompt_usage(shape, shared, "Count to three.")
+        if usage.cached_tokens:
+            return Sharing(usage.prompt_tokens, usage.cached_tokens)
+        after = await self._prefix_hits()
+        told = None if before is None or after is None else min(after - before, usage.prompt_tokens)
+        return Sharing(usage.prompt_tokens, told)
+
+    async def _prompt_usage(self, shape: RequestShape, shared: Conversation, question: str) -> Usage:
+        request = ModelRequest(shape, Conversation([Message("user", question)], shared), question)
+        try:
+            return (await self.infer(request)).usage
+        except Truncated as cut:  # as it must be, after one token
+            return cut.usage or Usage()
+
+    async def _prefix_hits(self) -> int | None:
+        """For a server that does not tell of each request what it found in its cache."""
+        try:
+            return (await self.load()).prefix_hits
+        except BackendError:
+            return None
+
+    async def read_metrics(self, names: Collection[str]) -> Exposition:
+        text = await self._http.send(self._metrics) or b""
+        return Exposition(text.decode("utf-8", "replace"), names)
+
+    async def ask(self, route: Route, question: JsonObject | None = None) -> JsonObject:
+        """One of the engine's own routes: a JSON object in, or nothing, and one out."""
+        return await self.ask_bytes(route, None if question is None else orjson.dumps(question))
+
+    async def ask_bytes(self, route: Route, question: bytes | None) -> JsonObject:
+        body = await self._http.send(route, question) or b""
+        try:
+            answer: JsonValue = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise route.faults.bad("the answer is not a JSON object")
+        return answer
+
+    async def ask_if_there(self, route: Route, question: JsonObject | None = None) -> JsonObject:
+        """The same; nothing where the server does not have it, or does not answer it soon: nobody waits for that."""
+        with suppress(BackendError, TimeoutError):
+            async with asyncio.timeout(self.patience):
+                return await self.ask(route, question)
+        return {}
+
+
+def at(document: JsonValue, *path: str) -> JsonValue:
+    """What a document has at the end of the path; None where that is not there."""
+    for name in path:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document
+
+
+def whole(value: JsonValue) -> int | None:
+    """A count above 0, written as a number or as text."""
+    try:
+        number = int(value) if isinstance(value, int | float | str) else 0
+    except (ValueError, OverflowError):
+        return None
+    return number if number > 0 else None

@@ -1,0 +1,163 @@
+"""``sglang://``: SGLang's dialect of the chat wire, and its native ``/generate`` for lists of text.
+
+What it adds: priorities where the server goes by them, a key that keeps prefix caches apart, and how busy it is. Names
+are those of SGLang 0.5.21. Cached tokens are told only with ``--enable-cache-report``, and where nothing was cached the
+server says nothing. A priority sent to a server that does not go by it may be answered 503, which looks like a server
+that is full, so it is sent only where the server says that it does. Ids of requests are not sent: one that comes again
+while the server still holds the first is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.address import Address
+from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
+from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
+from batch_agent.backends.generating import Answers, infer_in_lists
+from batch_agent.backends.http.wire import Naming
+from batch_agent.backends.openai.chat_answer import read_answer
+from batch_agent.backends.openai.server import Tail
+from batch_agent.errors import BackendError, SpecError
+from batch_agent.messages import JsonObject, Reply
+
+PORT = 30000
+LIST = 64  # texts in one request
+RUNNING, WAITING, USAGE = "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"
+PROMPT, CACHED = "sglang:prompt_tokens_total", "sglang:cached_tokens_total"
+FIRST_TOKEN = "sglang:time_to_first_token_seconds"
+NAMES = frozenset([RUNNING, WAITING, USAGE, PROMPT, CACHED, f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum"])
+
+
+class SglangBackend(EngineBackend):
+    def __init__(self, address: Address) -> None:
+        super().__init__(address, port=PORT, capabilities=replace(ABLE, probe=True, prefix_leader=True))
+        self._generate = self._http.route("POST", "/generate", beside=True)
+        self._loads = self._http.route("GET", "/loads?include=core")
+        self._server_info = self._http.route("GET", "/server_info", beside=True)
+        self._extra_key = address.text("extra_key")
+        self._priority = address.options.get("priority")  # None: the server is asked
+        self._lowest_first = False
+        self._has_loads = True
+
+    def own_part(self, request: ModelRequest) -> Tail:
+        fields: JsonObject = {}
+        if self._extra_key is not None:
+            fields["extra_key"] = self._extra_key
+        if self._priority and request.run:
+            fields["priority"] = request.turns_left if self._lowest_first else -request.turns_left
+        return Tail(fields)
+
+    async def probe(self, model: str) -> Facts:
+        info = await self.ask_if_there(self._server_info)
+        if self._priority is None and info:
+            self._priority = info.get("enable_priority_scheduling") is True
+        self._lowest_first = info.get("schedule_low_priority_values_first") is True
+        entries = (await self.ask_if_there(self._models)).get("data")
+        for entry in entries if isinstance(entries, list) else ():
+            if at(entry, "id") == model:
+                return Facts(context=whole(at(entry, "max_model_len")) or whole(info.get("context_length")))
+        return Facts()
+
+    async def load(self, endpoint: str = "") -> Load:
+        if self._has_loads:
+            try:
+                return _read_loads(await self.ask(self._loads))
+            except BackendError as error:
+                if error.retryable:
+                    raise
+                self._has_loads = False
+        told = await self.read_metrics(NAMES)
+        if not told.samples(RUNNING):
+            raise self._metrics.faults.bad("the metrics are not those of an SGLang server (--enable-metrics)")
+        return Load(
+            running=told.count(RUNNING) or 0,
+            waiting=told.count(WAITING) or 0,
+            kv_usage=told.mean(USAGE),
+            prefix_queries=told.count(PROMPT),
+            prefix_hits=told.count(CACHED),
+            first_token_count=told.count(f"{FIRST_TOKEN}_count"),
+            first_token_seconds=told.total(f"{FIRST_TOKEN}_sum"),
+        )
+
+    async def generate_texts(self, texts: Sequence[str], shape: RequestShape | None = None) -> Answers:
+        """How the model goes on after each text, as it is and without a chat template, many in one request; one that
+        cannot be answered is an error in its own place."""
+        sampling = _sampling(shape or RequestShape(""))
+
+        async def ask_list(some: Sequence[str]) -> Answers:
+            return await self._continue(some, sampling)
+
+        async def ask_one(text: str) -> Reply:
+            [answer] = await self._continue([text], sampling)
+            if isinstance(answer, BackendError):
+                raise answer
+            return answer
+
+        answers, _ = await infer_in_lists(texts, LIST, ask_list, ask_one)
+        return answers
+
+    async def _continue(self, texts: Sequence[str], sampling: JsonObject) -> Answers:
+        question: JsonObject = {"text": list(texts), "sampling_params": sampling}
+        if self._extra_key is not None:
+            question["extra_key"] = self._extra_key
+        faults = self._generate.faults
+        body = await self._http.send(self._generate, orjson.dumps(question)) or b""
+        try:
+            told: JsonValue = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            told = None
+        if not isinstance(told, list) or len(told) != len(texts):
+            raise faults.bad(f"the answer is not a list of {len(texts)}")
+        answers: Answers = []
+        for answer in told:
+            try:
+                answers.append(read_answer(_as_chat(answer), Naming((), faults)))
+            except BackendError as error:
+                answers.append(error)
+        return answers
+
+
+def _sampling(shape: RequestShape) -> JsonObject:
+    """Only what the server is known to take: one name that it does not know is a 500 for the whole list."""
+    for name in ("tools", "extra_body"):
+        if getattr(shape, name):
+            raise SpecError(f"texts that a model goes on from have no {name}: ask with messages")
+    fields: JsonObject = {
+        "max_new_tokens": shape.max_tokens,
+        "temperature": shape.temperature,
+        "top_p": shape.top_p,
+        "sampling_seed": shape.seed,
+        "stop": list(shape.stop) or None,
+        "json_schema": None if shape.schema is None else orjson.dumps(shape.schema).decode(),
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _as_chat(answer: JsonValue) -> bytes:
+    counts = {name: at(answer, "meta_info", name) for name in ("prompt_tokens", "completion_tokens")}
+    cached = {"cached_tokens": at(answer, "meta_info", "cached_tokens")}
+    finish = at(answer, "meta_info", "finish_reason")
+    choice = {"message": {"content": at(answer, "text")}, "finish_reason": finish}
+    return orjson.dumps({"choices": [choice], "usage": {**counts, "prompt_tokens_details": cached}})
+
+
+def _read_loads(told: JsonObject) -> Load:
+    """Of all ranks together."""
+    loads = told.get("loads")
+    ranks = loads if isinstance(loads, list) else []
+
+    def total(name: str) -> int:
+        return sum(whole(at(rank, name)) or 0 for rank in ranks)
+
+    usages = [usage for rank in ranks if isinstance(usage := at(rank, "token_usage"), int | float)]
+    return Load(
+        running=total("num_running_reqs"),
+        waiting=total("num_waiting_reqs"),
+        kv_usage=sum(usages) / len(usages) if usages else None,
+        kv_tokens=total("max_total_num_tokens") or None,
+    )

@@ -1,0 +1,1 @@
+"""HTTP for every wire: connections, requests, errors, streams."""

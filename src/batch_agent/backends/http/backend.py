@@ -1,0 +1,157 @@
+"""The way of one request over HTTP, the same for every wire: head, body, stream or whole answer, calls reported.
+
+A wire says how a head and a body are written and how an answer is read; it does not see the client, the slots or the
+clock. ``http`` moves the bytes, ``wire`` has what wires share beside this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar
+from weakref import WeakKeyDictionary
+
+from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.generating import Generates
+from batch_agent.backends.http.client import HttpClient, Route
+from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.quota import read_quota
+from batch_agent.backends.http.transport import Receive
+from batch_agent.backends.http.wire import Naming, report_calls
+from batch_agent.messages import Quota, Reply
+
+Head = TypeVar("Head")
+
+
+class AnswerReader(Protocol):
+    """Reads one streamed answer."""
+
+    def feed(self, chunk: bytes) -> bool:
+        """True when the stream said that it is done. Reports each tool call as soon as it is complete."""
+        ...
+
+    def finish(self) -> Reply:
+        """The stream has ended: the answer, or the error that it is not complete."""
+        ...
+
+
+class HttpBackend(Generates, ABC, Generic[Head]):
+    """A Backend but for its wire. ``chat`` is where turns are asked for; a Head is what the wire keeps of a shape."""
+
+    def __init__(self, http: HttpClient, chat: Route, *, capabilities: Capabilities, name: str | None = None) -> None:
+        self._http = http
+        self._chat = chat
+        self._capabilities = capabilities
+        self._name = name or http.base_url
+        self._heads: WeakKeyDictionary[RequestShape, dict[bool, Head]] = WeakKeyDictionary()
+
+    @abstractmethod
+    def write_head(self, shape: RequestShape, streamed: bool) -> Head:
+        """What all requests of a shape have in common, once for all of them; SpecError for what cannot be sent."""
+
+    @abstractmethod
+    def write_body(self, head: Head, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
+        """The body of one request, and headers of its own."""
+
+    @abstractmethod
+    def read_whole(self, body: bytes, naming: Naming) -> Reply: ...
+
+    @abstractmethod
+    def read_stream(
+        self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
+    ) -> AnswerReader:
+        """``said`` takes the text piece by piece, ``clock`` tells when the first came."""
+
+    @abstractmethod
+    async def models(self) -> list[str]: ...
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._name!r})"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.__aexit__(kind, error, trace)
+
+    def check(self, shape: RequestShape) -> None:
+        self.write_head(shape, False)
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        naming = Naming(request.conversation.messages, self._chat.faults)
+        stream = None
+        if on_tool_call is not None and self.capabilities.streaming:
+            request.said.clear()  # of an earlier try
+            stream = self.read_stream(naming, on_tool_call, asyncio.get_running_loop().time, request.said)
+        body, headers = self.write_body(self._head(request.shape, stream is not None), request)
+        quota: Quota | None = None
+
+        def on_headers(answered: Mapping[str, str]) -> None:
+            nonlocal quota
+            quota = read_quota(answered)
+
+        receive = None if stream is None else _beginning(stream.feed, request.on_begin)
+        answer = await self._http.send(self.route_of(request, stream is not None), body, receive, headers, on_headers)
+        if answer is None and stream is not None:
+            reply = stream.finish()
+        else:
+            # Also where a stream was asked for and the server, which is allowed to, sent the whole at once.
+            reply = self.read_whole(answer or b"", naming)
+            report_calls(reply, on_tool_call)
+        reply = self.finished(reply, request.shape)
+        return reply if quota is None else replace(reply, quota=quota)
+
+    def finished(self, reply: Reply, shape: RequestShape) -> Reply:
+        """The answer as the engine wants it, where the wire had to ask for it in another form."""
+        return reply
+
+    def route_of(self, request: ModelRequest, streamed: bool) -> Route:
+        """Where a turn is asked for, on a wire that has more than one place."""
+        return self._chat
+
+    @property
+    def client(self) -> HttpClient:
+        return self._http
+
+    @property
+    def faults(self) -> Faults:
+        return self._chat.faults
+
+    def body_of(self, request: ModelRequest) -> bytes:
+        """A request that is not streamed, for those who send it in another way."""
+        return self.write_body(self._head(request.shape, False), request)[0]
+
+    def _head(self, shape: RequestShape, streamed: bool) -> Head:
+        heads = self._heads.get(shape)
+        if heads is None:
+            heads = self._heads[shape] = {}
+        head = heads.get(streamed)
+        if head is None:
+            head = heads[streamed] = self.write_head(shape, streamed)
+        return head
+
+
+def _beginning(feed: Receive, on_begin: Callable[[], None] | None) -> Receive:
+    """Engines send nothing of a stream before the first token."""
+    if on_begin is None:
+        return feed
+
+    def receive(chunk: bytes) -> bool:
+        on_begin()
+        return feed(chunk)
+
+    return receive

@@ -1,0 +1,1 @@
+"""OpenAI's wires, `/chat/completions` and `/responses`, and the servers that speak them."""

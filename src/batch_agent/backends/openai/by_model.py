@@ -1,0 +1,66 @@
+"""OpenAI itself: chat completions, and responses for the models that are served there alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.openai.chat import OpenAIBackend
+from batch_agent.backends.openai.dialect import Dialect
+from batch_agent.backends.openai.models import needs_responses
+from batch_agent.backends.openai.responses import ResponsesBackend
+from batch_agent.messages import Reply
+
+
+class OpenAIByModel(OpenAIBackend):
+    """An OpenAIBackend that passes on to a ResponsesBackend what only that can ask."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None,
+        headers: Mapping[str, str],
+        capabilities: Capabilities,
+        name: str,
+        dialect: Dialect,
+    ) -> None:
+        super().__init__(
+            base_url, api_key=api_key, headers=headers, capabilities=capabilities, name=name, dialect=dialect
+        )
+        self._responses = ResponsesBackend(
+            base_url, api_key=api_key, headers=headers, capabilities=capabilities, name=name, dialect=dialect
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What either wire found out about schemas counts: a run has one model, and so one of them."""
+        note = self._responses.capabilities.schema_note
+        return replace(self._capabilities, native_schema=False, schema_note=note) if note else self._capabilities
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        await self._responses.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._responses.__aexit__(kind, error, trace)
+        finally:
+            await super().__aexit__(kind, error, trace)
+
+    def check(self, shape: RequestShape) -> None:
+        if needs_responses(shape.model):
+            self._responses.check(shape)
+        else:
+            super().check(shape)
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        if needs_responses(request.shape.model):
+            return await self._responses.infer(request, on_tool_call)
+        return await super().infer(request, on_tool_call)

@@ -1,0 +1,117 @@
+"""The ``/chat/completions`` wire: OpenAI, and every server that speaks its dialect (vLLM, SGLang, llama.cpp, Ollama …).
+
+This file writes requests; ``openai_answer`` reads answers, ``openai_schema`` writes the schemas they must keep to,
+``openai_server`` has what such servers share beside the wire, and ``http_backend`` takes the one to the other. A body
+is head, messages and tail. The head is encoded once per RequestShape, each message once per conversation, the shared
+ones once for all agents; the tail is what a turn has of its own, if anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.base import ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.http.wire import Naming, echoed, written, written_options
+from batch_agent.backends.openai.chat_answer import AnswerStream, read_answer
+from batch_agent.backends.openai.dialect import STANDARD, Dialect
+from batch_agent.backends.openai.sealed import opened, sealed_with
+from batch_agent.backends.openai.server import OpenAIServer
+from batch_agent.messages import Conversation, JsonObject, Message, MessageView, Reply, content_json
+
+
+class OpenAIBackend(OpenAIServer):
+    path = "/chat/completions"
+
+    def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
+        return encode_head(shape, streamed, self._dialect)
+
+    def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
+        tail = self.tail_of(request)
+        return join_body(head, request.conversation, end_body(tail.fields)), tail.headers
+
+    def finished(self, reply: Reply, shape: RequestShape) -> Reply:
+        reply = super().finished(reply, shape)
+        if self._dialect.wants_reasoning and reply.reasoning:
+            reply = replace(reply, sealed=sealed_with(reply.sealed, reply.reasoning))
+        return reply
+
+    def read_whole(self, body: bytes, naming: Naming) -> Reply:
+        return read_answer(body, naming)
+
+    def read_stream(
+        self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
+    ) -> AnswerStream:
+        return AnswerStream(naming, on_tool_call, clock, said)
+
+
+def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) -> bytes:
+    """All of a body up to and with the bracket that opens the messages. ``extra_body`` has the last word."""
+    fields: dict[str, object] = {
+        "model": dialect.deployment or shape.model,
+        dialect.max_tokens_field: shape.max_tokens,
+        "temperature": shape.temperature,
+        "top_p": shape.top_p,
+        "stop": list(shape.stop) or None,
+    }
+    if dialect.seed_field is not None:
+        fields[dialect.seed_field] = shape.seed
+    if shape.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+            }
+            for tool in shape.tools
+        ]
+        fields["tool_choice"] = _tool_choice(shape.tool_choice)
+    if shape.schema is not None:
+        form = dialect.schema_form(shape.schema)
+        schema = {"name": shape.schema_name, "schema": form.schema, "strict": form.strict}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if stream:
+        fields["stream"] = True
+        fields["stream_options"] = {"include_usage": True} if dialect.stream_options else None
+    return written_options(shape, fields, ("messages", "stream"))[:-1] + b',"messages":['
+
+
+def encode_message(message: Message) -> bytes:
+    sealed = opened(message.sealed)
+    fields: dict[str, object] = {"role": message.role, "content": content_json(message.content), **sealed.fields}
+    if message.tool_calls:
+        # Content stays "" beside calls: null is what some chat templates stumble over.
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": echoed(call.arguments)},
+                **sealed.of_call(call.id),
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    return written(fields)
+
+
+class ChatView(MessageView):
+    __slots__ = ()
+    encode = staticmethod(encode_message)
+
+
+def join_body(head: bytes, conversation: Conversation, end: bytes = b"]}") -> bytes:
+    return b"".join((head, b",".join(conversation.view(ChatView).pieces), end))
+
+
+def end_body(fields: JsonObject) -> bytes:
+    """What closes the messages, with the fields of a request's own."""
+    return b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
+
+
+def _tool_choice(choice: JsonValue) -> JsonValue:
+    if isinstance(choice, str) and choice not in ("auto", "none", "required"):
+        return {"type": "function", "function": {"name": choice}}
+    return choice

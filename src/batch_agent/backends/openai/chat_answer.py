@@ -1,0 +1,340 @@
+"""Answers of ``/chat/completions``, whole or streamed, read into a Reply: pure, and tolerant of the many dialects.
+
+Tolerant means that everything which says the same is accepted: null for an empty list, an object for JSON text, parts
+for text, missing ids. An answer that is not complete (cut, aborted, filtered, empty, an error object) is always raised
+as a BackendError, never passed on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.base import OnToolCall
+from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.sse import Event, EventTooLarge, SSEParser
+from batch_agent.backends.http.wire import Naming, counted, json_of, object_of, usage_of
+from batch_agent.backends.openai.sealed import SIGNATURES, sealed_calls
+from batch_agent.errors import Rejected, Truncated
+from batch_agent.messages import JsonObject, Reply, ToolCall, Usage
+
+_CUT = {"length", "max_tokens", "max_output_tokens", "model_length"}
+_ABORTED = {"abort", "aborted", "cancelled", "error", "insufficient_system_resource"}
+_FILTERED = {"content_filter"}
+_CACHE_WRITES = ("cache_write_tokens", "cache_creation_tokens", "created_cache_tokens")
+
+
+def read_answer(body: bytes, naming: Naming) -> Reply:
+    faults = naming.faults
+    document = object_of(body, faults)
+    if error := error_in(document):
+        raise faults.reported(error)
+    choices = document.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise faults.bad(f"the answer has no choices: {faults.clean(body.decode('utf-8', 'replace'))}")
+    choice = choices[0]
+    if error := choice.get("error"):
+        raise faults.reported(error)
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise faults.bad("the answer's choice has no message")
+    text = _text(message.get("content"), faults) or string_of(message.get("refusal"))
+    finish = _reason(choice.get("finish_reason"))
+    if finish is None:
+        raise faults.bad("the answer has no finish_reason, so it may be incomplete", text=text)
+    usage = _usage(document.get("usage"))
+    items = _call_items(message, faults)
+    check_finish(finish, text, bool(items), usage, faults)
+    calls = tuple(naming.call(*_call_fields(item, faults)) for item in items)
+    sealed = sealed_calls({call.id: _signature(item) for call, item in zip(calls, items, strict=True)})
+    return Reply(text, calls, usage, _reasoning(message), finish_reason=finish, sealed=sealed)
+
+
+class AnswerStream:
+    """Chunks of an event stream in, one Reply out; tool calls are reported as soon as each is complete.
+
+    A call is complete when its JSON object closes, or when the answer ends well; the pieces of several calls may come
+    in any order. ``said`` gets the text piece by piece, for whoever gives the answer up before its end.
+    """
+
+    def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
+        self._faults = naming.faults
+        self._on_tool_call = on_tool_call
+        self._naming = naming
+        self._clock = clock
+        self._sent_at = clock()
+        self._first_token: float | None = None
+        self._sse = SSEParser()
+        self._text = said
+        self._reasoning: list[str] = []
+        self._started: list[_CallInProgress] = []
+        self._latest: dict[object, _CallInProgress] = {}  # by the server's number; None: of them all
+        self._dispatched: dict[object, str] = {}  # ids of calls that were told whole, by the server's number
+        self._usage: JsonValue = None
+        self._finish: str | None = None
+        self._done = False
+
+    def feed(self, chunk: bytes) -> bool:
+        """True when the stream said that it is done."""
+        try:
+            events = self._sse.feed(chunk)
+        except EventTooLarge as error:
+            raise self._faults.bad(f"the stream has {error}", text=self._so_far) from None
+        self._take(events)
+        return self._done
+
+    def finish(self) -> Reply:
+        self._take(self._sse.close())
+        if self._finish is None:
+            raise self._faults.bad("the stream stopped before the answer was complete", text=self._so_far)
+        usage = _usage(self._usage)
+        check_finish(self._finish, self._so_far, bool(self._started), usage, self._faults)
+        calls = tuple(self._settle(call) for call in self._started)
+        sealed = sealed_calls({call.id: begun.signature for call, begun in zip(calls, self._started, strict=True)})
+        reasoning = "".join(self._reasoning)
+        return Reply(self._so_far, calls, usage, reasoning, self._first_token, self._finish, sealed=sealed)
+
+    @property
+    def _so_far(self) -> str:
+        return "".join(self._text)
+
+    def _take(self, events: list[Event]) -> None:
+        for name, data in events:
+            if self._done or data.strip() == b"[DONE]":
+                self._done = True
+                return
+            if name == "error":
+                raise self._faults.reported(json_of(data) or data.decode("utf-8", "replace"))
+            if name == "tool_call_dispatch":
+                self._dispatch(object_of(data, self._faults))
+            else:
+                self._chunk(object_of(data, self._faults))
+
+    def _chunk(self, chunk: JsonObject) -> None:
+        # Once for every token: what is usually not there is looked for before anything is made of it.
+        if ("error" in chunk or chunk.get("object") == "error") and (error := error_in(chunk)):
+            raise self._faults.reported(error)
+        if usage := chunk.get("usage"):
+            self._usage = usage
+        choices = chunk.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            # More than one choice comes only where the user's extra_body asked for it; the first is the answer.
+            if isinstance(choice, dict) and not choice.get("index"):
+                if error := choice.get("error"):
+                    raise self._faults.reported(error)
+                delta = choice.get("delta")
+                if isinstance(delta, dict):
+                    self._delta(delta)
+                if finish := choice.get("finish_reason"):
+                    self._finish = _reason(finish) or self._finish
+
+    def _delta(self, delta: JsonObject) -> None:
+        content = delta.get("content")
+        if len(delta) == 1 and content and isinstance(content, str) and self._first_token is not None:
+            self._text.append(content)  # what nearly every event is
+            return
+        text = _text(content, self._faults) or string_of(delta.get("refusal"))
+        reasoning = _reasoning(delta)
+        items = _call_items(delta, self._faults)
+        if self._first_token is None and (text or reasoning or items):
+            self._first_token = self._clock() - self._sent_at
+        if text:
+            self._text.append(text)
+        if reasoning:
+            self._reasoning.append(reasoning)
+        for item in items:
+            self._call_delta(item)
+
+    def _dispatch(self, event: JsonObject) -> None:
+        """A whole call that is told before its deltas (NVIDIA Dynamo): they come all the same, and add nothing."""
+        call = event.get("tool_call")
+        if isinstance(call, dict) and not event.get("choice_index"):
+            number, (call_id, name, _) = _number(call), _call_fields(call, self._faults)
+            if name and (number not in self._latest or self._latest[number].id != call_id):
+                self._call_delta(call)
+                self._dispatched[number] = call_id
+
+    def _call_delta(self, item: JsonValue) -> None:
+        call_id, name, arguments = _call_fields(item, self._faults)
+        number = _number(item)
+        if number in self._dispatched and call_id in ("", self._dispatched[number]):
+            return
+        call = self._latest.get(number)
+        if call is None or call.is_over(call_id, name, arguments):
+            call = self._latest[number] = self._latest[None] = _CallInProgress()
+            self._started.append(call)
+        call.id = call.id or call_id
+        call.name = call.name or name
+        call.signature = call.signature or _signature(item)
+        call.extend(arguments)
+        if call.closed and call.name:
+            self._settle(call)
+
+    def _settle(self, call: _CallInProgress) -> ToolCall:
+        """The call is complete."""
+        if call.done is None:
+            call.done = self._naming.call(call.id, call.name, call.arguments)
+            self._on_tool_call(call.done)
+        return call.done
+
+
+class _CallInProgress:
+    """The fragments of one call, and the one thing to know of them: whether the JSON object has closed. What follows a
+    closed object is not part of it."""
+
+    _MARKS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
+    __slots__ = ("_depth", "_escaped", "_in_string", "_pieces", "closed", "done", "id", "name", "signature")
+
+    def __init__(self) -> None:
+        self.id = ""
+        self.name = ""
+        self.closed = False
+        self.done: ToolCall | None = None
+        self.signature: JsonValue = None
+        self._pieces: list[str] = []
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False  # the last fragment ended in a backslash, inside a string
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self._pieces)
+
+    def is_over(self, call_id: str, name: str, arguments: str) -> bool:
+        """Whether a delta with the same number begins another call. Some servers number every call 0, or none; then a
+        new id or another name marks the beginning, or arguments that come with an id or a name after a complete
+        object. With the same id they must be another object: some servers end with the whole call once more."""
+        if not (call_id or name):
+            return False
+        if (call_id and self.id and call_id != self.id) or (name and self.name and name != self.name):
+            return True
+        more = arguments.strip()
+        if not (self.closed and more):
+            return False
+        return not (call_id and self.id) or (more.startswith("{") and more != self.arguments)
+
+    def extend(self, fragment: str) -> None:
+        if not self._pieces:
+            fragment = fragment.lstrip()
+        if self.closed or not fragment:
+            return
+        end = self._scan(fragment)
+        self._pieces.append(fragment[:end])
+
+    def _scan(self, fragment: str) -> int:
+        """How much of the fragment belongs to the object."""
+        if not self._pieces and not fragment.startswith("{"):
+            self._in_string, self._depth = False, -1
+        if self._depth < 0:  # not an object: nothing closes it but the end of the call
+            return len(fragment)
+        start = 1 if self._escaped else 0
+        self._escaped = False
+        for mark in self._MARKS.finditer(fragment, start):
+            sign = mark.group()
+            if self._in_string:
+                self._in_string = sign != '"'
+                self._escaped = sign == "\\"
+            elif sign == '"':
+                self._in_string = True
+            elif sign in "{[":
+                self._depth += 1
+            elif sign in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self.closed = True
+                    return mark.end()
+        return len(fragment)
+
+
+def check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: Faults) -> None:
+    if finish in _CUT:
+        count = f" after {usage.completion_tokens} tokens" if usage.completion_tokens else ""
+        raise Truncated(
+            f"{faults.where}: the answer was cut{count} (finish_reason {finish}); give a larger max_tokens, or none",
+            text=text,
+            usage=usage,
+        )
+    if finish in _ABORTED:
+        raise faults.bad(f"the server gave the answer up (finish_reason {finish})", text=text)
+    if finish in _FILTERED:
+        message = f"{faults.where}: the provider's content filter stopped the answer (finish_reason {finish})"
+        raise Rejected(message, text=text, usage=usage)
+    if finish == "tool_calls" and not has_calls and not text:
+        raise faults.bad("the answer announces tool calls and has none")
+
+
+def error_in(document: Mapping[str, JsonValue]) -> JsonValue:
+    return document.get("error") or (dict(document) if document.get("object") == "error" else None)
+
+
+def string_of(value: JsonValue) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _text(content: JsonValue, faults: Faults) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "".join(string_of(part.get("text")) if isinstance(part, dict) else string_of(part) for part in content)
+    raise faults.bad("the answer's content is neither text nor a list of parts")
+
+
+def _reasoning(message: JsonObject) -> str:
+    return string_of(message.get("reasoning_content")) or string_of(message.get("reasoning"))
+
+
+def _reason(value: JsonValue) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("type")
+    return value.lower() if isinstance(value, str) and value else None
+
+
+def _call_items(message: JsonObject, faults: Faults) -> list[JsonValue]:
+    calls = message.get("tool_calls")
+    if not calls:
+        legacy = message.get("function_call")
+        return [{"function": legacy}] if legacy else []
+    if not isinstance(calls, list):
+        raise faults.bad("the answer's tool_calls are not a list")
+    return calls
+
+
+def _number(item: JsonValue) -> int | str | None:
+    """The server's, of a call."""
+    index = item.get("index") if isinstance(item, dict) else None
+    return index if isinstance(index, int | str) else None
+
+
+def _call_fields(item: JsonValue, faults: Faults) -> tuple[str, str, str]:
+    """Id, name and arguments, each as text and possibly empty."""
+    function = item.get("function") if isinstance(item, dict) else None
+    if not isinstance(item, dict) or not isinstance(function, dict | None):
+        raise faults.bad("the answer has a tool call that is not one")
+    arguments = function.get("arguments") if function else None
+    if arguments is None:
+        arguments = ""
+    elif not isinstance(arguments, str):
+        arguments = orjson.dumps(arguments).decode()
+    return string_of(item.get("id")), string_of(function.get("name")) if function else "", arguments
+
+
+def _signature(item: JsonValue) -> JsonValue:
+    return item.get(SIGNATURES) if isinstance(item, dict) else None
+
+
+def _usage(value: JsonValue) -> Usage:
+    if not isinstance(value, dict):
+        return Usage()
+    details = value.get("prompt_tokens_details")
+    return usage_of(
+        prompt=counted(value, "prompt_tokens"),
+        cached=counted(details, "cached_tokens") or counted(value, "prompt_cache_hit_tokens"),
+        completion=counted(value, "completion_tokens"),
+        reasoning=counted(value.get("completion_tokens_details"), "reasoning_tokens"),
+        written=counted(details, *_CACHE_WRITES),
+    )

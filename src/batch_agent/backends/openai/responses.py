@@ -1,0 +1,125 @@
+"""The ``/responses`` wire of OpenAI, which some of its models are served on alone: requests; ``responses_answer`` reads
+answers.
+
+Nothing is stored at the server (``store: false``): the whole conversation goes along each time, as items. Reasoning
+comes back encrypted and is returned as it came, between the calls that it led to, so a sealed answer is sent as
+the items that it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.base import ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.http.wire import Naming, echoed, written, written_options
+from batch_agent.backends.openai.dialect import Dialect
+from batch_agent.backends.openai.models import reasons
+from batch_agent.backends.openai.responses_answer import WIRE, ResponseStream, read_response
+from batch_agent.backends.openai.server import OpenAIServer
+from batch_agent.errors import SpecError
+from batch_agent.messages import Content, Conversation, JsonObject, Message, MessageView, Reply
+
+
+class ResponsesBackend(OpenAIServer):
+    path = "/responses"
+
+    def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
+        return encode_head(shape, streamed, self._dialect)
+
+    def write_body(self, head: bytes, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
+        tail = self.tail_of(request)
+        return join_body(head, request.conversation, tail.fields), tail.headers
+
+    def read_whole(self, body: bytes, naming: Naming) -> Reply:
+        return read_response(body, naming)
+
+    def read_stream(
+        self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
+    ) -> ResponseStream:
+        return ResponseStream(naming, on_tool_call, clock, said)
+
+
+def encode_head(shape: RequestShape, stream: bool, dialect: Dialect) -> bytes:
+    """All of a body up to and with the bracket that opens the input. ``extra_body`` has the last word."""
+    for name, value in {"seed": shape.seed, "stop": shape.stop or None}.items():
+        if value is not None:
+            raise SpecError(f"{name}: {shape.model} is asked at /responses, which takes no {name}; leave it out")
+    fields: dict[str, object] = {
+        "model": dialect.deployment or shape.model,
+        "max_output_tokens": shape.max_tokens,
+        "temperature": shape.temperature,
+        "top_p": shape.top_p,
+        "store": False,
+    }
+    if dialect.openai_models and reasons(shape.model):
+        fields["include"] = ["reasoning.encrypted_content"]  # a model that does not reason refuses to be asked for it
+    if shape.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters,
+                "strict": False,  # left out, it would be true, and the parameters refused
+            }
+            for tool in shape.tools
+        ]
+        fields["tool_choice"] = _tool_choice(shape.tool_choice)
+    if shape.schema is not None:
+        form = dialect.schema_form(shape.schema)
+        schema = {"type": "json_schema", "name": shape.schema_name, "schema": form.schema, "strict": form.strict}
+        fields["text"] = {"format": schema}
+    if stream:
+        fields["stream"] = True
+    return written_options(shape, fields, ("input", "stream"))[:-1] + b',"input":['
+
+
+def encode_items(message: Message) -> bytes:
+    """The items of one message, with commas between them."""
+    return written(_items(message))[1:-1]
+
+
+class ItemView(MessageView):
+    __slots__ = ()
+    encode = staticmethod(encode_items)
+
+
+def join_body(head: bytes, conversation: Conversation, fields: JsonObject) -> bytes:
+    """``fields`` come last, and must be none of the head's."""
+    end = b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
+    return b"".join((head, b",".join(conversation.view(ItemView).pieces), end))
+
+
+def _items(message: Message) -> list[JsonValue]:
+    sealed, content = message.sealed, message.content
+    if sealed is not None and sealed.wire == WIRE and isinstance(sealed.value, list):
+        return sealed.value
+    if message.role == "tool":
+        return [{"type": "function_call_output", "call_id": message.tool_call_id, "output": _content(content)}]
+    calls: list[JsonValue] = [
+        {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": echoed(call.arguments)}
+        for call in message.tool_calls
+    ]
+    if calls and not content:
+        return calls
+    return [{"type": "message", "role": message.role, "content": _content(content)}, *calls]
+
+
+def _content(content: Content) -> JsonValue:
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "input_text", "text": part}
+        if isinstance(part, str)
+        else {"type": "input_image", "image_url": part.url, "detail": "auto"}
+        for part in content
+    ]
+
+
+def _tool_choice(choice: JsonValue) -> JsonValue:
+    if isinstance(choice, str) and choice not in ("auto", "none", "required"):
+        return {"type": "function", "name": choice}
+    return choice

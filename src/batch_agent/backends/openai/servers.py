@@ -1,0 +1,153 @@
+"""Servers that speak OpenAI's wires, by scheme: where each listens, where its key is, and what it can do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from urllib.parse import quote, urlsplit
+
+from batch_agent.backends.address import Address
+from batch_agent.backends.base import Backend, Capabilities
+from batch_agent.backends.batch.jobs import JobBackend
+from batch_agent.backends.batch.openai_jobs import OpenAIJobs
+from batch_agent.backends.openai.by_model import OpenAIByModel
+from batch_agent.backends.openai.chat import OpenAIBackend
+from batch_agent.backends.openai.dialect import Dialect
+from batch_agent.backends.openai.providers import PROVIDERS, base_variable
+from batch_agent.backends.openai.responses import ResponsesBackend
+from batch_agent.errors import SpecError
+
+OPENAI = Dialect(
+    max_tokens_field="max_completion_tokens",  # newer models refuse max_tokens
+    strict_schemas=True,
+    cache_key=True,
+    openai_models=True,
+)
+# The latest of the dated versions that is no preview; every resource knows it.
+AZURE_API_VERSION = "2024-10-21"
+
+
+def openai(address: Address) -> Backend:
+    return _openai(address, OpenAIByModel if address.api is None else _form(address))
+
+
+def openai_batch(address: Address) -> Backend:
+    """The same server and key, through its batch API. ``gather`` and ``look`` are seconds: how long nobody may have
+    joined a job before it is sent, and after how long it is first asked whether it is done."""
+    waits, address = address.seconds("gather", "look")
+    # A key by which requests find a cache is for those that come one by one.
+    dialect = replace(OPENAI, cache_key=False)
+    wire = _openai(replace(address, url=address.url._replace(scheme="openai")), OpenAIBackend, dialect)
+    return JobBackend(wire, OpenAIJobs(wire.client), **waits)
+
+
+def azure(address: Address) -> Backend:
+    """``azure://resource/deployment``. The path with the deployment in it is known to every resource; the newer one
+    without, which the responses API needs, is taken where the version says so."""
+    environ, deployment = address.environ, address.url.path.strip("/")
+    endpoint = environ.get("AZURE_OPENAI_ENDPOINT", "").strip().rstrip("/") or _azure_host(address)
+    if not endpoint or not deployment or "/" in deployment:
+        raise SpecError("an azure:// backend is azure://resource/deployment")
+    if urlsplit(endpoint).scheme not in ("http", "https"):
+        raise SpecError("AZURE_OPENAI_ENDPOINT is not an http or https URL")
+    key, token = address.key("AZURE_OPENAI_API_KEY"), environ.get("AZURE_OPENAI_AD_TOKEN", "").strip() or None
+    if address.sends and key is None and token is None and not address.headers:
+        raise SpecError("there is no key for azure://: set AZURE_OPENAI_API_KEY, or give api_key=")
+    version = environ.get("AZURE_OPENAI_API_VERSION", "").strip()
+    newer = address.api == "responses" or version in ("v1", "preview")
+    path = "/openai/v1" if newer else f"/openai/deployments/{quote(deployment)}"
+    dated = "" if version in ("", "v1") else version
+    query = f"?api-version={quote(dated)}" if dated else "" if newer else f"?api-version={AZURE_API_VERSION}"
+    return _form(address)(
+        endpoint.removesuffix("/openai/v1") + path,
+        api_key=None if key else token,
+        headers={**({"api-key": key} if key else {}), **address.headers},
+        capabilities=_capabilities(address, schema_with_tools=True),
+        name=address.name,
+        dialect=replace(OPENAI, cache_key=newer, deployment=deployment),
+        query=query,
+        models=[deployment],
+    )
+
+
+def provider(address: Address) -> Backend:
+    """One of ``providers``."""
+    name = address.url.scheme
+    found = PROVIDERS[name]
+    own = bool(address.url.netloc)
+    address = _placed(address, base_variable(name), found.base_url)
+    key = address.key() if found.key is None else _key(address, found.key, name)
+    keeps = {"always": True, "maybe": True, "never": False}[found.schemas]
+    return _form(address)(
+        address.base_url(found.port if own else None),
+        api_key=key,
+        headers=address.headers,
+        capabilities=_capabilities(address, native_schema=keeps, proven=found.schemas == "always"),
+        name=f"{name}://{address.place}",
+        dialect=found.dialect,
+        transport=address.transport,
+    )
+
+
+def http(address: Address) -> Backend:
+    return _form(address)(
+        address.base_url(),
+        api_key=address.key(),
+        headers=address.headers,
+        capabilities=_capabilities(address, proven=False),
+        name=address.name,
+        transport=address.transport,
+    )
+
+
+def _openai(
+    address: Address, form: type[OpenAIBackend] | type[ResponsesBackend], dialect: Dialect = OPENAI
+) -> OpenAIBackend | ResponsesBackend:
+    address = _placed(address, "OPENAI_BASE_URL", "https://api.openai.com/v1")
+    return form(
+        address.base_url(),
+        api_key=_key(address, "OPENAI_API_KEY", "openai"),
+        headers=address.headers,
+        capabilities=_capabilities(address, schema_with_tools=True),
+        name=f"openai://{address.place}",
+        dialect=dialect,
+    )
+
+
+def _form(address: Address) -> type[OpenAIBackend] | type[ResponsesBackend]:
+    return ResponsesBackend if address.api == "responses" else OpenAIBackend
+
+
+def _placed(address: Address, variable: str, usual: str) -> Address:
+    """Where the URL names no host: the place that the variable names, else the usual one."""
+    if address.url.netloc:
+        return address
+    url = urlsplit((address.environ.get(variable) or "").strip() or usual)
+    if url.scheme not in ("http", "https"):
+        raise SpecError(f"{variable} is not an http or https URL")
+    return replace(address, url=url._replace(query=address.url.query))
+
+
+def _key(address: Address, variable: str, scheme: str) -> str | None:
+    key = address.key(variable)
+    if address.sends and key is None and "@" not in address.url.netloc and not address.headers:
+        raise SpecError(f"there is no key for {scheme}://: set {variable}, or give api_key=")
+    return key
+
+
+def _azure_host(address: Address) -> str:
+    place = address.place
+    return f"https://{place if '.' in place or ':' in place else f'{place}.openai.azure.com'}" if place else ""
+
+
+def _capabilities(
+    address: Address, *, native_schema: bool = True, schema_with_tools: bool = False, proven: bool = True
+) -> Capabilities:
+    """What the user says of schemas is not doubted."""
+    given = address.options.get("native_schema")
+    native = native_schema if given is None else given
+    return Capabilities(
+        native_schema=native,
+        schema_with_tools=native and schema_with_tools,
+        schema_proven=proven or given is not None,
+        images=True,
+    )

@@ -1,0 +1,247 @@
+"""``batch-agent doctor``: what is installed here, which backends would work, and which one is taken by default.
+
+Looks and asks; changes, fetches and starts nothing. The exit status is 1 when the default backend cannot work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from batch_agent.backends.base import Backend
+from batch_agent.backends.local import physical_cores, require_engine, weights
+from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
+from batch_agent.backends.schemes import OWN_FORMS, SCHEMES, Scheme
+from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED
+from batch_agent.errors import BackendError, SpecError
+from batch_agent.files.results import to_json
+from batch_agent.messages import JsonObject
+from batch_agent.observe.text import amount, harmless
+from batch_agent.version import __version__
+
+PACKAGE = "batch-agent"
+SERVICES = [scheme for scheme in SCHEMES.values() if scheme.is_service and scheme.listed]
+PATIENCE = 3.0  # seconds for a server to say what it serves
+SHARING_PATIENCE = 20.0  # ... and to answer two requests
+SHARED = 0.5  # of a prompt of which nearly all is the same
+REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*(?:;.*extra == ['\"](?P<extra>[\w-]+)['\"])?")
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Whether one backend would work. ``note`` says why, or what is missing."""
+
+    backend: str
+    works: bool
+    note: str
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    packages: Mapping[str, str | None]  # name → version, None where it is not installed
+    extras: Mapping[str, Mapping[str, str | None]]
+    backends: Sequence[Finding]
+    default: Finding
+    because: str
+    cores: int
+    physical_cores: int
+    memory_bytes: int | None
+    cache: Path
+    cache_bytes: int
+
+    @classmethod
+    def of_this_machine(cls) -> Diagnosis:
+        cache, is_set = weights.cache_dir(), bool(os.environ.get(BACKEND_VARIABLE))
+        return cls(
+            packages=_installed(None),
+            extras={extra: _installed(extra) for extra in sorted({e for _, e in _requirements() if e is not None})},
+            backends=(_local(), *map(_service, SERVICES)),
+            default=_default(),
+            because=f"{BACKEND_VARIABLE} says so" if is_set else f"{BACKEND_VARIABLE} is not set",
+            cores=_usable_cores(),
+            physical_cores=physical_cores(),
+            memory_bytes=_memory_bytes(),
+            cache=cache,
+            cache_bytes=_size_bytes(cache),
+        )
+
+    def to_json(self) -> JsonObject:
+        return {
+            "version": __version__,
+            "python": platform.python_version(),
+            "executable": sys.executable,
+            "system": _system(),
+            "packages": dict(self.packages),
+            "extras": {extra: dict(packages) for extra, packages in self.extras.items()},
+            "backends": [_json(finding) for finding in self.backends],
+            "default": {**_json(self.default), "because": self.because},
+            "cores": {"usable": self.cores, "physical": self.physical_cores},
+            "memory_bytes": self.memory_bytes,
+            "cache": {"path": str(self.cache), "bytes": self.cache_bytes},
+        }
+
+    def lines(self) -> Iterator[str]:
+        yield f"{PACKAGE} {__version__}, Python {platform.python_version()}, {_system()}"
+        yield f"  {'needs':<9} {_versions(self.packages) or 'not known: the package is not installed'}"
+        for extra, packages in self.extras.items():
+            yield f"  {extra:<9} {_versions(packages)}"
+        yield "backends"
+        width = max(9, *(len(finding.backend) for finding in self.backends))
+        for finding in self.backends:
+            yield f"  {finding.backend:<{width}} {_verdict(finding)}"
+        yield f"  {'servers':<{width}} yours or anybody's: --backend {OWN_FORMS}"
+        verdict = "as above" if self.default in self.backends else _verdict(self.default)
+        yield f"default     {self.default.backend}, for {self.because}; {verdict}"
+        memory = f", {amount(self.memory_bytes)}B of memory" if self.memory_bytes else ""
+        yield f"machine     {self.cores} cores, {self.physical_cores} of them physical{memory}"
+        yield f"cache       {self.cache}, {amount(self.cache_bytes)}B"
+
+
+def doctor_command(options: argparse.Namespace) -> int:
+    found = Diagnosis.of_this_machine()
+    print(to_json(found.to_json()).decode() if options.json else "\n".join(map(harmless, found.lines())))
+    return ALL_OK if found.default.works else RUN_FAILED
+
+
+def _system() -> str:
+    return f"{platform.system()} {platform.release()} {platform.machine()}"
+
+
+def _json(finding: Finding) -> JsonObject:
+    return {"backend": finding.backend, "works": finding.works, "note": finding.note}
+
+
+def _verdict(finding: Finding) -> str:
+    return f"{'works' if finding.works else 'does not work'}: {finding.note}"
+
+
+def _default() -> Finding:
+    """The backend of a run that names none, asked whether it is there."""
+    if not os.environ.get(BACKEND_VARIABLE):
+        return _local()
+    try:
+        backend, _ = open_backend(None, model=None, api_key=None)
+    except SpecError as error:
+        return Finding(f"what {BACKEND_VARIABLE} names", False, str(error))  # it may hold a password
+    return _local() if backend.name.startswith("local://") else asyncio.run(_asked(backend))
+
+
+async def _asked(backend: Backend) -> Finding:
+    try:
+        async with backend:
+            async with asyncio.timeout(PATIENCE):
+                names = await backend.models()
+            sharing = await _sharing(backend, names)
+    except TimeoutError:
+        return Finding(backend.name, False, f"no answer in {PATIENCE:g} s")
+    except (BackendError, SpecError) as error:
+        return Finding(backend.name, False, str(error))
+    return Finding(backend.name, True, f"serves {', '.join(names) or 'no model'}{sharing}")
+
+
+async def _sharing(backend: Backend, names: Sequence[str]) -> str:
+    """Whether an engine computes once what all requests begin with, measured; nothing where it does not tell."""
+    from batch_agent.backends.engines.engine import EngineBackend
+
+    if not isinstance(backend, EngineBackend) or len(names) != 1:
+        return ""
+    try:
+        async with asyncio.timeout(SHARING_PATIENCE):
+            share = (await backend.verify_prefix_sharing(names[0])).share
+    except (BackendError, TimeoutError) as error:
+        why = str(error) or f"no answer in {SHARING_PATIENCE:g} s"
+        return f"; whether it shares prefixes could not be measured: {why}"
+    if share is None:
+        return ""
+    if share < SHARED:
+        return "; requests that begin alike share nothing: is its prefix cache on?"
+    return f"; requests that begin alike share {share:.0%} of their prompt"
+
+
+def _local() -> Finding:
+    try:
+        require_engine()
+    except SpecError as error:
+        return Finding("local://", False, str(error))
+    model = weights.available()[0]
+    if model.state == "ready":
+        return Finding("local://", True, f"{model.name} is in the cache")
+    if model.state == "damaged":
+        return Finding("local://", False, f"{model.path} is damaged: batch-agent models fetch")
+    return Finding("local://", True, f"{model.name} is fetched at first use, {amount(model.size_bytes)}B")
+
+
+def _service(scheme: Scheme) -> Finding:
+    try:
+        open_backend(scheme.form, model=None, api_key=None)
+    except SpecError as error:
+        return Finding(scheme.form, False, str(error))
+    return Finding(scheme.form, True, "there is a key; whether it is a good one was not asked")
+
+
+def _requirements() -> Iterator[tuple[str, str | None]]:
+    """Each package that is needed, and the extra that needs it; nothing in a source tree that was not installed."""
+    try:
+        requirements = metadata.requires(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        requirements = []
+    for requirement in requirements:
+        if match := REQUIREMENT.match(requirement):
+            yield match["name"], match["extra"]
+
+
+def _installed(extra: str | None) -> dict[str, str | None]:
+    return {name: _version(name) for name, of in _requirements() if of == extra}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _usable_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    """What the machine has, or what this container may use of it."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+    try:
+        return min(memory, int(MEMORY_LIMIT.read_text()))
+    except (OSError, ValueError):  # no such limit
+        return memory
+
+
+def _size_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:  # gone meanwhile
+            continue
+    return total
+
+
+def _versions(installed: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{name} {version or 'is not installed'}" for name, version in installed.items())

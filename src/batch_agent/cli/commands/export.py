@@ -1,0 +1,163 @@
+"""``batch-agent export``: the results in a run directory, as another file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import cast
+
+from batch_agent.cli.output.streams import say, writing
+from batch_agent.cli.output.transcripts import prepared_again, transcript_lines
+from batch_agent.cli.spec.overwriting import refuse_in_run_directory, refuse_overwriting
+from batch_agent.cli.spec.recorded import read_by
+from batch_agent.cli.spec.rows import STDIN
+from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.files.columns import Record
+from batch_agent.files.compression import format_of
+from batch_agent.files.order import InputOrder
+from batch_agent.files.results import to_json
+from batch_agent.files.tables import (
+    CSV,
+    PARQUET,
+    TSV,
+    ResultFile,
+    check_table,
+    columns_of,
+    complete_file,
+    record_of,
+    write_records,
+    write_table,
+)
+from batch_agent.messages import JsonObject
+from batch_agent.observe.text import counted
+from batch_agent.store.rundir import FAILURES, RESULTS, read_run
+
+TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET}
+JSONL, MESSAGES = "jsonl", "messages"
+
+
+def add_export_arguments(export: argparse.ArgumentParser) -> None:
+    export.add_argument("directory", metavar="DIR", help="the run directory")
+    export.add_argument(
+        "--format",
+        choices=[JSONL, *TABLES, MESSAGES],
+        help="every row as a line or in a table, or the conversations of those that are ok "
+        "(default: as the output's name says, or jsonl)",
+    )
+    export.add_argument("--output", metavar="FILE", help="where it goes; - is standard output (default)")
+
+
+def export_command(options: argparse.Namespace) -> int:
+    directory = Path(options.directory)
+    output = None if options.output in (None, STDIN) else Path(options.output)
+    kind = options.format or _kind_of(output)
+    facts = read_run(directory)
+    if output is not None:
+        refuse_in_run_directory(output, directory)
+        for what, path in read_by(facts):
+            refuse_overwriting(output, path, what)
+    records = RunRecords(directory)
+    if kind == MESSAGES:
+        _export_messages(directory, facts, records, output)
+    elif kind == JSONL:
+        _write_lines((to_json(record) + b"\n" for record in records), output)
+    else:
+        _export_table(records, TABLES[kind], output)
+    if records.torn:
+        say(f"batch-agent: left out {counted(records.torn, 'line')} that {_are(records.torn)} not complete")
+    if kind == MESSAGES and records.failed:
+        say(f"batch-agent: left out {counted(records.failed, 'row')} that failed; --format jsonl has them")
+    return 0
+
+
+def _kind_of(output: Path | None) -> str:
+    """The format that a file's name says; SpecError where it says none."""
+    if output is None:
+        return JSONL
+    extension = format_of(output)[0].removeprefix(".")
+    if extension not in (JSONL, *TABLES):
+        raise SpecError(
+            f"cannot tell the format from {output}: name it .jsonl, .csv, .tsv or .parquet, or give --format"
+        )
+    return extension
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
+class RunRecords:
+    """All rows that a run has finished, those that failed among them, in input order."""
+
+    def __init__(self, directory: Path) -> None:
+        self._results = ResultFile(directory / RESULTS)
+        self._failures = ResultFile(directory / FAILURES)
+        self.failed = 0  # rows of the latest pass
+
+    @property
+    def torn(self) -> int:
+        return self._results.torn + self._failures.torn
+
+    def __iter__(self) -> Iterator[Record]:
+        with tempfile.TemporaryFile(buffering=0) as waiting, tempfile.TemporaryFile(buffering=0) as places:
+            order = InputOrder(waiting, places)
+            for record in self._unordered():
+                yield from _records(order.put(cast(int, record["index"]), to_json(record)))
+            yield from _records(order.rest())
+
+    def _unordered(self) -> Iterator[Record]:
+        yield from self._results
+        self.failed = 0
+        for failure in self._failures:
+            self.failed += 1
+            yield _as_result(failure)
+
+
+def _as_result(failure: Record) -> Record:
+    """A line of the failures in the form of a result line."""
+    error = {name: failure.pop(name, None) for name in ("stage", "type", "message", "retryable")}
+    first = {name: failure.pop(name, None) for name in ("index", "job_id")}
+    return {**first, "ok": False, "output": None, "error": error, **failure}
+
+
+def _records(lines: Iterator[bytes]) -> Iterator[Record]:
+    return (record for line in lines if (record := record_of(line)) is not None)
+
+
+def _export_table(records: RunRecords, kind: str, output: Path | None) -> None:
+    if output is not None:
+        check_table(output, kind)
+        with _in_words(output):
+            write_table(records, output, kind)
+    elif kind == PARQUET:
+        raise SpecError("a Parquet file is nothing for standard output; give --output FILE")
+    else:
+        with writing(sys.stdout):
+            write_records(records, columns_of(records), sys.stdout.buffer, kind)
+
+
+def _export_messages(directory: Path, facts: JsonObject, records: RunRecords, output: Path | None) -> None:
+    with redirect_stdout(sys.stderr):  # what a user's module prints when it is imported
+        prepared = prepared_again(directory, facts)
+    _write_lines(transcript_lines(directory, facts, prepared, records), output)
+
+
+def _write_lines(lines: Iterator[bytes], output: Path | None) -> None:
+    if output is None:
+        with writing(sys.stdout):
+            sys.stdout.buffer.writelines(lines)
+        return
+    with _in_words(output), complete_file(output) as stream:
+        stream.writelines(lines)
+
+
+@contextmanager
+def _in_words(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BatchAgentError(f"cannot write {output}: {error.strerror}") from None

@@ -1,0 +1,239 @@
+"""``batch-agent fleet``: its words and flags, and ``wait`` and ``proxy``. The tables are ``fleet_status``'s and
+``fleet_bench``'s.
+
+Nothing of the fleet is imported before it is needed: help is there at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from batch_agent.cli.exit_status import ALL_OK, UNREACHABLE
+from batch_agent.cli.output.streams import flush_words, put, say
+from batch_agent.cli.spec.arguments import amount, port_number, positive
+from batch_agent.errors import SpecError
+from batch_agent.observe.text import clock, counted, cut, harmless, terminal_width
+
+if TYPE_CHECKING:
+    from batch_agent.fleet.hostfile import AgentEndpoint
+    from batch_agent.fleet.waiting import Waited
+
+HOSTFILE_VARIABLE = "AURORA_SWARM_HOSTFILE"
+SHOWN = 5  # endpoints that are not up are named
+NEWS_SECONDS, QUIET_SECONDS = 5.0, 60.0  # between two lines of progress where none is rewritten: news, and none
+START, CLEAR = "\r", "\x1b[K"
+
+
+def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _add_wait(actions.add_parser("wait", help="until enough servers are up"))
+    _add_status(actions.add_parser("status", help="a table of how they are"))
+    _add_bench(actions.add_parser("bench", help="how much each of them can take"))
+    _add_proxy(actions.add_parser("proxy", help="one address for all of them"))
+
+
+def _add_hostfile(parser: argparse.ArgumentParser, does: str) -> None:
+    parser.add_argument(
+        "hostfile",
+        nargs="?",
+        metavar="HOSTFILE",
+        help=f"one endpoint a line; node files of PBS and Slurm too (default: ${HOSTFILE_VARIABLE})",
+    )
+    parser.set_defaults(does=does)
+
+
+def _add_wait(parser: argparse.ArgumentParser) -> None:
+    _add_hostfile(parser, "fleet:wait")
+    parser.add_argument("--min-hosts", type=positive, metavar="N", help="so many are enough (default: all)")
+    parser.add_argument("--min-fraction", type=_fraction, metavar="F", help="such a part is enough, 0 to 1")
+    parser.add_argument(
+        "--timeout", type=amount, default=600, metavar="SECONDS", help="how long to wait (default %(default)s)"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="a hostfile of those that are up; - is standard output (default)"
+    )
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    _add_hostfile(parser, "fleet_status:status")
+    parser.add_argument("--watch", action="store_true", help="look again every two seconds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; with --watch, one a line")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    _add_hostfile(parser, "fleet_bench:bench")
+    parser.add_argument(
+        "--steps",
+        type=_steps,
+        default=(16, 32, 64, 128, 256),
+        metavar="N,N,…",
+        help="requests in flight (default 16,32,64,128,256)",
+    )
+    parser.add_argument(
+        "--seconds", type=amount, default=20, metavar="SECONDS", help="each step takes (default %(default)s)"
+    )
+    parser.add_argument("--tokens-in", type=positive, default=750, metavar="N", help="of a prompt (default 750)")
+    parser.add_argument("--tokens-out", type=positive, default=150, metavar="N", help="of an answer (default 150)")
+    parser.add_argument("--model", help="the model's name (default: what each endpoint serves)")
+    parser.add_argument(
+        "--parallel", type=positive, default=4, metavar="N", help="endpoints at a time (default %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_proxy(parser: argparse.ArgumentParser) -> None:
+    _add_hostfile(parser, "fleet:proxy")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=port_number, default=8000, help="0 takes a free one (default %(default)s)")
+    parser.add_argument(
+        "--max-inflight",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="requests in flight at each endpoint; others wait (default %(default)s)",
+    )
+
+
+def fleet_command(options: argparse.Namespace) -> int:
+    options.hostfile = options.hostfile or os.environ.get(HOSTFILE_VARIABLE)
+    if not options.hostfile:
+        raise SpecError(f"no hostfile: batch-agent fleet {options.action} HOSTFILE, or set {HOSTFILE_VARIABLE}")
+    does: Callable[[argparse.Namespace], int] = resolve_name(f"batch_agent.cli.{options.does}")
+    return does(options)
+
+
+def read_hosts(path: str) -> list[AgentEndpoint]:
+    from batch_agent.fleet.hostfile import parse_hostfile
+
+    hosts = parse_hostfile(path)
+    if not hosts:
+        raise SpecError(f"the hostfile {path!r} names no endpoint")
+    return hosts
+
+
+# wait
+
+
+def wait(options: argparse.Namespace) -> int:
+    from batch_agent.fleet.probe import Prober
+    from batch_agent.fleet.waiting import Waited, needed, wait_until_ready
+
+    hosts = read_hosts(options.hostfile)
+    waited = Waited(hosts, needed(len(hosts), options.min_hosts, options.min_fraction))
+    output = None if options.output in (None, "-") else Path(options.output)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise SpecError(f"cannot write {str(output)!r}: there is no such folder")
+    progress = _Progress(waited)
+
+    async def run() -> None:
+        async with Prober() as prober:
+            await wait_until_ready(waited, prober, options.timeout, progress)
+
+    try:
+        asyncio.run(run())
+    finally:
+        progress.end()
+    found = f"{len(waited.up):,} of {counted(len(hosts), 'endpoint')} up"
+    if not waited.enough:
+        say(f"batch-agent: {found} in {clock(options.timeout)}, and {waited.needed:,} are needed")
+        for endpoint, reason in waited.missing[:SHOWN]:
+            say(f"  {endpoint.place}  {harmless(reason)}")
+        if len(waited.missing) > SHOWN:
+            say(f"  and {len(waited.missing) - SHOWN:,} more")
+        return UNREACHABLE
+    say(found)
+    lines = "\n".join(endpoint.line for endpoint in waited.ready)
+    if output is None:
+        put(lines, sys.stdout)
+    else:
+        _write_whole(output, lines + "\n")
+    return ALL_OK
+
+
+class _Progress:
+    """On a terminal one line that is written again; elsewhere a line now and then."""
+
+    def __init__(self, waited: Waited) -> None:
+        self._began, self._told_at, self._told = time.monotonic(), -math.inf, ""
+        self._width = terminal_width(sys.stderr)
+        self(waited)
+
+    def __call__(self, waited: Waited) -> None:
+        now = time.monotonic()
+        words = f"waiting: {len(waited.up):,} of {len(waited.endpoints):,} up, {waited.needed:,} needed"
+        if self._width is not None:
+            sys.stderr.write(f"{START}{cut(f'{words}, {clock(now - self._began)}', self._width - 1)}{CLEAR}")
+            flush_words()
+        elif now - self._told_at >= (QUIET_SECONDS if words == self._told else NEWS_SECONDS):
+            self._told_at, self._told = now, words
+            say(words)
+
+    def end(self) -> None:
+        if self._width is not None:
+            sys.stderr.write(f"{START}{CLEAR}")
+            flush_words()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Under its name it is a whole file, or the one that was there before."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            draft.write_text(text, encoding="utf-8")
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise SpecError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+# proxy
+
+
+def proxy(options: argparse.Namespace) -> int:
+    from batch_agent.fleet.proxy import serve_proxy
+
+    hosts = read_hosts(options.hostfile)
+
+    def announce(url: str) -> None:
+        say(f"{counted(len(hosts), 'endpoint')} at {url}/v1; {url}/status tells how they are; Ctrl-C stops it")
+
+    serving = serve_proxy(
+        hosts,
+        host=options.host,
+        port=options.port,
+        ready=announce,
+        hostfile=Path(options.hostfile),
+        max_inflight=options.max_inflight,
+    )
+    try:
+        asyncio.run(serving)
+    except KeyboardInterrupt:
+        say("stopped")
+    return ALL_OK
+
+
+# What arguments may be
+
+
+def _fraction(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text!r}")
+    return number
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    return tuple(sorted({positive(number.strip()) for number in text.split(",")}))

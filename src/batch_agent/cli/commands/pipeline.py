@@ -1,0 +1,71 @@
+"""``batch-agent run`` on a spec file that says a pipeline: what comes out of the last stage is the output, the other
+stages are in the run directory."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import TextIO
+
+from batch_agent.cli.commands.models import fetch_missing
+from batch_agent.cli.commands.run import choose_view, exit_code, open_output
+from batch_agent.cli.exit_status import ALL_OK, SIGNALLED
+from batch_agent.cli.interrupts import Interrupts
+from batch_agent.cli.output.report import Reporter
+from batch_agent.cli.output.results import ResultWriter
+from batch_agent.cli.output.said import inputs_of, overrides_of, rows_of, spec_file
+from batch_agent.cli.output.streams import put
+from batch_agent.cli.spec.envfile import load_env_file
+from batch_agent.cli.spec.recorded import command_of
+from batch_agent.cli.spec.specfile import STAGES
+from batch_agent.cli.spec.stages import read_stages
+from batch_agent.errors import SpecError
+from batch_agent.files.read import LazyRows
+from batch_agent.files.results import plainly, to_json
+from batch_agent.observe.display import Display
+from batch_agent.observe.terminal import View
+from batch_agent.topology.flow import Flow
+
+
+def run_stages(options: argparse.Namespace, stdout: TextIO) -> int:
+    flow = _load(options)
+    if options.dry_run:
+        stages = {node.name: (node.prepared.model, node.prepared.backend.name) for node in flow.nodes}
+        lines = [f"{name}: {model or 'the one model'} at {backend}" for name, (model, backend) in stages.items()]
+        put(to_json({STAGES: stages}).decode() if options.json else "\n".join(lines), stdout)
+        return ALL_OK
+    for node in flow.nodes:
+        fetch_missing(node.prepared.backend.name, sys.stderr)
+    view = choose_view(options, sys.stderr, stdout)
+    inputs = flow.inputs
+    closed = closing(inputs) if isinstance(inputs, LazyRows) else nullcontext()
+    with closed, open_output(options, flow.spec) as writer:
+        return asyncio.run(_finish(flow, writer, view, Reporter(options, flow.spec, writer, stdout)))
+
+
+def _load(options: argparse.Namespace) -> Flow:
+    """The pipeline of the file, with what the command line says in its place."""
+    if options.env_file is not None:
+        load_env_file(Path(options.env_file))
+    file = spec_file(options)
+    pipeline = read_stages(file, inputs_of(file, options), lambda named: rows_of(file, named, options))
+    whole = {name: value for name, value in file.options.items() if name not in (STAGES, "inputs")}
+    try:
+        known = file.follow(whole) | overrides_of(file, options)
+        return Flow(pipeline.inputs, pipeline.stages, known, command=command_of(options), sends=not options.dry_run)
+    except SpecError as error:
+        raise file.error(str(error)) from None
+
+
+async def _finish(flow: Flow, writer: ResultWriter, view: View, report: Reporter) -> int:
+    async with flow:
+        with Interrupts(flow) as interrupts:
+            async with Display(view, flow.statistics):
+                await flow.finish()
+        for result in flow.results():
+            await writer.write(plainly(result, flow.nodes[-1].prepared.schema))
+    report.finished(flow.statistics(), {})
+    return exit_code(flow.statistics()) if interrupts.stopped_by is None else SIGNALLED + interrupts.stopped_by

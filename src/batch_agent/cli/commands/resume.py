@@ -1,0 +1,96 @@
+"""``batch-agent resume`` and ``retry-failed``: a recorded run, started again as it was started.
+
+``run.json`` keeps the command; what this command line says takes its place. A run that is complete, and whose spec and
+rows are what they were, is left alone: a million rows are compared, not delivered again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import closing, nullcontext
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from batch_agent.api import BatchAgent
+from batch_agent.cli.commands.run import run_command
+from batch_agent.cli.exit_status import ALL_OK
+from batch_agent.cli.output.said import load_spec, says_stages, take_settings
+from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.spec.recorded import KEPT, command_again, refuse_left_out
+from batch_agent.cli.spec.rows import STDIN
+from batch_agent.engine.run.prepare import with_model
+from batch_agent.engine.run.recording import fingerprint_of
+from batch_agent.errors import JobError, SpecError
+from batch_agent.files.read import LazyRows
+from batch_agent.files.results import to_json
+from batch_agent.store.keys import Keys
+from batch_agent.store.rundir import RESULTS, RunView
+
+
+def resume_command(options: argparse.Namespace) -> int:
+    view = RunView.of(Path(options.run_dir))
+    command = view.facts.get("command")
+    if not isinstance(command, dict):
+        raise SpecError(
+            f"{view.path} was not started by the command line, so its spec is not known here; start it again from "
+            "Python with resume=True"
+        )
+    asked_for = options.output is not None or options.command == "retry-failed" or options.force_resume
+    merged = _merged(options, command)
+    recorded = view.glance.sessions > 0  # or the journal is gone
+    if not asked_for and recorded and view.state == "complete" and _is_as_it_was(view, merged):
+        _say_complete(view, as_json=options.json)
+        return ALL_OK
+    return run_command(merged)
+
+
+def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> argparse.Namespace:
+    take_settings(options)
+    refuse_left_out(command, options)
+    kept = command_again(command)
+    merged = argparse.Namespace(**{**vars(options), **vars(kept)})
+    for name in KEPT:
+        if getattr(options, name) not in (None, False):
+            setattr(merged, name, getattr(options, name))
+    merged.set = [*(kept.set or ()), *(options.set or ())] or None  # the last word counts
+    if merged.inputs == STDIN and options.inputs != STDIN:
+        raise SpecError(f"{options.run_dir} read its rows from standard input: pipe them in again, with --inputs -")
+    merged.resume = True
+    return merged
+
+
+def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
+    rows = view.facts.get("rows")
+    if options.inputs == STDIN or says_stages(options) or not isinstance(rows, dict) or rows.get("failed"):
+        return False
+    prepared = BatchAgent.plan(load_spec(options))
+    inputs = prepared.spec.inputs
+    with closing(inputs) if isinstance(inputs, LazyRows) else nullcontext():
+        if not isinstance(inputs, Iterable):
+            return False
+        if prepared.model is None:
+            prepared = with_model(prepared, str(view.facts.get("model")))
+        fingerprint = fingerprint_of(prepared)
+        if fingerprint.hex() != view.facts.get("fingerprint"):
+            return False
+        keys, plan = Keys(fingerprint), prepared.plan
+        try:
+            for index, value in enumerate(inputs):
+                if not index:
+                    plan.check_first(value)
+                keys.identify(value, *plan.asks(value))
+        except JobError:
+            return False
+    return keys.digest == rows.get("digest")
+
+
+def _say_complete(view: RunView, *, as_json: bool) -> None:
+    rows = view.glance.latest.ok
+    if as_json:
+        put(to_json({"state": view.state, "rows": rows, "output": str(view.path / RESULTS)}).decode(), sys.stdout)
+    else:
+        text = f"{view.path} is complete: {rows:,} rows, all ok, and neither its spec nor its rows have changed."
+        say(f"{text}\n  results  {view.path / RESULTS}")

@@ -1,0 +1,163 @@
+"""``batch-agent run``: a task and rows in, one line of JSON per result out."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import stat
+import sys
+from collections import Counter, deque
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, nullcontext, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from batch_agent.api import BatchAgent
+from batch_agent.cli.commands.models import fetch_missing
+from batch_agent.cli.exit_status import ALL_OK, OUT_OF_BUDGET, ROWS_FAILED, RUN_FAILED, SIGNALLED, UNREACHABLE
+from batch_agent.cli.interrupts import Interrupts
+from batch_agent.cli.output.report import Reporter
+from batch_agent.cli.output.request_log import logged
+from batch_agent.cli.output.results import ResultWriter, open_results
+from batch_agent.cli.output.said import load_spec, says_stages, settle, take_settings
+from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.spec.changes import ASKED, asked, forecast
+from batch_agent.cli.spec.overwriting import refuse_in_run_directory, refuse_overwriting
+from batch_agent.cli.spec.recorded import command_of
+from batch_agent.engine.run.dryrun import DryRun, marks_for
+from batch_agent.engine.run.prepare import prepare
+from batch_agent.engine.run.run import Run
+from batch_agent.errors import BatchAgentError, Invalid, SpecError
+from batch_agent.events import Ended
+from batch_agent.files.read import LazyRows
+from batch_agent.files.results import plainly, to_json
+from batch_agent.job import AgentResult
+from batch_agent.observe.display import Display, with_expected
+from batch_agent.observe.metrics import RecentResult, Statistics
+from batch_agent.observe.terminal import LiveView, NoView, PlainView, View
+from batch_agent.spec import BatchSpec
+
+# How a run ends that stopped before it was done, other than at a person's word.
+ENDS: Mapping[Ended | None, int] = {"out of budget": OUT_OF_BUDGET, "unreachable": UNREACHABLE, "failed": RUN_FAILED}
+
+RECENT_RESULTS = 40  # that a large terminal can show
+SHOWN_CHARACTERS = 300
+
+
+def run_command(options: argparse.Namespace) -> int:
+    stdout = sys.stdout
+    # Standard output belongs to results: what a user's module or tool prints goes to standard error.
+    with redirect_stdout(sys.stderr), ExitStack() as files:
+        take_settings(options)
+        settle(options)
+        if says_stages(options):
+            from batch_agent.cli.commands.pipeline import run_stages
+
+            return run_stages(options, stdout)
+        spec = load_spec(options)
+        if options.dry_run:
+            dry = DryRun.of(BatchAgent.plan(spec))
+            put(to_json(dry.to_json()).decode() if options.json else dry.to_text(marks_for(stdout)), stdout)
+            return ALL_OK
+        view = choose_view(options, sys.stderr, stdout)
+        prepared = prepare(spec)
+        if options.resume and (words := forecast(prepared, force=options.force_resume)):
+            say(f"batch-agent: {words}")
+        fetch_missing(prepared.backend.name, sys.stderr)
+        command = {**command_of(options), ASKED: asked(prepared)}
+        prepared = logged(prepared, verbose=options.verbose, log_file=options.log_file, files=files)
+        run: Run[object] = Run(prepared, command=command)
+        with open_output(options, spec) as writer:
+            return asyncio.run(_run(run, spec, writer, view, Reporter(options, spec, writer, stdout)))
+
+
+def open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:
+    if options.output is None:
+        return open_results(None, ordered=options.ordered)
+    output = Path(options.output)
+    if options.spec is not None:
+        refuse_overwriting(output, Path(options.spec), "spec")
+    if spec.run_dir is not None:
+        refuse_in_run_directory(output, Path(spec.run_dir))
+    return open_results(output, ordered=options.ordered)
+
+
+def choose_view(options: argparse.Namespace, stderr: TextIO, stdout: TextIO) -> View:
+    # Result lines scrolling through a live view would destroy both; so would those of `| jq` on the same terminal.
+    shared = options.output is None and stdout.isatty()
+    piped = options.output is None and _is_pipe(stdout)
+    able = stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+    if options.dashboard and able:
+        if shared:
+            raise SpecError("--dashboard needs the terminal for itself; give --output FILE or redirect the results")
+        return LiveView(stderr)
+    if options.json and not options.dashboard:
+        return NoView()
+    return LiveView(stderr) if able and not shared and not piped else PlainView(stderr)
+
+
+def _is_pipe(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):  # it has no file
+        return False
+
+
+async def _run(run: Run[object], spec: BatchSpec, writer: ResultWriter, view: View, report: Reporter) -> int:
+    with closing(spec.inputs) if isinstance(spec.inputs, LazyRows) else nullcontext():
+        async with run:
+            unwritten = 0
+            recent: deque[AgentResult[object]] = deque(maxlen=RECENT_RESULTS)
+
+            def statistics() -> Statistics:
+                now = _statistics(run, spec.inputs, unwritten)
+                return replace(now, recent_results=tuple(map(_in_short, recent)))
+
+            try:
+                with Interrupts(run) as interrupts:
+                    async with Display(view, statistics):
+                        async for result in run.results():
+                            shown = plainly(result, run.schema)
+                            faithful = await writer.write(shown)
+                            unwritten += result.ok and not (shown.ok and faithful)
+                            recent.append(replace(shown, messages=()))
+            except BrokenPipeError:  # `| head` has seen enough
+                report.broke_off(statistics())
+                return SIGNALLED + signal.SIGPIPE
+            except BatchAgentError:
+                report.broke_off(statistics())
+                raise
+            report.finished(statistics(), run.tool_statistics())
+            if interrupts.stopped_by is not None:
+                return SIGNALLED + interrupts.stopped_by
+            return exit_code(statistics())
+
+
+def _in_short(result: AgentResult[object]) -> RecentResult:
+    """For the view of those who watch."""
+    if result.error is not None:
+        text = str(result.error)
+    else:
+        output = result.output
+        text = output[:SHOWN_CHARACTERS] if isinstance(output, str) else to_json(output).decode(errors="replace")
+    return RecentResult(result.index, result.ok, text[:SHOWN_CHARACTERS], result.timings.total)
+
+
+def _statistics(run: Run[object], rows: object, unwritten: int) -> Statistics:
+    """``unwritten`` rows were ok for the run, and failed for those who read the results."""
+    expected = rows.expected_rows() if isinstance(rows, LazyRows) else None
+    statistics = with_expected(run.statistics(), expected)
+    if not unwritten:
+        return statistics
+    failures = Counter(statistics.failures) + Counter({Invalid.type: unwritten})
+    return replace(statistics, ok=statistics.ok - unwritten, failures=failures)
+
+
+def exit_code(statistics: Statistics) -> int:
+    if statistics.ended in ENDS:
+        return ENDS[statistics.ended]
+    undone = statistics.ended == "drained" and statistics.done != statistics.total
+    return ROWS_FAILED if statistics.failed or undone else ALL_OK

@@ -1,0 +1,102 @@
+"""``batch-agent runs``: the runs that are recorded in a directory, the latest first."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from batch_agent.cli.exit_status import ALL_OK
+from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.spec.arguments import RUNS
+from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.files.results import to_json
+from batch_agent.messages import JsonObject
+from batch_agent.observe.text import amount, dollars, harmless, terminal_width
+from batch_agent.store.rundir import RUN, RunView
+
+HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
+NEEDED = 3  # columns that stay, however narrow the terminal is
+
+
+def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", nargs="?", default=RUNS, metavar="DIR", help="where to look (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+
+
+def runs_command(options: argparse.Namespace) -> int:
+    directory = Path(options.directory)
+    if not directory.is_dir():
+        raise SpecError(f"there is no directory {directory}: runs of the command line are recorded in ./{RUNS}")
+    views, unreadable = _views(directory)
+    if options.json:
+        put(to_json([_json(view) for view in views]).decode(), sys.stdout)
+    elif views:
+        put(_table([HEADINGS, *map(_cells, views)], terminal_width(sys.stdout)), sys.stdout)
+    else:
+        say(f"there are no runs in {directory}")
+    for words in unreadable:
+        say(f"batch-agent: {harmless(words)}")
+    return ALL_OK
+
+
+def _views(directory: Path) -> tuple[list[RunView], list[str]]:
+    views, unreadable = [], []
+    for path in sorted({path.parent for path in directory.glob(f"*/{RUN}")} | {p.parent for p in directory.glob(RUN)}):
+        try:
+            views.append(RunView.of(path))
+        except BatchAgentError as error:  # one that is damaged does not hide the others
+            unreadable.append(str(error))
+    return sorted(views, key=lambda view: str(view.facts.get("session_started")), reverse=True), unreadable
+
+
+def _json(view: RunView) -> JsonObject:
+    now = view.glance.latest
+    return {
+        "run_dir": str(view.path),
+        "state": view.state,
+        "rows": {"total": view.facts.get("total"), "done": now.ok + now.failed, "ok": now.ok, "failed": now.failed},
+        "tokens": now.tokens,
+        "cost": now.cost,
+        "started": view.facts.get("started"),
+        "model": view.facts.get("model"),
+        "backend": view.facts.get("backend"),
+    }
+
+
+def _cells(view: RunView) -> tuple[str, ...]:
+    now, facts = view.glance.latest, view.facts
+    total = facts.get("total")
+    of = f"/{total:,}" if isinstance(total, int) else ""
+    return (
+        harmless(str(view.path)),
+        view.state,
+        f"{now.ok + now.failed:,}{of}",
+        f"{now.failed:,}",
+        _local(str(facts.get("started"))),
+        amount(now.tokens),
+        "" if now.cost is None else dollars(now.cost),
+        harmless(str(facts.get("model") or "")),
+    )
+
+
+def _local(time: str) -> str:
+    try:
+        return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M}"
+    except ValueError:
+        return harmless(time)
+
+
+def _table(lines: Sequence[tuple[str, ...]], width: int | None) -> str:
+    """Columns that hold nothing are left out; on a narrow terminal so are the last ones."""
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    while width is not None and len(columns) > NEEDED and sum(widths) + 2 * len(widths) - 2 > width:
+        columns.pop()
+        widths.pop()
+    rows = zip(*columns, strict=True)
+    return "\n".join(
+        "  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,60 @@
+"""``batch-agent simulate``: the simulated engine behind an OpenAI-compatible server.
+
+Its flags are the fields of EngineModel, so they cannot drift from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from batch_agent.backends.simulated import EngineModel
+from batch_agent.cli.output.streams import say
+from batch_agent.cli.spec.arguments import port_number
+from batch_agent.testing import serve_simulated
+
+NO_LIMIT = "none"
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
+    parser.add_argument("--port", type=port_number, default=8000, help="0 takes a free one (default %(default)s)")
+    engine = parser.add_argument_group("the engine", "durations in seconds, lengths in tokens")
+    types_by_name = get_type_hints(EngineModel, include_extras=True)
+    for field in dataclasses.fields(EngineModel):
+        flag = "--" + field.name.replace("_", "-")
+        kind, doc = get_args(types_by_name[field.name])
+        text = f"{doc.documentation} (default %(default)s)"
+        engine.add_argument(flag, dest=field.name, default=field.default, **_reading(kind), help=text)
+
+
+def _reading(kind: object) -> dict[str, Any]:
+    """How argparse reads a value of this type."""
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if get_origin(kind) in (Union, types.UnionType):
+        return {"type": _int_or_none, "metavar": f"INT|{NO_LIMIT}"}
+    assert isinstance(kind, type)
+    return {"type": kind, "metavar": kind.__name__.upper()}
+
+
+def _int_or_none(text: str) -> int | None:
+    return None if text.lower() == NO_LIMIT else int(text)
+
+
+def simulate_command(options: argparse.Namespace) -> int:
+    engine = EngineModel(**{field.name: getattr(options, field.name) for field in dataclasses.fields(EngineModel)})
+    try:
+        asyncio.run(serve_simulated(host=options.host, port=options.port, engine=engine, ready=_announce))
+    except KeyboardInterrupt:
+        say("stopped")
+    return 0
+
+
+def _announce(url: str) -> None:
+    say(f"simulated engine at {url}; Ctrl-C stops it")

@@ -1,0 +1,125 @@
+"""``batch-agent status``: how far a run is, seen from outside, while it goes on or afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from batch_agent.cli.exit_status import ALL_OK
+from batch_agent.cli.output.streams import put
+from batch_agent.files.results import from_json, to_json
+from batch_agent.messages import JsonObject
+from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, terminal_width, wrapped
+from batch_agent.store.rundir import SUMMARY, RunView
+
+EVERY = 2.0  # seconds between two looks: another process cannot be waited for
+UP, CLEAR = "\x1b[{}A", "\x1b[J"
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="DIR", help="the run directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; with --watch, one a line")
+    parser.add_argument("--watch", action="store_true", help="look again every two seconds until the run ends")
+
+
+def status_command(options: argparse.Namespace) -> int:
+    path, shown = Path(options.run_dir), ""
+    while True:
+        view = RunView.of(path)
+        text = to_json(_json(view)).decode() if options.json else _text(view)
+        if not options.json:
+            text = wrapped(text, terminal_width(sys.stdout))
+        if text != shown:
+            put(_over(shown) + text if not options.json else text, sys.stdout)
+            shown = text
+        if not options.watch or view.state != "running":
+            return ALL_OK
+        time.sleep(EVERY)
+
+
+def _over(shown: str) -> str:
+    """What moves a terminal's cursor to the beginning of what was shown before."""
+    if not shown or terminal_width(sys.stdout) is None:
+        return ""
+    return UP.format(shown.count("\n") + 1) + CLEAR
+
+
+def pace(view: RunView, now: datetime) -> tuple[float, float | None]:
+    """Rows per second of the latest session, and seconds to go; None where nothing can be said."""
+    latest, facts = view.glance.latest, view.facts
+    done = latest.ok + latest.failed
+    try:
+        began = datetime.fromisoformat(str(facts.get("session_started")))
+        ended = now if view.state == "running" else datetime.fromisoformat(str(facts.get("ended")))
+    except ValueError:  # killed: nobody was left to say when
+        return 0.0, None
+    seconds = (ended - began).total_seconds()
+    speed = max(0, done - latest.resumed) / seconds if seconds > 0 else 0.0
+    total = facts.get("total")
+    if view.state != "running" or not speed or not isinstance(total, int):
+        return speed, None
+    return speed, max(0, total - done) / speed
+
+
+def _json(view: RunView) -> JsonObject:
+    now = view.glance.latest
+    facts = {name: value for name, value in view.facts.items() if name not in ("command", "rows")}
+    speed, left = pace(view, datetime.now(UTC))
+    return {
+        **facts,
+        "state": view.state,
+        "sessions": view.glance.sessions,
+        "rows": {
+            "total": view.facts.get("total"),
+            "done": now.ok + now.failed,
+            "ok": now.ok,
+            "failed": now.failed,
+            "resumed": now.resumed,
+        },
+        "rows_per_second": round(speed, 3),
+        "seconds_left": None if left is None else round(left),
+        "tokens": now.tokens,
+        "cost": now.cost,
+        "summary": _summary(view),
+    }
+
+
+def _summary(view: RunView) -> JsonObject | None:
+    try:
+        summary = from_json((view.path / SUMMARY).read_bytes())
+    except (OSError, ValueError):  # there is none before a session has ended
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def _text(view: RunView) -> str:
+    now, facts = view.glance.latest, view.facts
+    done = now.ok + now.failed
+    total = facts.get("total")
+    of = f" of {total:,}" if isinstance(total, int) else ""
+    rows = f"{done:,}{of} done: {now.ok:,} ok, {now.failed:,} failed"
+    if now.resumed:
+        rows += f"; {now.resumed:,} of them from the record"
+    lines = [("state", view.state), ("rows", rows)]
+    speed, left = pace(view, datetime.now(UTC))
+    if speed:
+        lines.append(("rate", rate(speed) + (f", {duration(left)} left" if left is not None else "")))
+    trouble, since = facts.get("trouble"), facts.get("trouble_since")
+    if view.state == "running" and trouble and isinstance(since, int | float):
+        lines.append(("server", f"down for {clock(max(0.0, time.time() - since))}, trying again: {trouble}"))
+    if facts.get("why"):
+        lines.append(("why", str(facts["why"])))
+    lines.append(("started", f"{facts.get('started')}, session {view.glance.sessions} {facts.get('session_started')}"))
+    if facts.get("ended"):
+        lines.append(("ended", str(facts["ended"])))
+    lines.append(("model", f"{facts.get('model')} at {facts.get('backend')}"))
+    cost = f", {dollars(now.cost)}" if now.cost is not None else ""
+    lines.append(("tokens", f"{amount(now.tokens)} in all sessions{cost}"))
+    if view.state in ("interrupted", "failed", "out of budget", "unreachable") or now.failed:
+        command = f"batch-agent resume {shlex.quote(str(view.path))}"
+        lines.append(("go on", command if facts.get("command") is not None else "run it again with resume=True"))
+    return "\n".join([str(view.path), *(f"  {label:<8} {harmless(text)}" for label, text in lines)])

@@ -1,0 +1,153 @@
+"""``batch-agent ticks serve``: agents of a spec file that decide over HTTP, tick by tick."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from batch_agent.backends.address import check_known
+from batch_agent.cli.output.streams import say
+from batch_agent.cli.spec.arguments import port_number
+from batch_agent.cli.spec.specfile import SpecFile, read_specfile
+from batch_agent.errors import SpecError
+from batch_agent.ticks import Action, Agent, AgentRuntime
+from batch_agent.ticks.server import TickServer
+
+RUNTIME_OPTIONS = (
+    "backend",
+    "model",
+    "api_key",
+    "backend_config",
+    "deadline",
+    "system_prompt",
+    "temperature",
+    "max_tokens",
+    "seed",
+    "timeout",
+    "max_workers",
+    "max_inflight",
+    "overlap",
+    "skip_unchanged",
+    "repeat_last",
+    "trace",
+    "replay",
+)
+AGENT_OPTIONS = ("agent_id", "tools", "goals", "priority", "fallback", "system_prompt", "backend")
+SHARED_OPTIONS = ("tools", "goals", "fallback")  # of all agents that do not say otherwise
+
+
+def add_ticks_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    serve = actions.add_parser(
+        "serve", help="serve agents over HTTP", description="Serve agents over HTTP: /tick, /observe, /health."
+    )
+    serve.add_argument("--agents", type=Path, required=True, metavar="FILE", help="the agents, in YAML, TOML or JSON")
+    serve.add_argument("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
+    serve.add_argument("--port", type=port_number, default=5000, help="0 takes a free one (default %(default)s)")
+    serve.add_argument("--backend", metavar="URL", help="in place of the file's")
+    serve.add_argument("--model", help="in place of the file's")
+    serve.add_argument("--deadline", type=float, metavar="SECONDS", help="what a tick may take, in place of the file's")
+    serve.add_argument("--trace", type=Path, metavar="FILE", help="add each decision to this file, as a line of JSON")
+    serve.add_argument("--replay", type=Path, metavar="FILE", help="such a file, which decides in place of a model")
+
+
+def ticks_command(options: argparse.Namespace) -> int:
+    given = {name: getattr(options, name) for name in ("backend", "model", "deadline", "trace", "replay")}
+    runtime = runtime_of(
+        read_specfile(options.agents), {name: value for name, value in given.items() if value is not None}
+    )
+    try:
+        asyncio.run(_serve(runtime, options.host, options.port))
+    except KeyboardInterrupt:  # where there are no signal handlers
+        say("stopped")
+    return 0
+
+
+async def _serve(runtime: AgentRuntime, host: str, port: int) -> None:
+    server = TickServer(runtime)
+    loop = asyncio.get_running_loop()
+    with suppress(NotImplementedError):  # Windows
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, server.stop)
+    count = len(runtime.agents)
+    await server.serve(host, port, lambda url: say(f"{count} agents at {url}; Ctrl-C stops them"))
+    say("stopped")
+
+
+def runtime_of(file: SpecFile, overrides: Mapping[str, Any]) -> AgentRuntime:
+    """The runtime that a spec file describes, with its agents; a SpecError names the file."""
+    options = {**file.options}
+    try:
+        listed = options.pop("agents", None)
+        check_known(options, (*RUNTIME_OPTIONS, *SHARED_OPTIONS), "there is no option")
+        shared = {name: options.pop(name) for name in SHARED_OPTIONS if name in options}
+        for name in ("trace", "replay"):
+            if name in options:
+                options[name] = file.path.parent / str(options[name])
+        runtime = AgentRuntime(**{**file.follow(options), **overrides})
+        for agent in _agents(listed):
+            runtime.register_agent(_agent(file, {**shared, **agent}))
+    except SpecError as error:
+        raise file.error(str(error)) from None
+    return runtime
+
+
+def _agents(listed: object) -> list[dict[str, Any]]:
+    """A list of ids or of mappings, or a mapping by id."""
+    if isinstance(listed, Mapping):
+        listed = [{"agent_id": agent_id, **(agent or {})} for agent_id, agent in listed.items()]
+    if not isinstance(listed, list) or not listed:
+        raise SpecError("agents: must be a list of ids, or of mappings with an agent_id each")
+    agents = []
+    for place, agent in enumerate(listed):
+        agent = {"agent_id": agent} if isinstance(agent, str) else agent
+        if not isinstance(agent, Mapping):
+            raise SpecError(f"agents[{place}]: must be an id, or a mapping with an agent_id")
+        known = {("agent_id" if key == "id" else str(key)): value for key, value in agent.items()}
+        check_known(known, AGENT_OPTIONS, f"agents[{place}] has no")
+        if "agent_id" not in known:
+            raise SpecError(f"agents[{place}]: has no agent_id")
+        agents.append(known)
+    ids = [agent["agent_id"] for agent in agents]
+    if twice := next((agent_id for agent_id in ids if ids.count(agent_id) > 1), None):
+        raise SpecError(f"agents: {twice!r} is there twice")
+    return agents
+
+
+def _agent(file: SpecFile, given: dict[str, Any]) -> Agent:
+    if isinstance(goals := given.get("goals"), str):
+        given["goals"] = [goals]
+    if "tools" in given:
+        given["tools"] = [_referred(file, tool) for tool in _list_of(given, "tools")]
+    for name in ("fallback", "priority"):
+        if isinstance(given.get(name), str) and ":" in given[name]:
+            given[name] = file.imported(given[name])
+    given["fallback"] = _fallback(given.get("fallback"))
+    return Agent(
+        **file.follow({key: value for key, value in given.items() if key != "tools"}), tools=given.get("tools")
+    )
+
+
+def _list_of(given: Mapping[str, Any], name: str) -> list[Any]:
+    if not isinstance(given[name], list):
+        raise SpecError(f"{name}: must be a list")
+    return list(given[name])
+
+
+def _referred(file: SpecFile, tool: object) -> object:
+    return file.imported(tool) if isinstance(tool, str) and ":" in tool else tool
+
+
+def _fallback(value: object) -> Any:
+    """A tool's name, or an action as answers write it."""
+    if isinstance(value, str):
+        return Action(value)
+    if isinstance(value, Mapping):
+        check_known(map(str, value), ("tool", "params", "reasoning"), "fallback has no")
+        return Action(str(value.get("tool")), dict(value.get("params") or {}), value.get("reasoning"))
+    return value

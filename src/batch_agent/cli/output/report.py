@@ -1,0 +1,64 @@
+"""How a run went, said at its end: lines for people on standard error; with --json one object, on standard output
+unless the results are there. Where the run is recorded, and the command that goes on, are part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from batch_agent.cli.output.results import ResultWriter
+from batch_agent.cli.output.streams import put, say
+from batch_agent.files.results import to_json
+from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.summary import summary_json, summary_lines
+from batch_agent.observe.text import counted, harmless
+from batch_agent.spec import BatchSpec
+from batch_agent.store.rundir import RUN
+from batch_agent.tools.latency import ToolStatistics
+
+
+class Reporter:
+    def __init__(self, options: argparse.Namespace, spec: BatchSpec, writer: ResultWriter, stdout: TextIO) -> None:
+        self._json: bool = options.json
+        self._run_dir = None if spec.run_dir is None else Path(spec.run_dir)
+        self._writer = writer
+        self._stdout = stdout if options.output is not None else None
+
+    def finished(self, statistics: Statistics, tools: Mapping[str, ToolStatistics]) -> None:
+        output = self._writer.destination
+        if not self._json:
+            say("\n".join(summary_lines(statistics, output=output, tools=tools)))
+            self._name_record(statistics)
+            return
+        recorded = self._run_dir is not None and self._is_recorded()
+        record = {
+            **summary_json(statistics, output=output, tools=tools),
+            "run_dir": str(self._run_dir) if recorded else None,
+        }
+        text = to_json(record).decode()
+        say(text, wrap=False) if self._stdout is None else put(text, self._stdout)
+
+    def broke_off(self, statistics: Statistics) -> None:
+        """What a run that failed, or whose reader is gone, leaves behind."""
+        if self._json:
+            return
+        if statistics.done and self._writer.destination:
+            say(f"{counted(statistics.done, 'result')} in {self._writer.destination}")
+        self._name_record(statistics)
+
+    def _name_record(self, statistics: Statistics) -> None:
+        """Where the run is recorded, and how to do what was left undone, or to look at what was done."""
+        if self._run_dir is None or not self._is_recorded():
+            return
+        directory = shlex.quote(harmless(str(self._run_dir)))
+        if statistics.ended != "complete" or statistics.failed:
+            say(f"  go on    batch-agent resume {directory}", wrap=False)
+        else:
+            say(f"  look     batch-agent show {directory}", wrap=False)
+
+    def _is_recorded(self) -> bool:
+        return self._run_dir is not None and (self._run_dir / RUN).exists()

@@ -1,0 +1,178 @@
+"""``-v`` and ``--log-file``: what was sent to the model and what came back, for whoever wonders.
+
+A backend is wrapped in one that tells of each exchange: in short for people, in full as lines of JSON for a file. Keys
+never come this way, since they are the inner backend's; where a prompt or an answer holds one all the same, it is cut
+out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self, cast
+
+from batch_agent.backends.base import (
+    Backend,
+    Capabilities,
+    Facts,
+    Load,
+    Measured,
+    ModelRequest,
+    OnToolCall,
+    Probed,
+    RequestShape,
+)
+from batch_agent.cli.output.streams import say
+from batch_agent.engine.run.prepare import Prepared
+from batch_agent.errors import BackendError, SpecError
+from batch_agent.files.results import to_json
+from batch_agent.messages import JsonObject, Message, Reply
+from batch_agent.observe.text import duration, harmless
+from batch_agent.store.private import private
+
+SECRET_NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)S?$", re.IGNORECASE)
+SHORTEST_SECRET = 8
+SHOWN_CHARACTERS = 200
+
+Tell = Callable[[JsonObject], None]
+
+
+def logged(prepared: Prepared, *, verbose: bool, log_file: str | None, files: ExitStack) -> Prepared:
+    """The same run, with its exchanges told where that was asked for. ``files`` closes what is opened."""
+    secrets = sorted(_secrets(prepared.spec.api_key, os.environ), key=len, reverse=True)
+    tellers: list[Tell] = [partial(_say, secrets)] if verbose else []
+    if log_file is not None:
+        try:
+            file = files.enter_context(open(log_file, "ab", buffering=0, opener=private))  # noqa: SIM115
+        except OSError as error:
+            raise SpecError(f"cannot write the log file {Path(log_file)}: {error.strerror}") from None
+        tellers.append(partial(_write, secrets, file))
+    if not tellers:
+        return prepared
+    return replace(prepared, backend=LoggedBackend(prepared.backend, tellers))
+
+
+class LoggedBackend:
+    def __init__(self, inner: Backend, tellers: Sequence[Tell]) -> None:
+        self._inner = inner
+        self._tellers = tellers
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self._inner.capabilities, batch=False)  # each exchange is told by itself
+
+    async def load(self, endpoint: str = "") -> Load:
+        return await cast(Measured, self._inner).load(endpoint)
+
+    async def probe(self, model: str) -> Facts:
+        return await cast(Probed, self._inner).probe(model)
+
+    async def __aenter__(self) -> Self:
+        await self._inner.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._inner.__aexit__(kind, error, trace)
+
+    def check(self, shape: RequestShape) -> None:
+        self._inner.check(shape)
+
+    async def models(self) -> list[str]:
+        return await self._inner.models()
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        messages = request.conversation.messages
+        turn = 1 + sum(message.role == "assistant" for message in messages)
+        who: JsonObject = {"row": request.job_id, "turn": turn}
+        self._tell({**who, "sent": [message.to_dict() for message in _new(messages)], **_shape(request.shape, turn)})
+        began = time.monotonic()
+        try:
+            reply = await self._inner.infer(request, on_tool_call)
+        except BackendError as error:
+            seconds = round(time.monotonic() - began, 3)
+            self._tell({**who, "seconds": seconds, "error": {"type": error.type, "message": str(error)}})
+            raise
+        answer = Message("assistant", reply.text, reply.tool_calls, reasoning=reply.reasoning).to_dict()
+        tokens: JsonObject = {"in": reply.usage.prompt_tokens, "out": reply.usage.completion_tokens}
+        seconds = round(time.monotonic() - began, 3)
+        self._tell({**who, "seconds": seconds, "received": answer, "tokens": tokens})
+        return reply
+
+    def _tell(self, exchange: JsonObject) -> None:
+        for tell in self._tellers:
+            tell(exchange)
+
+
+def _new(messages: Sequence[Message]) -> Sequence[Message]:
+    """Those that the model has not been sent before."""
+    answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
+    return messages[answers[-1] + 1 :] if answers else messages
+
+
+def _shape(shape: RequestShape, turn: int) -> JsonObject:
+    """How it was asked, said once for each row."""
+    if turn > 1:
+        return {}
+    said: JsonObject = {"model": shape.model}
+    for name in ("max_tokens", "temperature", "top_p", "seed", "schema"):
+        if getattr(shape, name) is not None:
+            said[name] = getattr(shape, name)
+    return {"request": {**said, "tools": [tool.name for tool in shape.tools]}}
+
+
+def _write(secrets: Sequence[str], file: BinaryIO, exchange: JsonObject) -> None:
+    line = to_json({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), **exchange}).decode()
+    with suppress(OSError):  # a full disk: a log is no reason to lose the run
+        file.write(_cut_out(secrets, line).encode() + b"\n")
+
+
+def _say(secrets: Sequence[str], exchange: JsonObject) -> None:
+    for line in _words(exchange):
+        say(harmless(_cut_out(secrets, line), SHOWN_CHARACTERS))
+
+
+def _cut_out(secrets: Sequence[str], text: str) -> str:
+    for secret in secrets:
+        text = text.replace(secret, "[redacted]")
+    return text
+
+
+def _words(exchange: JsonObject) -> Iterable[str]:
+    who = f"row {exchange['row']}, turn {exchange['turn']}"
+    seconds = exchange.get("seconds")
+    took = f", {duration(seconds)}" if isinstance(seconds, int | float) else ""
+    match exchange:
+        case {"sent": list(messages)}:
+            for message in messages:
+                if isinstance(message, dict):
+                    yield f"> {who}: {message['role']}: {message['content']}"
+        case {"received": dict(answer)}:
+            calls = answer.get("tool_calls")
+            names = [_call(call) for call in calls] if isinstance(calls, list) else []
+            yield f"< {who}{took}: {' '.join([str(answer['content']), *names]).strip()}"
+        case {"error": dict(error)}:
+            yield f"! {who}{took}: {error['type']}: {error['message']}"
+
+
+def _call(call: object) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    return f"{function['name']}({function['arguments']})" if isinstance(function, dict) else ""
+
+
+def _secrets(api_key: str | None, environment: Mapping[str, str]) -> set[str]:
+    named = {value for name, value in environment.items() if SECRET_NAMES.search(name)}
+    return {value for value in named | {api_key or ""} if len(value) >= SHORTEST_SECRET}

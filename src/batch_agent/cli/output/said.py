@@ -1,0 +1,176 @@
+"""What the command line itself says of a run, with a spec file or without one.
+
+The rows, the question and every option can be given in words; what is given takes the place of what the file says.
+References (``module:name``, files) are looked up where the command was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from batch_agent.cli.spec.envfile import load_env_file
+from batch_agent.cli.spec.overwriting import refuse_overwriting
+from batch_agent.cli.spec.recorded import recording_of
+from batch_agent.cli.spec.rows import STDIN, read_rows
+from batch_agent.cli.spec.shorthand import schema_of
+from batch_agent.cli.spec.specfile import NOT_IN_FILES, STAGES, SpecFile, read_specfile
+from batch_agent.errors import SpecError
+from batch_agent.files.rows import as_row
+from batch_agent.spec import BatchSpec
+
+# Options of BatchSpec that have a flag, and what that is called in the parsed arguments.
+FLAGS = {
+    **{name: name for name in ("model", "backend", "task", "temperature")},
+    **{name: name for name in ("max_inflight", "max_cost", "max_total_tokens", "max_wall_time", "max_outage")},
+    "system_prompt": "system",
+    "tools": "tool",
+    "output_schema": "schema",
+}
+# Those that are more than an option here.
+OTHER_FLAGS = {
+    "inputs": "--inputs",
+    "cache": "--cache",
+    "no_hoist": "--no-hoist",
+    "run_dir": "--run-dir",
+    "checkpoint_dir": "--checkpoint-dir",
+    "resume": "--resume",
+    "force_resume": "--force-resume",
+    "retry_failed": "--no-retry-failed",
+}
+
+
+def take_settings(options: argparse.Namespace) -> None:
+    """What ``--set`` says of an option that has a flag is taken for that flag, so that each is in one place."""
+    left = []
+    for item in options.set or ():
+        name, value = _setting(item)
+        if name not in FLAGS:
+            left.append(item)
+        elif name == "output_schema":
+            options.schema = value if isinstance(value, str) else json.dumps(value)
+        elif name == "tools":
+            options.tool = [value] if isinstance(value, str) else value
+        else:
+            setattr(options, FLAGS[name], value)
+    options.set = left or None
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Decide what a path without a flag is, and that ``-`` as output is standard output."""
+    if options.spec_path is not None and (options.spec is not None or options.task is not None):
+        if options.inputs is not None:
+            raise SpecError(f"the rows are named twice: {options.spec_path} and --inputs {options.inputs}")
+        options.inputs, options.spec_path = options.spec_path, None
+    options.spec, options.spec_path = options.spec or options.spec_path, None
+    if options.spec is None and options.task is None:
+        raise SpecError(
+            "name a spec file, or give --task and a file of rows; batch-agent init writes files to start from"
+        )
+    if options.output == STDIN:
+        options.output = None
+
+
+def load_spec(options: argparse.Namespace) -> BatchSpec:
+    """The file's spec, with what the command line says in its place."""
+    if options.env_file is not None:
+        load_env_file(Path(options.env_file))
+    file = spec_file(options)
+    overrides = {"inputs": inputs_of(file, options), **overrides_of(file, options)}
+    if "images" in overrides or "images" in file.options:
+        overrides = {"image_root": _beside_the_rows(file, options), **overrides}
+    return file.resolve(overrides)
+
+
+def _beside_the_rows(file: SpecFile, options: argparse.Namespace) -> Path:
+    """Where images with relative paths are, unless the file says where."""
+    if "image_root" in file.options:
+        return file.path.parent / str(file.options["image_root"])
+    rows = options.inputs or file.inputs_path()
+    return file.path.parent if rows is None or rows == STDIN else Path(rows).parent
+
+
+def overrides_of(file: SpecFile, options: argparse.Namespace) -> dict[str, object]:
+    """What the command line says in place of the file, the rows aside."""
+    overrides = said(options)
+    if options.cache is not None:
+        overrides["cache"] = options.cache if options.cache is True else Path(options.cache).absolute()
+    if options.no_hoist:
+        overrides["no_hoist"] = True
+    return overrides | recording_of(options, file)
+
+
+def says_stages(options: argparse.Namespace) -> bool:
+    """Whether the spec file says a pipeline."""
+    return options.spec is not None and STAGES in read_specfile(Path(options.spec)).options
+
+
+def inputs_of(file: SpecFile, options: argparse.Namespace) -> object:
+    path = options.inputs or file.inputs_path()
+    if path is not None:
+        if options.output and path != STDIN:
+            refuse_overwriting(Path(options.output), Path(path), "inputs")
+        return read_rows(path, options.limit, options.format)
+    if file.options.get("inputs") is None:
+        raise file.error("there are no inputs; name a file of rows, or - for standard input")
+    return rows_of(file, file.options["inputs"], options)
+
+
+def rows_of(file: SpecFile, named: object, options: argparse.Namespace) -> object:
+    """The rows that are listed in a file, or in one that it names."""
+    if isinstance(named, str):
+        return read_rows(str(file.path.parent / named), options.limit)
+    if not isinstance(named, list):
+        raise file.error("inputs must be a list of rows or the path of a file")
+    return [as_row(item, f"{file.path} input {number}") for number, item in enumerate(named[: options.limit], 1)]
+
+
+def spec_file(options: argparse.Namespace) -> SpecFile:
+    """The file that is named; or nothing but a place, where modules and files are looked up."""
+    if options.spec is not None:
+        return read_specfile(Path(options.spec))
+    return SpecFile(_directory(options) / name_of_run(options), "", {})
+
+
+def name_of_run(options: argparse.Namespace) -> str:
+    """What a run without a spec file is called: after its rows."""
+    source = options.inputs
+    return Path(source).name if source is not None and source != STDIN else "run"
+
+
+def said(options: argparse.Namespace) -> dict[str, object]:
+    """The options of BatchSpec that the command line gives, references followed."""
+    place = _directory(options)
+    given: dict[str, object] = dict(map(_setting, options.set or ()))
+    for name, flag in FLAGS.items():
+        if getattr(options, flag) is not None:
+            given[name] = getattr(options, flag)
+    if options.schema is not None:
+        try:
+            given["output_schema"] = schema_of(options.schema, place)
+        except SpecError as error:
+            raise SpecError(f"--schema {error}") from None
+    return SpecFile(place / name_of_run(options), "", given).followed()
+
+
+def _setting(item: str) -> tuple[str, object]:
+    name, equals, text = item.partition("=")
+    name = name.strip().replace("-", "_")
+    if not equals or not name:
+        raise SpecError(f"--set {item!r} is not OPTION=VALUE, such as --set max_turns=4")
+    if name == "api_key":
+        raise SpecError("--set api_key would be kept in the shell's history and the record: use --env-file FILE")
+    if name in OTHER_FLAGS:
+        raise SpecError(f"--set {name}: give {OTHER_FLAGS[name]}")
+    if name in NOT_IN_FILES:
+        raise SpecError(f"--set {name}: {NOT_IN_FILES[name]}")
+    try:
+        return name, json.loads(text)
+    except ValueError:
+        return name, text
+
+
+def _directory(options: argparse.Namespace) -> Path:
+    """Where the command was given: here, or, for a run that is resumed, there."""
+    return Path(options.directory or ".")

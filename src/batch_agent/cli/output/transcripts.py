@@ -1,0 +1,87 @@
+"""The conversations of a recorded run, one line of JSON each, in the form that fine-tuning takes.
+
+A run directory has what models and tools said. What they were asked follows from the spec, which must still be the one
+that the run was started with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+from batch_agent.api import BatchAgent
+from batch_agent.cli.output.said import load_spec
+from batch_agent.cli.spec.recorded import command_again
+from batch_agent.engine.agent.transcript import transcript
+from batch_agent.engine.run.prepare import Prepared, with_model
+from batch_agent.engine.run.recording import fingerprint_of
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.files.columns import Record
+from batch_agent.files.read import LazyRows
+from batch_agent.files.results import to_json
+from batch_agent.job import Job
+from batch_agent.messages import JsonObject
+from batch_agent.store.keys import Keys
+from batch_agent.store.rundir import JOURNAL
+from batch_agent.store.sqlite import SqliteJournal, connect_to_read, glance
+
+AT_ONCE = 256  # rows looked up in the journal together
+
+
+def prepared_again(directory: Path, facts: JsonObject) -> Prepared:
+    """The run as it was prepared when it was recorded. SpecError when that cannot be told any more."""
+    command = facts.get("command")
+    if not isinstance(command, dict):
+        raise SpecError(
+            f"{directory} was not started by the command line, so its prompts are not known here; in Python, "
+            "result.messages has the conversation of each result, also after resume=True"
+        )
+    options = command_again(command)
+    options.output, options.no_run_dir, options.dry_run = None, True, True
+    prepared = BatchAgent.plan(load_spec(options))
+    if isinstance(prepared.spec.inputs, LazyRows):
+        prepared.spec.inputs.close()  # only a list has a part in the shared prompt
+    if prepared.model is None:
+        prepared = with_model(prepared, str(facts.get("model")))
+    if fingerprint_of(prepared).hex() != facts.get("fingerprint"):
+        raise SpecError(
+            f"the task, model, schema or tools in {options.spec or 'its modules'} have changed since {directory} was "
+            "recorded, so its prompts cannot be told any more"
+        )
+    return prepared
+
+
+def transcript_lines(
+    directory: Path, facts: JsonObject, prepared: Prepared, records: Iterable[Record]
+) -> Iterator[bytes]:
+    """One line for each record that is ok."""
+    plan, keys = prepared.plan, Keys(fingerprint_of(prepared))
+    tools = [{"type": "function", "function": dataclasses.asdict(tool.spec)} for tool in prepared.tools]
+    good = (record for record in records if record.get("ok"))
+    with closing(open_journal(directory / JOURNAL)) as journal:
+        journal.sort_by("row" if facts.get("forced") else "key")
+        while jobs := [_job(prepared, record) for record in islice(good, AT_ONCE)]:
+            found = journal.claim([keys.identity(job, plan.question(job)) for job in jobs])
+            for job, past in zip(jobs, found, strict=True):
+                if job.parts:  # its answer is that of many conversations
+                    continue
+                if past is None:
+                    raise StoreError(f"the journal in {directory} does not have row {job.index}, whose result is there")
+                messages = transcript(job, plan.shared, prepared.schema, past)
+                line: dict[str, object] = {"messages": [message.to_dict() for message in messages]}
+                yield to_json({**line, "tools": tools} if tools else line) + b"\n"
+
+
+def _job(prepared: Prepared, record: Record) -> Job:
+    value = record.get("input")
+    prepared.plan.check_first(value)
+    return prepared.plan.job(cast(int, record["index"]), value)
+
+
+def open_journal(path: Path) -> SqliteJournal:
+    glance(path)  # is it one that this version reads?
+    return SqliteJournal(connect_to_read(path), path)

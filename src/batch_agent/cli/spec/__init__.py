@@ -1,0 +1,1 @@
+"""What the command line is told: arguments, spec files, rows."""

@@ -1,0 +1,151 @@
+"""What going on with a recorded run means, said before anything is spent: what was edited since, how many rows keep
+their answers, and what the others will cost.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from batch_agent.cli.output.transcripts import open_journal
+from batch_agent.engine.run.dryrun import DryRun
+from batch_agent.engine.run.prepare import Prepared, with_model
+from batch_agent.engine.run.recording import fingerprint_of
+from batch_agent.errors import BatchAgentError, JobError
+from batch_agent.files.results import to_json
+from batch_agent.messages import JsonObject
+from batch_agent.observe.text import amount, counted, dollars, harmless, rows
+from batch_agent.store.base import Identity
+from batch_agent.store.keys import Keys
+from batch_agent.store.rundir import JOURNAL, RunView
+
+ASKED = "asked"  # in the recorded command
+TEXTS = ("task", "system_prompt")
+PLAIN = ("model", "max_tokens", "temperature", "top_p", "seed", "stop")
+HASHED = ("output_schema", "tool_choice", "extra_body")
+MOST_WORDS = 4000  # of a text that is compared word by word
+VALUE_CHARACTERS = 60
+AT_ONCE = 256  # rows looked up in the journal together
+
+
+def asked(prepared: Prepared) -> dict[str, JsonValue]:
+    """What answers depend on, in a form that can be compared later. What may hold a secret is there as a hash."""
+    spec = prepared.spec
+    values: dict[str, JsonValue] = {name: getattr(spec, name) for name in TEXTS}
+    for name in PLAIN:
+        value = prepared.model if name == "model" else getattr(spec, name)
+        values[name] = list(value) if isinstance(value, tuple) else value
+    values["output_schema"] = _hash(prepared.schema.json_schema if prepared.schema else None)
+    values |= {name: _hash(getattr(spec, name)) for name in ("tool_choice", "extra_body")}
+    values["tools"] = {tool.name: _hash([tool.spec, tool.version]) for tool in prepared.tools}
+    return values
+
+
+def _hash(value: object) -> str:
+    return blake2b(to_json(value), digest_size=8).hexdigest()
+
+
+def differences(before: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> Iterator[str]:
+    """``system_prompt: 1 word``, ``model: a → b``, ``tools: + look_up``."""
+    for name, value in now.items():
+        old = before.get(name)
+        if old == value or name not in before:
+            continue
+        if name in TEXTS and isinstance(old, str) and isinstance(value, str):
+            yield f"{name}: {_words_changed(old, value)}"
+        elif name == "tools" and isinstance(old, dict) and isinstance(value, dict):
+            yield f"tools: {', '.join(_tools_changed(old, value))}"
+        elif name in HASHED:
+            yield f"{name}: changed"
+        else:
+            yield f"{name}: {_value(old)} → {_value(value)}"
+
+
+def _words_changed(old: str, new: str) -> str:
+    before, after = old.split(), new.split()
+    if before == after:
+        return "only spaces and line ends"
+    if len(before) + len(after) > MOST_WORDS:
+        return "changed"
+    edits = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return counted(sum(max(b - a, d - c) for kind, a, b, c, d in edits if kind != "equal"), "word")
+
+
+def _tools_changed(old: JsonObject, new: JsonObject) -> Iterator[str]:
+    yield from (f"+ {name}" for name in new if name not in old)
+    yield from (f"- {name}" for name in old if name not in new)
+    yield from (f"{name} changed" for name in new if name in old and old[name] != new[name])
+
+
+def _value(value: JsonValue) -> str:
+    return "not given" if value is None else harmless(value if isinstance(value, str) else str(value), VALUE_CHARACTERS)
+
+
+def forecast(prepared: Prepared, *, force: bool) -> str:
+    """What resuming does, where that is not simply going on. Empty where it is, or where nothing can be told."""
+    directory = Path(str(prepared.spec.run_dir))
+    try:
+        view = RunView.of(directory)
+    except BatchAgentError:  # there is none yet, or it is damaged, of which the run itself will tell
+        return ""
+    if prepared.model is None:
+        prepared = with_model(prepared, str(view.facts.get("model")))
+    edited = fingerprint_of(prepared).hex() != view.facts.get("fingerprint")
+    if not edited and view.state != "complete":
+        return ""
+    lines = [f"  {line}" for line in _edits(view, prepared)] if edited else []
+    if lines:
+        lines.insert(0, f"since {directory} was recorded, this has changed:")
+    inputs = prepared.spec.inputs
+    if isinstance(inputs, list) and inputs and (directory / JOURNAL).exists():
+        by_row = force or (bool(view.facts.get("forced")) and not edited)
+        lines.append(_forecast(prepared, inputs, directory, by_row=by_row))
+    return "\n".join(lines)
+
+
+def _edits(view: RunView, prepared: Prepared) -> Iterator[str]:
+    command = view.facts.get("command")
+    before = command.get(ASKED) if isinstance(command, dict) else None
+    if isinstance(before, dict):
+        before = {**before, "model": before.get("model") or view.facts.get("model")}
+        yield from differences(before, asked(prepared))
+
+
+def _forecast(prepared: Prepared, inputs: Sequence[object], directory: Path, *, by_row: bool) -> str:
+    kept = _kept(prepared, inputs, directory, by_row=by_row)
+    left = len(inputs) - kept
+    line = f"answers kept: {kept:,} of {rows(len(inputs))}"
+    if not left:
+        return line
+    dry = DryRun.of(prepared)
+    parts = [f"{line}; {left:,} to ask"]
+    if dry.prompt_tokens is not None:
+        parts.append(f"about {amount(dry.prompt_tokens * left // len(inputs))} prompt tokens")
+    if dry.cost is not None:
+        parts.append(" to ".join(dict.fromkeys(dollars(cost * left / len(inputs)) for cost in dry.cost)))
+    return ", ".join(parts)
+
+
+def _kept(prepared: Prepared, inputs: Sequence[object], directory: Path, *, by_row: bool) -> int:
+    plan, keys, kept = prepared.plan, Keys(fingerprint_of(prepared)), 0
+    plan.check_first(inputs[0])
+    identities = _identities(prepared, keys, inputs)
+    with closing(open_journal(directory / JOURNAL)) as journal:
+        journal.sort_by("row" if by_row else "key")
+        while wanted := list(islice(identities, AT_ONCE)):
+            kept += sum(past is not None and past.done for past in journal.claim(wanted))
+    return kept
+
+
+def _identities(prepared: Prepared, keys: Keys, inputs: Sequence[object]) -> Iterator[Identity]:
+    for value in inputs:
+        try:
+            yield keys.identify(value, *prepared.plan.asks(value))
+        except JobError:  # it fails before anything is asked
+            continue

@@ -1,0 +1,128 @@
+"""Where the command line records a run, and what it keeps of itself so that the run can be started again."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from batch_agent.cli.spec.arguments import RUNS
+from batch_agent.cli.spec.rows import STDIN
+from batch_agent.cli.spec.specfile import SpecFile, read_specfile
+from batch_agent.errors import SpecError
+from batch_agent.messages import JsonObject
+
+# What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
+KEPT = (
+    "task",
+    "system",
+    "schema",
+    "tool",
+    "temperature",
+    "set",
+    "inputs",
+    "format",
+    "env_file",
+    "output",
+    "ordered",
+    "limit",
+    "model",
+    "backend",
+    "max_inflight",
+    "max_cost",
+    "max_total_tokens",
+    "max_wall_time",
+    "max_outage",
+    "cache",
+    "no_hoist",
+)
+PATHS = ("inputs", "output", "cache", "env_file")
+DIRECTORY = "directory"  # where the command was given
+LEFT_OUT = "left_out"  # the names of those that were given and are not kept
+
+
+def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, object]:
+    """The options of BatchSpec that concern the record."""
+    name = "checkpoint_dir" if "checkpoint_dir" in file.options else "run_dir"
+    if options.no_run_dir or options.dry_run:
+        return {name: None, "resume": False, "force_resume": False}
+    recording: dict[str, object] = {name: _run_dir(options, file.options.get(name), file.path)}
+    if options.resume:
+        recording["resume"] = True
+        if options.force_resume:
+            recording["force_resume"] = True
+        if options.no_retry_failed:
+            recording["retry_failed"] = False
+        elif options.retry_type is not None:
+            recording["retry_failed"] = options.retry_type
+    return recording
+
+
+def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Path:
+    for given in (options.run_dir, named):
+        if isinstance(given, str) and not given.strip():
+            raise SpecError("run_dir is empty: name a directory, or leave it out")
+    if options.run_dir is not None:
+        return Path(options.run_dir)
+    if named is not None:
+        return spec_path.parent / str(named)
+    if options.resume:
+        raise SpecError("--resume needs --run-dir, the directory to go on with")
+    stem = f"{spec_path.name.partition('.')[0] or 'run'}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    taken = (Path(RUNS) / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 1_000_000))
+    return next(path for path in taken if not path.exists())
+
+
+def command_of(options: argparse.Namespace) -> dict[str, JsonValue]:
+    """How to start this run again, from any directory."""
+    kept: dict[str, JsonValue] = {
+        "spec": None if options.spec is None else str(Path(options.spec).absolute()),
+        DIRECTORY: options.directory or str(Path.cwd()),
+    }
+    for name in KEPT:
+        value = getattr(options, name)
+        if name in PATHS and isinstance(value, str) and value != STDIN:
+            value = str(Path(value).absolute())
+        if name == "backend" and value is not None and "@" in value:
+            value = None  # it may carry a password
+            kept[LEFT_OUT] = [name]
+        kept[name] = value
+    return kept
+
+
+def refuse_left_out(command: Mapping[str, JsonValue], options: argparse.Namespace) -> None:
+    """SpecError when the run had an option that was not kept, and that ``options`` does not give again: without it the
+    run would go on elsewhere."""
+    left_out = command.get(LEFT_OUT)
+    for name in left_out if isinstance(left_out, list) else ():
+        if getattr(options, str(name)) is None:
+            raise SpecError(
+                f"{options.run_dir} was started with a --{name} that was not kept, since it may carry a "
+                f"password: give --{name} again"
+            )
+
+
+def read_by(facts: JsonObject) -> list[tuple[str, Path]]:
+    """What the command of a recorded run read, as far as that can still be told: its spec and its inputs."""
+    command = facts.get("command")
+    if not isinstance(command, dict):
+        return []
+    spec, inputs = command.get("spec"), command.get("inputs")
+    read = [("spec", Path(spec))] if isinstance(spec, str) else []
+    if inputs is None and isinstance(spec, str):
+        with suppress(SpecError):  # it is gone, or no spec any more
+            inputs = read_specfile(Path(spec)).inputs_path()
+    if isinstance(inputs, str) and inputs != STDIN:
+        read.append(("inputs", Path(inputs)))
+    return read
+
+
+def command_again(command: Mapping[str, JsonValue]) -> argparse.Namespace:
+    """The arguments of a recorded command, as far as they were kept."""
+    kept = argparse.Namespace(**{name: command.get(name) for name in KEPT})
+    kept.spec, kept.spec_path, kept.directory = command.get("spec"), None, command.get(DIRECTORY)
+    return kept

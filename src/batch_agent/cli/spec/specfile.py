@@ -1,0 +1,280 @@
+"""Spec files: the options of BatchSpec in YAML, TOML or JSON.
+
+The names are those of the API; what cannot be written in a file is referred to: a prompt by ``{file: prompt.txt}``,
+inputs by path, a function, tool or class by ``module:name``. Paths and modules are looked up beside the spec file. What
+an option may be is BatchSpec's affair; here its errors get the file and, where it can be told, the line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from batch_agent.cli.spec.rows import STDIN
+from batch_agent.errors import SpecError
+from batch_agent.foreign import describe
+from batch_agent.spec import BatchSpec
+
+STAGES = "stages"  # of a file that says a pipeline
+NOT_IN_FILES = {
+    "on_result": "it is a Python function; the command line writes every result to --output",
+    "runtime": "it is a Python object; write backend",
+}
+REFERENCE = re.compile(r"[\w.]+:[\w.]+")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecFile:
+    """What a spec file says, its references not yet followed. Without a ``text`` there is no file: what the command
+    line says, whose references are looked up beside ``path``."""
+
+    path: Path
+    text: str
+    options: Mapping[str, object]
+
+    def error(self, message: str) -> SpecError:
+        """A SpecError that names this file and the line of the option that the message is about."""
+        if not self.text:  # there is no file
+            return SpecError(message)
+        line = self._line(message)
+        return SpecError(f"{self.path}{f' line {line}' if line else ''}: {message}")
+
+    def _line(self, message: str) -> int | None:
+        # Messages begin with the option, or with "there is no option '…'".
+        option = next((word for word in re.findall(r"\w+", message)[:5] if word in self.options), None)
+        if option is None:
+            return None
+        pattern = re.compile(rf"""\s*\{{?\s*["']?{option}["']?\s*[:=]""")
+        lines = [number for number, line in enumerate(self.text.split("\n"), start=1) if pattern.match(line)]
+        return lines[0] if len(lines) == 1 else None
+
+    def resolve(self, overrides: Mapping[str, object]) -> BatchSpec:
+        """The spec, with the references of the file followed and ``overrides`` in place of what the file says."""
+        options = {**self.followed(leaving_out=overrides), **overrides}
+        try:
+            return BatchSpec(**options)
+        except SpecError as error:
+            if re.match(r"\w*", str(error))[0] in overrides:  # type: ignore[index]
+                raise  # it is not the file's
+            raise self.error(str(error)) from None
+
+    def followed(self, *, leaving_out: Container[str] = ()) -> dict[str, Any]:
+        """The options, with what they refer to in place of references."""
+        own = {name: value for name, value in self.options.items() if name not in leaving_out}
+        try:
+            return self.follow(own)
+        except SpecError as error:
+            raise self.error(str(error)) from None
+
+    def follow(self, options: Mapping[str, object]) -> dict[str, Any]:
+        """These options in the same way. A SpecError does not name the file."""
+        resolvers: dict[str, Callable[[object], object]] = {
+            "task": self._text,
+            "prompt": self._text,
+            "system_prompt": self._text,
+            "tools": self._tools,
+            "output_schema": self._schema,
+            "cache": self._directory,
+            "predictive_prewarm": self._directory,
+            "image_root": self._directory,
+        }
+        followed = dict(options)
+        for name in resolvers.keys() & options.keys():
+            try:
+                followed[name] = resolvers[name](options[name])
+            except SpecError as error:
+                raise SpecError(f"{name}: {error}") from None
+        return followed
+
+    def inputs_path(self) -> str | None:
+        """Where the inputs are, when the file names a place; None when it lists them or says nothing."""
+        inputs = self.options.get("inputs")
+        if not isinstance(inputs, str):
+            return None
+        return inputs if inputs == STDIN else str(self.path.parent / inputs)
+
+    def _text(self, value: object) -> object:
+        if not (isinstance(value, dict) and value.keys() == {"file"}):
+            return value
+        path = self.path.parent / str(value["file"])
+        try:
+            return path.read_text("utf-8-sig")
+        except OSError as error:
+            raise SpecError(f"cannot read {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise SpecError(f"{path} is not UTF-8") from None
+
+    def _directory(self, value: object) -> object:
+        return self.path.parent / value if isinstance(value, str | Path) else value
+
+    def _tools(self, value: object) -> object:
+        if not isinstance(value, list):
+            raise SpecError('must be a list of names, such as ["read_file", "mytools:look_up"]')
+        return [self._tool(item) for item in value]
+
+    def _tool(self, item: object) -> object:
+        if not isinstance(item, str):
+            raise SpecError(f"{item!r} is not the name of a tool")
+        return self.imported(item) if ":" in item else item
+
+    def _schema(self, value: object) -> object:
+        if isinstance(value, str):
+            if ":" not in value:
+                raise SpecError(f"{value!r} must be a JSON schema or module:Class")
+            return self.imported(value)
+        return value
+
+    def imported(self, reference: str) -> object:
+        if not REFERENCE.fullmatch(reference):
+            raise SpecError(f"{reference!r} must be module:name")
+        module_name, _, names = reference.partition(":")
+        value: object = _import_module(module_name, self.path.parent)
+        for name in names.split("."):
+            try:
+                value = getattr(value, name)
+            except AttributeError:
+                raise SpecError(f"there is no {names} in the module {module_name}") from None
+        return value
+
+
+def read_specfile(path: Path) -> SpecFile:
+    parsers: dict[str, Callable[[str], object]] = {
+        ".yaml": _parse_yaml,
+        ".yml": _parse_yaml,
+        ".toml": _parse_toml,
+        ".json": _parse_json,
+    }
+    parse = parsers.get(path.suffix.lower())
+    if parse is None:
+        raise SpecError(f"{path}: a spec file ends in {', '.join(parsers)}")
+    try:
+        text = path.read_text("utf-8-sig")
+    except OSError as error:
+        raise SpecError(f"cannot read the spec {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{path} is not UTF-8") from None
+    try:
+        options = parse(text)
+    except SpecError as error:
+        raise SpecError(f"{path} {error}") from None
+    except RecursionError:
+        raise SpecError(f"{path} is nested too deeply") from None
+    if options is None:
+        raise SpecError(f"{path} is empty; it needs at least a task")
+    if not isinstance(options, dict):
+        raise SpecError(f"{path} must be a mapping of options, such as task: …, not {_kind(options)}")
+    wrong = next((key for key in options if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise SpecError(f"{path}: {wrong!r} is not the name of an option")
+    file = SpecFile(path, text, options)
+    for name, reason in NOT_IN_FILES.items():
+        if name in options:
+            raise file.error(f"{name} cannot be given in a file: {reason}")
+    return file
+
+
+def _parse_yaml(text: str) -> object:
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_twice(node)
+        value: object = loader.construct_document(node)
+        return value
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        raise SpecError(f"line {mark.line + 1 if mark else '?'} is not YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:  # a control character; a date that does not exist
+        raise SpecError(f"is not YAML: {' '.join(str(error).split())}") from None
+    finally:
+        loader.dispose()
+
+
+def _refuse_twice(root: yaml.Node) -> None:
+    """YAML forbids equal keys, and its reader takes the last of them. What ``<<`` merges may be overridden."""
+    waiting, seen = [root], {id(root)}
+    while waiting:
+        node = waiting.pop()
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            keys: set[tuple[str, str]] = set()
+            for key, value in node.value:
+                parts += key, value
+                name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+                if name in keys:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+                if name is not None:
+                    keys.add(name)
+        elif isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        waiting += [part for part in parts if id(part) not in seen]
+        seen.update(map(id, parts))
+
+
+def _parse_toml(text: str) -> object:
+    try:
+        return tomllib.loads(text) or None
+    except ValueError as error:
+        raise SpecError(f"is not TOML: {error}") from None
+
+
+def _parse_json(text: str) -> object:
+    if not text.strip():
+        return None
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise SpecError(f"line {error.lineno} is not JSON: {error.msg}") from None
+    except SpecError:
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise SpecError(f"is not JSON: {error}") from None
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for name, item in pairs:
+        if name in value:
+            raise SpecError(f"has {name!r} twice")
+        value[name] = item
+    return value
+
+
+def _kind(value: object) -> str:
+    return {list: "a list", str: "text", bool: "true or false"}.get(type(value), "a number")
+
+
+def _import_module(name: str, beside: Path) -> object:
+    directory = str(beside.resolve())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)  # and it stays there: a tool may import its neighbours when it is called
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise SpecError(f"there is no module {name} in {directory} or among the installed ones") from None
+        raise SpecError(_import_failure(name, error)) from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script that ends in sys.exit() too
+        raise SpecError(_import_failure(name, error)) from None
+
+
+def _import_failure(name: str, error: BaseException) -> str:
+    """The user's module raised: say what and where, without our frames."""
+    message = f"importing {name} failed: {describe(error)}"
+    if isinstance(error, SyntaxError):  # its message has the place; its last frame is the import machinery
+        return message
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{message} ({Path(frame.filename).name} line {frame.lineno})"

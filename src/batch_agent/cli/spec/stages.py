@@ -1,0 +1,72 @@
+"""Spec files that say a pipeline: the stages under ``stages``, the options for all of them beside it.
+
+    inputs: papers.jsonl
+    stages:
+      - map: {name: read, task: "Read {text}", output_schema: "papers:Paper"}
+      - filter: "papers:is_relevant"
+      - reduce: {prompt: "Write a survey of {n} papers", output_schema: "papers:Survey"}
+
+Functions are given as ``module:name``; ``join`` takes ``stages`` and ``inputs`` of its own, ``key`` and ``other_key``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from batch_agent.cli.spec.specfile import STAGES, SpecFile
+from batch_agent.errors import SpecError
+from batch_agent.topology.pipeline import Pipeline
+
+KINDS = ("map", "flat_map", "filter", "join", "reduce")
+
+
+def read_stages(file: SpecFile, inputs: Any, read_rows: Callable[[object], Any]) -> Pipeline[Any]:
+    """``read_rows`` gives the rows that the ``inputs`` of a join name."""
+    return _extended(file, Pipeline(inputs), file.options[STAGES], read_rows)
+
+
+def _extended(
+    file: SpecFile, pipeline: Pipeline[Any], stages: object, read_rows: Callable[[object], Any]
+) -> Pipeline[Any]:
+    if not isinstance(stages, list) or not stages:
+        raise file.error(f"stages must be a list of stages, each one of {', '.join(KINDS)}")
+    for number, stage in enumerate(stages, 1):
+        if not isinstance(stage, dict) or len(stage) != 1 or next(iter(stage)) not in KINDS:
+            raise file.error(f"stages: number {number} must be one of {', '.join(KINDS)}, such as map: {{task: …}}")
+        [(kind, content)] = stage.items()
+        try:
+            pipeline = _with(file, pipeline, kind, content, read_rows)
+        except SpecError as error:
+            raise file.error(f"stages: number {number}, {kind}: {error}") from None
+    return pipeline
+
+
+def _with(
+    file: SpecFile, pipeline: Pipeline[Any], kind: str, content: object, read_rows: Callable[[object], Any]
+) -> Pipeline[Any]:
+    if kind in ("flat_map", "filter"):
+        function = _function(file, content)
+        return pipeline.flat_map(function) if kind == "flat_map" else pipeline.filter(function)
+    if not isinstance(content, dict):
+        raise SpecError("must be a mapping of options")
+    if kind == "join":
+        keys = {name: _function(file, content.get(name)) for name in ("key", "other_key")}
+        other = _extended(file, Pipeline(read_rows(content.get("inputs"))), content.get(STAGES), read_rows)
+        return pipeline.join(other, key=keys["key"], other_key=keys["other_key"])
+    options = file.follow(content)
+    _need(options, "task" if kind == "map" else "prompt")
+    return pipeline.map(**options) if kind == "map" else pipeline.reduce(**options)
+
+
+def _need(options: Mapping[str, object], name: str) -> None:
+    if not isinstance(options.get(name), str):
+        raise SpecError(f"{name} is missing, or no text")
+
+
+def _function(file: SpecFile, reference: object) -> Callable[[Any], Any]:
+    value = file.imported(reference) if isinstance(reference, str) else None
+    if not callable(value):
+        raise SpecError(f"{reference!r} must be a function, as module:name")
+    function: Callable[[Any], Any] = value
+    return function

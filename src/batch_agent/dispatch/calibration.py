@@ -1,0 +1,108 @@
+"""The numbers of calls in flight that ``calibrate_backend`` found, remembered by endpoint and model.
+
+One small JSON file in the cache directory. Losing it costs a ramp, so nothing here raises: one that cannot be read is
+left out of account with a warning, and written anew with what is found next. What is a month old is found again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from batch_agent.backends.base import Backend
+from batch_agent.dispatch.limiter import Limiter
+from batch_agent.scheduler.limit_search import CALIBRATING, LimitSearch
+
+FILE = "capacity.json"
+MONTH = 30 * 86_400.0  # seconds
+MOST_ENTRIES = 1000  # the latest are kept
+
+logger = logging.getLogger("batch_agent")
+
+
+class CalibrationFile:
+    """All methods block."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = calibration_file() if path is None else path
+
+    def get(self, endpoints: Iterable[str], model: str) -> dict[str, int]:
+        """Of those that are known."""
+        known, since = self._read(), time.time() - MONTH
+        entries = {endpoint: known.get(_key(endpoint, model)) for endpoint in endpoints}
+        return {endpoint: entry[0] for endpoint, entry in entries.items() if entry is not None and entry[1] > since}
+
+    def put(self, found: Mapping[str, int], model: str) -> None:
+        """By endpoint."""
+        now = time.time()
+        known = self._read() | {_key(endpoint, model): (knee, now) for endpoint, knee in found.items()}
+        latest = dict(sorted(known.items(), key=lambda item: -item[1][1])[:MOST_ENTRIES])
+        document = {key: {"inflight": knee, "at": at} for key, (knee, at) in latest.items()}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Under its final name it is a whole one, whoever else writes.
+            handle, draft = tempfile.mkstemp(dir=self._path.parent, prefix=FILE)
+            try:
+                with os.fdopen(handle, "w") as file:
+                    json.dump(document, file, indent=1)
+                Path(draft).replace(self._path)
+            finally:
+                Path(draft).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("what calibrate_backend found cannot be kept: %s", error)
+
+    def _read(self) -> dict[str, tuple[int, float]]:
+        try:
+            document = json.loads(self._path.read_bytes())
+            return {str(key): (_count(entry["inflight"]), float(entry["at"])) for key, entry in document.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            logger.warning("%s cannot be read: calibrate_backend begins anew", self._path)
+            return {}
+
+
+def calibration_file() -> Path:
+    from batch_agent.backends.local.weights import cache_dir
+
+    return cache_dir() / FILE
+
+
+@asynccontextmanager
+async def calibration(backend: Backend, limiter: Limiter, model: str, *, wanted: bool) -> AsyncIterator[None]:
+    """Each endpoint begins at its knee, or with the ramp that finds it; what was found by the end is remembered."""
+    if not wanted:
+        yield
+        return
+    endpoints = {_where(backend, endpoint.name): endpoint for endpoint in limiter.scheduler.endpoints}
+    known = await asyncio.to_thread(CalibrationFile().get, endpoints, model)
+    for where, endpoint in endpoints.items():
+        if (knee := known.get(where)) is not None:
+            limiter.endpoints.seek(endpoint, LimitSearch(knee, knee, settled=True), "found before")
+        else:
+            limiter.endpoints.seek(endpoint, LimitSearch(CALIBRATING, CALIBRATING), "calibrate_backend")
+    yield
+    found = {where: knee for where, endpoint in endpoints.items() if (knee := endpoint.capacity.knee) is not None}
+    if found:
+        await asyncio.to_thread(CalibrationFile().put, found, model)
+
+
+def _where(backend: Backend, endpoint: str) -> str:
+    return f"{backend.name} {endpoint}" if endpoint else backend.name
+
+
+def _key(endpoint: str, model: str) -> str:
+    return f"{endpoint} {model}"
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(value)
+    return value

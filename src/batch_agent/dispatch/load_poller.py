@@ -1,0 +1,87 @@
+"""How busy the engines are, asked once a second and handed to the capacity of each endpoint.
+
+Nothing depends on an answer: a reading that fails or hangs is one that did not come, and after a few of those the
+answers of the rows alone have to tell. Runs that share a limiter share the readings: one of them reads, and the next
+takes over when it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from batch_agent.backends.base import Backend, Load, Measured
+from batch_agent.dispatch.limiter import Limiter
+from batch_agent.foreign import describe
+from batch_agent.scheduler.endpoint import Endpoint
+
+FIRST_SECONDS, READ_SECONDS = 0.3, 1.0  # before the first reading, and between two
+LONGEST_SECONDS = 2.0  # that one may take
+ENDPOINTS_A_SECOND = 50  # of a large fleet each is read less often
+FAILURES = 3  # in a row, after which an engine counts as one that does not tell
+
+Hold = Callable[[bool], None]
+logger = logging.getLogger("batch_agent")
+
+
+@asynccontextmanager
+async def poll_load(backend: Backend, limiter: Limiter, ceiling: int | None, hold: Hold) -> AsyncIterator[None]:
+    """``hold`` is told whether new agents are to wait, because more than ``ceiling`` requests are in the queue."""
+    if not (backend.capabilities.load and isinstance(backend, Measured)):
+        if ceiling is not None:
+            logger.warning("backpressure_ceiling: %s does not tell how long its queue is", backend.name)
+        yield
+        return
+    reading = asyncio.get_running_loop().create_task(LoadPoller(backend, limiter, ceiling, hold).read_on())
+    try:
+        yield
+    finally:
+        reading.cancel()
+        await asyncio.wait([reading], timeout=LONGEST_SECONDS)
+
+
+class LoadPoller:
+    def __init__(self, backend: Measured, limiter: Limiter, ceiling: int | None, hold: Hold) -> None:
+        self._backend, self._limiter = backend, limiter
+        self._ceiling, self._hold = ceiling, hold
+        self._failures: dict[str, int] = {}  # in a row, by endpoint
+        self._warned = False
+
+    async def read_on(self) -> None:
+        async with self._limiter.reading:
+            await asyncio.sleep(FIRST_SECONDS)
+            while True:
+                endpoints = [each for each in self._limiter.scheduler.endpoints if not each.given_up]
+                await asyncio.sleep(await self._read_all(endpoints))
+
+    async def _read_all(self, endpoints: list[Endpoint]) -> float:
+        """Seconds until the next time."""
+        # Where new agents may have to wait, also while there is nothing in flight: else nobody would ever end that.
+        asked = [each for each in endpoints if self._ceiling is not None or each.inflight]
+        loads = await asyncio.gather(*map(self._read, asked))
+        if self._ceiling is not None:
+            # Of an endpoint that does not tell nobody knows that its queue is long.
+            self._hold(bool(loads) and all(load is not None and load.waiting > self._ceiling for load in loads))
+        return READ_SECONDS * max(1.0, len(asked) / ENDPOINTS_A_SECOND)
+
+    async def _read(self, endpoint: Endpoint) -> Load | None:
+        try:
+            async with asyncio.timeout(LONGEST_SECONDS):
+                load = await self._backend.load(endpoint.name)
+        except Exception as error:
+            self._failed(endpoint, error)
+            return None
+        self._failures[endpoint.name] = 0
+        self._limiter.endpoints.loaded(endpoint, load)
+        return load
+
+    def _failed(self, endpoint: Endpoint, error: Exception) -> None:
+        failures = self._failures[endpoint.name] = self._failures.get(endpoint.name, 0) + 1
+        if failures < FAILURES:
+            return
+        endpoint.capacity.unread()
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s does not tell how busy it is: %s", self._backend.name, describe(error))

@@ -1,0 +1,1 @@
+"""An agent: what it may do, and the tool loop."""

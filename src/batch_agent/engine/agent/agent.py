@@ -1,0 +1,131 @@
+"""One agent's life: a worker is given its row and a context, and ends in an output or an error.
+
+An agent owns its conversation and its tally, nothing else: slots, tools and the backend are the run's (``Resources``).
+Whatever goes wrong for this job alone is a JobError and ends on its result; anything else is a fault of this package
+and stops the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.engine.agent.context import AgentContext, Worker
+from batch_agent.engine.agent.turn import Resources
+from batch_agent.errors import AgentTimeout, Interrupted, JobError, StoreError, WorkerFailed
+from batch_agent.foreign import describe
+from batch_agent.job import AgentError, AgentResult, BaseResult, Job
+from batch_agent.messages import Message, content_shown
+from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.forecast import Progress
+from batch_agent.store.trail import FailedBefore, Trail
+
+
+class Agent:
+    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: Worker) -> None:
+        self.job = job
+        self.error: JobError | None = None
+        self.recorded: AgentResult[object] | None = None  # its result, when that is on its way to the disk
+        self._verdict: AgentError | None = None
+        self._output: object = None
+        self._deadline = resources.timeout_per_agent
+        self._trail = trail
+        self._worker = worker
+        self._context = AgentContext(job, resources, trail)
+
+    async def run(self, ticket: Ticket | None) -> AgentResult[object]:
+        """To the end, starting with a claim to a slot, where one was made already. A JobError is part of the result."""
+        context, deadline = self._context, self._deadline
+        context.ticket = ticket
+        limit = asyncio.timeout(deadline)
+        try:
+            if deadline is None:  # the usual case, on the hot path
+                self._output = await self._worker(self.job.input, context)
+            else:
+                async with limit:
+                    self._output = await self._worker(self.job.input, context)
+            if context.failure is not None:  # a worker cannot make up for it
+                raise context.failure
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            turns = context.tally.turns
+            self.fail(AgentTimeout(f"timeout_per_agent, {deadline:g} s, is over after {turns} answers of the model"))
+        except JobError as error:
+            self.fail(error)
+        finally:
+            context.close()
+        return self.result()
+
+    def fail(self, error: JobError) -> None:
+        self.error, self._output = error, None
+        self._verdict = error.failed.error if isinstance(error, FailedBefore) else AgentError.of(error)
+
+    def record_end(self, result: AgentResult[object]) -> None:
+        """How the agent ended goes to its trail; an agent that was interrupted has not ended."""
+        if not isinstance(self.error, Interrupted):
+            self._context.end(self._verdict)
+            self.recorded = result
+
+    async def settle(self) -> None:
+        """Until everything recorded of it is on disk."""
+        await self._trail.settle()
+
+    def result(self) -> AgentResult[object]:
+        context, tally = self._context, self._context.tally
+        result: BaseResult[object] = BaseResult(
+            index=self.job.index,
+            job_id=self.job.job_id,
+            input=self.job.input,
+            ok=self._verdict is None,
+            output=self._output,
+            error=self._verdict,
+            attempts=tally.attempts,
+            turns=tally.turns,
+            usage=tally.usage,
+            cost=tally.cost,
+            timings=tally.timings(context.seconds()),
+            messages=_kept(context.conversation.messages, self.job),
+            raw_text=context.text,
+            repaired=context.repaired and self._verdict is None,
+            resumed=not self._trail.fresh,
+            shortened=self.job.shortened,
+        )
+        return cast("AgentResult[object]", result)
+
+    @property
+    def progress(self) -> Progress:
+        return self._context.progress
+
+    @property
+    def turns(self) -> int:
+        return self._context.tally.turns
+
+
+def _kept(messages: Sequence[Message], job: Job) -> tuple[Message, ...]:
+    """What a result holds: pictures by their marks, since a thousand results would be a thousand pictures."""
+    if not job.images:
+        return tuple(messages)
+    return tuple(
+        message if isinstance(message.content, str) else replace(message, content=content_shown(message.content))
+        for message in messages
+    )
+
+
+def bounded(worker: Worker) -> Worker:
+    """A worker that is not ours: whatever it raises fails its row alone."""
+
+    async def work(row: object, context: AgentContext) -> object:
+        try:
+            return await worker(row, context)
+        except (JobError, StoreError, KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
+                raise
+            raise WorkerFailed(f"the worker failed: {describe(error)}") from error
+
+    return work

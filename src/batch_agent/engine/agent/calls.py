@@ -1,0 +1,69 @@
+"""The tool calls of one answer: begun together, and each recorded and told of when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+
+from batch_agent.engine.agent.turn import EarlyCalls, Resources
+from batch_agent.errors import StoreError
+from batch_agent.events import ToolFinished, ToolStarted
+from batch_agent.job import Job
+from batch_agent.messages import ToolCall
+from batch_agent.store.steps import Begun, Outcome
+from batch_agent.store.trail import Trail
+from batch_agent.tools.pool import ToolOutcome
+
+
+async def run_calls(
+    r: Resources,
+    trail: Trail,
+    job: Job,
+    turn: int,
+    calls: Mapping[int, ToolCall],
+    known: dict[int, str],
+    early: EarlyCalls | None,
+) -> None:
+    """These calls of an agent's turn, by place in its answer, to the end of the last one. ``known`` gets the outcomes
+    as they come; ``early`` has the calls that were begun while the model was still talking."""
+    writes = tuple(place for place, call in calls.items() if not r.tools.can_start_early(call.name))
+    if writes and trail.records:
+        # A write that was begun must never be taken for one that was not.
+        trail.add(Begun(writes))
+        await trail.settle()
+    index = job.index
+    every, left = asyncio.get_running_loop().create_future(), len(calls)
+
+    def ended(place: int, call: ToolCall, outcome: ToolOutcome | Exception) -> None:
+        nonlocal left
+        if isinstance(outcome, Exception):
+            if not every.done():
+                every.set_exception(outcome)
+            return
+        known[place] = outcome.text
+        # Recorded as soon as it is known: another call of the same answer may run for hours yet.
+        with suppress(StoreError):  # the agent hears of it before it goes on
+            trail.add(Outcome(place, outcome.text))
+        seconds, ok, source = outcome.seconds, outcome.ok, outcome.source
+        r.emit(ToolFinished(r.clock(), r.run, index, turn, place, call.id, call.name, seconds, ok, source))
+        left -= 1
+        if not left and not every.done():  # it is when the agent was cancelled
+            every.set_result(None)
+
+    now = r.clock()
+    for place, call in calls.items():
+        r.emit(ToolStarted(now, r.run, index, turn, place, call.id, call.name))
+    begun = early.started if early is not None else {}
+    pending = {place: begun.get(call.id) or r.tools.start(call, job, turn) for place, call in calls.items()}
+    if r.prewarm is not None:
+        r.prewarm.asked(index, calls.values())
+    try:
+        for place, waiting in pending.items():
+            waiting.on_end(partial(ended, place, calls[place]))
+        # A write that was begun is waited for in any case: what became of it must be known.
+        await (every if writes else r.limiter.wait_for_tools(every))
+    finally:
+        for waiting in pending.values():
+            waiting.abandon()

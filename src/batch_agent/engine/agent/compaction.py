@@ -1,0 +1,189 @@
+"""How the conversations of a run are kept within the model's context: when one is cut, who tells what was left out.
+
+What gives way is decided in ``compiler.compaction``. A model that is asked for a summary is asked like for any turn,
+but after everybody else; where it cannot answer, the calls that were made are told instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.compiler import compaction
+from batch_agent.compiler.compaction import Cut, history_tokens, left_out, note, plan_cut
+from batch_agent.compiler.overflow import stated
+from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.dispatch.limiter import Limiter
+from batch_agent.dispatch.members import endpoints_of
+from batch_agent.engine.agent.history import History
+from batch_agent.engine.agent.turn import Resources, Tally, take_turn
+from batch_agent.engine.run.prepare import Prepared, only_model
+from batch_agent.errors import ContextOverflow, JobError, StoreError, WorkerFailed
+from batch_agent.foreign import describe
+from batch_agent.job import Job
+from batch_agent.messages import Conversation, Message, Usage
+from batch_agent.outputs.extract import strip_reasoning
+from batch_agent.scheduler.endpoint import Terms
+from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.limit_search import START
+from batch_agent.scheduler.ordering import LAST
+from batch_agent.store.steps import Compacted
+
+logger = logging.getLogger("batch_agent")
+
+Teller = Callable[[Sequence[Message]], str | Awaitable[str]]
+MARGIN = 0.02  # of the context, by which a prompt may be longer than was foreseen
+PATIENCE = 15.0  # seconds that a server for summaries alone may be out of reach
+SUMMARISE = Message(
+    "system",
+    "You are given the first steps of an agent's work, which will be removed from its context. Write what it must know "
+    "to go on without them: facts with their exact numbers, names, paths, ids and quotations, what was tried and what "
+    "came of it, decisions, what is still open. Leave out nothing that a later answer could depend on, and add "
+    "nothing. At most 300 words, no introduction.",
+)
+
+
+@dataclass(slots=True, eq=False)
+class Compactor:
+    """``context`` is the model's, in tokens, as the spec says or as the server was heard to say. ``summaries`` is where
+    a model writes them, and ``shape`` what it is asked with."""
+
+    mode: Literal["auto", "off"] | Teller
+    context: int | None
+    min_response_tokens: int
+    summaries: Resources | None = None
+    shape: RequestShape | None = None
+
+    def excess(self, history: History) -> int:
+        """By how many tokens the next prompt should be shorter than it would be; 0 where it is short enough."""
+        foreseen = history.foreseen()
+        if self.mode == "off" or self.context is None or foreseen is None:
+            return 0
+        if foreseen <= compaction.THRESHOLD * self.context:
+            return 0
+        return foreseen - int(compaction.TARGET * self.context)
+
+    def fitted(self, shape: RequestShape, prompt: int | None) -> RequestShape:
+        """The same with ``max_tokens`` no larger than what a prompt of so many tokens leaves of the context."""
+        if shape.max_tokens is None or self.context is None or prompt is None:
+            return shape
+        room = max(self.context - prompt - int(MARGIN * self.context), self.min_response_tokens)
+        return shape if shape.max_tokens <= room else replace(shape, max_tokens=room)
+
+    def after(self, error: ContextOverflow, shape: RequestShape, history: History) -> tuple[RequestShape, int]:
+        """What to do about a request that the server found too long: the shape to send it with, and by how much the
+        prompt must be shorter before. (shape, 0): nothing helps."""
+        says = stated(str(error))
+        self.context = says.context or self.context
+        foreseen = history.foreseen()
+        prompt = says.prompt or foreseen
+        if self.context is not None and prompt is not None and prompt + self.min_response_tokens <= self.context:
+            smaller = self.fitted(shape, prompt)
+            if smaller is not shape:
+                return smaller, 0
+        if self.mode == "off":
+            return shape, 0
+        if self.context is not None and prompt is not None:
+            return shape, max(1, prompt - int(compaction.TARGET * self.context))
+        return shape, history_tokens(history.own_asked) // 2
+
+    async def compact(self, history: History, excess: int, job: Job, tally: Tally) -> Compacted | None:
+        """Cut the history by about so much. None: there is too little in it that could go."""
+        own, before = history.own, history.cut
+        told = self.summaries is not None or callable(self.mode)
+        cut = plan_cut(own, before, excess, told=told)
+        if not self._is_worth(cut, history, excess):
+            return None
+        summary, usage = "", Usage()
+        if cut.kept_from > before.kept_from and told:
+            summary, usage = await self._tell(own, before, cut, job, tally)
+            if not summary:
+                cut = plan_cut(own, before, excess, told=False)
+        if cut.kept_from > before.kept_from:
+            cut = replace(cut, note=note(own, cut, summary))
+        history.compact(cut)
+        return Compacted(cut, usage)
+
+    def _is_worth(self, cut: Cut, history: History, excess: int) -> bool:
+        saved = history_tokens(history.own_asked) - history_tokens(cut.apply(history.own))
+        return saved >= (excess // 4 if self.context is None else compaction.WORTH * self.context)
+
+    async def _tell(self, own: Sequence[Message], before: Cut, cut: Cut, job: Job, tally: Tally) -> tuple[str, Usage]:
+        if callable(self.mode):
+            return await _told_by(self.mode, list(left_out(own, cut))), Usage()
+        since = left_out(own, cut)[len(left_out(own, before)) :]
+        return await self._summary(before.note, since, job, tally)
+
+    async def _summary(self, known: str, gone: Sequence[Message], job: Job, tally: Tally) -> tuple[str, Usage]:
+        """Of what was left out before, as far as that is ``known``, and of what goes now; nothing where the model that
+        should write it cannot."""
+        r, shape = self.summaries, self.shape
+        assert r is not None and shape is not None
+        steps = "\n\n".join(filter(None, [job.prompt, known, *map(_written, gone)]))
+        request = ModelRequest(shape, Conversation([SUMMARISE, Message("user", steps)]), job.job_id)
+        own_tally = Tally(turns=tally.turns)
+        progress = Progress(LAST, model=shape.model)
+        try:
+            ticket = r.limiter.claim(progress, LAST)
+            reply = await take_turn(r, request, job.index, own_tally, ticket, None)
+            summary = strip_reasoning(reply.text)
+        except JobError as error:
+            logger.warning("what row %s leaves out is told by its calls alone: %s", job.index, error)
+            summary = ""
+        tally.pay(own_tally.usage, own_tally.cost)
+        return summary, own_tally.usage
+
+
+async def _told_by(teller: Teller, gone: Sequence[Message]) -> str:
+    """Foreign code: whatever it raises fails its row alone."""
+    try:
+        told = teller(gone)
+        if inspect.isawaitable(told):
+            told = await told
+    except (JobError, StoreError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
+            raise
+        raise WorkerFailed(f"the compaction failed: {describe(error)}") from error
+    if not isinstance(told, str):
+        raise WorkerFailed(f"the compaction gave {type(told).__name__} where text stands for what is left out")
+    return told
+
+
+def _written(message: Message) -> str:
+    """A message as somebody reads it who is no part of the conversation."""
+    calls = "".join(f"\ncalls {call.name}({call.arguments})" for call in message.tool_calls)
+    return f"{'result' if message.role == 'tool' else message.role}: {message.content}{calls}"
+
+
+@asynccontextmanager
+async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncIterator[Compactor]:
+    """A server for summaries alone has slots of its own."""
+    spec = prepared.spec
+    compactor = Compactor(spec.compaction, prepared.context, spec.min_response_tokens)
+    if prepared.summaries is None:
+        yield compactor
+        return
+    backend, model = prepared.summaries
+    if backend is prepared.backend:
+        compactor.shape = RequestShape(model or "", extra_body=spec.extra_body)
+        compactor.summaries = replace(resources, schema=None)
+        yield compactor
+        return
+    able = backend.capabilities
+    most = able.default_inflight or START
+    limiter = Limiter(most, endpoints=endpoints_of(backend, Terms(most)), max_outage=PATIENCE)
+    try:
+        async with backend:
+            compactor.shape = RequestShape(model or await only_model(backend, spec, "compaction_model"))
+            compactor.summaries = replace(resources, backend=backend, limiter=limiter, schema=None)
+            yield compactor
+    finally:
+        limiter.close()

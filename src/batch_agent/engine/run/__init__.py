@@ -1,0 +1,1 @@
+"""A run: its inputs, its agents and its end."""

@@ -1,0 +1,273 @@
+"""The inputs of a run on their way to results: read as they are needed, an agent accompanied for each to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from batch_agent.blocking import in_thread
+from batch_agent.compiler.plan import Plan
+from batch_agent.dispatch.limiter import Feed
+from batch_agent.engine.agent.agent import Agent
+from batch_agent.engine.agent.context import Worker
+from batch_agent.engine.agent.loop import tool_loop
+from batch_agent.engine.agent.turn import Resources
+from batch_agent.engine.run.delivery import Delivery
+from batch_agent.engine.run.parts import Parts
+from batch_agent.engine.run.rows import Rows
+from batch_agent.errors import Interrupted, JobError
+from batch_agent.events import JobFinished, JobStarted
+from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
+from batch_agent.scheduler.core import Ticket
+from batch_agent.store.base import Identity
+from batch_agent.store.session import Record
+from batch_agent.store.trail import Trail
+
+BREATHER = 128  # inputs taken in a row before the event loop gets a turn
+LOOKED_UP = 256  # inputs whose records are looked up at once
+FOLLOWING = 64  # agents that ended in an earlier session and are being delivered at once
+
+
+class Batch:
+    """``asks_first`` says that the worker begins with a question to the model, so that its slot can be claimed before
+    it runs. ``record`` is None for a run that is not recorded; ``parts_record`` is that of the parts of rows that do
+    not fit."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        plan: Plan,
+        resources: Resources,
+        feed: Feed,
+        delivery: Delivery[object],
+        record: Record | None,
+        worker: Worker,
+        *,
+        asks_first: bool,
+        parts_record: Record | None,
+    ) -> None:
+        self.live: dict[int, Agent | Parts] = {}
+        self.failure: Exception | None = None  # what the inputs ended in, where that was not their end
+        self._rows, self._plan, self._r = rows, plan, resources
+        self._feed, self._delivery, self._record, self._parts_record = feed, delivery, record, parts_record
+        self._worker, self._asks_first = worker, asks_first
+        self._lead = resources.lead  # until the first that asks has been started
+        self._nowhere = Trail()  # of all agents of a run that is not recorded
+        self._following = asyncio.Semaphore(FOLLOWING)
+
+    async def feed(self, agents: asyncio.TaskGroup) -> None:
+        """Start an agent for each input, as there is room. What the inputs raise ends them: what was begun finishes."""
+        count = LOOKED_UP if self._record is not None and self._record.has_past else 1
+        index, total = 0, self._plan.total
+        while await self._feed.wait_room():
+            try:
+                values = await self._rows.read(count)
+            except Exception as error:
+                self.failure = error
+                values = []
+            if not values:
+                self._feed.end()
+                return
+            for value in values:
+                self._plan.check_first(value.value if isinstance(value, Placed) else value)
+            jobs = await _compile_all(self._plan, index, values)
+            trails = await self._trails([job for job in jobs if isinstance(job, Job)])
+            for job in jobs:
+                if not await self._feed.wait_room():
+                    return
+                left = self._rows.waiting if total is None else max(0, total - index - 1)
+                self._feed.expect(left)
+                if isinstance(job, Job) and job.parts:
+                    await self._begin_parts(job, left, agents)
+                else:
+                    await self._begin(job, trails, agents)
+                index += 1
+                if index % BREATHER == 0:
+                    await asyncio.sleep(0)
+
+    async def interrupt(self, why: str, *, recorded: bool) -> None:
+        """The agents under way end here; ``recorded`` says that what they had recorded is on disk."""
+        for agent in self.live.values():
+            result = agent.recorded if recorded else None
+            if result is None:
+                agent.fail(Interrupted(why))
+                result = agent.result()
+            self._tell(result)
+            self._delivery.put(result)
+
+    async def _trails(self, jobs: Sequence[Job]) -> Mapping[int, Trail]:
+        """Where each job, by index, is recorded; nothing without a record."""
+        record = self._record
+        if record is None:
+            return {}
+        identities = {job.index: record.identity(job, self._plan.question(job)) for job in jobs}
+        whole = [job.index for job in jobs if not job.parts]  # one that is done in parts has its record in theirs
+        trails = await _trails_of(record, [identities[index] for index in whole])
+        return dict(zip(whole, trails, strict=True))
+
+    async def _begin(
+        self, job: Job | AgentResult[object], trails: Mapping[int, Trail], agents: asyncio.TaskGroup
+    ) -> None:
+        self._r.emit(JobStarted(self._r.clock(), self._r.run, job.index, job.job_id))
+        if isinstance(job, AgentResult):
+            self._publish(job)
+            await self._finish(job)
+            return
+        trail = trails.get(job.index, self._nowhere)
+        if trail.ended:
+            await self._following.acquire()
+        if self._r.prewarm is not None and not trail.has_past:  # else it follows its own record
+            await self._r.prewarm.begin(job, self._plan.question(job))
+        agent = self.live[job.index] = Agent(job, self._r, trail, self._worker)
+        ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
+        task = agents.create_task(self._accompany(agent, ticket))
+        if ticket is not None:
+            if (lead := self._lead) is not None:
+                self._lead = None
+                await lead.wait()
+            return
+        if trail.ended:
+            task.add_done_callback(lambda _: self._following.release())
+        await asyncio.sleep(0)  # it claims its slot now, where its record is not enough
+
+    async def _accompany(self, agent: Agent, ticket: Ticket | None) -> None:
+        """One agent from its first turn to its delivered result."""
+        try:
+            result = await agent.run(ticket)
+            agent.record_end(result)
+            self._publish(result)
+            await agent.settle()
+            del self.live[agent.job.index]
+            await self._finish(result)
+        finally:
+            if self._r.prewarm is not None:
+                self._r.prewarm.end(agent.job.index)
+            self._r.limiter.end_agent(agent.progress, agent.turns)
+
+    # Rows in parts
+
+    async def _begin_parts(self, job: Job, rows_left: int | None, agents: asyncio.TaskGroup) -> None:
+        """Start an agent for each part, as there is room; rows that come later wait no longer for that than for any
+        other agents."""
+        self._r.emit(JobStarted(self._r.clock(), self._r.run, job.index, job.job_id))
+        row = self.live[job.index] = Parts(job)
+        agents.create_task(self._accompany_parts(row))
+        try:
+            trails = await self._part_trails(job.parts, [self._plan.question(part) for part in job.parts])
+            for place, (part, trail) in enumerate(zip(job.parts, trails, strict=True)):
+                if row.error is not None or not await self._feed.wait_room():
+                    break
+                if rows_left is not None:
+                    self._feed.expect(rows_left + len(trails) - place - 1)
+                agent = Agent(part, self._r, trail, self._worker)
+                ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
+                agents.create_task(self._accompany_part(row, row.begin(), agent, ticket))
+                if ticket is None:
+                    await asyncio.sleep(0)
+        finally:
+            row.close()
+
+    async def _accompany_part(self, row: Parts, place: int, agent: Agent, ticket: Ticket | None) -> None:
+        row.end(place, await self._work_on(agent, ticket))
+
+    async def _accompany_parts(self, row: Parts) -> None:
+        await row.wait()
+        schema = self._r.schema
+        answers = row.answers(schema) if row.error is None else []
+        while row.error is None:
+            jobs = self._plan.merging(row.job, answers)
+            trails = await self._part_trails(jobs, [job.prompt for job in jobs])
+            merging = [Agent(job, self._r, trail, tool_loop) for job, trail in zip(jobs, trails, strict=True)]
+            async with asyncio.TaskGroup() as level:
+                tasks = [level.create_task(self._work_on(agent, self._claim(agent))) for agent in merging]
+            answers = row.merged([task.result() for task in tasks], schema)
+            if len(answers) == 1:
+                break
+        result = row.result()
+        self._publish(result)
+        del self.live[row.job.index]
+        await self._finish(result)
+
+    async def _work_on(self, agent: Agent, ticket: Ticket | None) -> AgentResult[object]:
+        """An agent to its end, which is on disk then."""
+        try:
+            result = await agent.run(ticket)
+            agent.record_end(result)
+            await agent.settle()
+            return result
+        finally:
+            self._r.limiter.end_agent(agent.progress, agent.turns)
+
+    def _claim(self, agent: Agent, *, asks_first: bool = False) -> Ticket | None:
+        """An agent starts; with its claim to a slot made now, where it asks before anything else."""
+        if asks_first:
+            return self._r.limiter.start_agent(agent.progress)
+        self._r.limiter.scheduler.start_agent()
+        return None
+
+    async def _part_trails(self, jobs: Sequence[Job], questions: Sequence[str]) -> Sequence[Trail]:
+        record = self._parts_record
+        if record is None:
+            return [self._nowhere] * len(jobs)
+        identities = [record.identity(job, question) for job, question in zip(jobs, questions, strict=True)]
+        return await _trails_of(record, identities)
+
+    # Results
+
+    def _publish(self, result: AgentResult[object]) -> None:
+        """A line in the run's files, after the commit that makes the result durable. A job that was interrupted has no
+        line: it has not failed, it is not done."""
+        if self._record is not None and not _is_interrupted(result):
+            self._record.publish(result)
+
+    async def _finish(self, result: AgentResult[object]) -> None:
+        self._tell(result)
+        # A run that could not go on leaves rows that are not done, and have no result.
+        if self._r.limiter.over is None or not _is_interrupted(result):
+            await self._delivery.deliver(result)
+
+    def _tell(self, result: AgentResult[object]) -> None:
+        self._r.emit(
+            JobFinished(
+                self._r.clock(),
+                self._r.run,
+                result.index,
+                result.job_id,
+                result.error,
+                result.attempts,
+                result.turns,
+                result.usage,
+                result.cost,
+                result.timings,
+                result.resumed,
+            )
+        )
+
+
+async def _compile_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
+    """The jobs of inputs that begin at a place; beside the event loop, where pictures are to be read."""
+
+    def jobs() -> list[Job | AgentResult[object]]:
+        return [_compile(plan, first + place, value) for place, value in enumerate(values)]
+
+    return await in_thread(jobs) if any(map(plan.shows, values)) else jobs()
+
+
+def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:
+    """A row's job; or, for one that cannot be rendered, the result it ends in."""
+    if isinstance(value, Placed):
+        index, value = value.index, value.value
+    try:
+        return plan.job(index, value)
+    except JobError as error:
+        return Failure(index, str(index), value, False, None, AgentError.of(error))
+
+
+async def _trails_of(record: Record, identities: Sequence[Identity]) -> list[Trail]:
+    if record.has_past:
+        return await record.trails(identities)
+    return [record.new_trail(identity) for identity in identities]
+
+
+def _is_interrupted(result: AgentResult[object]) -> bool:
+    return result.error is not None and result.error.type == Interrupted.type

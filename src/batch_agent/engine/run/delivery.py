@@ -1,0 +1,101 @@
+"""From finished agents to whoever consumes results: the callback, then a bounded hand-over.
+
+Results leave memory when they are taken. When nobody takes them, or callbacks take long, ``on_backlog`` tells the
+limiter to start no more agents; those under way finish, so what is held is bounded by the window plus the agents alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.job import AgentResult
+
+T = TypeVar("T")
+logger = logging.getLogger("batch_agent")
+
+WINDOW = 1024  # results that may wait to be taken before no new agent starts
+CALLBACKS = 64  # async callbacks that may be under way before no new agent starts
+
+
+class Delivery(Generic[T]):
+    def __init__(
+        self, on_result: Callable[..., object] | None, on_backlog: Callable[[bool], None], window: int = WINDOW
+    ) -> None:
+        self._on_result = on_result
+        self._on_backlog = on_backlog
+        self._window = window
+        self._ready: deque[AgentResult[T]] = deque()
+        self._taker: asyncio.Future[None] | None = None
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._reported = False
+        self._callbacks = 0
+        self._full = False
+
+    async def deliver(self, result: AgentResult[T]) -> None:
+        """Call the user's callback, then hand the result over, whatever becomes of the callback."""
+        try:
+            if self._on_result is not None:
+                outcome = self._on_result(result)
+                if inspect.isawaitable(outcome):
+                    self._callbacks += 1
+                    self._say_backlog()
+                    try:
+                        await outcome
+                    finally:
+                        self._callbacks -= 1
+                        self._say_backlog()
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
+                raise
+            if not self._reported:
+                self._reported = True
+                logger.exception("on_result raised for job %s; this is said once", result.job_id)
+        finally:
+            self.put(result)
+
+    def put(self, result: AgentResult[T]) -> None:
+        self._ready.append(result)
+        self._say_backlog()
+        self._wake()
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """No more results will come; with a failure, whoever takes them is told after the last one."""
+        if not self._closed:
+            self._closed, self._failure = True, failure
+            self._wake()
+
+    async def take(self) -> AgentResult[T] | None:
+        """The next result; None when the run is over. Raises what the run failed with."""
+        while not self._ready:
+            if self._closed:
+                failure, self._failure = self._failure, None
+                if failure is not None:
+                    raise failure
+                return None
+            if self._taker is not None:
+                raise RuntimeError("the results of this run are already being read; read them in one place")
+            self._taker = asyncio.get_running_loop().create_future()
+            try:
+                await self._taker
+            finally:
+                self._taker = None
+        result = self._ready.popleft()
+        self._say_backlog()
+        return result
+
+    def _say_backlog(self) -> None:
+        full = len(self._ready) >= self._window or self._callbacks >= CALLBACKS
+        if full != self._full:
+            self._full = full
+            self._on_backlog(full)
+
+    def _wake(self) -> None:
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)

@@ -1,0 +1,219 @@
+"""What a run would do and send, shown before anything is sent: ``--dry-run``, and a plan that is printed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TextIO, cast
+
+from batch_agent.compiler.plan import Description
+from batch_agent.compiler.template import Piece
+from batch_agent.engine.run.prepare import Prepared
+from batch_agent.files.read import LazyRows
+from batch_agent.messages import JsonObject, Usage
+from batch_agent.observe.text import amount, dollars, harmless, harmless_lines, rows
+from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS
+
+SAMPLE_ROWS = 100  # enough for a mean, little enough to be quick
+STYLED = ("\x1b[1;36m", "\x1b[0m")  # what was filled in, on a terminal
+MARKED = ("«", "»")  # and anywhere else
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    prepared: Prepared
+    description: Description
+    sampled: int
+    rows: int | None
+    rows_exact: bool
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> DryRun:
+        """For those who only look: the first rows are taken from where they come from."""
+        return cls._of(prepared, _sample(prepared.spec.inputs))
+
+    @classmethod
+    def untouched(cls, prepared: Prepared) -> DryRun:
+        """For those who may go on to run it: rows that can be read once are left alone."""
+        return cls._of(prepared, _at_hand(prepared.spec.inputs))
+
+    @classmethod
+    def _of(cls, prepared: Prepared, sample: Sequence[object]) -> DryRun:
+        inputs = prepared.spec.inputs
+        rows, exact = prepared.plan.total, True
+        if isinstance(inputs, LazyRows):
+            rows, exact = inputs.expected_rows(), False
+        return cls(prepared, prepared.plan.describe(sample), len(sample), rows, exact)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Of all first requests together, nothing cached."""
+        each = self.description.prefix_tokens + self.description.own_tokens
+        return self.rows * each if self.rows is not None and self.sampled else None
+
+    @property
+    def uncached_tokens(self) -> int | None:
+        """The same when the shared prefix is computed once."""
+        if self.rows is None or not self.sampled:
+            return None
+        return self.description.prefix_tokens + self.rows * self.description.own_tokens
+
+    @property
+    def cost(self) -> tuple[float, float] | None:
+        """$ of all first requests and their answers: with the shared prefix cached, and with nothing cached."""
+        prices, rows = self.prepared.prices, self.rows
+        if prices is None or not prices.tiers or rows is None or not self.sampled:
+            return None
+        prefix, own = self.description.prefix_tokens, self.description.own_tokens
+        cached = Usage(prefix + own, cached_tokens=prefix, completion_tokens=self._answer_tokens)
+        return rows * prices.cost(cached), rows * prices.cost(replace(cached, cached_tokens=0))
+
+    @property
+    def _answer_tokens(self) -> int:
+        return self.prepared.spec.max_tokens or FIRST_ANSWER_TOKENS
+
+    def _cost_basis(self) -> str:
+        """How the cost was estimated, for people."""
+        prices, spec = self.prepared.prices, self.prepared.spec
+        if prices is None:
+            return "no price is known; give prices, or install genai-prices for public providers"
+        if not prices.tiers:
+            return f"by the clock: {prices.source}"
+        answers = "max_tokens" if spec.max_tokens else "a guess: max_tokens would bound it"
+        turns = "" if spec.turn_limit == 1 else "; further turns come on top"
+        return (
+            f"first requests by estimated tokens, from prefix cached to nothing cached, "
+            f"answers of {self._answer_tokens:,} tokens ({answers}), {prices.source}{turns}"
+        )
+
+    def to_json(self) -> JsonObject:
+        prepared, description = self.prepared, self.description
+        return {
+            "rows": self.rows,
+            "rows_exact": self.rows_exact,
+            "model": prepared.model,
+            "backend": prepared.backend.name,
+            "max_inflight": None if prepared.sought else prepared.max_inflight,
+            "max_turns": prepared.spec.turn_limit,
+            "tools": [tool.spec.name for tool in prepared.tools],
+            "output_schema": prepared.schema.name if prepared.schema else None,
+            "hoisted": list(description.hoisted),
+            "estimated_tokens": {
+                "shared_prefix": description.prefix_tokens,
+                "own_per_row": description.own_tokens,
+                "first_requests": self.prompt_tokens,
+                "first_requests_prefix_cached": self.uncached_tokens,
+            },
+            "estimated_cost": {
+                "prefix_cached": self.cost[0] if self.cost else None,
+                "nothing_cached": self.cost[1] if self.cost else None,
+                "how": self._cost_basis(),
+            },
+            "system": description.system,
+            "first_prompt": description.first_prompt,
+            "first_prompt_pieces": [{"text": text, "filled": filled} for text, filled in description.first_pieces],
+            "warning": description.warning,
+            "sampled": self.sampled,
+            "unusable": list(description.unusable),
+        }
+
+    def to_text(self, marks: tuple[str, str] = MARKED) -> str:
+        """``marks`` go around what was filled into the first message."""
+        lines = [f"  {label:<15} {harmless(text)}" for label, text in self._facts()]
+        parts = ["\n".join(["Plan. Nothing was sent; token counts are estimates.", "", *lines])]
+        if self.description.system:
+            parts.append(_headed("System prompt, the same for every row", harmless_lines(self.description.system)))
+        if self.description.first_prompt:
+            how = "in colour" if marks == STYLED else f"between {marks[0]} and {marks[1]}"
+            title = f"First message; what its row filled in is {how}"
+            parts.append(_headed(title, _marked(self.description.first_pieces, marks)))
+        if self.description.unusable:
+            title = f"Of the first {self.sampled:,} rows these fail before any request"
+            parts.append(_headed(title, "\n".join(map(harmless, self.description.unusable))))
+        return "\n\n".join(parts)
+
+    def _facts(self) -> Iterable[tuple[str, str]]:
+        prepared, description = self.prepared, self.description
+        yield "rows", self._rows_text()
+        yield "model", prepared.model or "the one the server has"
+        yield "backend", prepared.backend.name
+        yield "in flight", _in_flight(prepared)
+        turns = prepared.spec.turn_limit
+        yield "turns", "no limit" if turns is None else f"at most {turns:,} per agent"
+        if prepared.tools:
+            yield "tools", ", ".join(tool.spec.name for tool in prepared.tools)
+        if prepared.schema is not None:
+            how = "described in the system prompt" if prepared.shapes.schema_in_prompt else "kept by the server"
+            yield "output schema", f"{prepared.schema.name}, {how}"
+        if description.hoisted:
+            yield "hoisted", f"{', '.join(description.hoisted)}: the same in every row, moved to the system prompt"
+        yield "shared prefix", f"{description.prefix_tokens:,} tokens"
+        if self.sampled:
+            yield "own per row", f"{description.own_tokens:,} tokens, the mean of {rows(self.sampled)}"
+        if self.prompt_tokens is not None and self.uncached_tokens is not None:
+            cached = f"{amount(self.uncached_tokens)} with the prefix cached"
+            yield "first requests", f"{amount(self.prompt_tokens)} tokens in all, {cached}"
+        span = " to ".join(dict.fromkeys(map(dollars, self.cost or ())))
+        yield "cost", f"{span}: {self._cost_basis()}" if span else self._cost_basis()
+        if limits := self._limits():
+            yield "ends at", limits
+        if description.warning:
+            yield "warning", description.warning
+
+    def _limits(self) -> str:
+        spec = self.prepared.spec
+        limits = [f"${spec.max_cost:g}"] if spec.max_cost is not None else []
+        limits += [f"{spec.max_total_tokens:,} tokens"] if spec.max_total_tokens is not None else []
+        limits += [f"{spec.max_wall_time:g} s"] if spec.max_wall_time is not None else []
+        return ", ".join(limits)
+
+    def _rows_text(self) -> str:
+        if self.rows is None:
+            return "unknown until they are read"
+        return f"{self.rows:,}" if self.rows_exact else f"about {self.rows:,}, by the size of the file"
+
+
+def _sample(inputs: object) -> list[object]:
+    if isinstance(inputs, AsyncIterable):
+        return asyncio.run(_first_of(inputs))
+    sample = list(itertools.islice(cast("Iterable[object]", inputs), SAMPLE_ROWS))
+    if isinstance(inputs, LazyRows):
+        inputs.close()
+    return sample
+
+
+def _at_hand(inputs: object) -> Sequence[object]:
+    if isinstance(inputs, LazyRows):
+        return inputs.first
+    return () if isinstance(inputs, AsyncIterable | Iterator) else _sample(inputs)
+
+
+async def _first_of(inputs: AsyncIterable[object]) -> list[object]:
+    sample: list[object] = []
+    async for value in inputs:
+        sample.append(value)
+        if len(sample) == SAMPLE_ROWS:
+            break
+    return sample
+
+
+def marks_for(stream: TextIO) -> tuple[str, str]:
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "") in ("", "dumb", "unknown")
+    return STYLED if stream.isatty() and not plain else MARKED
+
+
+def _marked(pieces: Iterable[Piece], marks: tuple[str, str]) -> str:
+    return "".join(harmless_lines(text).join(marks) if filled else harmless_lines(text) for text, filled in pieces)
+
+
+def _headed(title: str, text: str) -> str:
+    return f"{title}\n{'-' * len(title)}\n{text}"
+
+
+def _in_flight(prepared: Prepared) -> str:
+    if prepared.sought:
+        return "as many model calls as are found to pay"
+    return "no limit" if prepared.max_inflight is None else f"{prepared.max_inflight:,} model calls"

@@ -1,0 +1,234 @@
+"""From a spec to everything a run needs, without sending anything: this is also what a dry run shows."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import random
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from batch_agent.backends.base import Backend, Many, Probed
+from batch_agent.backends.registry import open_backend
+from batch_agent.compiler.pictures import Look
+from batch_agent.compiler.plan import Plan, compile_plan
+from batch_agent.compiler.prices import FORMS as PRICE_FORMS
+from batch_agent.compiler.prices import Prices, find_prices
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.endpoints import NEVER_ANSWERED
+from batch_agent.engine.agent.shapes import Shapes, build_shapes
+from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
+from batch_agent.files.pictures import read_image
+from batch_agent.messages import Image
+from batch_agent.observe.text import rows
+from batch_agent.scheduler.retry import retry_delay
+from batch_agent.spec import BatchSpec
+from batch_agent.store.rundir import read_run
+from batch_agent.tools.base import Tool, resolve_tools
+
+PROBE = 5.0  # seconds for a server to say what it serves, where the run can do without
+PAUSE = 2.0  # seconds between two questions for the model's name, at the most
+AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # alive at once, where the user names no number
+SOUGHT = 256  # slots that agents are reckoned for while nobody knows how many there will be
+OTHER_FILES = 128  # that a process may have open beside its connections
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Prepared:
+    """A run that has not begun. Printed, it says what would be sent."""
+
+    spec: BatchSpec
+    backend: Backend
+    model: str | None  # None: the backend is asked when the run starts
+    tools: tuple[Tool, ...]
+    schema: OutputSchema[object] | None
+    shapes: Shapes
+    plan: Plan
+    max_inflight: int | None
+    sought: bool  # nobody gave max_inflight: the right number is to be found, below this one
+    max_agents: int | None
+    prices: Prices | None  # None: what a token costs is not known
+    summaries: tuple[Backend, str | None] | None = None  # who writes them, where that is a model, and its name
+    context: int | None = None  # the model's, in tokens, as the user or the server says
+
+    def __str__(self) -> str:
+        from batch_agent.engine.run.dryrun import DryRun
+
+        return DryRun.untouched(self).to_text()
+
+    def __repr__(self) -> str:
+        total = "rows" if self.plan.total is None else rows(self.plan.total)
+        model = self.model or "its model"
+        return f"<Prepared: {total} for {model} at {self.backend.name}; print it for what would be sent>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
+    """Resolve and check everything. Raises SpecError; sends nothing. A plan that is not to be run (``sends`` is False)
+    needs no key."""
+    where = spec.runtime if spec.backend is None else spec.backend
+    backend, model = open_backend(where, model=spec.model, api_key=spec.api_key, sends=sends)
+    tools = resolve_tools(spec.tools)
+    if not isinstance(spec.predictive_prewarm, bool):
+        read_run(Path(spec.predictive_prewarm))  # is there one?
+    specs = tuple(tool.spec for tool in tools)
+    schema = OutputSchema.of(spec.output_schema)
+    if not backend.capabilities.probe:
+        _check_context(spec, spec.model_max_context)
+    shapes = build_shapes(spec, model or "", specs, schema, backend.capabilities)
+    for shape in {shapes.first, shapes.later, shapes.repair}:
+        backend.check(shape)
+    plan = compile_plan(
+        spec, schema=schema, inject_schema=shapes.schema_in_prompt, tools=specs, look=_look(spec, backend)
+    )
+    inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
+    sought = inflight is None and not spec.given("max_inflight")
+    if sought:
+        inflight = most_connections()
+    agents = spec.max_agents if spec.given("max_agents") else _enough_agents(SOUGHT if sought else inflight)
+    prices = find_prices(spec.prices, model=model, backend=backend.name)
+    if prices is not None and spec.prices is None and backend.capabilities.price != 1.0:
+        prices = prices.times(backend.capabilities.price)
+    _check_budget(spec, prices, model, backend.name)
+    answering = _cached(spec, backend)
+    summaries = _summaries(spec, answering, sends=sends)
+    known = spec.model_max_context
+    return Prepared(
+        spec, answering, model, tools, schema, shapes, plan, inflight, sought, agents, prices, summaries, known
+    )
+
+
+def _look(spec: BatchSpec, backend: Backend) -> Look:
+    """How pictures are made ready to send; a backend that cannot see is sent none."""
+    blind = f"{backend.name} cannot be shown images"
+    if backend.capabilities.images:
+        return partial(read_image, root=None if spec.image_root is None else Path(spec.image_root))
+    if spec.images:
+        raise SpecError(f"images: {blind}")
+
+    def look(image: Image) -> Image:
+        raise InputError(blind)
+
+    return look
+
+
+def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backend, str | None] | None:
+    if spec.compaction_backend is not None:
+        return open_backend(spec.compaction_backend, model=spec.compaction_model, api_key=None, sends=sends)
+    return None if spec.compaction_model is None else (backend, spec.compaction_model)
+
+
+def most_connections() -> int | None:
+    """As many as this process may have open, and some files beside; None where nobody says."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return None
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if allowed == resource.RLIM_INFINITY else max(allowed - OTHER_FILES, allowed // 2)
+
+
+def _enough_agents(max_inflight: int | None) -> int | None:
+    """As many as keep the slots busy while agents wait for tools that take long, with room to spare."""
+    return None if max_inflight is None else max(MIN_AGENTS, AGENTS_PER_SLOT * max_inflight)
+
+
+def _cached(spec: BatchSpec, backend: Backend) -> Backend:
+    if spec.cache is False:
+        return backend
+    from batch_agent.backends.cache import CachingBackend, repeatable
+    from batch_agent.backends.cache_store import ResponseStore, cache_file
+
+    if not repeatable(spec.temperature, spec.seed):
+        raise SpecError("cache: only answers that would come the same again are kept; give temperature=0 or a seed")
+    return CachingBackend(backend, ResponseStore(cache_file(spec.cache)))
+
+
+def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, backend: str) -> None:
+    if spec.max_cost is not None and prices is None:
+        what = f"{model} at {backend}" if model else f"the model at {backend}"
+        raise SpecError(
+            f"max_cost: no price of {what} is known; give prices={PRICE_FORMS}"
+            " (public providers' prices come with the package genai-prices)"
+        )
+
+
+async def choose_model(prepared: Prepared) -> Prepared:
+    """The one model an entered backend serves, where the user named none; and where it is, of several places."""
+    if prepared.model is not None:
+        if prepared.backend.capabilities.many:
+            await cast(Many, prepared.backend).locate(prepared.model)
+        return prepared
+    return with_model(prepared, await only_model(prepared.backend, prepared.spec, "model"))
+
+
+async def only_model(backend: Backend, spec: BatchSpec, option: str) -> str:
+    """``option`` is what would name one."""
+    try:
+        names = await _ask_for_models(backend, spec)
+    except BackendError as error:
+        if error.retryable:
+            raise RunUnreachable(f"the server never answered: {error}") from None
+        raise RunRejected(f"no model is named, and asking {backend.name} for one failed: {error}") from None
+    if len(names) != 1:
+        raise SpecError(f"{option}: {backend.name} serves {', '.join(names) or 'none'}; name one with {option}=")
+    return names[0]
+
+
+def with_model(prepared: Prepared, name: str) -> Prepared:
+    shapes = prepared.shapes
+    named = {shape: replace(shape, model=name) for shape in (shapes.first, shapes.later, shapes.repair)}
+    return replace(
+        prepared,
+        model=name,
+        shapes=replace(shapes, first=named[shapes.first], later=named[shapes.later], repair=named[shapes.repair]),
+    )
+
+
+async def learn_context(prepared: Prepared) -> Prepared:
+    """What an entered backend says of its model, where the user said nothing. Whether a row fits is left to the server
+    all the same, which counts its tokens and does not guess them, unless the row is to be cut."""
+    spec, backend, context = prepared.spec, prepared.backend, prepared.context
+    if backend.capabilities.probe:
+        with suppress(BackendError, TimeoutError):
+            async with asyncio.timeout(PROBE):
+                facts = await cast(Probed, backend).probe(prepared.model or "")
+                context = context if spec.given("model_max_context") else facts.context
+    if context == prepared.context or context is None or context <= spec.min_response_tokens:
+        _check_context(spec, prepared.context)
+        return prepared
+    if spec.oversized != "fail":
+        prepared.plan.fit(context)
+    return replace(prepared, context=context)
+
+
+def _check_context(spec: BatchSpec, context: int | None) -> None:
+    if spec.oversized != "fail" and context is None:
+        raise SpecError(f"oversized={spec.oversized!r} needs model_max_context: what fits is not known without it")
+
+
+async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
+    """As patient as a run is with a server that never answered: one that is just starting is asked again."""
+    failures = 0
+    began = asyncio.get_running_loop().time()
+    patience = NEVER_ANSWERED if spec.max_outage is None else min(NEVER_ANSWERED, spec.max_outage)
+    while True:
+        limit = asyncio.timeout(spec.timeout_per_turn)
+        try:
+            async with limit:
+                return await backend.models()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            error: BackendError = Timeout(f"no answer in timeout_per_turn, {spec.timeout_per_turn:g} s")
+        except BackendError as failure:
+            error = failure
+        failures += 1
+        if not error.retryable or asyncio.get_running_loop().time() - began >= patience:
+            raise error
+        await asyncio.sleep(min(PAUSE, retry_delay(failures, error.retry_after, random.random())))

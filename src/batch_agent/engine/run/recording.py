@@ -1,0 +1,74 @@
+"""From a prepared run to its session at a run directory: which of its parts decide whether recorded answers count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FunctionType
+
+from pydantic import JsonValue
+
+from batch_agent.engine.agent.context import Worker
+from batch_agent.engine.run.prepare import Prepared
+from batch_agent.spec import BatchSpec
+from batch_agent.store.base import OpenStore
+from batch_agent.store.keys import fingerprint
+from batch_agent.store.rundir import State
+from batch_agent.store.session import Resuming, Session
+
+# How a run ends, in the words of its directory.
+RECORDED_STATES: Mapping[str, State] = {
+    "complete": "complete",
+    "drained": "interrupted",
+    "cancelled": "interrupted",
+    "failed": "failed",
+    "out of budget": "out of budget",
+    "unreachable": "unreachable",
+}
+
+
+async def open_session(spec: BatchSpec, open_store: OpenStore) -> Session | None:
+    """None without a run directory."""
+    if spec.run_dir is None:
+        return None
+    retry = (spec.retry_failed,) if isinstance(spec.retry_failed, str) else spec.retry_failed
+    resuming = Resuming(
+        resume=spec.resume or spec.force_resume,
+        force=spec.force_resume,
+        retry=retry,
+    )
+    return await Session.open(Path(spec.run_dir), resuming, open_store)
+
+
+async def begin_session(
+    session: Session,
+    prepared: Prepared,
+    command: Mapping[str, JsonValue] | None,
+    worker: Worker | None,
+    *,
+    spent: Callable[[], tuple[int, float | None]],
+    on_backlog: Callable[[bool], None],
+) -> None:
+    facts: dict[str, JsonValue] = {
+        "model": prepared.model,
+        "backend": prepared.backend.name,
+        "total": prepared.plan.total,
+    }
+    if command is not None:
+        facts["command"] = dict(command)
+    await session.begin(
+        fingerprint_of(prepared, worker), facts, schema=prepared.schema, spent=spent, on_backlog=on_backlog
+    )
+
+
+def fingerprint_of(prepared: Prepared, worker: Worker | None = None) -> bytes:
+    """``worker`` is one of the user's own. A change in what it does is not seen, as with tools; its name is."""
+    kind = worker if worker is None or isinstance(worker, FunctionType) else type(worker)
+    return fingerprint(
+        task=prepared.spec.task,
+        template=prepared.spec.template,
+        system=prepared.plan.own_system,
+        shapes=prepared.shapes.asked,
+        tool_versions={tool.name: tool.version for tool in prepared.tools},
+        worker=None if kind is None else f"{kind.__module__}.{kind.__qualname__}",
+    )

@@ -1,0 +1,493 @@
+"""A run: a batch, what it works with, and the one way in which it ends.
+
+One supervisor task owns everything that runs: the feed, the agents, the tool calls. Whoever holds the Run only takes
+results from the delivery and says pause, drain or cancel. Leaving the Run cancels the supervisor and waits for it, so
+nothing outlives it but a tool that does not stop (``tools/pool.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Self, TypeVar, cast
+
+from pydantic import JsonValue
+
+from batch_agent.backends.base import Backend, Many, Patient
+from batch_agent.compiler.plan import Plan
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.calibration import calibration
+from batch_agent.dispatch.cancellation import outlast
+from batch_agent.dispatch.limiter import Limiter
+from batch_agent.dispatch.load_poller import poll_load
+from batch_agent.dispatch.members import endpoints_of, following
+from batch_agent.dispatch.spending import Spending
+from batch_agent.engine.agent.agent import bounded
+from batch_agent.engine.agent.compaction import open_compactor
+from batch_agent.engine.agent.context import Worker
+from batch_agent.engine.agent.loop import tool_loop
+from batch_agent.engine.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
+from batch_agent.engine.agent.turn import Resources
+from batch_agent.engine.run.batch import Batch
+from batch_agent.engine.run.clock import Clock
+from batch_agent.engine.run.delivery import Delivery
+from batch_agent.engine.run.prefix_leader import PrefixLeader, lead_of
+from batch_agent.engine.run.prepare import Prepared, choose_model, learn_context
+from batch_agent.engine.run.recording import RECORDED_STATES, begin_session, fingerprint_of, open_session
+from batch_agent.engine.run.rows import Rows
+from batch_agent.engine.run.shared import Shared, Sinks
+from batch_agent.errors import RunRejected, RunUnreachable, SpecError
+from batch_agent.events import (
+    DrainStarted,
+    Ended,
+    HealthChanged,
+    LimitChanged,
+    ModelChosen,
+    RunFinished,
+    RunStarted,
+    Sink,
+)
+from batch_agent.job import AgentResult, Placed
+from batch_agent.observe.metrics import Metrics, Statistics
+from batch_agent.observe.summary import summary_json
+from batch_agent.scheduler.budget import Amount
+from batch_agent.scheduler.endpoint import Endpoint, Terms
+from batch_agent.scheduler.limit_search import START
+from batch_agent.spec import BatchSpec
+from batch_agent.store.base import OpenStore
+from batch_agent.store.session import Record, Session
+from batch_agent.store.sqlite import SqliteJournal
+from batch_agent.tools.pool import ToolPool, ToolStatistics
+
+T = TypeVar("T")
+logger = logging.getLogger("batch_agent")
+
+
+class Run(Generic[T]):
+    """``async with`` it, take ``results()``, look at ``statistics()``; ``pause``, ``drain`` or ``cancel`` at will."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        sinks: Sequence[Sink] = (),
+        command: Mapping[str, JsonValue] | None = None,
+        *,
+        worker: Worker | None = None,
+        open_store: OpenStore = SqliteJournal.open,
+        within: Shared | None = None,
+    ) -> None:
+        """``command`` is how to start this run again, for the record. ``worker`` works on the rows in place of the loop
+        of a model with tools; ``open_store`` is what is behind the journal of a run directory. ``within`` is what
+        another run works with: this one then takes its slots, spends its budget, is recorded in its journal (unless it
+        has a run directory of its own) and shows in its view."""
+        self.id = secrets.token_hex(8)
+        self._prepared = prepared
+        self._command = command
+        self._worker = worker
+        self._work_on: Worker = tool_loop if worker is None else bounded(worker)
+        self._open_store = open_store
+        self._outer = within
+        clock = Clock() if within is None else within.clock
+        self._metrics = Metrics(clock)
+        self._emit = Sinks([self._metrics, *sinks] if within is None else [self._metrics, *sinks, within.emit])
+        self.shared = self._share(clock, within)
+        self._feed = self.shared.limiter.feed(self._stop_feeding)
+        self._backlogs: set[str] = set()
+        self._delivery: Delivery[object] = Delivery(prepared.spec.on_result, partial(self._backlog, "delivery"))
+        self._rows = Rows(prepared.spec.inputs)
+        if self._rows.channel is not None:
+            self._feed.take_from(self._rows.channel)
+        self._batch: Batch | None = None
+        self._prewarm: ToolPrewarm | None = None
+        self._session: Session | None = None  # its own
+        self._supervisor: asyncio.Task[None] | None = None
+        self._feeder: asyncio.Task[None] | None = None
+        self._cancelled = False
+        self._failed_by: BaseException | None = None
+
+    def _share(self, clock: Clock, within: Shared | None) -> Shared:
+        """Slots belong to a backend, money to the whole."""
+        name = self._prepared.backend.name
+        limiters = {} if within is None else within.limiters
+        limiter = limiters.get(name) or limiters.setdefault(name, self._new_limiter())
+        spending = self._new_spending(limiter, limiters) if within is None else within.spending
+        return Shared(clock, self._emit, limiter, spending, limiters)
+
+    def _new_limiter(self) -> Limiter:
+        prepared = self._prepared
+        limiter = Limiter(
+            prepared.max_inflight,
+            prepared.max_agents,
+            self._limit_changed,
+            endpoints=endpoints_of(prepared.backend, self._terms(), given=self._inflight_given),
+            max_outage=prepared.spec.max_outage,
+            on_health=self._health_changed,
+            terms=self._terms(),
+            knock=cast(Many, prepared.backend).knock if prepared.backend.capabilities.many else None,
+        )
+        for endpoint in limiter.scheduler.endpoints:
+            endpoint.health.patient = prepared.backend.capabilities.patient
+        return limiter
+
+    def _terms(self) -> Terms:
+        prepared, spec = self._prepared, self._prepared.spec
+        return Terms(prepared.max_inflight, START if prepared.sought else None, spec.rpm, spec.tpm)
+
+    @property
+    def _inflight_given(self) -> bool:
+        return self._prepared.spec.given("max_inflight")
+
+    def _new_spending(self, limiter: Limiter, limiters: Mapping[str, Limiter]) -> Spending:
+        def time_is_up() -> None:
+            why = str(self.shared.spending.refusal())
+            for each in limiters.values():
+                each.refuse_now(why)
+
+        prepared = self._prepared
+        return Spending(prepared.spec, prepared.prices, limiter, self._out_of_budget, time_is_up)
+
+    # What a user does with a run
+
+    async def __aenter__(self) -> Self:
+        if self._supervisor is not None:
+            raise RuntimeError("a Run is entered once")
+        if self._outer is None:
+            self.shared.clock.start()
+        self._supervisor = asyncio.get_running_loop().create_task(self._supervise(), name="batch-agent run")
+        # A task that is cancelled before its first step runs nothing, not even its finally.
+        self._supervisor.add_done_callback(lambda _: self._delivery.close())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._supervisor is not None
+        self.stop()
+        await outlast(self._supervisor)
+        self._rows.close()
+
+    async def results(self) -> AsyncGenerator[AgentResult[T], None]:
+        """Each result as it finishes. Raises what the run failed with, after the results that came before it."""
+        if self._supervisor is None:
+            raise RuntimeError("a Run gives results once it is entered: async with BatchAgent.open(...) as run")
+        while (result := await self._delivery.take()) is not None:
+            yield cast("AgentResult[T]", result)
+
+    @property
+    def plan(self) -> Plan:
+        return self._prepared.plan
+
+    @property
+    def schema(self) -> OutputSchema[object] | None:
+        """What the outputs are instances of; None for text."""
+        return self._prepared.schema
+
+    def statistics(self) -> Statistics:
+        statistics = self._metrics.statistics()
+        return replace(statistics, prewarm=self._prewarm.statistics()) if self._prewarm is not None else statistics
+
+    def tool_statistics(self) -> dict[str, ToolStatistics]:
+        return self.shared.pool.statistics() if self.shared.pool is not None else {}
+
+    def pause(self) -> None:
+        """Send nothing more until ``resume``; requests on their way and tools go on."""
+        for limiter in self.shared.limiters.values():
+            limiter.pause()
+
+    def resume(self) -> None:
+        for limiter in self.shared.limiters.values():
+            limiter.resume()
+
+    def resize(self, max_inflight: int | None) -> None:
+        """Change ``max_inflight``. Lowered, it is reached as answers come in; nothing is interrupted."""
+        if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
+            raise SpecError("max_inflight is a whole number above 0, or None for no limit")
+        self.shared.limiter.resize(max_inflight)
+
+    def drain(self) -> None:
+        """Start nothing new; agents under way finish, and ``results`` ends after them."""
+        if not self._feed.closed:
+            self._emit(DrainStarted(self.shared.clock(), self.id))
+            self._feed.close()
+
+    def cancel(self) -> None:
+        """Stop now. Agents under way end as failed results of type Interrupted."""
+        self._cancelled = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Nobody wants the results any more: not one more request leaves, and everything under way is cancelled."""
+        self._feed.close()
+        if self._outer is None:
+            for limiter in self.shared.limiters.values():
+                limiter.stop()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+
+    # The supervisor
+
+    async def _supervise(self) -> None:
+        failure: BaseException | None = None
+        ended: Ended = "failed"
+        try:
+            self._session = await open_session(self._prepared.spec, self._open_store)
+            async with asyncio.TaskGroup() as first:
+                self._feeder = first.create_task(self._check_first())
+            self._emit_start()
+            self._keep_jobs()
+            if self._rows.seen:  # without inputs nothing is asked, and nothing recorded
+                backend = self._prepared.backend
+                async with backend:
+                    with following(backend, self.shared.limiter, given=self._inflight_given) as party:
+                        prepared = await learn_context(await choose_model(self._prepared))
+                        if party is not None:
+                            party.use(filter(None, (prepared.model, prepared.spec.compaction_model)))
+                        await self._work(prepared)
+            elif not self._feed.closed:
+                self._feed.end()
+            ended, failure = self._how_ended()
+        except asyncio.CancelledError:
+            ended = "cancelled"
+            await self._deliver_interrupted()
+            raise
+        except BaseException as error:
+            failure = self._failed_by = _first(error)
+            ended = "unreachable" if isinstance(failure, RunUnreachable) else "failed"
+            if isinstance(failure, KeyboardInterrupt | SystemExit):
+                raise
+        finally:
+            self._feed.close()
+            if self._outer is None:
+                for limiter in self.shared.limiters.values():
+                    limiter.close()
+            reason = self._why(ended)
+            self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
+            failure = await self._end_session(ended, reason, failure) or failure
+            self._delivery.close(failure)
+
+    def _keep_jobs(self) -> None:
+        """A backend whose answers take hours notes in the run directory what it has sent."""
+        backend, directory = self._prepared.backend, self._prepared.spec.run_dir
+        if backend.capabilities.patient:
+            cast(Patient, backend).keep(None if directory is None else Path(directory))
+            if directory is None:
+                logger.warning("%s: without run_dir a job that is interrupted is lost, and paid for", backend.name)
+
+    def _emit_start(self) -> None:
+        """Before the backend is entered: an engine that loads its weights is part of the run's time."""
+        prepared, now, price = self._prepared, self.shared.clock(), self.shared.spending.per_second
+        self._emit(RunStarted(now, self.id, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
+        self._emit(LimitChanged(now, self.id, self.shared.limiter.scheduler.slots, "start"))
+
+    async def _check_first(self) -> None:
+        """Before anything is sent: is there an input, and does it have the task's fields?"""
+        for value in await self._rows.peek():
+            self._prepared.plan.check_first(value.value if isinstance(value, Placed) else value)
+        if self._prepared.plan.warning and self._worker is None:  # a worker may read its rows in its own way
+            logger.warning("%s", self._prepared.plan.warning)
+
+    async def _work(self, prepared: Prepared) -> None:
+        spec, shared = prepared.spec, self.shared
+        if self._prepared.model is None and prepared.model is not None:
+            self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
+        shared.spending.set_prices(prepared.shapes, prepared.prices)
+        record = await self._begin_record(prepared)
+        hold = partial(self._backlog, "the engine's queue")
+        async with (
+            self._tools(prepared) as pool,
+            open_tool_prewarm(spec, pool) as prewarm,
+            poll_load(prepared.backend, shared.limiter, spec.backpressure_ceiling, hold),
+            calibration(prepared.backend, shared.limiter, prepared.model or "", wanted=spec.calibrate_backend),
+            AsyncExitStack() as extent,
+        ):
+            shared.pool, self._prewarm = pool, prewarm
+            resources = Resources(
+                backend=prepared.backend,
+                limiter=shared.limiter,
+                spending=shared.spending,
+                tools=pool,
+                schema=prepared.schema,
+                shared=prepared.plan.shared,
+                shapes=prepared.shapes,
+                emit=self._emit,
+                run=self.id,
+                clock=shared.clock,
+                max_turns=spec.turn_limit if self._worker is None else spec.max_turns,
+                max_retries=spec.max_retries,
+                timeout_per_agent=spec.timeout_per_agent,
+                timeout_per_turn=_time_limit(spec, prepared.backend),
+                early_tools=(
+                    spec.streaming_tool_dispatch
+                    and prepared.backend.capabilities.streaming
+                    and any(pool.can_start_early(tool.name) for tool in prepared.tools)
+                ),
+                hedge=spec.hedge,
+                ends_with_answer=self._worker is None,
+                prewarm=prewarm,
+                lead=self._lead(prepared),
+                hints=spec.nvext_agent_hints,
+            )
+            resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
+            self._batch = batch = Batch(
+                self._rows,
+                prepared.plan,
+                resources,
+                self._feed,
+                self._delivery,
+                record,
+                self._work_on,
+                asks_first=self._worker is None,
+                parts_record=self._record_of_parts(prepared),
+            )
+            async with self._budget(), asyncio.TaskGroup() as agents:
+                self._feeder = agents.create_task(batch.feed(agents))
+
+    async def _begin_record(self, prepared: Prepared) -> Record | None:
+        """Where the rows are recorded: in a session of this run's own, or as a part of the outer run's."""
+        if self._session is None:
+            outer = None if self._outer is None else self._outer.session
+            self.shared.session = outer
+            return None if outer is None else outer.part(fingerprint_of(prepared, self._worker))
+        await begin_session(
+            self._session,
+            prepared,
+            self._command,
+            self._worker,
+            spent=self.shared.spending.so_far,
+            on_backlog=partial(self._backlog, "journal"),
+        )
+        self.shared.session = self._session
+        return self._session
+
+    def _record_of_parts(self, prepared: Prepared) -> Record | None:
+        session = self.shared.session
+        return None if session is None else session.part(fingerprint_of(prepared, self._worker))
+
+    def _lead(self, prepared: Prepared) -> PrefixLeader | None:
+        """A worker of the user's own may do something else first, or never ask."""
+        if self._worker is not None:
+            return None
+        return lead_of(prepared.plan, prepared.backend.capabilities, prepared.max_inflight)
+
+    @asynccontextmanager
+    async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:
+        """The outer run's pool, where that has the same tools; so that they share calls, results and limits."""
+        outer = None if self._outer is None else self._outer.pool
+        if outer is not None and outer.has(prepared.tools):
+            yield outer
+            return
+        spec = prepared.spec
+        async with ToolPool(
+            prepared.tools,
+            timeout=spec.timeout_per_tool,
+            spawn=asyncio.get_running_loop().create_task,
+            on_waiting=self.shared.limiter.set_at_tools,
+            prewarm_max_age=spec.prewarm_max_age if spec.predictive_prewarm else None,
+        ) as pool:
+            yield pool
+
+    @asynccontextmanager
+    async def _budget(self) -> AsyncIterator[None]:
+        if self._outer is not None:
+            yield
+            return
+        before = await self._session.spent_before() if self._session is not None else (0, 0.0)
+        self.shared.spending.start(Amount(*before))
+        try:
+            yield
+        finally:
+            self.shared.spending.close()
+
+    async def _deliver_interrupted(self) -> None:
+        if self._cancelled and self._batch is not None:  # else the Run was left: nobody takes results any more
+            recorded = self._session is not None and await self._session.flush()
+            await self._batch.interrupt("the run was cancelled before this job finished", recorded=recorded)
+
+    async def _end_session(self, ended: Ended, reason: str, failure: BaseException | None) -> BaseException | None:
+        """Lets go of the run directory. What went wrong with that, where nothing had gone wrong before."""
+        if self._session is None:
+            return None
+        why = reason if failure is None else str(failure)
+        try:
+            await self._session.end(RECORDED_STATES[ended], why, summary_json(self.statistics()))
+        except Exception as error:  # whatever it is, the caller must not take the run for one that went well
+            return failure or error
+        return None
+
+    # How it ends
+
+    def _how_ended(self) -> tuple[Ended, BaseException | None]:
+        """And what whoever waits for results is told, where that is an error: that the inputs raised, or that there is
+        not one result."""
+        if self._batch is not None and self._batch.failure is not None:
+            self._failed_by = self._batch.failure
+            return "failed", self._batch.failure
+        statistics, over = self._metrics.statistics(), self.shared.limiter.over
+        # A drain or a limit that came when everything had been sent kept nothing from being done.
+        every = self._feed.ended or statistics.done == self._prepared.plan.total
+        if every and not statistics.interrupted:
+            return "complete", None
+        if over is None:
+            return ("out of budget" if self.shared.spending.exhausted else "drained"), None
+        ended, why = over
+        if statistics.done:
+            logger.warning("%s: %s", ended, why)
+            return ended, None
+        return ended, RunUnreachable(why) if ended == "unreachable" else RunRejected(why)
+
+    def _why(self, ended: Ended) -> str:
+        if self._failed_by is not None:
+            return str(self._failed_by)
+        if ended == "out of budget":
+            return self.shared.spending.exhausted
+        over = self.shared.limiter.over
+        return over[1] if over is not None and ended == over[0] else ""
+
+    def _out_of_budget(self, limit: str) -> None:
+        logger.warning("out of budget: %s; calls in flight finish and no new one is sent", limit)
+        for limiter in self.shared.limiters.values():
+            limiter.drain()
+
+    # What its parts say
+
+    def _stop_feeding(self) -> None:
+        if self._feeder is not None:
+            self._feeder.cancel()  # it may be waiting for an input that never comes
+
+    def _backlog(self, where: str, full: bool) -> None:
+        if full:
+            self._backlogs.add(where)
+        else:
+            self._backlogs.discard(where)
+        self.shared.limiter.set_backlogged(bool(self._backlogs))
+
+    def _limit_changed(self, endpoint: Endpoint, reason: str) -> None:
+        self._emit(LimitChanged(self.shared.clock(), self.id, endpoint.capacity.limit, reason, endpoint.name))
+
+    def _health_changed(self, endpoint: Endpoint, now: float) -> None:
+        health, wall = endpoint.health, self.shared.clock.at
+        since = next_trial = 0.0
+        if health.is_down:
+            since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.held_until))
+        self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
+        if self._session is not None and health.state != "on trial":
+            self._session.say_trouble(health.reason if health.is_down else None, since)
+
+
+def _time_limit(spec: BatchSpec, backend: Backend) -> float | None:
+    """Of a turn. Where answers take hours, only one that the user named."""
+    return None if backend.capabilities.patient and not spec.given("timeout_per_turn") else spec.timeout_per_turn
+
+
+def _first(error: BaseException) -> BaseException:
+    """The failure itself, out of the groups that task groups wrap around it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

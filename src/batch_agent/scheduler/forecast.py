@@ -1,0 +1,126 @@
+"""What a run has shown of its agents so far, and what is left to do: turns, seconds per turn, seconds between turns.
+
+An agent that goes on after its n-th turn and one that ends there are both seen, so those under way teach as much as
+those that are done (the estimate is Kaplan and Meier's). From the share that goes on after each turn follows how many
+turns an agent may be expected to have left, given how many it has taken: one fewer with each turn where all take as
+many, always the same where chance decides (geometric), more and more where the tail is heavy. Until the first agent
+has ended, all are expected to take twice as many turns as the one that is furthest.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batch_agent.scheduler.endpoint import Endpoint
+
+ENDING = 1.7  # the batch ends when the work left for each slot takes no more than this many times the longest way left
+LEARN_AGAIN = 8  # expectations are worked out anew when another eighth of the agents has ended
+
+
+class Progress:
+    """How far one agent has come, as far as the forecast knows."""
+
+    __slots__ = ("answered_at", "home", "key", "model", "tokens", "turns")
+
+    def __init__(self, turns: int = 0, *, key: str = "", model: str = "") -> None:
+        self.turns = turns  # taken when it last asked for another
+        self.key = key  # what it has in common with those it should share an endpoint with
+        self.model = model  # that it asks; "": any
+        self.home: Endpoint | None = None  # where it was last answered, and its prefix is
+        self.tokens = 0  # of that prefix
+        self.answered_at: float | None = None  # since when it has wanted no slot, after an answer
+
+
+class TurnForecast:
+    def __init__(self) -> None:
+        self.rows: int | None = None  # still to be started; None where nobody knows how many
+        self.live_turns = 0.0  # expected of all live agents together
+        # By turns taken; the last is the most that any agent has taken.
+        self._live = [0]
+        self._went_on = [0]
+        self._ended = [0]
+        self._turns_left = [1.0]
+        self._ends = 0
+        self._learn_at = 1
+        self._turn_count = self._rest_count = 0
+        self._turn_seconds = self._rest_seconds = 0.0
+
+    def start(self) -> None:
+        self._live[0] += 1
+        self.live_turns += self._turns_left[0]
+
+    def go_on(self, progress: Progress, turns: int, now: float) -> None:
+        """The agent asks for its next turn, having taken so many. One that only asks again teaches nothing."""
+        if progress.answered_at is not None:
+            self._rest_count += 1
+            self._rest_seconds += now - progress.answered_at
+            progress.answered_at = None
+        if turns <= progress.turns:
+            return
+        further = self._see(progress, turns)
+        self._live[turns] += 1
+        self.live_turns += self._turns_left[turns]
+        progress.turns = turns
+        if further:
+            self._learn()
+
+    def answered(self, progress: Progress, seconds: float, now: float) -> None:
+        self._turn_count += 1
+        self._turn_seconds += seconds
+        progress.answered_at = now
+
+    def end(self, progress: Progress, turns: int) -> None:
+        """The agent wants no more. A turn it asked for and never got was its last all the same."""
+        turns = max(turns, progress.turns + 1)
+        self._see(progress, turns)
+        self._went_on[turns] -= 1
+        self._ended[turns] += 1
+        self._ends += 1
+        if self._ends >= self._learn_at:
+            self._learn_at = self._ends + self._ends // LEARN_AGAIN + 1
+            self._learn()
+
+    @property
+    def turns_to_come(self) -> float:
+        """Expected in all, those in flight included; without end where the number of rows is not known."""
+        return inf if self.rows is None else self.live_turns + self.rows * self._turns_left[0]
+
+    def turns_left(self, turns: int) -> float:
+        """Expected of an agent that has taken so many."""
+        return self._turns_left[turns]
+
+    def ending(self, turns: int, slots: int) -> bool:
+        """Whether an agent that has taken so many turns is among those that decide when the batch ends. Not known
+        where the number of rows is not."""
+        if self.rows is None or not self._turn_seconds:
+            return False
+        left = self._turns_left[turns]
+        rest = self._rest_seconds / self._rest_count if self._rest_count else 0.0
+        way = left + (left - 1) * rest * self._turn_count / self._turn_seconds  # in turns, as the work is
+        return (self.live_turns + self.rows * self._turns_left[0]) / slots <= ENDING * way
+
+    def _see(self, progress: Progress, turns: int) -> bool:
+        """The agent is no longer where it was: it went on after each turn up to this one. True: none was as far."""
+        self._live[progress.turns] -= 1
+        self.live_turns -= self._turns_left[progress.turns]
+        further = turns >= len(self._live)
+        while turns >= len(self._live):
+            self._live.append(0)
+            self._went_on.append(0)
+            self._ended.append(0)
+            self._turns_left.append(self._turns_left[-1])
+        for taken in range(progress.turns + 1, turns + 1):
+            self._went_on[taken] += 1
+        return further
+
+    def _learn(self) -> None:
+        furthest = len(self._live) - 1
+        # Beyond the furthest nothing was seen: as many again, or, once agents have ended, what is usual between ends.
+        left = (sum(self._went_on) + self._ends) / self._ends if self._ends else float(furthest)
+        self._turns_left[furthest] = left = max(1.0, left)
+        for taken in range(furthest, 0, -1):
+            goes_on = self._went_on[taken] / (self._went_on[taken] + self._ended[taken])
+            self._turns_left[taken - 1] = left = 1.0 + goes_on * left
+        self.live_turns = sum(live * left for live, left in zip(self._live, self._turns_left, strict=True))

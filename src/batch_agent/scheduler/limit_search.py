@@ -1,0 +1,147 @@
+"""The right number of calls in flight where the user gave none: as many as still bring more answers a second.
+
+The number is raised in stages. Of the requests that leave in a stage it is measured how much each slot brings a second
+(tokens where the server counts them, else answers); times the slots, that is the throughput of the stage. While a stage
+with twice the slots brings clearly more, the next has twice as many again; the first that does not ends the climb, and
+the one before it is kept. Every now and then half as many more or a third fewer are tried, because servers and rows
+change.
+
+Until the first answers are in nothing can be measured, and a batch of quick rows would be over before that. So the
+first steps are taken by the clock, as long as nothing is refused.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+START = 64  # calls in flight
+RAMPED = 256  # how far the first steps go by the clock: a small server has all of them in its queue
+MOST = 1024  # a number that nobody gave is not found beyond this
+CALIBRATING = 8  # where a ramp begins that is to find the knee, however slow the engine is
+RAMP_SECONDS = 0.2  # long enough for a refusal to come back; each step waits twice as long as the one before
+ENOUGH = 16  # answers a stage is judged by, at the least
+GAIN = 1.08  # that twice as many must bring
+PROBE_GAIN, PROBE_LOSS = 1.05, 0.98  # what half as many more must bring, and a third fewer must keep
+PROBE_SECONDS = 60.0
+
+
+class LimitSearch:
+    """``limit`` is the number of the moment. Methods that may change it return why; an empty text when they did not."""
+
+    __slots__ = (
+        "_best",
+        "_best_rate",
+        "_climbing",
+        "_count",
+        "_down",
+        "_most",
+        "_pause",
+        "_probe_at",
+        "_ramp_to",
+        "_seconds",
+        "_since",
+        "_work",
+        "guided",
+        "limit",
+        "ramp_at",
+    )
+
+    def __init__(self, start: int = START, ramp_to: int = RAMPED, most: int = MOST, *, settled: bool = False) -> None:
+        """``settled``: ``start`` was found before."""
+        self.limit = min(start, most)
+        self.guided = False  # the engine tells how long its queue is: once the climb is over, that decides
+        self.ramp_at: float | None = inf if settled else None  # when the next step by the clock is due
+        self._pause = 0.0  # seconds before the next of these
+        self._ramp_to = ramp_to
+        self._most = most
+        self._climbing = not settled
+        self._best, self._best_rate = self.limit if settled else 0, 0.0
+        self._probe_at = 0.0  # 0: nothing was measured yet at the number that was found
+        self._down = False  # whether the next probe goes down
+        self.forget()
+
+    @property
+    def knee(self) -> int | None:
+        """The number, once it is found."""
+        return None if self._climbing else self._best or None
+
+    def bound(self, most: int) -> None:
+        self._most = min(self._most, most)
+        self.limit = min(self.limit, self._most)
+
+    def forget(self) -> None:
+        """A stage begins with the next answer."""
+        self._since, self._count, self._work, self._seconds = inf, 0, 0, 0.0
+
+    def move(self, limit: int) -> None:
+        """The engine's queue decided otherwise."""
+        self._climbing = self._climbing and limit > self.limit
+        self.limit = limit
+        self.ramp_at = inf
+        self.forget()
+
+    def ramp(self, inflight: int, now: float) -> str:
+        if self.ramp_at is None:
+            self.ramp_at, self._pause = now + RAMP_SECONDS, RAMP_SECONDS
+            return ""
+        if now < self.ramp_at:
+            return ""
+        most = min(self._ramp_to, self._most)
+        if self._best or inflight < self.limit or self.limit >= most:
+            self.ramp_at = inf  # answers tell more; or nobody wants more
+            return ""
+        self._pause *= 2
+        self.ramp_at = now + self._pause
+        self.limit = min(2 * self.limit, most)  # all of it is the first stage
+        return "nothing is refused"
+
+    def answered(self, sent_at: float, seconds: float, tokens: int, filled: bool, now: float) -> str:
+        """``filled``: all slots of this stage were in use at some time."""
+        if self._since > now:
+            self._since = now if self._best else 0.0
+        if sent_at < self._since:
+            return ""
+        self._count += 1
+        self._work += tokens or 1
+        self._seconds += seconds
+        if self._count < ENOUGH or 2 * self._count < self.limit:
+            return ""
+        rate = self.limit * self._work / self._seconds if self._seconds > 0 else inf
+        self.forget()
+        if not filled:
+            return ""  # nobody wants more
+        return self._climb(rate, now) if self._climbing else self._probe(rate, now)
+
+    def _climb(self, rate: float, now: float) -> str:
+        if self._best and rate < GAIN * self._best_rate:
+            self._climbing = False
+            return "" if self.guided else self._go(self._best, "more bring no more", now)
+        self._best, self._best_rate = self.limit, rate
+        if self.limit >= self._most:
+            self._climbing = False
+            return ""
+        return self._go(min(2 * self.limit, self._most), "more bring more", now)
+
+    def _probe(self, rate: float, now: float) -> str:
+        if self.guided:
+            return ""
+        if self.limit == self._best:
+            self._best_rate = rate  # as it is now
+            self._probe_at = self._probe_at or now + PROBE_SECONDS
+            if now < self._probe_at:
+                return ""
+            self._probe_at = now + PROBE_SECONDS
+            self._down = not self._down
+            other = max(1, self._best * 2 // 3) if self._down else min(self._most, self._best * 3 // 2)
+            return self._go(other, "fewer are tried" if self._down else "more are tried", now)
+        if rate < self._best_rate * (PROBE_LOSS if self.limit < self._best else PROBE_GAIN):
+            return self._go(self._best, "it was better before", now)
+        self._best = self.limit
+        return ""
+
+    def _go(self, limit: int, reason: str, now: float) -> str:
+        if limit == self.limit:
+            return ""
+        self.limit = limit
+        self._since = now
+        return reason

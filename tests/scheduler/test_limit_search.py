@@ -1,0 +1,126 @@
+"""The number of calls in flight that nobody gave, on models of servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import pytest
+
+from batch_agent.scheduler.capacity import Capacity
+from batch_agent.scheduler.limit_search import MOST, RAMPED, START, LimitSearch
+
+Seconds = Callable[[int], float]  # that an answer takes with so many in flight
+
+
+def settle(seconds: Seconds, capacity: Capacity, rounds: int = 12, now: float = 0.0) -> float:
+    """Whole rounds of answers, all slots in use."""
+    for _ in range(rounds):
+        limit = capacity.limit or 0
+        sent_at, took = now, seconds(limit)
+        now += took
+        for _ in range(limit):
+            capacity.filled = True
+            capacity.succeeded(sent_at, took, 10, now)
+    return now
+
+
+def engine(sequences: int) -> Seconds:
+    """So many at once, for a second each; the others wait."""
+    return lambda inflight: max(1.0, inflight / sequences)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "least", "most"), [(100, 64, 128), (256, 256, 256), (600, 512, MOST), (8, 8, 64)]
+)
+def test_it_is_raised_while_more_bring_more(sequences: int, least: int, most: int) -> None:
+    capacity = Capacity(MOST, LimitSearch())
+    settle(engine(sequences), capacity)
+    assert least <= (capacity.limit or 0) <= most
+
+
+def test_a_server_without_an_end_is_filled_up_to_the_most() -> None:
+    capacity = Capacity(MOST, LimitSearch())
+    settle(lambda inflight: 1.0, capacity)
+    assert capacity.limit == MOST
+
+
+def test_it_never_goes_beyond_the_ceiling() -> None:
+    capacity = Capacity(100, LimitSearch())
+    settle(lambda inflight: 1.0, capacity)
+    assert capacity.limit == 100
+
+
+def test_a_ramp_finds_the_knee() -> None:
+    capacity = Capacity(MOST, LimitSearch(8, 8))
+    settle(engine(32), capacity)
+    assert capacity.knee == 32
+    assert capacity.limit == 32
+
+
+def test_what_was_found_before_is_where_it_begins() -> None:
+    capacity = Capacity(MOST, LimitSearch(96, 96, settled=True))
+    assert capacity.limit == capacity.knee == 96
+
+
+def test_what_was_found_before_is_kept_for_a_minute_before_another_number_is_tried() -> None:
+    capacity = Capacity(MOST, LimitSearch(96, 96, settled=True))
+    now = settle(engine(96), capacity, rounds=30)
+    assert (now, capacity.limit) == (30.0, 96)
+    limits = []
+    for _ in range(40):
+        now = settle(engine(96), capacity, 1, now)
+        limits.append(capacity.limit)
+    assert 64 in limits
+
+
+def test_later_it_is_tried_whether_fewer_are_as_good_and_whether_more_are_better() -> None:
+    capacity = Capacity(MOST, LimitSearch())
+    now = settle(engine(8), capacity)
+    now = settle(engine(8), capacity, rounds=200, now=now)
+    assert (capacity.limit or 0) < 30
+    settle(engine(400), capacity, rounds=1_000, now=now)
+    assert (capacity.limit or 0) > 200
+
+
+def test_slots_that_nobody_uses_are_no_reason_for_more() -> None:
+    capacity = Capacity(MOST, LimitSearch())
+    for _ in range(10_000):
+        capacity.succeeded(0.0, 1.0, 10, 1.0)
+    assert capacity.limit == START
+
+
+def test_before_the_first_answers_it_is_raised_by_the_clock() -> None:
+    capacity = Capacity(MOST, LimitSearch())
+    search = capacity.search
+    assert search is not None
+    now = 0.0
+    capacity.ramp(1, now)
+    while search.ramp_at != inf:
+        assert search.ramp_at is not None
+        now = search.ramp_at
+        capacity.ramp(capacity.limit or 0, now)
+    assert capacity.limit == RAMPED
+    assert now < 2
+
+
+def test_the_clock_raises_nothing_that_nobody_wants() -> None:
+    capacity = Capacity(MOST, LimitSearch())
+    capacity.ramp(1, 0.0)
+    assert not capacity.ramp(10, 100.0)
+    assert capacity.limit == START
+
+
+def test_a_refusal_ends_the_search() -> None:
+    capacity = Capacity(MOST, LimitSearch())
+    capacity.overloaded(capacity.generation, START)
+    assert (capacity.limit, capacity.search) == (START // 2, None)
+
+
+def test_after_an_outage_the_search_goes_on_where_it_was() -> None:
+    capacity = Capacity(MOST, LimitSearch())
+    now = settle(engine(256), capacity)
+    capacity.restart(256)
+    assert capacity.limit == 1
+    settle(engine(256), capacity, now=now)
+    assert capacity.limit == 256
