@@ -1,4 +1,4 @@
-"""One timer for the alarms of many endpoints, each with one of its own: nothing looks at all of them for one."""
+"""One timer for the alarms of many endpoints, so that no timer looks at all of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from batch_agent.scheduler.endpoint import Endpoint
 
 
 class Alarms:
-    """``ring`` is called with those that are due. One that comes too early is harmless: whoever looks sets it again."""
+    """``ring`` is called with the endpoints that are due. An alarm that comes too early is harmless: ``ring`` sets the
+    next one."""
 
     def __init__(self, ring: Callable[[list[Endpoint]], None]) -> None:
         self._ring = ring
         self._heap: list[tuple[float, int, Endpoint]] = []
-        self._set: dict[Endpoint, float] = {}  # for when; other entries of an endpoint are out of date
+        self._set: dict[Endpoint, float] = {}  # when each is due; other entries of an endpoint are stale
         self._numbers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
@@ -25,7 +26,7 @@ class Alarms:
         return endpoint in self._set
 
     def set(self, endpoint: Endpoint, due: float) -> None:
-        """Where it has none that is earlier."""
+        """Set the alarm, unless an earlier one is set."""
         if due < self._set.get(endpoint, inf):
             self._set[endpoint] = due
             self._numbers += 1

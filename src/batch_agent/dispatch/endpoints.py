@@ -1,9 +1,9 @@
-"""What answers and failures say about the endpoints, made awaitable: ``scheduler.health`` and ``scheduler.refusals``
-with timers for trials, for silence and for the end of patience, and futures for those who wait to learn whose fault it
-was.
+"""The endpoints of a dispatcher over time: what attempts say about them, trials, probes, silence, the end of patience.
 
-Where one of several endpoints is down, no row waits for it: it is knocked at, which costs no row anything, and gets a
-trial when it has opened.
+``scheduler.blame`` judges each attempt and ``scheduler.health`` knows the timing; this file applies the verdicts and
+turns due times into timers. Rows whose retries are used up wait here until their last failures are decided.
+
+While one of several endpoints is down, no row waits for it: it is probed, and gets a trial when the probe finds it up.
 """
 
 from __future__ import annotations
@@ -13,59 +13,87 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
+from batch_agent.backends.base import Backend
 from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
-from batch_agent.dispatch.liveness import Knock, why_shut
+from batch_agent.dispatch.deadlines import Deadline, Deadlines
+from batch_agent.dispatch.probing import probe
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected, Timeout
 from batch_agent.messages import Reply, Usage
+from batch_agent.scheduler.blame import Attempt, Outcome, Step, Verdict, after_probe, judge, next_step, outcome_of
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.engine_load import Reading
-from batch_agent.scheduler.health import SHORTEST_SILENCE, SILENCE_FACTOR, trouble_of
+from batch_agent.scheduler.health import SHORTEST_SILENCE, SILENCE_FACTOR
 from batch_agent.scheduler.limit_search import LimitSearch
 from batch_agent.scheduler.rates import is_spent
-from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
 if TYPE_CHECKING:
+    from batch_agent.dispatch.slots import Slots
     from batch_agent.events import Ended
 
-MOST_CROWDED = 20  # refusals of one turn that were others' fault, before they count like its own
-NEVER_ANSWERED = 15.0  # seconds after which a server is given up that has not answered once
+NEVER_REACHED = 30.0  # seconds after which an endpoint is given up that no request has ever reached
+TAIL_FACTOR = 1.5  # times what an idle endpoint takes: what a request must still take where it is, to be taken back
+SHORTEST_TAIL = 0.05  # seconds between two looks at the end of a batch
+UNKNOWN_FACTOR = 3.0  # times the usual seconds, after which a request at an endpoint that never answered is taken back
 
 OnHealth = Callable[[Endpoint, float], None]
 OnLimit = Callable[[Endpoint, str], None]
 OnOver = Callable[["Ended", str], None]
 
 
-class Endpoints:
-    """``wake`` is called when somebody who waits for a slot may get one. ``are_few`` says whether the agents that are
-    left are too few to put an endpoint down. Without a ``knock`` an endpoint that is down is tried with a row's turn
-    also while others work."""
+class EndpointMonitor:
+    """``on_over`` is told how and why the run ends when no endpoint is left."""
 
     def __init__(
         self,
         scheduler: Scheduler,
+        backend: Backend | None,
         max_outage: float | None,
         on_health: OnHealth,
         on_limit: OnLimit,
         on_over: OnOver,
-        wake: Callable[[], None],
-        are_few: Callable[[], bool],
-        knock: Knock | None = None,
     ) -> None:
         self._scheduler, self._all = scheduler, scheduler.endpoints
+        self._backend = backend
         self._max_outage = inf if max_outage is None else max_outage
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
-        self._wake, self._touch, self._are_few = wake, scheduler.touch, are_few
-        self._knock = knock
-        self._knocks: dict[Endpoint, asyncio.Task[None]] = {}
-        self._doubted: dict[Endpoint, set[Ticket]] = {}  # failed since the endpoint's last good answer
-        self.doubts: list[tuple[Ticket, asyncio.Future[None]]] = []  # those who wait to learn whose fault it was
-        self._limits: dict[Endpoint, dict[Ticket, asyncio.Timeout]] = {}  # of requests on their way
-        self._patient: dict[Endpoint, Ticket] = {}  # the trial that may be waited for beside the next ones
+        self._slots: Slots | None = None
+        self._probes: dict[Endpoint, asyncio.Task[None]] = {}
+        self._waiting: dict[Ticket, asyncio.Future[bool]] = {}  # rows to be decided; True: on the word of a probe
+        self._flights: dict[Endpoint, dict[Ticket, Deadline]] = {}
+        self._recalled: set[Ticket] = set()  # in flight, taken back by us
+        self._tried_elsewhere: set[Ticket] = set()  # taken back once at the end of the batch
+        self._patient: dict[Endpoint, Ticket] = {}  # the trial that is waited for beside the next ones
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
+        self._seen: dict[Endpoint, str] = {}  # the health that was last reported
+        self._tail_timer: asyncio.TimerHandle | None = None
         self._alarms = Alarms(self._look)
+        self._deadlines = Deadlines()
         self.budgets = Budgets(self.arm)
+
+    def start(self, slots: Slots) -> None:
+        self._slots = slots
+        for endpoint in self._all:
+            self.attach(endpoint)
+
+    def attach(self, endpoint: Endpoint) -> None:
+        """Share what is known of the server with its other dispatchers."""
+        slots = self._slots
+        assert slots is not None
+        endpoint.is_hungry = lambda: slots.is_hungry
+        endpoint.on_change = self._changed_by_others
+
+    def close(self) -> None:
+        self._alarms.close()
+        self._deadlines.close()
+        if self._tail_timer is not None:
+            self._tail_timer.cancel()
+        for task in self._probes.values():
+            task.cancel()
+        for endpoint in self._all:
+            endpoint.on_change = None
+            endpoint.close()
 
     # Requests
 
@@ -73,151 +101,214 @@ class Endpoints:
         endpoint = ticket.endpoint
         assert endpoint is not None
         if ticket.trial:
-            self._on_health(endpoint, ticket.sent_at)
+            self._report(endpoint, ticket.sent_at)
         search = endpoint.capacity.search
         if search is not None and search.ramp_at is None:
-            endpoint.capacity.ramp(endpoint.inflight, ticket.sent_at)
+            endpoint.capacity.ramp(endpoint.server.inflight, ticket.sent_at)
             self.arm(endpoint)
-        if endpoint.rates is not None:
-            ticket.lease = endpoint.rates.begin(ticket.sent_at)
+        if endpoint.server.rates is not None:
+            ticket.lease = endpoint.server.rates.begin(ticket.sent_at)
             self.arm(endpoint)
         elif ticket.trial or endpoint not in self._alarms:
             self.arm(endpoint)
 
-    def limit(self, ticket: Ticket, seconds: float | None) -> asyncio.Timeout:
-        """The time limit of one request; ``finished`` must follow. An endpoint on trial has to answer in the time that
-        it usually takes, and an answer that was lost in an outage is not waited for."""
+    def deadline(self, ticket: Ticket, seconds: float | None) -> Deadline:
+        """The time limit of one request; ``finished`` must follow. A trial has to be answered in the time that the
+        endpoint usually takes."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         if ticket.trial and (trial := endpoint.health.trial_seconds(ticket.sent_at)) is not None:
             if self._patient.setdefault(endpoint, ticket) is ticket:
                 trial = endpoint.health.patient_seconds(ticket.sent_at)
-            seconds = min(trial, seconds or inf)
-        limit = asyncio.timeout(seconds)
-        self._limits.setdefault(endpoint, {})[ticket] = limit
-        return limit
+            seconds = min(trial, inf if seconds is None else seconds)
+        deadline = self._deadlines.after(seconds)
+        flights = self._flights.get(endpoint)
+        if flights is None:
+            flights = self._flights[endpoint] = {}
+        flights[ticket] = deadline
+        return deadline
+
+    def released(self, ticket: Ticket) -> None:
+        """The ticket gives its slot back."""
+        if ticket.lease is not None:
+            self.budgets.settle(ticket)
+        if ticket.trial and ticket.endpoint is not None:
+            self.arm(ticket.endpoint)  # for the next trial, if this one was withdrawn
 
     def finished(self, ticket: Ticket) -> None:
         endpoint = ticket.endpoint
         assert endpoint is not None
-        self._limits[endpoint].pop(ticket, None)
+        self._flights[endpoint].pop(ticket, None)
         if ticket.trial and self._patient.get(endpoint) is ticket:
             del self._patient[endpoint]
 
     def answered(self, ticket: Ticket, seconds: float, reply: Reply) -> None:
-        """A good answer: what failed although it was asked no later has failed by itself. Of what was asked later it
-        says nothing: a server may finish what it has and take nothing new."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None
-        self._is_alive(endpoint, ticket, seconds)
-        self.budgets.learn(endpoint, ticket, reply.quota, reply.usage)
-        counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
-        self.budgets.settle(ticket, reply.usage if counted else None)
-        endpoint.refusals.answered(ticket.sent_at)
-        if doubted := self._doubted.get(endpoint):
-            for other in [other for other in doubted if other.sent_at <= ticket.sent_at]:
-                other.doubtful, other.broke = 0, False
-                doubted.remove(other)
-        if self.doubts:
-            self._tell_what_is_known(endpoint)
-        if not endpoint.health.is_down:
-            tokens = reply.usage.completion_tokens
-            self._say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, _now()))
-
-    def failed(self, ticket: Ticket, error: BackendError) -> None:
-        """Called while the ticket is still held. Counts the failure as the row's own, as long as it may be."""
         endpoint, now = ticket.endpoint, _now()
         assert endpoint is not None
-        kind, health = trouble_of(error), endpoint.health
+        server = endpoint.server
+        self._recalled.discard(ticket)
+        self._tried_elsewhere.discard(ticket)
+        self._scheduler.answered(ticket, seconds, reply.usage, now)
+        server.learn(seconds)
+        server.refused_since = None
+        self._is_alive(endpoint, ticket, seconds, now)
+        if reply.quota is not None or ticket.lease is not None:
+            counted = reply.usage.prompt_tokens or reply.usage.completion_tokens
+            self.budgets.learn(endpoint, ticket, reply.quota, reply.usage)
+            self.budgets.settle(ticket, reply.usage if counted else None)
+        server.refusals.answered(ticket.sent_at)
+        if server.history.open:
+            server.history.add(Attempt(ticket.row, ticket.sent_at, now, "answered", ticket.trial), _GOOD)
+        if self._waiting:
+            self._decide()
+        if not endpoint.health.is_down:
+            tokens = reply.usage.completion_tokens
+            self._say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, now))
+
+    def failed(self, ticket: Ticket, error: BackendError) -> Verdict:
+        """Judge a failed attempt and apply the verdict. Called while the ticket still holds its slot."""
+        endpoint, now = ticket.endpoint, _now()
+        assert endpoint is not None
+        server, health = endpoint.server, endpoint.health
         self.budgets.learn(endpoint, ticket, error.quota, error.usage or Usage())
         free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
         self.budgets.settle(ticket, Usage() if free else error.usage)
-        if ticket.lost and (ticket.overdue or ticket.sent_at < health.down_since):
-            return  # it was we who ended it
-        if kind is None:
-            ticket.failures += 1
-            self._is_alive(endpoint, ticket, now - ticket.sent_at)
-            if isinstance(error, Rejected) and not isinstance(error, ContextOverflow) and not ticket.chore:
-                self._refused(endpoint, ticket, error)
+        outcome: Outcome = outcome_of(error)
+        if ticket in self._recalled:
+            self._recalled.discard(ticket)
+            outcome = "recalled"
+        if outcome == "overloaded" and is_spent(error.quota):
+            outcome = "recalled"  # it is known when there will be more: neither side is to blame
+        left = server.inflight - 1
+        attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, left)
+        others, few = self.others_work(endpoint), self._few_rows
+        verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
+        server.history.add(attempt, verdict)
+        ticket.avoid = endpoint if verdict.move else None
+        self._apply(endpoint, ticket, error, outcome, verdict, now)
+        return verdict
+
+    def _apply(
+        self, endpoint: Endpoint, ticket: Ticket, error: BackendError, outcome: Outcome, verdict: Verdict, now: float
+    ) -> None:
+        health = endpoint.health
+        if outcome == "recalled":
             return
-        if kind == "overload":
+        if outcome not in ("unreachable", "silent"):
+            health.reached = True
+        if verdict.endpoint == "healthy":
+            self._is_alive(endpoint, ticket, now - ticket.sent_at, now)
+            return
+        if outcome == "overloaded":
             self._overloaded(endpoint, ticket, error, now)
-            if is_spent(error.quota) and ticket.crowded < MOST_CROWDED:
-                ticket.crowded += 1
-                return  # nobody's fault, and it is known when there will be more
-        elif isinstance(error, Timeout) and not error.unreached and endpoint.capacity.search is not None:
-            # A number that we found ourselves was too high: they wait in the server's queue.
-            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight))
-        if kind == "broken" and not ticket.moved and self.others_work(endpoint):
-            ticket.moved = True  # it goes elsewhere; what breaks there too may be its own fault
-        elif kind == "overload" and _is_crowded(ticket, endpoint, error):
-            ticket.crowded += 1  # it was sent beside too many others, which is no fault of its own
-        elif kind != "unreached" and ticket.failures > ticket.doubtful and not health.is_down:
-            ticket.failures += 1  # it has failed while others were answered: it says nothing about the server
-            return
-        elif kind != "unreached":
-            ticket.failures += 1
-            ticket.doubtful += 1
-            ticket.broke = ticket.broke or kind == "broken"
-            self._doubted.setdefault(endpoint, set()).add(ticket)
-        if health.failed(kind, ticket.progress, endpoint.inflight - 1, str(error), now):
-            self._goes_down(endpoint, now)
-        elif health.is_down:
-            if ticket.trial and not ticket.suspect and self._are_few():
-                ticket.hits += ticket.broke  # there are not enough to tell an outage from a bad row
-            self._forgive(endpoint)
+        elif outcome == "silent" and endpoint.capacity.search is not None and not health.is_down:
+            # The number that we found ourselves was too high: requests wait in the server's queue.
+            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.server.inflight))
+        if not health.is_down:
+            if outcome != "overloaded":
+                health.fail(str(error), now)
+            if verdict.endpoint == "down":
+                health.go_down(now)
+                self._goes_down(endpoint, now)
+        else:
+            health.reason, health.heard = str(error), now
             if ticket.trial and not ticket.overdue:
                 health.trial_over()
                 self._trial_failed(endpoint, now)
+        if verdict.probe:
+            self._probe(endpoint)
 
-    async def learn(self, ticket: Ticket) -> None:
-        """Until it is known whose fault the ticket's failure was. Raises Interrupted when the run is over."""
+    def scope(self, ticket: Ticket, error: BackendError) -> str:
+        """Whom a refusal concerns: ``confirm`` asks for the same request once more. May end the run."""
+        endpoint = ticket.endpoint
+        assert endpoint is not None
+        if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or ticket.chore:
+            return "row"
+        left = endpoint.server.inflight - 1
+        scope = endpoint.server.refusals.scope(ticket.progress, error.status, str(error), ticket.sent_at, left)
+        if scope == "all":
+            self._give_up(endpoint, "failed", f"the run stopped at a refusal that concerns every row: {error}")
+        return scope
+
+    # Rows that wait for a decision
+
+    async def decision(self, ticket: Ticket, max_retries: int, *, retryable: bool) -> Step:
+        """What becomes of a row whose attempt failed, once that can be decided. Raises Interrupted when the run is
+        over."""
+        endpoint = ticket.endpoint
+        assert endpoint is not None
+        step = next_step(ticket.row, max_retries, retryable=retryable)
+        while not endpoint.given_up and (step == "wait" or (step == "fail" and self._is_unclear(ticket))):
+            decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            self._waiting[ticket] = decided
+            try:
+                assert self._slots is not None
+                self._slots.pump()
+                on_probe = await decided
+            finally:
+                self._waiting.pop(ticket, None)
+            step = next_step(ticket.row, max_retries, retryable=retryable)
+            if on_probe and step == "wait":
+                step = after_probe(ticket.row, max_retries, _now())
+                if step == "fail":
+                    endpoint.server.history.give_up_on(ticket.row)
+            elif on_probe:
+                break
+        return "retry" if endpoint.given_up else step
+
+    def _is_unclear(self, ticket: Ticket) -> bool:
         assert ticket.endpoint is not None
-        if not self._in_doubt(ticket.endpoint, ticket):
-            return
-        known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.doubts.append((ticket, known))
-        self._wake()
-        await known
+        return ticket.endpoint.server.refusals.is_unclear(ticket.progress)
 
-    def clear_doubts(self, error: Interrupted | None = None) -> None:
-        """Whatever is known by now is all that will be."""
-        doubts, self.doubts = self.doubts, []
-        for _, known in doubts:
-            if not known.done():
-                known.set_result(None) if error is None else known.set_exception(error)
+    def _decide(self, *, over: Interrupted | None = None) -> None:
+        """Wake the rows whose failures are decided now; with ``over``, all of them."""
+        for ticket, decided in tuple(self._waiting.items()):
+            endpoint = ticket.endpoint
+            assert endpoint is not None
+            if decided.done():
+                continue
+            if over is not None:
+                decided.set_exception(over)
+            elif endpoint.given_up or not (ticket.row.undecided or self._is_unclear(ticket)):
+                decided.set_result(False)
 
-    def _tell_what_is_known(self, endpoint: Endpoint) -> None:
-        """To those who wait to learn it, and are no longer in doubt."""
-        doubts, self.doubts = self.doubts, []
-        for ticket, known in doubts:
-            if ticket.endpoint is not endpoint or self._in_doubt(endpoint, ticket):
-                self.doubts.append((ticket, known))
-            elif not known.done():
-                known.set_result(None)
+    def idle(self) -> None:
+        """Nothing is in flight that could decide anything: probe where rows wait."""
+        for ticket, decided in tuple(self._waiting.items()):
+            if ticket.row.undecided:
+                assert ticket.endpoint is not None
+                self._probe(ticket.endpoint)
+            elif not decided.done():
+                decided.set_result(True)
 
-    def _in_doubt(self, endpoint: Endpoint, ticket: Ticket) -> bool:
-        if endpoint.given_up:
-            return False
-        return ticket in self._doubted.get(endpoint, ()) or endpoint.refusals.is_unclear(ticket.progress)
+    @property
+    def waiting(self) -> list[asyncio.Future[bool]]:
+        return list(self._waiting.values())
 
-    def give_up_lost(self) -> None:
-        """Nothing more is sent: requests on their way finish, but not those at a server that is down."""
+    def interrupt(self, why: str) -> None:
+        """Nothing more is sent: rows that wait are interrupted, requests at endpoints that are down are taken back."""
+        self._decide(over=Interrupted(why))
         now = _now()
-        for endpoint, limits in self._limits.items():
+        for endpoint, flights in self._flights.items():
             if endpoint.health.is_down:
-                for ticket in limits:
-                    self._lose(ticket, now)
+                for ticket in flights:
+                    self._recall(ticket, now)
+
+    # What is known of endpoints
+
+    @property
+    def _few_rows(self) -> bool:
+        assert self._slots is not None
+        return self._slots.few_rows
 
     def loaded(self, endpoint: Endpoint, load: Reading) -> None:
-        """The endpoint told how busy it is."""
-        self._say(endpoint, endpoint.capacity.loaded(load, endpoint.inflight))
-        self._touch(endpoint)
-        self._wake()
+        """The server told how busy it is."""
+        self._say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
+        self._wake(endpoint)
 
-    def seek(self, endpoint: Endpoint, search: LimitSearch, why: str) -> None:
+    def search(self, endpoint: Endpoint, search: LimitSearch, why: str) -> None:
         endpoint.capacity.start_search(search)
-        self._touch(endpoint)
+        self._scheduler.touch(endpoint)
         self._say(endpoint, why)
 
     def _say(self, endpoint: Endpoint, reason: str) -> None:
@@ -228,234 +319,305 @@ class Endpoints:
         for endpoint in self._all:
             endpoint.capacity.resize(ceiling)
             self._on_limit(endpoint, "asked for")
-            self._touch(endpoint)
+            self._scheduler.touch(endpoint)
 
     def others_work(self, endpoint: Endpoint) -> bool:
         router = self._scheduler.router
         return len(self._all) > 1 and router.working > router.works(endpoint)
 
-    def close(self) -> None:
-        self._alarms.close()
-        for knock in self._knocks.values():
-            knock.cancel()
+    def _wake(self, endpoint: Endpoint) -> None:
+        self._scheduler.touch(endpoint)
+        assert self._slots is not None
+        self._slots.pump()
 
-    # An endpoint's ups and downs
+    def _changed_by_others(self, endpoint: Endpoint) -> None:
+        """Another dispatcher freed a slot of the server, or found it down or back."""
+        if endpoint.health.state not in ("suspect", self._seen.get(endpoint, "healthy")):
+            was_down = self._seen.get(endpoint) == "down"
+            self._report(endpoint, _now())
+            if was_down and not endpoint.health.is_down:
+                self._scheduler.rejoin()
+            self._decide()
+        self.arm(endpoint)
+        self._wake(endpoint)
 
-    def _is_alive(self, endpoint: Endpoint, ticket: Ticket, seconds: float) -> None:
-        now = _now()
+    def _report(self, endpoint: Endpoint, now: float) -> None:
+        self._seen[endpoint] = endpoint.health.state
+        self._on_health(endpoint, now)
+
+    # Up and down
+
+    def _is_alive(self, endpoint: Endpoint, ticket: Ticket, seconds: float, now: float) -> None:
         began = endpoint.health.down_since
-        if endpoint.health.answered_after(seconds, ticket.sent_at, now):
-            endpoint.held_until = 0.0
-            for other in self._limits.get(endpoint, ()):
-                if other.overdue or (other.sent_at < began and not other.lost):
-                    self._lose(other, now + endpoint.health.grace)
-            self._touch(endpoint)
-            self._on_health(endpoint, now)
-            self._scheduler.rejoin()
-            self._take_up_again()
-            self.arm(endpoint)
-            self._wake()
+        if not endpoint.health.answer(seconds, ticket.sent_at, now):
+            return
+        endpoint.server.held_until = 0.0
+        for other in self._flights.get(endpoint, ()):
+            if other.overdue or (other.sent_at < began and other not in self._recalled):
+                self._recall(other, now + endpoint.health.grace)
+        self._scheduler.touch(endpoint)
+        self._report(endpoint, now)
+        self._scheduler.rejoin()
+        self._take_up_again()
+        self.arm(endpoint)
+        endpoint.tell_others()
+        self._wake(endpoint)
 
     def _take_up_again(self) -> None:
         """One endpoint works again: those that were given up with it may do so too."""
         unreachable, self._unreachable = self._unreachable, []
         for endpoint in unreachable:
             endpoint.given_up = ""
-            self._touch(endpoint)
+            self._scheduler.touch(endpoint)
             self.arm(endpoint)
 
     def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
-        """It refused for load: halve, and let nobody ask again before it said so. A budget by the minute that is spent
-        says nothing of what may be in flight."""
-        wait = error.retry_after or 0.0
-        wait = wait if wait <= LONGEST_RETRY_AFTER else 0.0  # its row fails, and nobody else waits
-        if not endpoint.health.is_down and not is_spent(error.quota):
-            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.inflight, wait, now))
-        if wait > 0.0 and now + wait > endpoint.held_until:
-            endpoint.held_until = now + wait
-            self._touch(endpoint)
+        """Halve what is in flight, and hold everything back until the server accepts more."""
+        server, wait = endpoint.server, error.retry_after or 0.0
+        if server.refused_since is None:
+            server.refused_since = now
+        if not endpoint.health.is_down:
+            self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, server.inflight, wait, now))
+        if not wait and server.inflight == 1:
+            wait = endpoint.health.pause(now, server.refused_since)
+        endpoint.health.reason = str(error)
+        if wait > 0.0 and now + wait > server.held_until:
+            server.held_until = now + wait
+            self._scheduler.touch(endpoint)
             self.arm(endpoint)
+        if max(now, server.held_until) - server.refused_since > self._max_outage:
+            self._lose_patience(endpoint, f"the server refuses every request: {error}")
 
     def _goes_down(self, endpoint: Endpoint, now: float) -> None:
-        endpoint.go_down()
-        self._touch(endpoint)
-        self._forgive(endpoint)
+        """The health is down already."""
+        endpoint.server.history.forgive()
+        endpoint.server.go_down()
+        self._scheduler.touch(endpoint)
         self._on_limit(endpoint, "the server is down")
-        self._on_health(endpoint, now)
-        self._tell_what_is_known(endpoint)
+        self._report(endpoint, now)
+        self._decide()
         self.arm(endpoint)
+        endpoint.tell_others()
 
     def _trial_failed(self, endpoint: Endpoint, now: float) -> None:
-        self._on_health(endpoint, now)
-        self._lose_patience(endpoint, now)
+        self._report(endpoint, now)
+        if now >= self._patience_ends(endpoint):
+            self._lose_patience(endpoint, self._what_was_tried(endpoint, now))
         self.arm(endpoint)
 
-    def _lose_patience(self, endpoint: Endpoint, now: float) -> None:
-        """Nothing is given up as long as something works: it is knocked at, now and then, until the run ends."""
-        if now >= self._patience_ends(endpoint) and not endpoint.given_up and not self.others_work(endpoint):
+    def _lose_patience(self, endpoint: Endpoint, why: str) -> None:
+        """An endpoint is given up only when no other works; until then it is probed now and then."""
+        if not endpoint.given_up and not self.others_work(endpoint):
             self._unreachable.append(endpoint)
-            self._give_up(endpoint, "unreachable", self._what_was_tried(endpoint, now))
-
-    def _forgive(self, endpoint: Endpoint) -> None:
-        """What failed was the server, not the rows; though a row that is there each time may be what fells it."""
-        for ticket in self._doubted.pop(endpoint, ()):
-            ticket.failures -= ticket.doubtful
-            ticket.hits += ticket.broke and (not ticket.trial or ticket.suspect)
-            ticket.doubtful, ticket.broke = 0, False
-
-    def _refused(self, endpoint: Endpoint, ticket: Ticket, error: Rejected) -> None:
-        left = endpoint.inflight - 1
-        if endpoint.refusals.refused(ticket.progress, error.status, str(error), ticket.sent_at, left) == "all":
-            self._give_up(endpoint, "failed", f"the run stopped at a refusal that concerns every row: {error}")
+            self._give_up(endpoint, "unreachable", why)
 
     def _give_up(self, endpoint: Endpoint, ended: Ended, why: str) -> None:
         if endpoint.given_up:
             return
         endpoint.given_up = why
-        self._touch(endpoint)
+        self._scheduler.touch(endpoint)
         if all(other.given_up or other.leaving for other in self._all):
             self._on_over(ended, why)
-        self._tell_what_is_known(endpoint)
+        self._decide()
 
     # Time
 
     def arm(self, endpoint: Endpoint) -> None:
-        """For what is due there first."""
+        """Set the alarm for what is due at the endpoint first."""
         now = _now()
         self._alarms.set(endpoint, min((due for due in self._dues(endpoint) if due > now), default=inf))
 
     def _dues(self, endpoint: Endpoint) -> tuple[float, ...]:
-        """When something is to be done about an endpoint, if nothing happens before."""
-        health = endpoint.health
+        health, server = endpoint.health, endpoint.server
         if endpoint.given_up:
             return ()
         if health.state == "on trial":
             return (health.trial_ends,)
         if health.state == "down":
-            return health.next_trial, endpoint.held_until, self._patience_ends(endpoint)
-        search, rates = endpoint.capacity.search, endpoint.rates
+            return health.next_trial, server.held_until, self._patience_ends(endpoint)
+        search, rates = endpoint.capacity.search, server.rates
         ramp_at = inf if search is None or search.ramp_at is None else search.ramp_at
         free_at = inf if rates is None else rates.free_at(_now())
-        return endpoint.held_until, self._silent_at(endpoint) if endpoint.inflight else inf, ramp_at, free_at
+        return server.held_until, self._silent_at(endpoint) if endpoint.inflight else inf, ramp_at, free_at
 
     def _silent_at(self, endpoint: Endpoint) -> float:
-        """Where too little is known of an endpoint, its siblings say what is usual."""
-        if endpoint.health.silent_at < inf or self._knock is None or not self.others_work(endpoint):
+        """When an endpoint has been silent for too long. If too little is known of it, its siblings' usual time
+        counts."""
+        if endpoint.health.silent_at < inf or endpoint.health.patient or not self.others_work(endpoint):
             return endpoint.health.silent_at
-        return endpoint.health.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * self._scheduler.router.usual)
+        usual = self._scheduler.router.usual
+        return endpoint.health.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * usual) if usual else inf
 
     def _patience_ends(self, endpoint: Endpoint) -> float:
         health = endpoint.health
-        return health.down_since + (self._max_outage if health.answered else min(self._max_outage, NEVER_ANSWERED))
+        known = health.answered or health.reached
+        return health.down_since + (self._max_outage if known else min(self._max_outage, NEVER_REACHED))
 
     def _look(self, due: list[Endpoint]) -> None:
         now = _now()
         for endpoint in due:
             self._look_at(endpoint, now)
         self.budgets.serve()
-        self._wake()
+        assert self._slots is not None
+        self._slots.pump()
         for endpoint in due:
             self.arm(endpoint)
 
     def _look_at(self, endpoint: Endpoint, now: float) -> None:
-        health = endpoint.health
-        if endpoint.held_until and endpoint.held_until <= now:
-            endpoint.held_until = 0.0
-        self._say(endpoint, endpoint.capacity.ramp(endpoint.inflight, now))
-        self._touch(endpoint)
-        if not self.budgets.short and health.is_silent(endpoint.inflight, now):
-            self._is_silent(endpoint, now)
-        elif not self.budgets.short and not health.is_down and endpoint.inflight and now >= self._silent_at(endpoint):
-            self._knock_at(endpoint)
-        elif health.state == "on trial" and now >= health.trial_ends:
-            self._wait_beside(endpoint, now)
+        health, server = endpoint.health, endpoint.server
+        if server.held_until and server.held_until <= now:
+            server.held_until = 0.0
+        self._say(endpoint, endpoint.capacity.ramp(server.inflight, now))
+        self._scheduler.touch(endpoint)
+        if health.state == "on trial":
+            if now >= health.trial_ends:
+                self._wait_beside(endpoint, now)
         elif health.state == "down":
-            # Without a trial nobody has asked yet, and nobody knows.
-            if health.trials or endpoint.held_until:
-                self._lose_patience(endpoint, now)
+            # Before the first trial nothing was tried.
+            if (health.trials or server.held_until) and now >= self._patience_ends(endpoint):
+                self._lose_patience(endpoint, self._what_was_tried(endpoint, now))
             if now >= health.next_trial and not endpoint.given_up and self.others_work(endpoint):
-                if self._knock is None:
-                    self._scheduler.router.trials.append(endpoint)
-                else:
-                    health.try_now(now)
-                    self._knock_at(endpoint)
+                health.try_now(now)
+                self._probe(endpoint)
+        elif endpoint.inflight and not self.budgets.short and now >= self._silent_at(endpoint):
+            if self.others_work(endpoint):
+                self._probe(endpoint)
+            elif health.is_silent(server.inflight, now):
+                self._is_silent(endpoint, now)
 
-    def _is_silent(self, endpoint: Endpoint, now: float) -> None:
+    def _is_silent(self, endpoint: Endpoint, now: float, why: str = "") -> None:
         endpoint.health.go_down(now, silent=True)
-        endpoint.health.reason = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
+        silent = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
+        endpoint.health.reason = why or silent
         self._goes_down(endpoint, now)
         if not self.others_work(endpoint):
-            self._give_up_oldest(endpoint, now)
+            self._recall_oldest(endpoint, now)
             return
-        for ticket in self._limits.get(endpoint, ()):
-            self._lose(ticket, now)
+        for ticket in self._flights.get(endpoint, ()):
+            self._recall(ticket, now)
 
-    # Knocking
+    # Probes
 
-    def _knock_at(self, endpoint: Endpoint) -> None:
-        if self._knock is not None and endpoint not in self._knocks:
-            self._knocks[endpoint] = asyncio.get_running_loop().create_task(self._hear(self._knock, endpoint))
+    def probe(self, endpoint: Endpoint) -> None:
+        """Probe an endpoint that is leaving: what a dead one has in flight is taken back at once."""
+        self._probe(endpoint)
 
-    async def _hear(self, knock: Knock, endpoint: Endpoint) -> None:
-        """An endpoint that is down and opens gets a trial; one that works and does not open is down."""
+    def _probe(self, endpoint: Endpoint) -> None:
+        if endpoint not in self._probes and self._backend is not None:
+            task = asyncio.get_running_loop().create_task(self._probing(self._backend, endpoint))
+            self._probes[endpoint] = task
+
+    async def _probing(self, backend: Backend, endpoint: Endpoint) -> None:
         health = endpoint.health
         try:
-            reason = await why_shut(knock, endpoint.name)
+            found = await probe(backend, endpoint.name)
         finally:
-            del self._knocks[endpoint]
+            del self._probes[endpoint]
         now = _now()
-        health.reason = reason or health.reason
-        if not health.is_down:
-            if reason:
-                self._is_silent(endpoint, now)
+        if found.state == "down":
+            health.reason = found.reason or health.reason
+            if not health.is_down:
+                self._is_silent(endpoint, now, f"a probe failed: {found.reason}")
             else:
-                health.heard = now  # it is slow
-                self.arm(endpoint)
-        else:
-            health.trial_over()
-            if reason:
+                health.trial_over()
                 self._trial_failed(endpoint, now)
-            else:
-                health.next_trial = now
-                self._scheduler.router.trials.append(endpoint)
-        self._wake()
+        elif health.is_down:
+            health.reached = health.reached or found.state == "up"
+            health.trial_over()
+            health.next_trial = now
+            self._scheduler.router.trials.append(endpoint)
+        else:
+            health.reached = health.reached or found.state == "up"
+            self._is_slow(endpoint, now)
+            for ticket, decided in tuple(self._waiting.items()):
+                if ticket.endpoint is endpoint and not decided.done():
+                    decided.set_result(True)
+        self._wake(endpoint)
+
+    def _is_slow(self, endpoint: Endpoint, now: float) -> None:
+        """The endpoint is up although it was silent."""
+        if endpoint.health.is_silent(endpoint.server.inflight, now) and self.others_work(endpoint):
+            self._is_silent(endpoint, now)  # it answers probes, and no request that siblings would have answered
+            return
+        endpoint.health.heard = now
+        self.arm(endpoint)
+
+    # Requests that are taken back
 
     def _wait_beside(self, endpoint: Endpoint, now: float) -> None:
-        """The trial takes longer than usual. Where it may, it goes on, while others are tried."""
+        """The trial takes longer than usual. It goes on if it may, while others are tried."""
         ticket = self._patient.get(endpoint)
         if ticket is not None and not ticket.overdue:
             ticket.overdue = True
             endpoint.health.trial_over()
-            self._give_up_oldest(endpoint, now)
+            self._recall_oldest(endpoint, now)
             self._trial_failed(endpoint, now)
 
-    def _give_up_oldest(self, endpoint: Endpoint, now: float) -> None:
-        """Of the requests from before the outage one is taken back, to be the trial: all slots may be theirs."""
+    def _recall_oldest(self, endpoint: Endpoint, now: float) -> None:
+        """Take back one request from before the outage, to be the trial: all slots may be theirs."""
         began = endpoint.health.down_since
-        waiting = [t for t in self._limits.get(endpoint, ()) if t.sent_at < began and not t.lost]
+        flights = self._flights.get(endpoint, ())
+        waiting = [ticket for ticket in flights if ticket.sent_at < began and ticket not in self._recalled]
         if waiting:
-            self._lose(min(waiting, key=lambda ticket: ticket.sent_at), now)
+            self._recall(min(waiting, key=lambda ticket: ticket.sent_at), now)
 
-    def _lose(self, ticket: Ticket, at: float) -> None:
+    def _recall(self, ticket: Ticket, at: float) -> None:
         assert ticket.endpoint is not None
-        limit = self._limits[ticket.endpoint][ticket]
-        if not limit.expired():
-            ticket.lost = True
-            limit.reschedule(min(limit.when() or inf, at))
+        deadline = self._flights[ticket.endpoint][ticket]
+        if not deadline.expired:
+            self._recalled.add(ticket)
+            deadline.reschedule(min(deadline.when, at))
+
+    def spare(self) -> None:
+        """Every turn has its slot and slots stay idle: take back what a much slower endpoint still has, once for each
+        turn, and look again soon."""
+        if self._tail_timer is not None:
+            return
+        now, router = _now(), self._scheduler.router
+        best = router.best()
+        fast = 0.0 if best is None else router.seconds(best)
+        if not fast:
+            return
+        slow: list[tuple[float, Ticket]] = []
+        for endpoint, flights in self._flights.items():
+            if endpoint is not best and not endpoint.health.is_down:
+                slow += [(self._seconds_left(endpoint, ticket, now), ticket) for ticket in flights]
+        slow = [(left, ticket) for left, ticket in slow if left > TAIL_FACTOR * fast and self._may_recall(ticket)]
+        slow.sort(key=lambda item: -item[0])
+        for _, ticket in slow[: int(min(router.spare, len(slow)))]:
+            self._tried_elsewhere.add(ticket)
+            self._recall(ticket, now)
+        pause = max(SHORTEST_TAIL, fast / 2)
+        self._tail_timer = asyncio.get_running_loop().call_later(pause, self._look_at_tail)
+
+    def _look_at_tail(self) -> None:
+        self._tail_timer = None
+        assert self._slots is not None
+        self._slots.pump()
+
+    def _seconds_left(self, endpoint: Endpoint, ticket: Ticket, now: float) -> float:
+        """What a request is still expected to take where it is."""
+        waited, seconds = now - ticket.sent_at, endpoint.server.seconds
+        if seconds:
+            return seconds - waited
+        return inf if waited > UNKNOWN_FACTOR * self._scheduler.router.usual else 0.0
+
+    def _may_recall(self, ticket: Ticket) -> bool:
+        return not (ticket.trial or ticket.pinned or ticket in self._tried_elsewhere or ticket in self._recalled)
+
+    def is_recalled(self, ticket: Ticket) -> bool:
+        return ticket in self._recalled
 
     def _what_was_tried(self, endpoint: Endpoint, now: float) -> str:
         health = endpoint.health
         outage = f"{now - health.down_since:.0f} s and {health.trials} trials"
-        if health.answered:
+        if health.answered or health.reached:
             return f"the server was down for longer than max_outage, {self._max_outage:g} s: {outage}; {health.reason}"
         return f"the server never answered, in {outage}: {health.reason}"
 
 
+_GOOD = Verdict("clear", "healthy")
+
+
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _is_crowded(ticket: Ticket, endpoint: Endpoint, error: BackendError) -> bool:
-    """Whether a refusal for load was the others' fault."""
-    asks_little = (error.retry_after or 0.0) <= LONGEST_RETRY_AFTER
-    return endpoint.inflight > 1 and ticket.crowded < MOST_CROWDED and asks_little and not ticket.once

@@ -20,7 +20,6 @@ from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler.budget import content_bytes, size_bytes
 from batch_agent.compiler.plan import tool_text
 from batch_agent.compiler.prices import Prices
-from batch_agent.dispatch.limiter import Limiter
 from batch_agent.engine.agent.shapes import Shapes
 from batch_agent.errors import BackendError, Interrupted
 from batch_agent.messages import Usage
@@ -35,6 +34,7 @@ MESSAGE_BYTES = 16  # a role, an id and the marks that a template writes around 
 class Call:
     """One request from its reservation to its settlement."""
 
+    spending: Spending
     prices: Prices | None = None
     prompt_bytes: int = 0
     max_tokens: int | None = None
@@ -42,9 +42,17 @@ class Call:
     share: float = 0.0  # of the run's seconds, when it began
     settled: bool = False
 
+    def settle(self, usage: Usage, *, cached: bool = False) -> float | None:
+        """The answer is there. Its cost in $, if that is known."""
+        return self.spending.settle(self, usage, cached=cached)
+
+    def fail(self, error: BackendError | None = None) -> float | None:
+        """The request broke off or was cancelled. Nothing happens if it is settled already."""
+        return None if self.settled else self.spending.fail(self, error)
+
 
 class Spending:
-    """``on_exhausted`` is told, once, which limit ended the run. ``on_time_up`` is called when that is a limit on time:
+    """``on_short`` is told whether a request waits for others to be settled. ``on_exhausted`` is told, once, which limit ended the run. ``on_time_up`` is called when that is a limit on time:
     from then on every call is refused, and those who wait for something else before they make one should end with
     ``refusal()``."""
 
@@ -52,14 +60,14 @@ class Spending:
         self,
         spec: BatchSpec,
         prices: Prices | None,
-        limiter: Limiter,
+        on_short: Callable[[bool], None],
         on_exhausted: Callable[[str], None],
         on_time_up: Callable[[], None] | None = None,
     ) -> None:
         self.exhausted = ""  # which limit, for people
         self.refused = 0  # calls that a limit kept from being sent
         self._prices = prices
-        self._limiter = limiter
+        self._on_short = on_short
         self._on_exhausted = on_exhausted
         self._on_time_up = on_time_up
         self._per_second = prices.per_second if prices is not None else 0.0
@@ -123,16 +131,21 @@ class Spending:
         for shape in (shapes.first, shapes.later, shapes.repair):
             self._prices_of[shape] = prices
 
-    async def reserve(self, request: ModelRequest) -> Call:
-        """Until the call may be sent. Raises Interrupted when it may not."""
+    def reserve_nowait(self, request: ModelRequest) -> Call | None:
+        """The reservation of a request that need not wait for others; None: use ``reserve``."""
+        if self._counting or self.time_is_up or self._per_second:
+            return None
         prices = self._prices_of.get(request.shape, self._prices)
+        return Call(self, prices, self._prompt_bytes(request) if self._measuring else 0)
+
+    async def reserve(self, request: ModelRequest) -> Call:
+        """Wait until the request fits the budget. Raises Interrupted when it does not."""
+        prices = self._prices_of.get(request.shape, self._prices)
+        call = Call(self, prices, self._prompt_bytes(request), request.shape.max_tokens)
         if self._counting:
-            call = Call(prices, self._prompt_bytes(request), request.shape.max_tokens)
             await self._wait(call)
-        else:
-            if self.time_is_up:
-                raise self.refusal()
-            call = Call(prices, self._prompt_bytes(request) if self._measuring else 0)
+        elif self.time_is_up:
+            raise self.refusal()
         if self._per_second:
             call.share = self._shares.begin(asyncio.get_running_loop().time())
         return call
@@ -149,11 +162,9 @@ class Spending:
         return seconds * self._per_second if self._per_second else cost
 
     def fail(self, call: Call, error: BackendError | None = None) -> float | None:
-        """The call broke off or was cancelled; nothing happens when it is settled already. What was refused or never
-        arrived costs nothing, and what another has paid nothing more. What anything else cost is mostly not told, and
-        then what was reserved counts as spent."""
-        if call.settled:
-            return None
+        """The request broke off or was cancelled. One that was refused or never arrived costs nothing, nor does one
+        that another request has paid for. What anything else cost is mostly unknown: then its reservation counts as
+        spent."""
         if error is not None and error.usage is not None:
             return self.settle(call, error.usage)
         free = error is not None and (error.status is not None or error.unreached or error.paid_elsewhere)
@@ -189,7 +200,7 @@ class Spending:
             if not turn.done() and not self._answer(call, turn):
                 break
             waiters.popleft()
-        self._limiter.set_short_of_budget(bool(waiters))
+        self._on_short(bool(waiters))
 
     def _answer(self, call: Call, turn: asyncio.Future[None]) -> bool:
         """Yes or no to one who waits; False when it has to go on waiting."""

@@ -25,12 +25,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
 from batch_agent.errors import InternalError
 from batch_agent.messages import Usage
+from batch_agent.scheduler.blame import RowHistory
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress, TurnForecast
 from batch_agent.scheduler.ordering import LAST, Queue
@@ -38,45 +39,34 @@ from batch_agent.scheduler.parking import Parking
 from batch_agent.scheduler.rates import Lease
 from batch_agent.scheduler.routing import Router
 
-MOST_AT_TOOLS = 1024  # agents that may wait for busy tools where the number of slots has no limit
-MOST_ASIDE = 8  # turns whose trial failed, before a new agent is started only for every so many trials
-SUSPECT = 2  # outages at whose beginning a turn was in flight
-MUCH_SLOWER = 2.0  # times what another endpoint takes, where an agent leaves its own
+MOST_AT_TOOLS = 1024  # agents that may wait for busy tools while the number of slots is unlimited
+MOST_ASIDE = 8  # turns whose trial failed, before a new agent is started only once in as many trials
+MUCH_SLOWER = 2.0  # times what another endpoint takes: an agent leaves its own endpoint
 
 State = Literal["waiting", "set aside", "held", "gone"]
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One agent's claim to one slot for one turn; it is claimed with again when the request is repeated."""
+    """One agent's claim to one slot for one turn; used again when the request is repeated."""
 
-    progress: Progress  # its agent's, and what tells one agent from another
+    progress: Progress  # the agent's
+    row: RowHistory = field(default_factory=RowHistory)
     state: State = "waiting"
     endpoint: Endpoint | None = None  # where it was last granted a slot
-    sent_at: float = 0.0  # when
-    generation: int = 0  # of the endpoint's capacity then
-    trial: bool = False  # the endpoint was down, and this is the request that finds out
-    overdue: bool = False  # it did not find out in time, and is waited for beside the next
-    failures: int = 0  # its own, as far as is known
-    doubtful: int = 0  # of these, since its endpoint's last good answer
-    broke: bool = False  # one of the doubtful ones may have been what brought the server down
-    hits: int = 0  # outages that began while it was in flight
-    lost: bool = False  # its request was given up, once, because its answer was lost in an outage
-    anywhere: bool = False  # it has waited for its own endpoint for long enough
-    avoid: Endpoint | None = None  # where it would rather not go
-    moved: bool = False  # it went elsewhere, once, without a failure of its own
-    once: bool = False  # nothing is to be sent again that was refused
-    crowded: int = 0  # refusals because others took what there was, of slots or of a budget
-    lease: Lease | None = None  # of the endpoint's budgets, while it is in flight
+    pinned: Endpoint | None = None  # the only endpoint it may go to
+    avoid: Endpoint | None = None  # goes elsewhere if it can
+    anywhere: bool = False  # has waited long enough for its own endpoint
+    sent_at: float = 0.0
+    generation: int = 0  # of the endpoint's capacity when it was sent
+    trial: bool = False  # the endpoint was down; this request finds out
+    overdue: bool = False  # a trial that took too long; it is waited for beside the next
+    lease: Lease | None = None  # of the endpoint's rate limits, while it is in flight
 
     @property
     def chore(self) -> bool:
-        """A request beside the agents' own turns, which says nothing about what they will be told."""
+        """A request beside the agents' own turns; it teaches nothing about them."""
         return self.progress.turns == LAST
-
-    @property
-    def suspect(self) -> bool:
-        return self.hits >= SUSPECT
 
 
 class Scheduler:
@@ -136,8 +126,7 @@ class Scheduler:
             return
         if endpoint in self._parking and not self.router.works(endpoint):
             self._unpark(endpoint)
-        else:
-            self._freed[endpoint] = None
+        self._freed[endpoint] = None
 
     @property
     def due(self) -> float:
@@ -182,7 +171,7 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """No agent may start, and no time that passes will change that."""
-        passing = self.paused or self.backlogged or any(e.held_until and not e.given_up for e in self.endpoints)
+        passing = self.paused or self.backlogged or any(e.server.held_until and not e.given_up for e in self.endpoints)
         return not passing and not self.has_room()
 
     @property
@@ -216,9 +205,9 @@ class Scheduler:
 
     def again(self, ticket: Ticket) -> None:
         """A turn whose request failed joins the queue again, before its equals; or is set aside."""
-        if ticket.suspect or ticket.trial:
+        if ticket.row.suspect or ticket.trial:
             ticket.state = "set aside"
-            (self.suspects if ticket.suspect else self.aside).append(ticket)
+            (self.suspects if ticket.row.suspect else self.aside).append(ticket)
         else:
             self._rejoin(ticket)
 
@@ -269,7 +258,7 @@ class Scheduler:
         if match is not None:
             return match
         trial = self._trial(now)
-        if trial is not None and (ticket := self._next()) is not None:
+        if trial is not None and (ticket := self._next_for(trial)) is not None:
             return ticket, trial
         while self._free(now) and (ticket := self._next()) is not None:
             endpoint = self._route(ticket, now)
@@ -280,7 +269,7 @@ class Scheduler:
     def _match_parked(self, now: float) -> tuple[Ticket, Endpoint] | None:
         while self._freed:
             endpoint = next(iter(self._freed))
-            if self.router.works(endpoint) and endpoint.has_slot(now):
+            if endpoint.has_slot(now):  # or a trial for those that may go nowhere else
                 ticket = self._parking.take(endpoint, self.slots) or self._of_its_kind(endpoint)
                 if ticket is not None:
                     return ticket, endpoint
@@ -289,6 +278,8 @@ class Scheduler:
 
     def _of_its_kind(self, endpoint: Endpoint) -> Ticket | None:
         """One that waits for a model that the endpoint serves."""
+        if not self.router.works(endpoint):
+            return None
         model = next((model for model in self._parking.names if self.router.serves(endpoint, model)), None)
         return None if model is None else self._parking.take(model, self.slots)
 
@@ -324,9 +315,14 @@ class Scheduler:
 
     def _route(self, ticket: Ticket, now: float) -> Endpoint | None:
         """Where the ticket goes; None: it is parked."""
-        progress, router = ticket.progress, self.router
+        progress, router, pinned = ticket.progress, self.router, ticket.pinned
+        if pinned is not None:
+            if pinned.has_slot(now):
+                return pinned
+            self._parking.park(ticket, progress.turns, pinned)
+            return None
         worth, home = 0.0, None
-        if not (ticket.anywhere or ticket.suspect):
+        if not (ticket.anywhere or ticket.row.suspect):
             home = progress.home
             if home is None or not router.works(home):
                 home = router.home(progress.key, progress.model) if progress.key else None
@@ -357,6 +353,14 @@ class Scheduler:
         while (ticket := self._parking.take(place, None)) is not None:
             self._queue.add(ticket, ticket.progress.turns, first=True)
 
+    def _next_for(self, endpoint: Endpoint) -> Ticket | None:
+        """The next ticket that may go to this endpoint; those pinned elsewhere are parked on the way."""
+        while (ticket := self._next()) is not None:
+            if ticket.pinned in (None, endpoint):
+                return ticket
+            self._parking.park(ticket, ticket.progress.turns, ticket.pinned)
+        return None
+
     def _next(self) -> Ticket | None:
         if self._queue:
             return self._queue.take(self.slots)
@@ -372,7 +376,7 @@ class Scheduler:
         if ticket.state == "held":
             assert ticket.endpoint is not None
             self.inflight -= 1
-            ticket.endpoint.inflight -= 1
+            ticket.endpoint.give_back()
             if len(self.endpoints) > 1:
                 self._given_back(ticket.endpoint)
             if ticket is self._suspect_in_flight:
@@ -380,7 +384,7 @@ class Scheduler:
             if ticket.trial and not ticket.overdue:
                 ticket.endpoint.health.trial_over()
         elif ticket.state == "set aside":
-            (self.suspects if ticket.suspect else self.aside).remove(ticket)
+            (self.suspects if ticket.row.suspect else self.aside).remove(ticket)
         elif ticket.state == "waiting":
             self.waiting -= 1
             if ticket in self._parking.parked:

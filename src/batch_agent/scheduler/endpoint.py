@@ -1,111 +1,99 @@
-"""One server as the scheduler sees it: how much it can take, how it is, what it refused, what it has in flight."""
+"""One server as one dispatcher sees it: what this dispatcher has in flight there, and whether it may send more."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from math import inf
 
 from batch_agent.scheduler.capacity import Capacity
 from batch_agent.scheduler.health import Health
-from batch_agent.scheduler.limit_search import MOST, LimitSearch
-from batch_agent.scheduler.rates import Rates
-from batch_agent.scheduler.refusals import Refusals
+from batch_agent.scheduler.server import Server, Terms
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What is known of an endpoint before it is asked. ``start`` is where the search for the right number begins; None
-    where the number is known, and is ``ceiling``."""
-
-    ceiling: int | None = None
-    start: int | None = None
-    rpm: int | None = None
-    tpm: int | None = None
-
-    def endpoint(self, name: str) -> Endpoint:
-        rates = None if self.rpm is None and self.tpm is None else Rates(self.rpm, self.tpm)
-        if self.start is None:
-            return Endpoint(name, self.ceiling, rates=rates)
-        most = MOST if self.ceiling is None else min(MOST, self.ceiling)
-        return Endpoint(name, most, LimitSearch(self.start, most=most), rates)
+def _never() -> bool:
+    return False
 
 
 class Endpoint:
+    """``is_hungry`` says whether its dispatcher waits for a slot; ``on_change`` is called when another dispatcher has
+    changed something about the server."""
+
     __slots__ = (
         "capacity",
-        "context",
         "given_up",
         "health",
-        "held_until",
         "inflight",
+        "is_hungry",
         "leaving",
-        "models",
-        "most_in_flight",
         "name",
-        "rates",
-        "refusals",
-        "weight",
+        "on_change",
+        "server",
     )
 
-    def __init__(
-        self,
-        name: str = "",
-        ceiling: int | None = None,
-        search: LimitSearch | None = None,
-        rates: Rates | None = None,
-        *,
-        weight: float = 1.0,
-        models: frozenset[str] | None = None,
-        context: int | None = None,
-    ) -> None:
-        self.name = name
-        self.weight = weight  # of its share, among others
-        self.models = models  # that it serves; None: any
-        self.context = context  # tokens; None: as many as any
-        self.capacity = Capacity(ceiling, search)
-        self.rates = rates  # None while no budget is known
-        self.health = Health()
-        self.refusals = Refusals()
+    def __init__(self, server: Server | None = None, terms: Terms | None = None) -> None:
+        self.server = Server() if server is None else server
         self.inflight = 0
-        self.most_in_flight = 0  # since it last came back
-        self.held_until = 0.0  # it asked to be left alone until then
-        self.given_up = ""  # why it gets no more requests in this run
+        self.given_up = ""  # why it gets no more requests of this dispatcher
         self.leaving = False  # it gets no more, and is gone when it has answered what it has
+        self.is_hungry: Callable[[], bool] = _never
+        self.on_change: Callable[[Endpoint], None] | None = None
+        self.server.join(self, Terms() if terms is None else terms)
+        self.name = self.server.name
+        self.capacity: Capacity = self.server.capacity
+        self.health: Health = self.server.health
+
+    def close(self) -> None:
+        """The dispatcher no longer uses it."""
+        self.server.leave(self)
+
+    def tell_others(self) -> None:
+        """Something changed that other dispatchers of the server wait for."""
+        if len(self.server.endpoints) > 1:
+            for other in tuple(self.server.endpoints):
+                if other is not self and other.on_change is not None:
+                    other.on_change(other)
 
     def has_slot(self, now: float) -> bool:
-        """Whether a request may leave for it now."""
-        if self.given_up or self.leaving or now < self.held_until:
+        """Whether a request may be sent to it now."""
+        server = self.server
+        if self.given_up or self.leaving or now < server.held_until:
             return False
-        if self.rates is not None and self.rates.free_at(now) > now:
+        if server.rates is not None and server.rates.free_at(now) > now:
             return False
         state = self.health.state
         if state == "down":
             return now >= self.health.next_trial
-        limit = self.capacity.limit
-        return state != "on trial" and (limit is None or self.inflight < limit)
+        share = server.share(self)
+        return state != "on trial" and (share is None or self.inflight < share)
 
     @property
     def spare(self) -> float:
-        """Slots that stay idle if nobody takes them. Where it is down that is the one of the next trial."""
-        if self.given_up or self.leaving or self.held_until or self.health.state == "on trial":
+        """Slots that stay idle if nobody takes them. For an endpoint that is down: the one of the next trial."""
+        if self.given_up or self.leaving or self.server.held_until or self.health.state == "on trial":
             return 0
         if self.health.state == "down":
             return 1
-        limit = self.capacity.limit
-        return inf if limit is None else max(0, limit - self.inflight)
+        share = self.server.share(self)
+        return inf if share is None else max(0, share - self.inflight)
 
     @property
     def slots(self) -> int | None:
-        """How many it has while it works; None: no end of them."""
-        return 0 if self.given_up or self.leaving or self.health.is_down else self.capacity.limit
+        """Total slots while it is healthy; None: unlimited."""
+        return 0 if self.given_up or self.leaving or self.health.is_down else self.server.share(self)
+
+    @property
+    def is_working(self) -> bool:
+        return not (self.given_up or self.leaving or self.health.is_down)
 
     def take(self, now: float) -> bool:
-        """A request leaves. True when it is a trial."""
+        """A request is sent. True when it is a trial."""
+        server = self.server
         self.inflight += 1
-        if self.inflight > self.most_in_flight:
-            self.most_in_flight = self.inflight
+        server.inflight += 1
+        if server.inflight > server.most_in_flight:
+            server.most_in_flight = server.inflight
         limit = self.capacity.limit
-        if limit is not None and self.inflight >= limit:
+        if limit is not None and server.inflight >= limit:
             self.capacity.filled = True
         trial = self.health.state == "down"
         if trial:
@@ -113,6 +101,6 @@ class Endpoint:
         self.health.heard = now
         return trial
 
-    def go_down(self) -> None:
-        self.capacity.restart(self.most_in_flight)
-        self.most_in_flight = 0
+    def give_back(self) -> None:
+        self.inflight -= 1
+        self.server.inflight -= 1

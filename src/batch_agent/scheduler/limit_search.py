@@ -46,11 +46,19 @@ class LimitSearch:
         "ramp_at",
     )
 
-    def __init__(self, start: int = START, ramp_to: int = RAMPED, most: int = MOST, *, settled: bool = False) -> None:
+    def __init__(
+        self,
+        start: int = START,
+        ramp_to: int = RAMPED,
+        most: int = MOST,
+        *,
+        settled: bool = False,
+        by_clock: bool = True,
+    ) -> None:
         """``settled``: ``start`` was found before."""
         self.limit = min(start, most)
         self.guided = False  # the engine tells how long its queue is: once the climb is over, that decides
-        self.ramp_at: float | None = inf if settled else None  # when the next step by the clock is due
+        self.ramp_at: float | None = inf if settled or not by_clock else None  # when the next step by the clock is due
         self._pause = 0.0  # seconds before the next of these
         self._ramp_to = ramp_to
         self._most = most

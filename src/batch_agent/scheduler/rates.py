@@ -55,6 +55,10 @@ class Budget:
         self._since: dict[int, int] = {}  # what those took that left after it, by number
         self._taken = 0  # by all of them
 
+    def restrict(self, limit: int) -> None:
+        """Set the user's limit."""
+        self._limit = limit
+
     def free_at(self, amount: int, now: float) -> float:
         """When so much may be taken; ``now`` or earlier: at once."""
         return max(self._free_of_window(amount, now), self._free_of_quota(amount, now))
@@ -182,10 +186,16 @@ class Rates:
     __slots__ = ("_budgets", "_expected", "_number")
 
     def __init__(self, rpm: int | None = None, tpm: int | None = None) -> None:
-        given = {"requests": rpm, "tokens": tpm}
-        self._budgets = {kind: Budget(limit) for kind, limit in given.items() if limit is not None}
+        self._budgets: dict[str, Budget] = {}
+        self.limit(rpm, tpm)
         self._expected = NOTHING  # of the latest request
         self._number = 0  # of the latest that left
+
+    def limit(self, rpm: int | None, tpm: int | None) -> None:
+        """Set the user's limits per minute; what was used in the last minute still counts."""
+        for kind, limit in (("requests", rpm), ("tokens", tpm)):
+            if limit is not None:
+                self._budgets.setdefault(kind, Budget()).restrict(limit)
 
     @property
     def counts_tokens(self) -> bool:

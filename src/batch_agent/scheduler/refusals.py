@@ -1,9 +1,10 @@
-"""Does a refusal concern one row, or all of them?
+"""Does a denial (401, 403, 404 and the like) concern one row, or every row of the run?
 
-A wrong key concerns all. So does a path or a model that does not exist, unless the same server has given good answers.
-Anything else (a forbidden topic, a bad image) may be the row's own: until a good answer to something that was asked no
-earlier or other rows' refusals tell, it is unclear. The same refusal of several rows with no such answer between them
-concerns all, unless many more are still on their way: a refusal often comes faster than an answer.
+A wrong key concerns all, and so does a path or a model that does not exist, if the server has never given a good
+answer. A wrong key after good answers is confirmed by a second request first: a gateway may deny one request by
+mistake. Anything else (a forbidden topic, a bad image) may be the row's own. It is unclear until there is a good answer
+to a request that was sent no earlier, or until other rows are denied too. The same denial of several rows with no such
+answer between them concerns all, unless many more requests are in flight: a denial often comes sooner than an answer.
 """
 
 from __future__ import annotations
@@ -12,49 +13,53 @@ import re
 from collections.abc import Hashable
 from typing import Literal
 
-Verdict = Literal["row", "unclear", "all"]
+Scope = Literal["row", "confirm", "unclear", "all"]
 
 WRONG_KEY = frozenset({401, 402, 429})  # the 429 of a spent quota; one that asks for patience is no refusal
 WRONG_PLACE = frozenset({301, 302, 303, 307, 308, 404, 405})
 FORBIDDEN = 403
-SEVERAL = 10  # rows, where the status alone says that it may concern all; a moderator may refuse a few in a row
-FEW = 3  # where there never was a good answer, and few others may yet get one
-MANY = 20  # rows, where only the words are the same
+CONFIRMED = 2  # rows whose key was refused
+SEVERAL = 10  # rows with a status that may concern all; a moderator may refuse a few in a row
+FEW = 3  # the same before any good answer, with few requests in flight
+MANY = 20  # rows with the same words and another status
 
 _VARIABLE = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 
 
 class Refusals:
-    __slots__ = ("_agents", "_answered", "_kind")
+    __slots__ = ("_answered", "_kind", "_rows")
 
     def __init__(self) -> None:
         self._answered = False
-        self._kind: tuple[int, str] | None = None  # of those that are unclear, which are all the same
-        self._agents: dict[Hashable, float] = {}  # and when the request of each left
+        self._kind: tuple[int, str] | None = None  # of the unclear ones, which are all the same
+        self._rows: dict[Hashable, float] = {}  # and when the request of each was sent
 
     def answered(self, sent_at: float) -> None:
-        """A request that left then got a good answer."""
+        """A request that was sent then got a good answer."""
         self._answered = True
-        if self._agents:
-            self._agents = {agent: left for agent, left in self._agents.items() if left > sent_at}
+        if self._rows:
+            self._rows = {row: sent for row, sent in self._rows.items() if sent > sent_at}
 
-    def is_unclear(self, agent: Hashable) -> bool:
-        return agent in self._agents
+    def is_unclear(self, row: Hashable) -> bool:
+        return row in self._rows
 
-    def refused(
-        self, agent: Hashable, status: int | None, message: str, sent_at: float, left_in_flight: int
-    ) -> Verdict:
+    def scope(self, row: Hashable, status: int | None, message: str, sent_at: float, left_in_flight: int) -> Scope:
+        """Whom a refusal concerns. ``confirm``: send the same request once more."""
         if status is None:  # a filter that stopped an answer, not a refusal to answer
             return "row"
-        if status in WRONG_KEY or (status in WRONG_PLACE and not self._answered):
+        wrong_key = status in WRONG_KEY
+        if (wrong_key or status in WRONG_PLACE) and not self._answered:
             return "all"
-        by_status = status in WRONG_PLACE or status == FORBIDDEN
+        by_status = wrong_key or status in WRONG_PLACE or status == FORBIDDEN
         kind = (status, "" if by_status else _VARIABLE.sub("…", message))
         if kind != self._kind:
             self._kind = kind
-            self._agents.clear()
-        self._agents[agent] = sent_at
-        refused = len(self._agents)
+            self._rows.clear()
+        again = row in self._rows
+        self._rows[row] = sent_at
+        refused = len(self._rows)
+        if wrong_key:
+            return "all" if refused >= CONFIRMED else "unclear" if again else "confirm"
         if by_status and not self._answered and refused >= FEW and left_in_flight <= refused:
             return "all"
         return "all" if refused >= (SEVERAL if by_status else MANY) and left_in_flight <= 2 * refused else "unclear"

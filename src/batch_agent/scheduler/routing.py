@@ -22,8 +22,9 @@ from math import inf, log
 from batch_agent.messages import Usage
 from batch_agent.scheduler.endpoint import Endpoint
 
-LEARN = 0.1  # the weight of an endpoint's latest answer in its seconds per turn
-LEARN_ALL = 0.05  # ... in that of all
+LEARN = 0.1  # the weight of the latest first prompt in their mean
+LEARN_ALL = 0.05  # the weight of the latest answer in the seconds per turn of all
+UNKNOWN = 2.0  # times the usual seconds, expected of an endpoint that has never answered
 SLOW = 1.5  # times the usual seconds per turn, from where on an endpoint must be worth waiting for
 PRIOR_SECONDS = 1e-4  # per token that has to be computed, until answers have shown it
 PRIOR_WEIGHT = 1e6  # tokens squared
@@ -60,12 +61,11 @@ class PrefixCost:
 class Standing:
     """One endpoint as the router last saw it."""
 
-    __slots__ = ("kind", "number", "seconds", "seed", "slots", "spare", "works")
+    __slots__ = ("kind", "number", "seed", "slots", "spare", "works")
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.kind = _kind(endpoint)
         self.seed = _hash(endpoint.name)
-        self.seconds = 0.0  # per turn; 0 until it has answered
         self.number = 0  # of its entry in the heap; others of it are out of date
         self.spare = 0.0
         self.slots = 0.0
@@ -132,7 +132,7 @@ class Router:
         if standing is None:
             return
         self._count(endpoint, standing, -1)
-        works = not (endpoint.given_up or endpoint.leaving or endpoint.health.is_down)
+        works = endpoint.is_working
         kind = _kind(endpoint)
         if kind != standing.kind:
             self._count_kind(standing.kind, -1)
@@ -149,7 +149,9 @@ class Router:
         self._numbers += 1
         standing.number = self._numbers
         if standing.works and standing.spare > 0:
-            score = (endpoint.inflight + 1) * (standing.seconds or self.usual or 1.0) / endpoint.weight
+            server = endpoint.server
+            # One that has never answered ranks behind those that have.
+            score = (server.inflight + 1) * (server.seconds or UNKNOWN * self.usual or 1.0) / server.weight
             heap = self._heaps[kind]
             heappush(heap, (score, self._numbers, endpoint))
             if len(heap) > 64 + 8 * len(self._standing):
@@ -232,11 +234,8 @@ class Router:
     # What is known of them
 
     def answered(self, endpoint: Endpoint, seconds: float) -> None:
-        standing = self._standing.get(endpoint)
         self._answers += 1
         self.usual += max(LEARN_ALL, 1 / self._answers) * (seconds - self.usual)
-        if standing is not None:
-            standing.seconds += (LEARN if standing.seconds else 1.0) * (seconds - standing.seconds)
 
     def learn_prefix(self, usage: Usage, seconds: float, *, first: bool) -> None:
         if usage.prompt_tokens:
@@ -255,7 +254,7 @@ class Router:
 
     def seconds(self, endpoint: Endpoint) -> float:
         """A turn's, as far as it is known."""
-        return self._standing[endpoint].seconds or self.usual
+        return endpoint.server.seconds or self.usual
 
     def wait(self, endpoint: Endpoint, ahead: int) -> float:
         """Seconds until a slot is free at an endpoint that is full and has so many waiting."""
@@ -264,7 +263,7 @@ class Router:
 
     def is_slow_for(self, endpoint: Endpoint, turns_left: float, slots: float) -> bool:
         """Whether the rest of the batch will be done sooner without it."""
-        seconds = self._standing[endpoint].seconds
+        seconds = endpoint.server.seconds
         return seconds > SLOW * self.usual and seconds > self.usual * (1 + turns_left / max(1.0, slots))
 
     # Keys
@@ -277,12 +276,12 @@ class Router:
         number = _hash(key)
         best, found = -inf, None
         kinds = set(self._serving(model))
-        even = len({endpoint.weight for endpoint in self._standing}) == 1
+        even = len({endpoint.server.weight for endpoint in self._standing}) == 1
         for endpoint, standing in self._standing.items():
             if standing.works and standing.kind in kinds:
                 rank: float = _mix(number ^ standing.seed)
                 if not even:  # -weight / ln(hash between 0 and 1) is highest with a chance equal to the weight
-                    rank = -endpoint.weight / log((rank + 1) / (MOST + 2))
+                    rank = -endpoint.server.weight / log((rank + 1) / (MOST + 2))
                 if rank > best:
                     best, found = rank, endpoint
         if found is not None:
@@ -293,7 +292,7 @@ class Router:
 
 
 def _kind(endpoint: Endpoint) -> Kind:
-    return endpoint.models, endpoint.context
+    return endpoint.server.models, endpoint.server.context
 
 
 def _hash(text: str) -> int:

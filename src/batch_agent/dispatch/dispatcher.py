@@ -1,0 +1,338 @@
+"""The one way to ask a model.
+
+``ask`` takes one question to its answer: it waits for a slot, keeps rate limits and budget, sends the request under a
+time limit, learns from how it ended, and sends it again where that is right. Runs, summaries, hedges, ticks, swarms and
+the proxy are its callers. Nowhere else is a slot held, a request timed or a retry decided.
+
+A slot is held for the request alone. Between two attempts it is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
+from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.dispatch.endpoints import EndpointMonitor, OnHealth, OnLimit
+from batch_agent.dispatch.feed import Feed
+from batch_agent.dispatch.hedging import hedged
+from batch_agent.dispatch.policy import Observer, Policy, Question
+from batch_agent.dispatch.slots import Slots
+from batch_agent.dispatch.spending import Call, Spending
+from batch_agent.errors import BackendError, Interrupted, Timeout, Unavailable
+from batch_agent.events import Ended
+from batch_agent.messages import Reply
+from batch_agent.scheduler.blame import Verdict
+from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.ordering import LAST
+from batch_agent.scheduler.retry import retry_delay
+from batch_agent.scheduler.server import Server, Terms
+
+SILENT = Observer()
+
+
+@dataclass(slots=True, eq=False)
+class ModelCall:
+    """A ModelRequest as a question to one backend."""
+
+    backend: Backend
+    request: ModelRequest
+    on_tool_call: OnToolCall | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.request.said)
+
+    async def send(self, endpoint: str) -> Reply:
+        request = self.request
+        request.endpoint = endpoint
+        try:
+            return await self.backend.infer(request, self.on_tool_call)
+        except BackendError as error:
+            error.text = error.text or self.text
+            raise
+        finally:
+            request.tries += 1
+            if request.on_begin is not None:
+                request.on_begin()
+
+    def again(self) -> ModelCall:
+        """The same for another endpoint; tools are started by the first request alone."""
+        return ModelCall(self.backend, replace(self.request, said=[]))
+
+
+class Dispatcher:
+    """One backend's endpoints for one run, or for runs that share them. ``max_inflight`` is at all endpoints together,
+    ``terms`` are those of each."""
+
+    def __init__(
+        self,
+        backend: Backend | None,
+        max_inflight: int | None = None,
+        max_agents: int | None = None,
+        *,
+        servers: Iterable[Server] = (),
+        terms: Terms | None = None,
+        max_outage: float | None = None,
+        on_limit: OnLimit = lambda endpoint, reason: None,
+        on_health: OnHealth = lambda endpoint, now: None,
+    ) -> None:
+        self.backend = backend
+        self.terms = Terms(max_inflight) if terms is None else terms
+        endpoints = [Endpoint(server, self.terms_of(server)) for server in servers]
+        self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint(None, self.terms)])
+        self._on_health = on_health
+        self.endpoints = EndpointMonitor(self.scheduler, backend, max_outage, self._health_changed, on_limit, self._end)
+        self.slots = Slots(self.scheduler, self.endpoints)
+        self.endpoints.start(self.slots)
+        self.spending: Spending | None = None
+        self.reading = asyncio.Lock()  # held by whoever polls the load of the endpoints
+        self.over: tuple[Ended, str] | None = None  # how and why the run ended that could not go on
+        self._impatient: set[Ticket] = set()  # those that do not wait out an outage
+        self._tools_waited_for: set[asyncio.Future[None]] = set()
+        self._chance: Callable[[], float] = random.random
+
+    def terms_of(self, server: Server) -> Terms:
+        """A server that brings a number of its own keeps it, unless the user gave one."""
+        if self.terms.given or server.default_inflight is None:
+            return self.terms
+        return replace(self.terms, ceiling=server.default_inflight, start=None)
+
+    # Asking
+
+    async def ask(
+        self,
+        question: Question,
+        policy: Policy,
+        *,
+        ticket: Ticket | None = None,
+        progress: Progress | None = None,
+        observer: Observer = SILENT,
+    ) -> Reply:
+        """The complete answer, or the BackendError that could not be helped. ``ticket`` is a claim that was made
+        already; else ``progress`` makes one."""
+        loop = asyncio.get_running_loop()
+        queued = loop.time()
+        if ticket is None:
+            ticket = self.slots.claim(Progress() if progress is None else progress, LAST)
+        while True:
+            if ticket.state != "held" or self.slots.stopped:
+                await self._hold(ticket, policy)
+            try:
+                call = await self.reserve(ticket, question.request)
+            except BaseException:
+                self.slots.release(ticket)
+                raise
+            sent = loop.time()
+            observer.sent(sent - queued)
+            try:
+                if policy.hedge is None or len(self.scheduler.endpoints) == 1:
+                    reply = await self.attempt(question, ticket, policy.timeout)
+                else:
+                    reply = await hedged(self, question, ticket, policy)
+                cost = None if call is None else call.settle(reply.usage, cached=reply.saved is not None)
+            except BackendError as failure:
+                error, seconds, queued = failure, loop.time() - sent, loop.time()
+                cost = None if call is None else call.fail(error)
+                verdict = self.endpoints.failed(ticket, error)
+                scope = self.endpoints.scope(ticket, error)
+            else:
+                observer.answered(reply, loop.time() - sent, cost)
+                return reply
+            finally:
+                if call is not None:
+                    call.fail()
+                self.slots.release(ticket)
+            retryable = error.retryable or scope in ("confirm", "all")
+            step = await self.endpoints.decision(ticket, policy.max_retries, retryable=retryable)
+            delay = None if step == "fail" or not self._is_worth(policy, ticket) else self._delay(ticket, verdict, error)
+            observer.failed(error, seconds, cost, delay)
+            if delay is None:
+                raise error
+            await self.slots.again(ticket, delay)
+
+    async def attempt(self, question: Question, ticket: Ticket, timeout: float | None) -> Reply:
+        """Send the question once, with the slot that the ticket holds, and learn from the answer."""
+        endpoint = ticket.endpoint
+        assert endpoint is not None
+        began = asyncio.get_running_loop().time()
+        deadline = self.endpoints.deadline(ticket, timeout)
+        try:
+            with deadline:
+                reply = await question.send(endpoint.name)
+        except TimeoutError:
+            if not deadline.expired:
+                raise
+            raise Timeout(self._too_late(ticket, began, timeout), text=question.text) from None
+        except asyncio.CancelledError:
+            if cancelled_by_us():
+                raise
+            raise Unavailable(f"{self.name} gave the call up: something it waited for was cancelled") from None
+        finally:
+            self.endpoints.finished(ticket)
+        if reply.saved is None:
+            self.endpoints.answered(ticket, asyncio.get_running_loop().time() - began, reply)
+        else:
+            self.endpoints.budgets.settle(ticket, asked=False)
+        return reply
+
+    async def _hold(self, ticket: Ticket, policy: Policy) -> None:
+        """Wait for the slot; with ``wait_out`` off, not while every endpoint is down."""
+        if policy.wait_out:
+            await self.slots.hold(ticket)
+            return
+        if ticket.state != "held" and self._is_down(ticket):
+            self.slots.release(ticket)
+            raise self._outage(ticket)
+        self._impatient.add(ticket)
+        try:
+            await self.slots.hold(ticket)
+        finally:
+            self._impatient.discard(ticket)
+
+    async def reserve(self, ticket: Ticket, request: ModelRequest | None) -> Call | None:
+        """Wait until rate limits and budget have room for the request."""
+        spending, endpoint = self.spending, ticket.endpoint
+        assert endpoint is not None
+        if spending is None or request is None:
+            return None
+        if endpoint.server.rates is not None:
+            await self.endpoints.budgets.afford(ticket, partial(spending.expect, request))
+        return spending.reserve_nowait(request) or await spending.reserve(request)
+
+    def _is_worth(self, policy: Policy, ticket: Ticket) -> bool:
+        if policy.wanted is not None and not policy.wanted():
+            return False
+        return policy.wait_out or not self._is_down(ticket)
+
+    def _delay(self, ticket: Ticket, verdict: Verdict, error: BackendError) -> float:
+        """Seconds until the request joins the queue again."""
+        endpoint, failures = ticket.endpoint, max(1, ticket.row.failures)
+        assert endpoint is not None
+        if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
+            return 0.0
+        if error.overload:  # the endpoint itself is held until it accepts more
+            return retry_delay(failures, None, self._chance())
+        return 0.0 if verdict.move else retry_delay(failures, error.retry_after, self._chance())
+
+    @property
+    def name(self) -> str:
+        return "the server" if self.backend is None else self.backend.name
+
+    def _too_late(self, ticket: Ticket, began: float, timeout: float | None) -> str:
+        seconds = asyncio.get_running_loop().time() - began
+        if self.endpoints.is_recalled(ticket):
+            return f"{self.name} was taken back after {seconds:.3g} s, to be sent elsewhere or later"
+        allowed = f"{seconds:.3g} s, on trial after an outage" if ticket.trial else f"timeout_per_turn, {timeout:g} s"
+        return f"{self.name} gave no complete answer in {allowed}"
+
+    # Outages, for those who do not wait
+
+    def _is_down(self, ticket: Ticket) -> bool:
+        if ticket.pinned is not None:
+            return not ticket.pinned.is_working
+        return not any(endpoint.is_working for endpoint in self.scheduler.endpoints)
+
+    def _outage(self, ticket: Ticket) -> Unavailable:
+        endpoints = self.scheduler.endpoints if ticket.pinned is None else [ticket.pinned]
+        reasons = dict.fromkeys(endpoint.given_up or endpoint.health.reason for endpoint in endpoints)
+        why = "; ".join(filter(None, reasons)) or "it does not answer"
+        return Unavailable(f"{self.name} is down: {why}", unreached=True)
+
+    def _health_changed(self, endpoint: Endpoint, now: float) -> None:
+        self._on_health(endpoint, now)
+        if endpoint.health.state == "down":
+            for ticket in tuple(self._impatient):
+                if self._is_down(ticket):
+                    self.slots.reject(ticket, self._outage(ticket))
+
+    # Agents
+
+    def feed(self, on_close: Callable[[], None]) -> Feed:
+        return self.slots.feed(on_close)
+
+    def start_agent(self, progress: Progress) -> Ticket:
+        """A new agent, with its claim for its first turn made now, so that the room it takes is seen to be taken."""
+        self.scheduler.start_agent()
+        return self.slots.claim(progress, 0)
+
+    def end_agent(self, progress: Progress, turns: int) -> None:
+        self.scheduler.end_agent(progress, turns)
+        self.slots.pump()
+
+    async def wait_for_tools(self, ended: asyncio.Future[None]) -> None:
+        """Wait until the tools have ended; the end of the run's time interrupts that."""
+        self._tools_waited_for.add(ended)
+        try:
+            await ended
+        finally:
+            self._tools_waited_for.discard(ended)
+
+    # Control
+
+    def pause(self) -> None:
+        """Send nothing until ``resume``; requests in flight finish."""
+        self.slots.pause(True)
+
+    def resume(self) -> None:
+        self.slots.pause(False)
+
+    def refuse(self, why: str) -> None:
+        """Grant no slot any more: requests in flight finish, unless their endpoint is down."""
+        self.slots.refuse(why, self.endpoints.budgets.short)
+        self.endpoints.interrupt(self.slots.refusal)
+
+    def refuse_now(self, why: str) -> None:
+        """The same; and agents that wait for their tools do not wait any longer."""
+        self.refuse(why)
+        for ended in tuple(self._tools_waited_for):
+            if not ended.done():
+                ended.set_exception(Interrupted(self.slots.refusal))
+
+    def _end(self, ended: Ended, why: str) -> None:
+        """No endpoint is left to ask."""
+        self.over = (ended, why)
+        self.refuse(f"the run ended before this job was done: {why}")
+
+    def set_backlogged(self, backlogged: bool) -> None:
+        if backlogged != self.scheduler.backlogged:
+            self.scheduler.backlogged = backlogged
+            self.slots.pump()
+
+    def set_at_tools(self, agents: int) -> None:
+        """Number of agents blocked on saturated tools."""
+        self.scheduler.at_tools = agents
+        self.slots.pump()
+
+    def resize(self, max_inflight: int | None) -> None:
+        self.endpoints.resize(max_inflight)
+        self.grow(max_inflight)
+
+    def grow(self, max_inflight: int | None) -> None:
+        """Change the total over all endpoints; what each may have stays."""
+        self.scheduler.max_inflight = max_inflight
+        self.slots.pump()
+
+    def add(self, server: Server) -> None:
+        """One more server, from now on."""
+        endpoint = Endpoint(server, self.terms_of(server))
+        self.endpoints.attach(endpoint)
+        self.scheduler.add(endpoint)
+        self.slots.pump()
+
+    def leave(self, endpoint: Endpoint) -> None:
+        """Send nothing more there; what a dead endpoint has in flight is taken back."""
+        self.scheduler.leave(endpoint)
+        if endpoint.inflight:
+            self.endpoints.probe(endpoint)
+        self.slots.pump()
+
+    def close(self) -> None:
+        self.endpoints.close()
+        self.slots.close()

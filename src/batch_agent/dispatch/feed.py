@@ -1,0 +1,70 @@
+"""A run's way to start agents: it waits here until the dispatcher has room for another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from batch_agent.dispatch.row_channel import RowChannel
+
+if TYPE_CHECKING:
+    from batch_agent.dispatch.slots import Slots
+
+
+class Feed:
+    """Several runs may share a dispatcher; each has a feed of its own. ``on_close`` is called when nothing new is to
+    start."""
+
+    def __init__(self, slots: Slots, on_close: Callable[[], None]) -> None:
+        self._slots = slots
+        self._on_close = on_close
+        self.closed = False  # no new agents, ever
+        self.ended = False  # every input was read
+        self.rows: int | None = None  # still to be started; None: unknown
+        self.channel: RowChannel | None = None  # set when its rows come from runs that share this dispatcher
+        self.room: asyncio.Future[None] | None = None
+
+    async def wait_room(self) -> bool:
+        """Wait until another agent may start. False: none will."""
+        while not self.closed:
+            if self._slots.scheduler.has_room():
+                return True
+            self.room = asyncio.get_running_loop().create_future()
+            await self.room
+        return False
+
+    def take_from(self, channel: RowChannel) -> None:
+        """Rows that are not there yet are not counted: they come from rows that are."""
+        self.channel, self.rows = channel, 0
+
+    def yields(self, slots: int | None) -> bool:
+        """Whether it leaves its room to other feeds."""
+        channel = self.channel
+        return channel is not None and channel.patient and (slots is None or channel.waiting + 1 < slots)
+
+    @property
+    def is_fed(self) -> bool:
+        """No agent will start, as far as is known now."""
+        return self.ended or (self.channel is not None and self.room is None)
+
+    def expect(self, rows: int | None) -> None:
+        self.rows = rows
+        self._slots.look_ahead()
+
+    def end(self) -> None:
+        self.ended, self.rows = True, 0
+        self._slots.look_ahead()
+
+    def close(self) -> None:
+        """Nothing new starts; agents under way go on."""
+        if not self.closed:
+            self.closed = True
+            self.wake()
+            self._on_close()
+            self._slots.forget(self)
+
+    def wake(self) -> None:
+        room, self.room = self.room, None
+        if room is not None and not room.done():
+            room.set_result(None)

@@ -1,0 +1,57 @@
+"""How one request is asked, and who is told how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from batch_agent.backends.base import ModelRequest
+from batch_agent.errors import BackendError
+from batch_agent.messages import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """``timeout`` is seconds for one attempt, ``hedge`` seconds after which another endpoint is asked too."""
+
+    max_retries: int = 3
+    wait_out: bool = True  # wait while every endpoint is down; False: fail at once with Unavailable
+    timeout: float | None = None
+    hedge: float | None = None
+    wanted: Callable[[], bool] | None = None  # whether the answer is still worth a retry; None: it is
+
+
+class Question(Protocol):
+    """One thing to ask of any endpoint."""
+
+    @property
+    def request(self) -> ModelRequest | None:
+        """What is priced; None for a request that costs nothing."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """What has come of a streamed answer so far."""
+        ...
+
+    async def send(self, endpoint: str) -> Reply:
+        """Sends it once. Raises BackendError."""
+        ...
+
+    def again(self) -> Question:
+        """The same question as a second request beside the first."""
+        ...
+
+
+class Observer:
+    """Told of each attempt. The default ignores it."""
+
+    def sent(self, queued: float) -> None:
+        """An attempt is sent, after so many seconds in the queue."""
+
+    def failed(self, error: BackendError, seconds: float, cost: float | None, delay: float | None) -> None:
+        """It failed. ``delay`` is seconds until it is sent again; None: it is not."""
+
+    def answered(self, reply: Reply, seconds: float, cost: float | None) -> None:
+        """It was answered."""
