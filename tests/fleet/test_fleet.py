@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, Fleet, SpecError
-from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, RequestShape
 from batch_agent.errors import RunUnreachable, Unavailable
 from batch_agent.events import Event, HealthChanged
 from batch_agent.fleet.backend import WATCH_SECONDS
@@ -41,6 +41,10 @@ def saying(text: str, latency: float = 0.1) -> Callable[[Request], Say]:
 
 async def servers(stack: AsyncExitStack, *names: str, latency: float = 0.1) -> list[ScriptedServer]:
     return [await stack.enter_async_context(ScriptedServer(saying(name, latency))) for name in names]
+
+
+def names(backend: Backend) -> tuple[str, ...]:
+    return tuple(member.name for member in backend.members)
 
 
 async def finish(backend: object, **options: Any) -> list[AgentResult[str]]:
@@ -84,7 +88,7 @@ async def test_a_relative_path_is_looked_up_where_the_program_runs(
     (tmp_path / "lists" / "hosts.txt").write_text("gpu-1\nsglang://gpu-2\nhttps://gpu-3/v1\n")
     monkeypatch.chdir(tmp_path)
     spec = BatchAgent.plan(task="{input}", inputs=["x"], backend="fleet://lists/hosts.txt", model="m")
-    assert spec.backend.capabilities.endpoints == ("vllm://gpu-1:8000", "sglang://gpu-2:30000", "https://gpu-3/v1")
+    assert names(spec.backend) == ("vllm://gpu-1:8000", "sglang://gpu-2:30000", "https://gpu-3/v1")
     assert spec.backend.name == "fleet://lists/hosts.txt"
 
 
@@ -229,7 +233,7 @@ async def test_servers_join_and_leave_a_run_under_way() -> None:
     assert len(outputs) == 900 and "None" not in outputs
     assert Counter(outputs[:300])["c"] == 0 and Counter(outputs[400:])["b"] == 0
     assert Counter(outputs[400:])["c"] > 150
-    assert fleet.capabilities.endpoints == (first.backend_url, third.backend_url)
+    assert names(fleet) == (first.backend_url, third.backend_url)
 
 
 def test_no_endpoint_is_not_taken_for_the_usual_backend() -> None:
@@ -255,14 +259,14 @@ async def test_a_hostfile_is_read_again_when_it_changes(tmp_path: Path) -> None:
         async with Fleet.from_hostfile(hosts) as fleet:
             hosts.write_text("what is this line\n")
             await asyncio.sleep(2 * WATCH_SECONDS)
-            assert fleet.capabilities.endpoints == (first.backend_url,), "a file that cannot be read changes nothing"
+            assert names(fleet) == (first.backend_url,), "a file that cannot be read changes nothing"
             hosts.write_text(f"{first.address}\n{second.address} weight=2 context=4096 model=m\n")
             await asyncio.sleep(2 * WATCH_SECONDS)
             member = fleet.members[1]
             assert (member.weight, member.context, member.models) == (2.0, 4096, frozenset({"m"}))
             hosts.write_text(f"{second.address}\n")
             await asyncio.sleep(2 * WATCH_SECONDS)
-            assert fleet.capabilities.endpoints == (second.backend_url,)
+            assert names(fleet) == (second.backend_url,)
 
 
 @virtual_clock

@@ -1,4 +1,4 @@
-"""Fleet: many servers behind the one Backend protocol.
+"""Fleet: many servers as one Backend.
 
 The engine grants each turn one of the fleet's endpoints (``scheduler.routing``), and this file sends it there. What a
 fleet owns are the servers: they share one transport, are entered when they are first needed, come and go (``add``,
@@ -25,18 +25,17 @@ from batch_agent.backends.base import (
     Backend,
     Capabilities,
     Load,
-    Measured,
     Member,
     ModelRequest,
     OnToolCall,
     Party,
+    Probe,
     RequestShape,
     total_inflight,
 )
-from batch_agent.backends.generating import Generates
 from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.registry import open_backend
-from batch_agent.errors import BackendError, Rejected, SpecError, Unavailable
+from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.fleet.hostfile import AgentEndpoint, parse_hostfile
 from batch_agent.fleet.server import FACTS, Server, facts_of
 from batch_agent.messages import Reply
@@ -53,7 +52,7 @@ Given = str | AgentEndpoint | Mapping[str, object] | Backend
 Select = Mapping[str, Sequence[str]]
 
 
-class Fleet(Generates):
+class Fleet(Backend):
     """``endpoints`` are URLs, hostfile lines, mappings with a ``url`` (and ``api_key``, ``headers``, ``model``,
     ``context``, ``weight``), or Backends. ``api_key`` and ``headers`` are for all that bring none of their own."""
 
@@ -129,9 +128,7 @@ class Fleet(Generates):
             streaming=all(one.streaming for one in able),
             images=all(one.images for one in able),
             default_inflight=total_inflight(self.members),
-            endpoints=tuple(server.name for server in self._present),
-            load=any(one.load for one in able),
-            many=True,
+            reports_load=any(one.reports_load for one in able),
         )
 
     # Servers that come and go
@@ -382,20 +379,22 @@ class Fleet(Generates):
             await asyncio.gather(*tasks, return_exceptions=True)
         return answers
 
-    async def knock(self, endpoint: str) -> None:
+    async def probe(self, endpoint: str = "") -> Probe:
         server = self._servers.get(endpoint)
         if server is None:
-            raise Unavailable(f"{endpoint} is no longer part of {self._name}", unreached=True)
-        await server.enter()
-        with suppress(Rejected):  # it is there, and keeps its models to itself
-            await server.backend.models()
+            return Probe("down", f"{endpoint} is no longer part of {self._name}") if endpoint else Probe("unknown")
+        try:
+            await server.enter()
+        except BackendError as error:
+            return Probe("down", str(error))
+        return await server.backend.probe()
 
-    async def load(self, endpoint: str = "") -> Load:
+    async def load(self, endpoint: str = "") -> Load | None:
         server = self._servers.get(endpoint)
-        if server is None or not server.backend.capabilities.load:
-            raise Unavailable(f"{endpoint or self._name} does not say how busy it is")
+        if server is None or not server.backend.capabilities.reports_load:
+            return None
         await server.enter()
-        return await cast(Measured, server.backend).load()
+        return await server.backend.load()
 
 
 def _selected(hosts: Iterable[AgentEndpoint], select: Select, path: str) -> list[AgentEndpoint]:
