@@ -129,6 +129,10 @@ class BadResponse(BackendError):
     retryable = True
 
 
+class EmptyAnswer(BadResponse):
+    """A complete answer with no text and no tool call: the model's fault, not the server's."""
+
+
 class Truncated(BackendError):
     """The model ran into its token limit; asking again would cost the same and end the same. ``text`` is its part."""
 

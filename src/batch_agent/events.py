@@ -183,7 +183,7 @@ class HealthChanged:
     at: float
     run: str
     endpoint: str
-    state: Literal["works", "in doubt", "down", "on trial"]
+    state: Literal["healthy", "suspect", "down", "on trial"]
     reason: str
     since: float = 0.0
     next_trial: float = 0.0

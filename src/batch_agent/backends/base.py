@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeAlias
@@ -20,6 +21,7 @@ from pydantic import JsonValue
 
 from batch_agent.errors import BackendError, Rejected, SpecError
 from batch_agent.messages import Conversation, Image, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
+from batch_agent.scheduler.server import Server
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class ModelRequest:
     job_id: str
     turns_left: int = 0  # how near the agent is to its end; fewer goes sooner
     agent: int = 0  # its number, unique in the run; a job_id may come twice
-    endpoint: str = ""  # the name of the Member it is sent to
+    endpoint: str = ""  # the name of the server it is sent to, of ``Backend.servers``
     run: str = ""  # the id of the run; "" outside of one
     turn: int = 0  # the answer that is asked for, from 1; the same when it is asked for again
     tries: int = 0  # how often it was asked for before, and failed
@@ -101,37 +103,17 @@ class Load:
     first_token_seconds: float | None = None  # ... and the sum of the times that took
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One server behind a backend."""
-
-    name: str  # "" for the only server of a backend that is no fleet
-    weight: float = 1.0  # its share among the others
-    inflight: int | None = None  # calls in flight when the user names no number; None: the number is found
-    models: frozenset[str] | None = None  # that it serves; None: nobody knows
-    context: int | None = None  # tokens; None: as many as any
-
-
-def total_inflight(members: Sequence[Member]) -> int | None:
-    """Of all together; None where one of them has no number of its own."""
-    numbers = [member.inflight for member in members]
+def total_inflight(servers: Iterable[Server]) -> int | None:
+    """Requests in flight at all servers together; None if one of them has no number of its own."""
+    numbers = [server.default_inflight for server in servers]
     return None if None in numbers else sum(number for number in numbers if number is not None)
 
 
-class Party(Protocol):
-    """A user of a backend, a run for example, that shares its servers with other users."""
-
-    @property
-    def slots(self) -> int | None:
-        """The most it may use; None: no end of them."""
-        ...
+class Listener(Protocol):
+    """A user of a backend whose servers come and go."""
 
     def changed(self) -> None:
-        """Members came or went, or something about them is known that was not."""
-        ...
-
-    def share(self, slots: int | None) -> None:
-        """So many of the slots are its own; None: all."""
+        """Servers came or went, or something about them is known that was not."""
         ...
 
 
@@ -237,26 +219,32 @@ class Backend(ABC):
         """Whether the endpoint's server is there, asked at no cost to it. Never raises a BackendError."""
         return Probe("unknown")
 
-    # Several servers, shared by several users
+    # Its servers
 
     @property
-    def members(self) -> Sequence[Member]:
-        """The servers behind it. A turn goes to one of them."""
-        return (Member(""),)
+    def servers(self) -> Mapping[str, Server]:
+        """What is known of each server behind it, by the name that ``ModelRequest.endpoint`` has. All who ask a server
+        share this object."""
+        return {"": self._server}
+
+    @cached_property
+    def _server(self) -> Server:
+        return Server(self.name)
+
+    def lend(self, server: Server) -> None:
+        """Sets what is known of its only server, for a backend that is not a fleet."""
+        self.__dict__["_server"] = server
 
     @property
     def is_fleet(self) -> bool:
-        """True if its members are servers with names of their own, which may come and go."""
-        return any(member.name for member in self.members)
+        """True if its servers have names of their own, and may come and go."""
+        return any(self.servers)
 
-    def join(self, party: Party) -> None:
-        """From now on ``party`` is notified of changes, and the parties that want slots share them evenly."""
+    def join(self, listener: Listener) -> None:
+        """From now on ``listener`` is notified when servers come or go."""
 
-    def leave(self, party: Party) -> None:
+    def leave(self, listener: Listener) -> None:
         """The opposite of ``join``."""
-
-    def want(self, party: Party, slots: float) -> None:
-        """How many slots the party could use now. The others may use what it does not want."""
 
     async def locate(self, model: str) -> None:
         """Finds out which members serve the model, as far as they answer soon."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
@@ -25,11 +25,10 @@ from batch_agent.backends.base import (
     Backend,
     Capabilities,
     Facts,
+    Listener,
     Load,
-    Member,
     ModelRequest,
     OnToolCall,
-    Party,
     Probe,
     RequestShape,
 )
@@ -37,6 +36,7 @@ from batch_agent.backends.cache_store import ResponseStore
 from batch_agent.backends.http.wire import report_calls
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
+from batch_agent.scheduler.server import Server
 
 T = TypeVar("T")
 
@@ -79,17 +79,14 @@ class CachingBackend(Backend):
         return await self._inner.models()
 
     @property
-    def members(self) -> Sequence[Member]:
-        return self._inner.members
+    def servers(self) -> Mapping[str, Server]:
+        return self._inner.servers
 
-    def join(self, party: Party) -> None:
-        self._inner.join(party)
+    def join(self, listener: Listener) -> None:
+        self._inner.join(listener)
 
-    def leave(self, party: Party) -> None:
-        self._inner.leave(party)
-
-    def want(self, party: Party, slots: float) -> None:
-        self._inner.want(party, slots)
+    def leave(self, listener: Listener) -> None:
+        self._inner.leave(listener)
 
     async def locate(self, model: str) -> None:
         await self._inner.locate(model)

@@ -23,7 +23,7 @@ class Budgets:
         """Until the endpoint's budgets have room for what the request is expected to take; ``settle`` must follow."""
         endpoint = ticket.endpoint
         assert endpoint is not None
-        rates = endpoint.rates
+        rates = endpoint.server.rates
         if rates is None or ticket.lease is None or not rates.counts_tokens:
             return
         counted = ticket.lease = rates.unreserve(ticket.lease)
@@ -45,13 +45,13 @@ class Budgets:
     def settle(self, ticket: Ticket, used: Usage | None = None, *, asked: bool = True) -> None:
         """What the request took of the budgets; None where nobody knows. ``asked``: the endpoint has seen it."""
         lease, endpoint = ticket.lease, ticket.endpoint
-        if lease is None or endpoint is None or endpoint.rates is None:
+        if lease is None or endpoint is None or endpoint.server.rates is None:
             return
         ticket.lease = None
         if asked:
-            endpoint.rates.settle(lease, used, _now())
+            endpoint.server.rates.settle(lease, used, _now())
         else:
-            endpoint.rates.unsend(lease, _now())
+            endpoint.server.rates.unsend(lease, _now())
         self.serve()
         self._arm(endpoint)
 
@@ -62,9 +62,9 @@ class Budgets:
 
     def learn(self, endpoint: Endpoint, ticket: Ticket, quota: Quota | None, used: Usage) -> None:
         if quota is not None:
-            if endpoint.rates is None:
-                endpoint.rates = Rates()
-            endpoint.rates.learn(quota, ticket.lease, endpoint.inflight - 1, used, _now())
+            if endpoint.server.rates is None:
+                endpoint.server.rates = Rates()
+            endpoint.server.rates.learn(quota, ticket.lease, endpoint.server.inflight - 1, used, _now())
             self._arm(endpoint)
 
 

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from batch_agent.backends.base import Backend
-from batch_agent.dispatch.limiter import Limiter
+from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.scheduler.limit_search import CALIBRATING, LimitSearch
 
 FILE = "capacity.json"
@@ -76,18 +76,18 @@ def calibration_file() -> Path:
 
 
 @asynccontextmanager
-async def calibration(backend: Backend, limiter: Limiter, model: str, *, wanted: bool) -> AsyncIterator[None]:
+async def calibration(backend: Backend, dispatcher: Dispatcher, model: str, *, wanted: bool) -> AsyncIterator[None]:
     """Each endpoint begins at its knee, or with the ramp that finds it; what was found by the end is remembered."""
     if not wanted:
         yield
         return
-    endpoints = {_where(backend, endpoint.name): endpoint for endpoint in limiter.scheduler.endpoints}
+    endpoints = {_where(backend, endpoint.name): endpoint for endpoint in dispatcher.scheduler.endpoints}
     known = await asyncio.to_thread(CalibrationFile().get, endpoints, model)
     for where, endpoint in endpoints.items():
         if (knee := known.get(where)) is not None:
-            limiter.endpoints.seek(endpoint, LimitSearch(knee, knee, settled=True), "found before")
+            dispatcher.endpoints.search(endpoint, LimitSearch(knee, knee, settled=True), "found before")
         else:
-            limiter.endpoints.seek(endpoint, LimitSearch(CALIBRATING, CALIBRATING), "calibrate_backend")
+            dispatcher.endpoints.search(endpoint, LimitSearch(CALIBRATING, CALIBRATING), "calibrate_backend")
     yield
     found = {where: knee for where, endpoint in endpoints.items() if (knee := endpoint.capacity.knee) is not None}
     if found:

@@ -48,9 +48,10 @@ class Deadline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         task, self._task = self._task, None
-        if self.expired and task is not None and task.uncancel() <= self._cancelling and kind is not None:
-            if issubclass(kind, asyncio.CancelledError):
-                raise TimeoutError from error
+        if not self.expired or task is None or task.uncancel() > self._cancelling or kind is None:
+            return
+        if issubclass(kind, asyncio.CancelledError):
+            raise TimeoutError from error
 
     def _expire(self) -> None:
         if self._task is not None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
 from batch_agent.dispatch.cancellation import cancelled_by_us
@@ -33,6 +34,9 @@ from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.server import Server, Terms
+
+if TYPE_CHECKING:
+    from batch_agent.dispatch.members import Following
 
 SILENT = Observer()
 
@@ -62,6 +66,9 @@ class ModelCall:
             if request.on_begin is not None:
                 request.on_begin()
 
+    def lost(self) -> None:
+        pass
+
     def again(self) -> ModelCall:
         """The same for another endpoint; tools are started by the first request alone."""
         return ModelCall(self.backend, replace(self.request, said=[]))
@@ -77,7 +84,7 @@ class Dispatcher:
         max_inflight: int | None = None,
         max_agents: int | None = None,
         *,
-        servers: Iterable[Server] = (),
+        servers: Mapping[str, Server] | None = None,
         terms: Terms | None = None,
         max_outage: float | None = None,
         on_limit: OnLimit = lambda endpoint, reason: None,
@@ -85,13 +92,14 @@ class Dispatcher:
     ) -> None:
         self.backend = backend
         self.terms = Terms(max_inflight) if terms is None else terms
-        endpoints = [Endpoint(server, self.terms_of(server)) for server in servers]
+        endpoints = [Endpoint(server, self.terms_of(server), name) for name, server in (servers or {}).items()]
         self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint(None, self.terms)])
         self._on_health = on_health
         self.endpoints = EndpointMonitor(self.scheduler, backend, max_outage, self._health_changed, on_limit, self._end)
         self.slots = Slots(self.scheduler, self.endpoints)
         self.endpoints.start(self.slots)
         self.spending: Spending | None = None
+        self.follower: Following | None = None  # of a backend whose servers come and go
         self.reading = asyncio.Lock()  # held by whoever polls the load of the endpoints
         self.over: tuple[Ended, str] | None = None  # how and why the run ended that could not go on
         self._impatient: set[Ticket] = set()  # those that do not wait out an outage
@@ -151,7 +159,9 @@ class Dispatcher:
                 self.slots.release(ticket)
             retryable = error.retryable or scope in ("confirm", "all")
             step = await self.endpoints.decision(ticket, policy.max_retries, retryable=retryable)
-            delay = None if step == "fail" or not self._is_worth(policy, ticket) else self._delay(ticket, verdict, error)
+            delay = (
+                None if step == "fail" or not self._is_worth(policy, ticket) else self._delay(ticket, verdict, error)
+            )
             observer.failed(error, seconds, cost, delay)
             if delay is None:
                 raise error
@@ -319,9 +329,9 @@ class Dispatcher:
         self.scheduler.max_inflight = max_inflight
         self.slots.pump()
 
-    def add(self, server: Server) -> None:
+    def add(self, name: str, server: Server) -> None:
         """One more server, from now on."""
-        endpoint = Endpoint(server, self.terms_of(server))
+        endpoint = Endpoint(server, self.terms_of(server), name)
         self.endpoints.attach(endpoint)
         self.scheduler.add(endpoint)
         self.slots.pump()

@@ -18,7 +18,7 @@ from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
 from batch_agent.dispatch.deadlines import Deadline, Deadlines
 from batch_agent.dispatch.probing import probe
-from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected, Timeout
+from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Attempt, Outcome, Step, Verdict, after_probe, judge, next_step, outcome_of
 from batch_agent.scheduler.core import Scheduler, Ticket

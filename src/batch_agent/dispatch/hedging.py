@@ -1,7 +1,7 @@
 """A request that takes too long, sent to another endpoint too: the first good answer counts, the other is ended.
 
-Off unless ``Policy.hedge`` is set. The second request has a slot of its own, pays like any request, and is never sent to
-the same endpoint. If it fails, that is not charged to the row.
+Off unless ``Policy.hedge`` is set. The second request has a slot of its own, pays like any request, and is never sent
+to the same endpoint. If it fails, that is not charged to the row.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ async def hedged(dispatcher: Dispatcher, question: Question, ticket: Ticket, pol
         await asyncio.wait(racers, timeout=policy.hedge)
         if not first.done():
             racers.append(loop.create_task(_second(dispatcher, question, ticket, policy)))
-        return await _winner(dispatcher, ticket, racers)
+        return await _winner(dispatcher, question, ticket, racers)
     finally:
         for racer in racers:
             racer.cancel()
         await asyncio.gather(*racers, return_exceptions=True)
 
 
-async def _winner(dispatcher: Dispatcher, ticket: Ticket, racers: list[asyncio.Task[Reply]]) -> Reply:
+async def _winner(
+    dispatcher: Dispatcher, question: Question, ticket: Ticket, racers: list[asyncio.Task[Reply]]
+) -> Reply:
     first, running = racers[0], set(racers)
     while running:
         done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -44,6 +46,8 @@ async def _winner(dispatcher: Dispatcher, ticket: Ticket, racers: list[asyncio.T
                 failure = first.exception() if first.done() else None
                 if isinstance(failure, BackendError):
                     dispatcher.endpoints.failed(ticket, failure)
+                if racer is not first:
+                    question.lost()
                 return racer.result()
             if not isinstance(error, BackendError | Interrupted):
                 raise error

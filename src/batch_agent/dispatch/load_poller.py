@@ -1,7 +1,7 @@
 """How busy the engines are, asked once a second and handed to the capacity of each endpoint.
 
 Nothing depends on an answer: a reading that fails or hangs is one that did not come, and after a few of those the
-answers of the rows alone have to tell. Runs that share a limiter share the readings: one of them reads, and the next
+answers of the rows alone have to tell. Runs that share a dispatcher share the readings: one of them reads, and the next
 takes over when it is done.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from batch_agent.backends.base import Backend, Load
-from batch_agent.dispatch.limiter import Limiter
+from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import Unavailable
 from batch_agent.foreign import describe
 from batch_agent.scheduler.endpoint import Endpoint
@@ -28,14 +28,14 @@ logger = logging.getLogger("batch_agent")
 
 
 @asynccontextmanager
-async def poll_load(backend: Backend, limiter: Limiter, ceiling: int | None, hold: Hold) -> AsyncIterator[None]:
+async def poll_load(backend: Backend, dispatcher: Dispatcher, ceiling: int | None, hold: Hold) -> AsyncIterator[None]:
     """``hold`` is told whether new agents are to wait, because more than ``ceiling`` requests are in the queue."""
     if not backend.capabilities.reports_load:
         if ceiling is not None:
             logger.warning("backpressure_ceiling: %s does not tell how long its queue is", backend.name)
         yield
         return
-    reading = asyncio.get_running_loop().create_task(LoadPoller(backend, limiter, ceiling, hold).read_on())
+    reading = asyncio.get_running_loop().create_task(LoadPoller(backend, dispatcher, ceiling, hold).read_on())
     try:
         yield
     finally:
@@ -44,17 +44,17 @@ async def poll_load(backend: Backend, limiter: Limiter, ceiling: int | None, hol
 
 
 class LoadPoller:
-    def __init__(self, backend: Backend, limiter: Limiter, ceiling: int | None, hold: Hold) -> None:
-        self._backend, self._limiter = backend, limiter
+    def __init__(self, backend: Backend, dispatcher: Dispatcher, ceiling: int | None, hold: Hold) -> None:
+        self._backend, self._dispatcher = backend, dispatcher
         self._ceiling, self._hold = ceiling, hold
         self._failures: dict[str, int] = {}  # in a row, by endpoint
         self._warned = False
 
     async def read_on(self) -> None:
-        async with self._limiter.reading:
+        async with self._dispatcher.reading:
             await asyncio.sleep(FIRST_SECONDS)
             while True:
-                endpoints = [each for each in self._limiter.scheduler.endpoints if not each.given_up]
+                endpoints = [each for each in self._dispatcher.scheduler.endpoints if not each.given_up]
                 await asyncio.sleep(await self._read_all(endpoints))
 
     async def _read_all(self, endpoints: list[Endpoint]) -> float:
@@ -77,7 +77,7 @@ class LoadPoller:
             self._failed(endpoint, error)
             return None
         self._failures[endpoint.name] = 0
-        self._limiter.endpoints.loaded(endpoint, load)
+        self._dispatcher.endpoints.loaded(endpoint, load)
         return load
 
     def _failed(self, endpoint: Endpoint, error: Exception) -> None:

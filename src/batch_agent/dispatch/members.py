@@ -1,86 +1,64 @@
-"""The endpoints of a backend as a limiter knows them, and a limiter that follows those that come and go."""
+"""A dispatcher that follows the servers of its backend as they come and go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
-from batch_agent.backends.base import Backend, Member, total_inflight
-from batch_agent.dispatch.limiter import Limiter
-from batch_agent.scheduler.endpoint import Endpoint, Terms
-
-
-def endpoints_of(backend: Backend, terms: Terms, *, given: bool = False) -> list[Endpoint]:
-    """``given``: the user named ``max_inflight``, and any endpoint may have as many; else each has its own number."""
-    return [_endpoint(member, terms, given=given) for member in backend.members]
-
-
-def _endpoint(member: Member, terms: Terms, *, given: bool) -> Endpoint:
-    if not given and member.inflight is not None:
-        terms = replace(terms, ceiling=member.inflight, start=None)
-    endpoint = terms.endpoint(member.name)
-    endpoint.weight, endpoint.models, endpoint.context = member.weight, member.models, member.context
-    return endpoint
+from batch_agent.backends.base import Backend, total_inflight
+from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.scheduler.server import Server
 
 
 class Following:
-    """A Party to its backend, for one limiter."""
+    """A Listener to its backend, for one dispatcher."""
 
-    def __init__(self, backend: Backend, limiter: Limiter, *, given: bool) -> None:
-        self._backend, self._limiter, self._given = backend, limiter, given
+    def __init__(self, backend: Backend, dispatcher: Dispatcher) -> None:
+        self._backend, self._dispatcher = backend, dispatcher
         self._models: set[str] = set()
 
     def use(self, models: Iterable[str]) -> None:
-        """These are asked for too: members that are known to serve only others are none of ours."""
+        """These models are asked too: servers that are known to serve only others are not used."""
         self._models.update(models)
         self.changed()
 
-    def want(self, slots: float) -> None:
-        self._backend.want(self, slots)
-
-    @property
-    def slots(self) -> int | None:
-        return self._limiter.max_inflight
-
     def changed(self) -> None:
-        scheduler = self._limiter.scheduler
-        known = {endpoint.name: endpoint for endpoint in scheduler.endpoints}
-        members = {member.name: member for member in self._useful(self._backend.members)}
-        for member in members.values():
-            endpoint = known.get(member.name)
+        dispatcher = self._dispatcher
+        known = {endpoint.name: endpoint for endpoint in dispatcher.scheduler.endpoints}
+        servers = self._useful(self._backend.servers)
+        for name, server in servers.items():
+            endpoint = known.get(name)
             if endpoint is None:
-                scheduler.add(_endpoint(member, self._limiter.terms, given=self._given))
-            elif endpoint.models != member.models:
-                endpoint.models = member.models
-                scheduler.touch(endpoint)
+                dispatcher.add(name, server)
+            else:
+                dispatcher.scheduler.touch(endpoint)  # its weight, models or context may have changed
         for name, endpoint in known.items():
-            if name not in members and not endpoint.leaving:
-                scheduler.leave(endpoint)
-        total = None if self._given else total_inflight(list(members.values()))
+            if name not in servers and not endpoint.leaving:
+                dispatcher.leave(endpoint)
+        total = None if dispatcher.terms.given else total_inflight(servers.values())
         if total is not None:
-            self._limiter.grow(total)
-        self._limiter.look_ahead()
+            dispatcher.grow(total)
+        dispatcher.slots.look_ahead()
 
-    def _useful(self, members: Sequence[Member]) -> Sequence[Member]:
-        useful = [member for member in members if member.models is None or self._models & member.models]
-        some_say_so = any(member.models is not None for member in useful)
-        return useful if some_say_so else members
-
-    def share(self, slots: int | None) -> None:
-        self._limiter.share(slots)
+    def _useful(self, servers: Mapping[str, Server]) -> Mapping[str, Server]:
+        useful = {
+            name: server for name, server in servers.items() if server.models is None or self._models & server.models
+        }
+        some_say_so = any(server.models is not None for server in useful.values())
+        return useful if some_say_so else servers
 
 
 @contextmanager
-def following(backend: Backend, limiter: Limiter, *, given: bool) -> Iterator[Following | None]:
-    """While it is used. The first of several runs that share a limiter follows for all of them."""
-    if not backend.is_fleet or limiter.party is not None:
-        yield limiter.party
+def following(backend: Backend, dispatcher: Dispatcher) -> Iterator[Following | None]:
+    """Follow the backend's servers; None for a backend whose servers stay. The first of several runs that share a
+    dispatcher follows for all of them."""
+    if not backend.is_fleet or dispatcher.follower is not None:
+        yield dispatcher.follower
         return
-    limiter.party = party = Following(backend, limiter, given=given)
-    backend.join(party)
+    dispatcher.follower = follower = Following(backend, dispatcher)
+    backend.join(follower)
     try:
-        yield party
+        yield follower
     finally:
-        limiter.party = None
-        backend.leave(party)
+        dispatcher.follower = None
+        backend.leave(follower)

@@ -39,6 +39,10 @@ class Question(Protocol):
         """Sends it once. Raises BackendError."""
         ...
 
+    def lost(self) -> None:
+        """Another request answered it."""
+        ...
+
     def again(self) -> Question:
         """The same question as a second request beside the first."""
         ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,6 @@ from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler.budget import content_bytes, size_bytes
 from batch_agent.compiler.plan import tool_text
 from batch_agent.compiler.prices import Prices
-from batch_agent.engine.agent.shapes import Shapes
 from batch_agent.errors import BackendError, Interrupted
 from batch_agent.messages import Usage
 from batch_agent.scheduler.budget import Amount, Estimator, Ledger, TimeShare
@@ -52,9 +51,9 @@ class Call:
 
 
 class Spending:
-    """``on_short`` is told whether a request waits for others to be settled. ``on_exhausted`` is told, once, which limit ended the run. ``on_time_up`` is called when that is a limit on time:
-    from then on every call is refused, and those who wait for something else before they make one should end with
-    ``refusal()``."""
+    """``on_short`` is told whether a request waits for others to be settled. ``on_exhausted`` is told, once, which
+    limit ended the run. ``on_time_up`` is called when that is a limit on time: from then on every request is refused,
+    and agents that wait for something else first should end with ``refusal()``."""
 
     def __init__(
         self,
@@ -126,9 +125,9 @@ class Spending:
         if self._timer is not None:
             self._timer.cancel()
 
-    def set_prices(self, shapes: Shapes, prices: Prices | None) -> None:
-        """What requests of these shapes cost: those of a run inside may go to another model."""
-        for shape in (shapes.first, shapes.later, shapes.repair):
+    def set_prices(self, shapes: Iterable[RequestShape], prices: Prices | None) -> None:
+        """Sets what requests of these shapes cost: those of a run inside may go to another model."""
+        for shape in shapes:
             self._prices_of[shape] = prices
 
     def reserve_nowait(self, request: ModelRequest) -> Call | None:

@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -24,11 +23,10 @@ from batch_agent.backends.address import Address
 from batch_agent.backends.base import (
     Backend,
     Capabilities,
+    Listener,
     Load,
-    Member,
     ModelRequest,
     OnToolCall,
-    Party,
     Probe,
     RequestShape,
     total_inflight,
@@ -39,13 +37,12 @@ from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.fleet.hostfile import AgentEndpoint, parse_hostfile
 from batch_agent.fleet.server import FACTS, Server, facts_of
 from batch_agent.messages import Reply
-from batch_agent.scheduler.fair_share import shares
+from batch_agent.scheduler.server import Server as KnownServer
 
 logger = logging.getLogger("batch_agent")
 
 ASK_SECONDS = 2.0  # that servers have to say which models they serve, once one of them has
 WATCH_SECONDS = 2.0  # between two looks at the hostfile
-USUAL_INFLIGHT = 64  # of a server that has no number of its own, where runs share
 INSIDE = ("vllm", "sglang", "dynamo", "http")  # schemes of servers beside us, to which no proxy leads
 
 Given = str | AgentEndpoint | Mapping[str, object] | Backend
@@ -69,7 +66,7 @@ class Fleet(Backend):
         self._api_key, self._headers, self._environ, self._sends = api_key, dict(headers or {}), environ, sends
         self._inside, self._outside = Transport(proxies=False), Transport()
         self._servers: dict[str, Server] = {}
-        self._parties: dict[Party, float] = {}  # and how many slots each could use
+        self._listeners: list[Listener] = []
         self._users = 0
         self._hostfile: Path | None = None
         self._select: Select = {}
@@ -127,7 +124,7 @@ class Fleet(Backend):
             schema_note=next((one.schema_note for one in able if one.schema_note), ""),
             streaming=all(one.streaming for one in able),
             images=all(one.images for one in able),
-            default_inflight=total_inflight(self.members),
+            default_inflight=total_inflight(self.servers.values()),
             reports_load=any(one.reports_load for one in able),
         )
 
@@ -138,8 +135,8 @@ class Fleet(Backend):
         return [server for server in self._servers.values() if not server.leaving]
 
     @property
-    def members(self) -> Sequence[Member]:
-        return [server.member for server in self._present]
+    def servers(self) -> Mapping[str, KnownServer]:
+        return {server.name: server.known for server in self._present}
 
     def add(
         self,
@@ -256,34 +253,15 @@ class Fleet(Backend):
 
     # Runs that share it
 
-    def join(self, party: Party) -> None:
-        self._parties[party] = inf
-        self._share()
+    def join(self, listener: Listener) -> None:
+        self._listeners.append(listener)
 
-    def leave(self, party: Party) -> None:
-        self._parties.pop(party, None)
-        self._share()
-
-    def want(self, party: Party, slots: float) -> None:
-        if len(self._parties) > 1 and self._parties.get(party, slots) != slots:
-            self._parties[party] = slots
-            self._share()
-
-    def _share(self) -> None:
-        if len(self._parties) <= 1:
-            for party in self._parties:
-                self._parties[party] = inf
-                party.share(None)
-            return
-        usual = sum(member.inflight or USUAL_INFLIGHT for member in self.members)
-        total = max(usual, *(party.slots or 0 for party in self._parties))
-        for party, slots in shares(self._parties, total).items():
-            party.share(slots)
+    def leave(self, listener: Listener) -> None:
+        self._listeners.remove(listener)
 
     def _tell(self) -> None:
-        for party in list(self._parties):
-            party.changed()
-        self._share()
+        for listener in tuple(self._listeners):
+            listener.changed()
 
     # A Backend
 

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from batch_agent.backends.base import Backend, Member
+from batch_agent.backends.base import Backend
 from batch_agent.errors import SpecError
+from batch_agent.scheduler.server import Server as KnownServer
 
 FACTS = ("model", "context", "weight")
 
@@ -33,10 +34,13 @@ class Server:
         return self.found if self.model is None else frozenset({self.model})
 
     @property
-    def member(self) -> Member:
+    def known(self) -> KnownServer:
+        """What is known of the server, with what the fleet was given for it."""
+        known = self.backend.servers[""]
         usual = self.backend.capabilities.default_inflight
-        inflight = None if usual is None else max(1, round(usual * self.weight))
-        return Member(self.name, self.weight, inflight, self.models, self.context)
+        known.default_inflight = None if usual is None else max(1, round(usual * self.weight))
+        known.weight, known.models, known.context = self.weight, self.models, self.context
+        return known
 
     def serves(self, model: str) -> bool:
         return not model or self.models is None or model in self.models

@@ -30,15 +30,15 @@ class Endpoint:
         "server",
     )
 
-    def __init__(self, server: Server | None = None, terms: Terms | None = None) -> None:
+    def __init__(self, server: Server | None = None, terms: Terms | None = None, name: str = "") -> None:
         self.server = Server() if server is None else server
+        self.name = name  # as the backend calls it
         self.inflight = 0
         self.given_up = ""  # why it gets no more requests of this dispatcher
         self.leaving = False  # it gets no more, and is gone when it has answered what it has
         self.is_hungry: Callable[[], bool] = _never
         self.on_change: Callable[[Endpoint], None] | None = None
         self.server.join(self, Terms() if terms is None else terms)
-        self.name = self.server.name
         self.capacity: Capacity = self.server.capacity
         self.health: Health = self.server.health
 

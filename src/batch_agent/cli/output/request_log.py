@@ -23,11 +23,10 @@ from batch_agent.backends.base import (
     Backend,
     Capabilities,
     Facts,
+    Listener,
     Load,
-    Member,
     ModelRequest,
     OnToolCall,
-    Party,
     Probe,
     RequestShape,
 )
@@ -37,6 +36,7 @@ from batch_agent.errors import BackendError, SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject, Message, Reply
 from batch_agent.observe.text import duration, harmless
+from batch_agent.scheduler.server import Server
 from batch_agent.store.private import private
 
 SECRET_NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)S?$", re.IGNORECASE)
@@ -84,17 +84,14 @@ class LoggedBackend(Backend):
         return await self._inner.probe(endpoint)
 
     @property
-    def members(self) -> Sequence[Member]:
-        return self._inner.members
+    def servers(self) -> Mapping[str, Server]:
+        return self._inner.servers
 
-    def join(self, party: Party) -> None:
-        self._inner.join(party)
+    def join(self, listener: Listener) -> None:
+        self._inner.join(listener)
 
-    def leave(self, party: Party) -> None:
-        self._inner.leave(party)
-
-    def want(self, party: Party, slots: float) -> None:
-        self._inner.want(party, slots)
+    def leave(self, listener: Listener) -> None:
+        self._inner.leave(listener)
 
     async def locate(self, model: str) -> None:
         await self._inner.locate(model)

@@ -14,7 +14,7 @@ from typing import cast
 
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.engine.agent.context import AgentContext, Worker
-from batch_agent.engine.agent.turn import Resources
+from batch_agent.engine.agent.resources import Resources
 from batch_agent.errors import AgentTimeout, Interrupted, JobError, StoreError, WorkerFailed
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, BaseResult, Job

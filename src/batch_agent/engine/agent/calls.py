@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
-from batch_agent.engine.agent.turn import EarlyCalls, Resources
+from batch_agent.engine.agent.early_calls import EarlyCalls
+from batch_agent.engine.agent.resources import Resources
 from batch_agent.errors import StoreError
 from batch_agent.events import ToolFinished, ToolStarted
 from batch_agent.job import Job
@@ -63,7 +64,7 @@ async def run_calls(
         for place, waiting in pending.items():
             waiting.on_end(partial(ended, place, calls[place]))
         # A write that was begun is waited for in any case: what became of it must be known.
-        await (every if writes else r.limiter.wait_for_tools(every))
+        await (every if writes else r.dispatcher.wait_for_tools(every))
     finally:
         for waiting in pending.values():
             waiting.abandon()

@@ -19,17 +19,17 @@ from batch_agent.compiler import compaction
 from batch_agent.compiler.compaction import Cut, history_tokens, left_out, note, plan_cut
 from batch_agent.compiler.overflow import stated
 from batch_agent.dispatch.cancellation import cancelled_by_us
-from batch_agent.dispatch.limiter import Limiter
-from batch_agent.dispatch.members import endpoints_of
+from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.engine.agent.history import History
-from batch_agent.engine.agent.turn import Resources, Tally, take_turn
+from batch_agent.engine.agent.resources import Resources
+from batch_agent.engine.agent.tally import Tally
+from batch_agent.engine.agent.turn import Turn
 from batch_agent.engine.run.prepare import Prepared, only_model
 from batch_agent.errors import ContextOverflow, JobError, StoreError, WorkerFailed
 from batch_agent.foreign import describe
 from batch_agent.job import Job
 from batch_agent.messages import Conversation, Message, Usage
 from batch_agent.outputs.extract import strip_reasoning
-from batch_agent.scheduler.endpoint import Terms
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.limit_search import START
 from batch_agent.scheduler.ordering import LAST
@@ -130,8 +130,8 @@ class Compactor:
         own_tally = Tally(turns=tally.turns)
         progress = Progress(LAST, model=shape.model)
         try:
-            ticket = r.limiter.claim(progress, LAST)
-            reply = await take_turn(r, request, job.index, own_tally, ticket, None)
+            turn = Turn(r, request, job.index, own_tally, None)
+            reply = await r.dispatcher.ask(turn, r.policy, progress=progress, observer=turn)
             summary = strip_reasoning(reply.text)
         except JobError as error:
             logger.warning("what row %s leaves out is told by its calls alone: %s", job.index, error)
@@ -179,11 +179,12 @@ async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncItera
         return
     able = backend.capabilities
     most = able.default_inflight or START
-    limiter = Limiter(most, endpoints=endpoints_of(backend, Terms(most)), max_outage=PATIENCE)
+    dispatcher = Dispatcher(backend, most, servers=backend.servers, max_outage=PATIENCE)
+    dispatcher.spending = resources.dispatcher.spending
     try:
         async with backend:
             compactor.shape = RequestShape(model or await only_model(backend, spec, "compaction_model"))
-            compactor.summaries = replace(resources, backend=backend, limiter=limiter, schema=None)
+            compactor.summaries = replace(resources, backend=backend, dispatcher=dispatcher, schema=None)
             yield compactor
     finally:
-        limiter.close()
+        dispatcher.close()

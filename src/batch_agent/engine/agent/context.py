@@ -16,9 +16,12 @@ from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler.pictures import content_of
 from batch_agent.engine.agent.calls import run_calls
 from batch_agent.engine.agent.compaction import Compactor
+from batch_agent.engine.agent.early_calls import MOST_CALLS, EarlyCalls
 from batch_agent.engine.agent.history import History
+from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.shapes import Shapes
-from batch_agent.engine.agent.turn import MOST_CALLS, EarlyCalls, Resources, Tally, take_turn
+from batch_agent.engine.agent.tally import Tally
+from batch_agent.engine.agent.turn import Turn
 from batch_agent.errors import BackendError, ContextOverflow, JobError, LimitExceeded, OutputError
 from batch_agent.events import AnswerRejected, ContextCompacted
 from batch_agent.job import AgentError, Job
@@ -28,7 +31,8 @@ from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import Progress
-from batch_agent.store.steps import Done, Ended, Failed, Outcome, Spent, Turn
+from batch_agent.store.steps import Done, Ended, Failed, Outcome, Spent
+from batch_agent.store.steps import Turn as TurnStep
 from batch_agent.store.trail import FailedBefore, Trail
 
 TOO_MANY_CALLS = "Error: not run: {count} calls in one answer are too many; ask for at most {most} at once."
@@ -137,7 +141,7 @@ class AgentContext:
         trail, schema = self._trail, self._r.schema
         if trail.stays_failed:
             self._leave_record()
-        if schema is None or (self._repairs - self._forgiven >= self._r.max_retries and not trail.forgives):
+        if schema is None or (self._repairs - self._forgiven >= self._r.policy.max_retries and not trail.forgives):
             raise error
         self.say(repair_prompt(error, schema))
         if trail.fresh:
@@ -231,7 +235,7 @@ class AgentContext:
         r, ticket, left = self._r, self.ticket, self.turns_left()
         if ticket is None:
             await self._trail.settle()  # before more is built on it
-            ticket = r.limiter.claim(self.progress, self.tally.turns)
+            ticket = r.dispatcher.slots.claim(self.progress, self.tally.turns)
         self.ticket = None
         can_call = bool(shape.tools) and shape.tool_choice != "none"
         # On the last turn no tool will be run, so there is nothing to start early.
@@ -253,7 +257,8 @@ class AgentContext:
         streams = may_stream and r.streaming.wants_next()
         early = EarlyCalls(r.tools, self.job, self.tally.turns + 1) if streams else None
         try:
-            reply = await take_turn(r, request, self.job.index, self.tally, ticket, early)
+            turn = Turn(r, request, self.job.index, self.tally, early)
+            reply = await r.dispatcher.ask(turn, r.policy, ticket=ticket, observer=turn)
         except BaseException as error:
             if early is not None:
                 early.abandon()
@@ -326,7 +331,7 @@ class AgentContext:
     def _lead_on(self) -> None:
         """The latest answer did not end the agent."""
         if self._answer is not None:
-            self._trail.add(Turn(self._answer, self._spent()))
+            self._trail.add(TurnStep(self._answer, self._spent()))
             self._answer = None
 
     def _leave_record(self) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from batch_agent.blocking import in_thread
 from batch_agent.compiler.plan import Plan
-from batch_agent.dispatch.limiter import Feed
+from batch_agent.dispatch.feed import Feed
 from batch_agent.engine.agent.agent import Agent
 from batch_agent.engine.agent.context import Worker
 from batch_agent.engine.agent.loop import tool_loop
-from batch_agent.engine.agent.turn import Resources
+from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.run.delivery import Delivery
 from batch_agent.engine.run.parts import Parts
 from batch_agent.engine.run.rows import Rows
@@ -142,7 +142,7 @@ class Batch:
         finally:
             if self._r.prewarm is not None:
                 self._r.prewarm.end(agent.job.index)
-            self._r.limiter.end_agent(agent.progress, agent.turns)
+            self._r.dispatcher.end_agent(agent.progress, agent.turns)
 
     # Rows in parts
 
@@ -196,13 +196,13 @@ class Batch:
             await agent.settle()
             return result
         finally:
-            self._r.limiter.end_agent(agent.progress, agent.turns)
+            self._r.dispatcher.end_agent(agent.progress, agent.turns)
 
     def _claim(self, agent: Agent, *, asks_first: bool = False) -> Ticket | None:
         """An agent starts; with its claim to a slot made now, where it asks before anything else."""
         if asks_first:
-            return self._r.limiter.start_agent(agent.progress)
-        self._r.limiter.scheduler.start_agent()
+            return self._r.dispatcher.start_agent(agent.progress)
+        self._r.dispatcher.scheduler.start_agent()
         return None
 
     async def _part_trails(self, jobs: Sequence[Job], questions: Sequence[str]) -> Sequence[Trail]:
@@ -223,7 +223,7 @@ class Batch:
     async def _finish(self, result: AgentResult[object]) -> None:
         self._tell(result)
         # A run that could not go on leaves rows that are not done, and have no result.
-        if self._r.limiter.over is None or not _is_interrupted(result):
+        if self._r.dispatcher.over is None or not _is_interrupted(result):
             await self._delivery.deliver(result)
 
     def _tell(self, result: AgentResult[object]) -> None:

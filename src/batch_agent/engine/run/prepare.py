@@ -17,7 +17,7 @@ from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.prices import FORMS as PRICE_FORMS
 from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.dispatch.endpoints import NEVER_ANSWERED
+from batch_agent.dispatch.endpoints import NEVER_REACHED
 from batch_agent.engine.agent.shapes import Shapes, build_shapes
 from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
 from batch_agent.files.pictures import read_image
@@ -214,7 +214,7 @@ async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
     """As patient as a run is with a server that never answered: one that is just starting is asked again."""
     failures = 0
     began = asyncio.get_running_loop().time()
-    patience = NEVER_ANSWERED if spec.max_outage is None else min(NEVER_ANSWERED, spec.max_outage)
+    patience = NEVER_REACHED if spec.max_outage is None else min(NEVER_REACHED, spec.max_outage)
     while True:
         limit = asyncio.timeout(spec.timeout_per_turn)
         try:

@@ -25,16 +25,17 @@ from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.calibration import calibration
 from batch_agent.dispatch.cancellation import outlast
-from batch_agent.dispatch.limiter import Limiter
+from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.load_poller import poll_load
-from batch_agent.dispatch.members import endpoints_of, following
+from batch_agent.dispatch.members import following
+from batch_agent.dispatch.policy import Policy
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.agent.agent import bounded
 from batch_agent.engine.agent.compaction import open_compactor
 from batch_agent.engine.agent.context import Worker
 from batch_agent.engine.agent.loop import tool_loop
+from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
-from batch_agent.engine.agent.turn import Resources
 from batch_agent.engine.run.batch import Batch
 from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.delivery import Delivery
@@ -58,13 +59,16 @@ from batch_agent.job import AgentResult, Placed
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
-from batch_agent.scheduler.endpoint import Endpoint, Terms
+from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.limit_search import START
+from batch_agent.scheduler.server import Terms
 from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.tools.pool import ToolPool, ToolStatistics
+
+FLEET_START = 16  # requests in flight at each of many servers, until its answers show how many it takes
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
@@ -98,7 +102,7 @@ class Run(Generic[T]):
         self._metrics = Metrics(clock)
         self._emit = Sinks([self._metrics, *sinks] if within is None else [self._metrics, *sinks, within.emit])
         self.shared = self._share(clock, within)
-        self._feed = self.shared.limiter.feed(self._stop_feeding)
+        self._feed = self.shared.dispatcher.feed(self._stop_feeding)
         self._backlogs: set[str] = set()
         self._delivery: Delivery[object] = Delivery(prepared.spec.on_result, partial(self._backlog, "delivery"))
         self._rows = Rows(prepared.spec.inputs)
@@ -115,43 +119,51 @@ class Run(Generic[T]):
     def _share(self, clock: Clock, within: Shared | None) -> Shared:
         """Slots belong to a backend, money to the whole."""
         name = self._prepared.backend.name
-        limiters = {} if within is None else within.limiters
-        limiter = limiters.get(name) or limiters.setdefault(name, self._new_limiter())
-        spending = self._new_spending(limiter, limiters) if within is None else within.spending
-        return Shared(clock, self._emit, limiter, spending, limiters)
+        dispatchers = {} if within is None else within.dispatchers
+        spending = self._new_spending(dispatchers) if within is None else within.spending
+        dispatcher = dispatchers.get(name)
+        if dispatcher is None:
+            dispatcher = dispatchers[name] = self._new_dispatcher()
+            dispatcher.spending = spending
+        return Shared(clock, self._emit, dispatcher, spending, dispatchers)
 
-    def _new_limiter(self) -> Limiter:
-        prepared = self._prepared
-        limiter = Limiter(
+    def _new_dispatcher(self) -> Dispatcher:
+        prepared, spec, backend = self._prepared, self._prepared.spec, self._prepared.backend
+        one = len(backend.servers) == 1
+        terms = Terms(
+            prepared.max_inflight,
+            (START if one else FLEET_START) if prepared.sought else None,
+            spec.rpm,
+            spec.tpm,
+            by_clock=one,
+            given=spec.given("max_inflight"),
+        )
+        dispatcher = Dispatcher(
+            backend,
             prepared.max_inflight,
             prepared.max_agents,
-            self._limit_changed,
-            endpoints=endpoints_of(prepared.backend, self._terms(), given=self._inflight_given),
-            max_outage=prepared.spec.max_outage,
+            servers=backend.servers,
+            terms=terms,
+            max_outage=spec.max_outage,
+            on_limit=self._limit_changed,
             on_health=self._health_changed,
-            terms=self._terms(),
-            knock=prepared.backend.probe if prepared.backend.is_fleet else None,
         )
-        for endpoint in limiter.scheduler.endpoints:
-            endpoint.health.patient = prepared.backend.capabilities.patient
-        return limiter
+        for endpoint in dispatcher.scheduler.endpoints:
+            endpoint.health.patient = backend.capabilities.patient
+        return dispatcher
 
-    def _terms(self) -> Terms:
-        prepared, spec = self._prepared, self._prepared.spec
-        return Terms(prepared.max_inflight, START if prepared.sought else None, spec.rpm, spec.tpm)
-
-    @property
-    def _inflight_given(self) -> bool:
-        return self._prepared.spec.given("max_inflight")
-
-    def _new_spending(self, limiter: Limiter, limiters: Mapping[str, Limiter]) -> Spending:
+    def _new_spending(self, dispatchers: Mapping[str, Dispatcher]) -> Spending:
         def time_is_up() -> None:
             why = str(self.shared.spending.refusal())
-            for each in limiters.values():
-                each.refuse_now(why)
+            for dispatcher in dispatchers.values():
+                dispatcher.refuse_now(why)
+
+        def short(is_short: bool) -> None:
+            for dispatcher in dispatchers.values():
+                dispatcher.slots.set_short_of_budget(is_short)
 
         prepared = self._prepared
-        return Spending(prepared.spec, prepared.prices, limiter, self._out_of_budget, time_is_up)
+        return Spending(prepared.spec, prepared.prices, short, self._out_of_budget, time_is_up)
 
     # What a user does with a run
 
@@ -198,18 +210,18 @@ class Run(Generic[T]):
 
     def pause(self) -> None:
         """Send nothing more until ``resume``; requests on their way and tools go on."""
-        for limiter in self.shared.limiters.values():
-            limiter.pause()
+        for dispatcher in self.shared.dispatchers.values():
+            dispatcher.pause()
 
     def resume(self) -> None:
-        for limiter in self.shared.limiters.values():
-            limiter.resume()
+        for dispatcher in self.shared.dispatchers.values():
+            dispatcher.resume()
 
     def resize(self, max_inflight: int | None) -> None:
         """Change ``max_inflight``. Lowered, it is reached as answers come in; nothing is interrupted."""
         if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
             raise SpecError("max_inflight is a whole number above 0, or None for no limit")
-        self.shared.limiter.resize(max_inflight)
+        self.shared.dispatcher.resize(max_inflight)
 
     def drain(self) -> None:
         """Start nothing new; agents under way finish, and ``results`` ends after them."""
@@ -226,8 +238,8 @@ class Run(Generic[T]):
         """Nobody wants the results any more: not one more request leaves, and everything under way is cancelled."""
         self._feed.close()
         if self._outer is None:
-            for limiter in self.shared.limiters.values():
-                limiter.stop()
+            for dispatcher in self.shared.dispatchers.values():
+                dispatcher.slots.stop()
         if self._supervisor is not None:
             self._supervisor.cancel()
 
@@ -245,10 +257,10 @@ class Run(Generic[T]):
             if self._rows.seen:  # without inputs nothing is asked, and nothing recorded
                 backend = self._prepared.backend
                 async with backend:
-                    with following(backend, self.shared.limiter, given=self._inflight_given) as party:
+                    with following(backend, self.shared.dispatcher) as follower:
                         prepared = await learn_context(await choose_model(self._prepared))
-                        if party is not None:
-                            party.use(filter(None, (prepared.model, prepared.spec.compaction_model)))
+                        if follower is not None:
+                            follower.use(filter(None, (prepared.model, prepared.spec.compaction_model)))
                         await self._work(prepared)
             elif not self._feed.closed:
                 self._feed.end()
@@ -265,8 +277,8 @@ class Run(Generic[T]):
         finally:
             self._feed.close()
             if self._outer is None:
-                for limiter in self.shared.limiters.values():
-                    limiter.close()
+                for dispatcher in self.shared.dispatchers.values():
+                    dispatcher.close()
             reason = self._why(ended)
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
             failure = await self._end_session(ended, reason, failure) or failure
@@ -284,7 +296,7 @@ class Run(Generic[T]):
         """Before the backend is entered: an engine that loads its weights is part of the run's time."""
         prepared, now, price = self._prepared, self.shared.clock(), self.shared.spending.per_second
         self._emit(RunStarted(now, self.id, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
-        self._emit(LimitChanged(now, self.id, self.shared.limiter.scheduler.slots, "start"))
+        self._emit(LimitChanged(now, self.id, self.shared.dispatcher.scheduler.slots, "start"))
 
     async def _check_first(self) -> None:
         """Before anything is sent: is there an input, and does it have the task's fields?"""
@@ -297,21 +309,22 @@ class Run(Generic[T]):
         spec, shared = prepared.spec, self.shared
         if self._prepared.model is None and prepared.model is not None:
             self._emit(ModelChosen(shared.clock(), self.id, prepared.model))
-        shared.spending.set_prices(prepared.shapes, prepared.prices)
+        shapes = prepared.shapes
+        shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
         record = await self._begin_record(prepared)
         hold = partial(self._backlog, "the engine's queue")
         async with (
             self._tools(prepared) as pool,
             open_tool_prewarm(spec, pool) as prewarm,
-            poll_load(prepared.backend, shared.limiter, spec.backpressure_ceiling, hold),
-            calibration(prepared.backend, shared.limiter, prepared.model or "", wanted=spec.calibrate_backend),
+            poll_load(prepared.backend, shared.dispatcher, spec.backpressure_ceiling, hold),
+            calibration(prepared.backend, shared.dispatcher, prepared.model or "", wanted=spec.calibrate_backend),
             AsyncExitStack() as extent,
         ):
             shared.pool, self._prewarm = pool, prewarm
             resources = Resources(
                 backend=prepared.backend,
-                limiter=shared.limiter,
-                spending=shared.spending,
+                dispatcher=shared.dispatcher,
+                policy=Policy(spec.max_retries, True, _time_limit(spec, prepared.backend), spec.hedge),
                 tools=pool,
                 schema=prepared.schema,
                 shared=prepared.plan.shared,
@@ -320,15 +333,12 @@ class Run(Generic[T]):
                 run=self.id,
                 clock=shared.clock,
                 max_turns=spec.turn_limit if self._worker is None else spec.max_turns,
-                max_retries=spec.max_retries,
                 timeout_per_agent=spec.timeout_per_agent,
-                timeout_per_turn=_time_limit(spec, prepared.backend),
                 early_tools=(
                     spec.streaming_tool_dispatch
                     and prepared.backend.capabilities.streaming
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
-                hedge=spec.hedge,
                 ends_with_answer=self._worker is None,
                 prewarm=prewarm,
                 lead=self._lead(prepared),
@@ -388,7 +398,7 @@ class Run(Generic[T]):
             prepared.tools,
             timeout=spec.timeout_per_tool,
             spawn=asyncio.get_running_loop().create_task,
-            on_waiting=self.shared.limiter.set_at_tools,
+            on_waiting=self.shared.dispatcher.set_at_tools,
             prewarm_max_age=spec.prewarm_max_age if spec.predictive_prewarm else None,
         ) as pool:
             yield pool
@@ -429,7 +439,7 @@ class Run(Generic[T]):
         if self._batch is not None and self._batch.failure is not None:
             self._failed_by = self._batch.failure
             return "failed", self._batch.failure
-        statistics, over = self._metrics.statistics(), self.shared.limiter.over
+        statistics, over = self._metrics.statistics(), self.shared.dispatcher.over
         # A drain or a limit that came when everything had been sent kept nothing from being done.
         every = self._feed.ended or statistics.done == self._prepared.plan.total
         if every and not statistics.interrupted:
@@ -447,13 +457,13 @@ class Run(Generic[T]):
             return str(self._failed_by)
         if ended == "out of budget":
             return self.shared.spending.exhausted
-        over = self.shared.limiter.over
+        over = self.shared.dispatcher.over
         return over[1] if over is not None and ended == over[0] else ""
 
     def _out_of_budget(self, limit: str) -> None:
         logger.warning("out of budget: %s; calls in flight finish and no new one is sent", limit)
-        for limiter in self.shared.limiters.values():
-            limiter.drain()
+        for dispatcher in self.shared.dispatchers.values():
+            dispatcher.slots.drain()
 
     # What its parts say
 
@@ -466,7 +476,7 @@ class Run(Generic[T]):
             self._backlogs.add(where)
         else:
             self._backlogs.discard(where)
-        self.shared.limiter.set_backlogged(bool(self._backlogs))
+        self.shared.dispatcher.set_backlogged(bool(self._backlogs))
 
     def _limit_changed(self, endpoint: Endpoint, reason: str) -> None:
         self._emit(LimitChanged(self.shared.clock(), self.id, endpoint.capacity.limit, reason, endpoint.name))

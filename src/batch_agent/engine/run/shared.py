@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batch_agent.dispatch.limiter import Limiter
+from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.run.clock import Clock
 from batch_agent.events import Event, Sink
@@ -33,13 +33,13 @@ class Sinks:
 
 @dataclass(slots=True, eq=False)
 class Shared:
-    """``limiters`` are those of all backends, by name; ``limiter`` is this run's. ``pool`` and ``session`` are there
-    while the outermost run is at work, the session only where it has a run directory."""
+    """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool`` and ``session`` are
+    set while the outermost run is at work, the session only if it has a run directory."""
 
     clock: Clock
     emit: Sink
-    limiter: Limiter
+    dispatcher: Dispatcher
     spending: Spending
-    limiters: dict[str, Limiter]
+    dispatchers: dict[str, Dispatcher]
     pool: ToolPool | None = None
     session: Session | None = None

@@ -1,0 +1,53 @@
+"""What the agents of one run share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from batch_agent.backends.base import Backend
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.dispatch.policy import Policy
+from batch_agent.engine.agent.shapes import Shapes
+from batch_agent.engine.agent.tool_prewarm import ToolPrewarm
+from batch_agent.engine.run.prefix_leader import PrefixLeader
+from batch_agent.events import Sink
+from batch_agent.messages import Conversation
+from batch_agent.scheduler.streaming import Streaming
+from batch_agent.tools.pool import ToolPool
+
+if TYPE_CHECKING:
+    from batch_agent.engine.agent.compaction import Compactor
+
+
+@dataclass(slots=True)
+class Resources:
+    backend: Backend
+    dispatcher: Dispatcher
+    policy: Policy  # how turns are asked
+    tools: ToolPool
+    schema: OutputSchema[object] | None
+    shared: Conversation
+    shapes: Shapes
+    emit: Sink
+    run: str  # its id
+    clock: Callable[[], float]  # wall-clock time for events
+    max_turns: int | None
+    timeout_per_agent: float | None
+    early_tools: bool  # start a tool while the model is still writing
+    ends_with_answer: bool = True  # an agent asks no more after a valid answer without tool calls
+    streaming: Streaming = field(default_factory=Streaming)
+    prewarm: ToolPrewarm | None = None
+    compactor: Compactor | None = None  # None: conversations are never cut
+    schema_noted: bool = False  # it was reported that the server does not keep to the schema
+    lead: PrefixLeader | None = None  # None: no request goes ahead of the others
+    hints: bool = True  # servers that plan are sent hints about each agent
+    answers: int = 0  # complete ones
+    answer_tokens: int = 0  # of all of them
+
+    @property
+    def usual_tokens(self) -> int | None:
+        """Mean completion tokens of an answer; None before the first."""
+        return self.answer_tokens // self.answers if self.answers else None
