@@ -229,7 +229,7 @@ async def test_an_outage_is_told_as_it_begins_is_tried_and_ends() -> None:
     assert [event.state for event in health[:3]] == ["down", "on trial", "down"]
     assert health[0].reason == "connection refused"
     assert health[0].since <= health[0].at < health[0].next_trial
-    assert (health[-1].state, health[-1].since, health[-1].next_trial) == ("works", 0.0, 0.0)
+    assert (health[-1].state, health[-1].since, health[-1].next_trial) == ("healthy", 0.0, 0.0)
 
 
 @virtual_clock
@@ -274,7 +274,7 @@ def test_a_server_that_never_answered_is_given_up_soon_and_the_error_says_what_w
             await finish(Dead(lambda _: refuse()), **{"model": "m", **given})  # type: ignore[arg-type]
         return asyncio.get_running_loop().time()
 
-    assert scenario() < 20
+    assert scenario() < 40
 
 
 @pytest.mark.parametrize("bad", ["0", "1500", "2999"])

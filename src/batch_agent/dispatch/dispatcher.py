@@ -228,7 +228,7 @@ class Dispatcher:
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
             return 0.0
         if error.overload:  # the endpoint itself is held until it accepts more
-            return retry_delay(failures, None, self._chance())
+            return retry_delay(1, None, self._chance())
         return 0.0 if verdict.move else retry_delay(failures, error.retry_after, self._chance())
 
     @property

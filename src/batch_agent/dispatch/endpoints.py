@@ -20,7 +20,17 @@ from batch_agent.dispatch.deadlines import Deadline, Deadlines
 from batch_agent.dispatch.probing import probe
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected
 from batch_agent.messages import Reply, Usage
-from batch_agent.scheduler.blame import Attempt, Outcome, Step, Verdict, after_probe, judge, next_step, outcome_of
+from batch_agent.scheduler.blame import (
+    Attempt,
+    Outcome,
+    Step,
+    Verdict,
+    after_probe,
+    broke_alone,
+    judge,
+    next_step,
+    outcome_of,
+)
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.engine_load import Reading
@@ -64,6 +74,7 @@ class EndpointMonitor:
         self._flights: dict[Endpoint, dict[Ticket, Deadline]] = {}
         self._recalled: set[Ticket] = set()  # in flight, taken back by us
         self._tried_elsewhere: set[Ticket] = set()  # taken back once at the end of the batch
+        self._broke_alone: dict[Endpoint, Ticket] = {}  # the latest trial that broke, with too few rows to tell
         self._patient: dict[Endpoint, Ticket] = {}  # the trial that is waited for beside the next ones
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
         self._seen: dict[Endpoint, str] = {}  # the health that was last reported
@@ -201,12 +212,13 @@ class EndpointMonitor:
             return
         if outcome == "overloaded":
             self._overloaded(endpoint, ticket, error, now)
+            if not ticket.trial:
+                return
         elif outcome == "silent" and endpoint.capacity.search is not None and not health.is_down:
             # The number that we found ourselves was too high: requests wait in the server's queue.
             self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.server.inflight))
         if not health.is_down:
-            if outcome != "overloaded":
-                health.fail(str(error), now)
+            health.fail(str(error), now)
             if verdict.endpoint == "down":
                 health.go_down(now)
                 self._goes_down(endpoint, now)
@@ -215,6 +227,9 @@ class EndpointMonitor:
             if ticket.trial and not ticket.overdue:
                 health.trial_over()
                 self._trial_failed(endpoint, now)
+                if outcome in ("broken", "silent") and self._few_rows:
+                    self._broke_alone[endpoint] = ticket
+                    self._probe(endpoint)
         if verdict.probe:
             self._probe(endpoint)
 
@@ -376,10 +391,15 @@ class EndpointMonitor:
         server, wait = endpoint.server, error.retry_after or 0.0
         if server.refused_since is None:
             server.refused_since = now
-        if not endpoint.health.is_down:
+        if server.inflight > 1:
             self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, server.inflight, wait, now))
-        if not wait and server.inflight == 1:
-            wait = endpoint.health.pause(now, server.refused_since)
+        else:
+            # Even a lone request is refused: this says nothing about how many the server takes when it accepts again.
+            endpoint.capacity.restart(server.most_in_flight)
+            if not wait and not endpoint.health.is_down:
+                endpoint.health.reason = str(error)
+                endpoint.health.go_down(now)
+                self._goes_down(endpoint, now)
         endpoint.health.reason = str(error)
         if wait > 0.0 and now + wait > server.held_until:
             server.held_until = now + wait
@@ -523,9 +543,13 @@ class EndpointMonitor:
                 self._trial_failed(endpoint, now)
         elif health.is_down:
             health.reached = health.reached or found.state == "up"
-            health.trial_over()
-            health.next_trial = now
-            self._scheduler.router.trials.append(endpoint)
+            alone = self._broke_alone.pop(endpoint, None)
+            if alone is not None:
+                broke_alone(alone.row, now)
+            if self.others_work(endpoint):
+                health.trial_over()
+                health.next_trial = now
+                self._scheduler.router.trials.append(endpoint)
         else:
             health.reached = health.reached or found.state == "up"
             self._is_slow(endpoint, now)

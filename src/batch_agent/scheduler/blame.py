@@ -66,7 +66,8 @@ class RowHistory:
     refused: int = 0  # refusals for load, alone at the endpoint, while others were answered
     denials: int = 0
     failures: int = 0  # since it was last forgiven
-    failing_since: float | None = None
+    failing_since: float | None = None  # when the first of these was sent
+    began: float | None = None  # when its first failed attempt was sent
 
     @property
     def suspect(self) -> bool:
@@ -122,6 +123,7 @@ class EndpointHistory:
         row.failures += 1
         row.denials += attempt.outcome == "denied"
         row.failing_since = attempt.sent_at if row.failing_since is None else row.failing_since
+        row.began = attempt.sent_at if row.began is None else row.began
         row.charges += verdict.row == "charged"
         if verdict.row == "undecided":
             row.undecided += attempt.outcome != "overloaded"
@@ -197,6 +199,12 @@ def next_step(row: RowHistory, max_retries: int, *, retryable: bool) -> Step:
     if row.crashes > max(SUSPECT, max_retries) or row.refused > MOST_REFUSED:
         return "fail"
     return "wait" if row.undecided and row.charges + row.undecided > max_retries else "retry"
+
+
+def broke_alone(row: RowHistory, now: float) -> None:
+    """Note that a row's trial broke at an endpoint whose probe says that it is up, with too few rows to tell."""
+    if row.began is not None and now - row.began >= LEAST_TRYING:
+        row.charges += 1
 
 
 def after_probe(row: RowHistory, max_retries: int, now: float) -> Step:

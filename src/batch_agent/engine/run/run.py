@@ -485,7 +485,7 @@ class Run(Generic[T]):
         health, wall = endpoint.health, self.shared.clock.at
         since = next_trial = 0.0
         if health.is_down:
-            since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.held_until))
+            since, next_trial = wall(health.down_since), wall(max(health.next_trial, endpoint.server.held_until))
         self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
         if self._session is not None and health.state != "on trial":
             self._session.say_trouble(health.reason if health.is_down else None, since)
