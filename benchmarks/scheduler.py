@@ -4,7 +4,7 @@
 a few hundred grants. Three ways to drive it:
 
 - ``decisions``: the pure scheduler, driven as the engine drives it: an agent starts when there is room
-- ``coroutines``: the same through the limiter, with one task per agent that really waits (most of it is asyncio's cost)
+- ``coroutines``: the same through the dispatcher's slots, with one task per agent that really waits (most of it is asyncio's cost)
 - ``crowd``: the pure scheduler with every agent ready from the start, the longest queue that a run can have
 """
 
@@ -19,7 +19,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from batch_agent.dispatch.limiter import Limiter
+from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.forecast import Progress
 from benchmarks import report
@@ -85,31 +86,34 @@ def _grant_all(scheduler: Scheduler, running: deque[Ticket]) -> None:
         running.append(ticket)
 
 
+REPLY = Reply("ok")
+
+
 def coroutines(agents: int) -> None:
     asyncio.run(_coroutines(agents))
 
 
 async def _coroutines(agents: int) -> None:
-    limiter = Limiter(INFLIGHT)
-    feed = limiter.feed(lambda: None)
+    dispatcher = Dispatcher(None, INFLIGHT)
+    feed = dispatcher.feed(lambda: None)
 
     async def agent(ticket: Ticket) -> None:
         for turn in range(1, TURNS + 1):
-            await limiter.hold(ticket)
+            await dispatcher.slots.hold(ticket)
             await asyncio.sleep(0)  # the model
-            limiter.answered(ticket, 1.0)
-            limiter.release(ticket)
+            dispatcher.endpoints.answered(ticket, 1.0, REPLY)
+            dispatcher.slots.release(ticket)
             if turn < TURNS:
                 await asyncio.sleep(0)  # the tool
-                ticket = limiter.claim(ticket.progress, turn)
-        limiter.end_agent(ticket.progress, TURNS)
+                ticket = dispatcher.slots.claim(ticket.progress, turn)
+        dispatcher.end_agent(ticket.progress, TURNS)
 
     async with asyncio.TaskGroup() as group:
         for number in range(agents):
             await feed.wait_room()
             feed.expect(agents - number - 1)
-            group.create_task(agent(limiter.start_agent(Progress())))
-    limiter.close()
+            group.create_task(agent(dispatcher.start_agent(Progress())))
+    dispatcher.close()
 
 
 WAYS: dict[str, Callable[[int], None]] = {"decisions": decisions, "coroutines": coroutines, "crowd": crowd}

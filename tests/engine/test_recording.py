@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent import AgentResult, BatchAgent, Tool
-from batch_agent.engine.agent.turn import MOST_CALLS
+from batch_agent.engine.agent.early_calls import MOST_CALLS
 from batch_agent.engine.run.run import Run
 from batch_agent.errors import SpecError
 from batch_agent.store.base import Entry, Progress

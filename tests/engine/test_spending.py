@@ -8,7 +8,6 @@ import pytest
 
 from batch_agent import BatchSpec
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.dispatch.limiter import Limiter
 from batch_agent.dispatch.spending import Spending
 from batch_agent.errors import BackendError, BadResponse, Interrupted, Rejected, Timeout, Unavailable
 from batch_agent.messages import Conversation, Message, Usage
@@ -20,7 +19,7 @@ REQUEST = ModelRequest(RequestShape("m", max_tokens=100), Conversation([Message(
 def spending(told: list[str], **limits: object) -> Spending:
     """``told`` gets what the run would be told."""
     spec = BatchSpec(task="x", inputs=[], **limits)
-    return Spending(spec, None, Limiter(None), told.append, lambda: told.append("time is up"))
+    return Spending(spec, None, lambda short: None, told.append, lambda: told.append("time is up"))
 
 
 def shared(error: BackendError) -> BackendError:

@@ -1,4 +1,4 @@
-"""The limiter on a real event loop: grants, cancellations and resizes in any order."""
+"""The dispatcher on a real event loop: grants, cancellations and resizes in any order."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_agent.dispatch.limiter import Limiter
+from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import RateLimited
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import Progress
 
 
-async def hold(limiter: Limiter, turns: int = 0) -> Ticket:
-    limiter.scheduler.start_agent()
-    ticket = limiter.claim(Progress(), turns)
-    await limiter.hold(ticket)
+async def hold(dispatcher: Dispatcher, turns: int = 0) -> Ticket:
+    dispatcher.scheduler.start_agent()
+    ticket = dispatcher.slots.claim(Progress(), turns)
+    await dispatcher.slots.hold(ticket)
     return ticket
 
 
@@ -26,77 +26,79 @@ async def settle() -> None:
 
 
 async def test_a_cancelled_waiter_gives_its_place_up() -> None:
-    limiter = Limiter(1)
-    first = await hold(limiter)
-    waiter = asyncio.create_task(hold(limiter))
+    dispatcher = Dispatcher(None, 1)
+    first = await hold(dispatcher)
+    waiter = asyncio.create_task(hold(dispatcher))
     await settle()
     waiter.cancel()
     await settle()
-    assert limiter.scheduler.waiting == 0
-    limiter.release(first)
-    assert (await hold(limiter)).state == "held"
+    assert dispatcher.scheduler.waiting == 0
+    dispatcher.slots.release(first)
+    assert (await hold(dispatcher)).state == "held"
 
 
 async def test_a_slot_granted_in_the_moment_of_cancellation_is_not_lost() -> None:
-    limiter = Limiter(1)
-    first = await hold(limiter)
-    waiter = asyncio.create_task(hold(limiter))
+    dispatcher = Dispatcher(None, 1)
+    first = await hold(dispatcher)
+    waiter = asyncio.create_task(hold(dispatcher))
     await settle()
-    limiter.release(first)  # the slot is the waiter's now, but the waiter has not run yet
+    dispatcher.slots.release(first)  # the slot is the waiter's now, but the waiter has not run yet
     waiter.cancel()
     await settle()
     assert waiter.cancelled()
-    assert limiter.scheduler.inflight == 0
+    assert dispatcher.scheduler.inflight == 0
 
 
 async def test_the_feed_is_woken_when_a_slot_would_stay_idle() -> None:
-    limiter = Limiter(1)
-    ticket = limiter.start_agent(Progress())
-    feed = asyncio.create_task(limiter.feed(lambda: None).wait_room())
+    dispatcher = Dispatcher(None, 1)
+    ticket = dispatcher.start_agent(Progress())
+    feed = asyncio.create_task(dispatcher.feed(lambda: None).wait_room())
     await settle()
     assert not feed.done()
-    limiter.release(ticket)
+    dispatcher.slots.release(ticket)
     assert await feed is True
 
 
 async def test_draining_tells_the_feed_that_no_room_will_come() -> None:
-    limiter = Limiter(1)
-    limiter.start_agent(Progress())
-    feed = asyncio.create_task(limiter.feed(lambda: None).wait_room())
+    dispatcher = Dispatcher(None, 1)
+    dispatcher.start_agent(Progress())
+    feed = asyncio.create_task(dispatcher.feed(lambda: None).wait_room())
     await settle()
-    limiter.drain()
+    dispatcher.slots.drain()
     assert await feed is False
 
 
 async def test_a_paused_limiter_grants_nothing_until_resumed() -> None:
-    limiter = Limiter(2)
-    limiter.pause()
-    waiter = asyncio.create_task(hold(limiter))
+    dispatcher = Dispatcher(None, 2)
+    dispatcher.pause()
+    waiter = asyncio.create_task(hold(dispatcher))
     await settle()
     assert not waiter.done()
-    limiter.resume()
+    dispatcher.resume()
     assert (await waiter).state == "held"
 
 
 async def test_retry_after_holds_everyone_back_and_then_lets_them_go() -> None:
-    limiter = Limiter(8)
-    ticket = await hold(limiter)
-    limiter.endpoints.failed(ticket, RateLimited("later", retry_after=0.01))
-    limiter.release(ticket)
-    waiter = asyncio.create_task(hold(limiter))
+    dispatcher = Dispatcher(None, 8)
+    ticket = await hold(dispatcher)
+    dispatcher.endpoints.failed(ticket, RateLimited("later", retry_after=0.01))
+    dispatcher.slots.release(ticket)
+    waiter = asyncio.create_task(hold(dispatcher))
     await settle()
     assert not waiter.done()
     assert (await waiter).state == "held"
-    limiter.close()
+    dispatcher.close()
 
 
 async def test_a_changed_limit_is_reported_with_its_reason() -> None:
     changes: list[tuple[int | None, str]] = []
-    limiter = Limiter(8, on_limit=lambda endpoint, reason: changes.append((endpoint.capacity.limit, reason)))
-    limiter.resize(4)
-    limiter.endpoints.failed(await hold(limiter), RateLimited("later"))
+    dispatcher = Dispatcher(
+        None, 8, on_limit=lambda endpoint, reason: changes.append((endpoint.capacity.limit, reason))
+    )
+    dispatcher.resize(4)
+    dispatcher.endpoints.failed(await hold(dispatcher), RateLimited("later"))
     assert [limit for limit, _ in changes] == [4, 1]
-    limiter.close()
+    dispatcher.close()
 
 
 operations = st.lists(
@@ -109,21 +111,21 @@ operations = st.lists(
 @given(operations)
 def test_in_any_interleaving_of_grant_cancel_and_resize_no_slot_is_lost(steps: list[tuple[str, int]]) -> None:
     async def scenario() -> None:
-        limiter = Limiter(3)
+        dispatcher = Dispatcher(None, 3)
         finish: dict[asyncio.Task[None], asyncio.Event] = {}
         inside = 0
 
         async def agent(done: asyncio.Event, turns: int) -> None:
             nonlocal inside
-            ticket = await hold(limiter, turns)
+            ticket = await hold(dispatcher, turns)
             inside += 1
-            limit = limiter.scheduler.max_inflight
+            limit = dispatcher.scheduler.max_inflight
             assert limit is None or inside <= max(limit, allowed)
             try:
                 await done.wait()
             finally:
                 inside -= 1
-                limiter.release(ticket)
+                dispatcher.slots.release(ticket)
 
         allowed = 3  # the largest limit so far: those inside when it fell may stay
         for step, number in steps:
@@ -131,23 +133,23 @@ def test_in_any_interleaving_of_grant_cancel_and_resize_no_slot_is_lost(steps: l
                 done = asyncio.Event()
                 finish[asyncio.create_task(agent(done, number % 5))] = done
             elif step == "resize":
-                limiter.resize(1 + number % 6)
+                dispatcher.resize(1 + number % 6)
                 allowed = max(allowed, 1 + number % 6)
             elif step == "pause":
-                limiter.pause()
+                dispatcher.pause()
             elif step == "resume":
-                limiter.resume()
+                dispatcher.resume()
             elif step == "tick":
                 await asyncio.sleep(0)
             elif finish:
                 task = list(finish)[number % len(finish)]
                 task.cancel() if step == "cancel" else finish[task].set()
-            assert limiter.scheduler.inflight >= inside
-        limiter.resume()
+            assert dispatcher.scheduler.inflight >= inside
+        dispatcher.resume()
         for event in finish.values():
             event.set()
         ends = await asyncio.gather(*finish, return_exceptions=True)
         assert all(end is None or isinstance(end, asyncio.CancelledError) for end in ends)
-        assert limiter.scheduler.inflight == limiter.scheduler.waiting == inside == 0
+        assert dispatcher.scheduler.inflight == dispatcher.scheduler.waiting == inside == 0
 
     asyncio.run(scenario())
