@@ -71,7 +71,7 @@ def options_of(stage: str, server: ScriptedServer) -> dict[str, object]:
 
 def server_for(stage: str) -> ScriptedServer:
     script = STAGES[stage][0]
-    return ScriptedServer((lambda request: Fail(429, headers={"Retry-After": "3600"})) if script == "retry" else script)
+    return ScriptedServer((lambda request: Fail(429, headers={"Retry-After": "800"})) if script == "retry" else script)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -323,7 +323,7 @@ async def test_when_time_is_up_queued_sleeping_and_tool_waiting_agents_do_not_ho
 
     def script(request: Request) -> Any:
         if request.text == "refused":
-            return Fail(429, headers={"Retry-After": "3000"})
+            return Fail(429, headers={"Retry-After": "800"})
         return CallTools(ToolUse("wait_long", {"word": "x"})) if request.turn == 0 else Say("ok")
 
     backend = ScriptedBackend(script)

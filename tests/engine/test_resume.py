@@ -291,7 +291,7 @@ async def test_a_write_that_was_begun_and_not_recorded_is_not_run_again_and_the_
 
 async def test_failed_rows_are_tried_again_and_others_are_not(tmp_path: Path) -> None:
     def flaky(request: Request) -> Any:
-        return Fail(503) if request.text == "b" else Say(request.text)
+        return Fail(422) if request.text == "b" else Say(request.text)
 
     first, _ = await run(tmp_path, flaky)
     assert [result.ok for result in first] == [True, False, True]
@@ -303,7 +303,7 @@ async def test_failed_rows_are_tried_again_and_others_are_not(tmp_path: Path) ->
 
 async def test_a_failed_row_that_is_not_to_be_tried_again_comes_back_as_it_failed(tmp_path: Path) -> None:
     def script(request: Request) -> Any:
-        return tool_then_answer(request) if request.turn == 0 else Fail(503)
+        return tool_then_answer(request) if request.turn == 0 else Fail(422)
 
     [first], _ = await run(tmp_path, script, inputs=["a"], tools=[look_up])
     [again], backend = await run(tmp_path, script, inputs=["a"], tools=[look_up], retry_failed=False)
@@ -320,23 +320,23 @@ async def test_a_failed_row_that_is_not_to_be_tried_again_comes_back_as_it_faile
 
 async def test_only_failures_of_the_named_types_are_tried_again(tmp_path: Path) -> None:
     def script(request: Request) -> Any:
-        return {"a": Fail(503), "b": Fail(400)}.get(request.text, Say("ok"))
+        return {"a": Say("half", finish_reason="length"), "b": Fail(400)}.get(request.text, Say("ok"))
 
     await run(tmp_path, script)
     results, backend = await run(tmp_path, retry_failed="Rejected")
     assert asked(backend) == ["b"]
-    assert [result.error and result.error.type for result in results] == ["Unavailable", None, None]
+    assert [result.error and result.error.type for result in results] == ["Truncated", None, None]
 
 
 async def test_an_agent_that_failed_goes_on_from_its_last_turn_whoever_failed(tmp_path: Path) -> None:
     def broken(request: Request) -> Any:
         if request.turn == 0:
             return tool_then_answer(request)
-        return Fail(503) if word_of(request) == "server" else Say("not JSON")
+        return Fail(422) if word_of(request) == "server" else Say("not JSON")
 
     options = {"inputs": ["server", "self"], "tools": [look_up], "output_schema": Answer}
     first, _ = await run(tmp_path, broken, **options)
-    assert [result.error and result.error.type for result in first] == ["Unavailable", "NotJSON"]
+    assert [result.error and result.error.type for result in first] == ["Rejected", "NotJSON"]
     again, backend = await run(tmp_path, tool_then_answer, **options)
     assert all(result.ok for result in again)
     asked_of = [(word_of(request), request.turn) for request in backend.requests]

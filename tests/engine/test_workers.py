@@ -133,9 +133,9 @@ async def test_a_worker_cannot_make_up_for_a_question_that_failed(tmp_path: Path
                 await ctx.ask()
         return "never mind"
 
-    backend = ScriptedBackend(lambda _: Fail(503))
+    backend = ScriptedBackend(lambda _: Fail(422))
     [result] = await run(forgiving, backend, tmp_path)
-    assert (result.error and result.error.type, result.output, len(backend.requests)) == ("Unavailable", None, 1)
+    assert (result.error and result.error.type, result.output, len(backend.requests)) == ("Rejected", None, 1)
     [kept] = await run(forgiving, backend, tmp_path, retry_failed=False)
     assert (kept.error, kept.resumed, len(backend.requests)) == (result.error, True, 1)
 

@@ -140,7 +140,7 @@ class EndpointMonitor:
         return deadline
 
     def released(self, ticket: Ticket) -> None:
-        """The ticket gives its slot back."""
+        """The ticket has given its slot back."""
         if ticket.lease is not None:
             self.budgets.settle(ticket)
         if ticket.trial and ticket.endpoint is not None:
@@ -191,6 +191,8 @@ class EndpointMonitor:
         if outcome == "overloaded" and is_spent(error.quota):
             outcome = "recalled"  # it is known when there will be more: neither side is to blame
         left = server.inflight - 1
+        if outcome == "overloaded" and not left and error.status != 429 and not error.retry_after:
+            outcome = "broken"  # a lone request cannot be too many: the server, or this row, has another problem
         attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, left)
         others, few = self.others_work(endpoint), self._few_rows
         verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)

@@ -26,7 +26,7 @@ class Watcher(Protocol):
         ...
 
     def released(self, ticket: Ticket) -> None:
-        """It is about to give it back."""
+        """It has given it back."""
         ...
 
     def idle(self) -> None:
@@ -81,9 +81,10 @@ class Slots:
 
     def release(self, ticket: Ticket) -> None:
         """Give the slot back, or withdraw the claim. Doing it twice is harmless."""
-        if ticket.state == "held":
-            self._watcher.released(ticket)
+        held = ticket.state == "held"
         self.scheduler.give_back(ticket)
+        if held:
+            self._watcher.released(ticket)
         if ticket.endpoint is not None:
             ticket.endpoint.tell_others()
         self.pump()

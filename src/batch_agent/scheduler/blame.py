@@ -111,8 +111,9 @@ class EndpointHistory:
 
     @property
     def witnesses(self) -> int:
-        """Rows with a failure that the endpoint may have caused, not counting refusals for load."""
-        return sum(_not_refused(attempts) > 0 for attempts in self.open.values())
+        """Rows with a failure that the endpoint may have caused. A refusal for load is none, and neither is a row that
+        has failed before while others were answered."""
+        return sum(not row.charges and _not_refused(attempts) > 0 for row, attempts in self.open.items())
 
     def add(self, attempt: Attempt, verdict: Verdict) -> None:
         """Record an attempt and its verdict with the row and here."""
@@ -182,8 +183,9 @@ def judge(
         # What was in flight when the endpoint went down may have caused that. Of trials only a suspect's count.
         counts = attempt.row.suspect or not attempt.trial
         return Verdict("undecided" if counts else "clear", "down", move=others_healthy)
-    witnesses = history.witnesses + (attempt.row not in history.open)
-    if witnesses >= SEVERAL and attempt.left_in_flight <= 2 * witnesses:  # those in flight may yet be answered
+    row = attempt.row
+    witnesses = history.witnesses + (not row.charges and row not in history.open)
+    if not row.charges and witnesses >= SEVERAL and attempt.left_in_flight <= 2 * witnesses:  # those in flight may yet be answered
         return Verdict("undecided", "down", move=others_healthy)
     return Verdict("undecided", "suspect", move=others_healthy, probe=others_healthy or few_rows)
 
