@@ -227,7 +227,7 @@ class Dispatcher:
         assert endpoint is not None
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
             return 0.0
-        if error.overload:  # the endpoint itself is held until it accepts more
+        if verdict.soon:
             return retry_delay(1, None, self._chance())
         return 0.0 if verdict.move else retry_delay(failures, error.retry_after, self._chance())
 

@@ -18,7 +18,7 @@ from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
 from batch_agent.dispatch.deadlines import Deadline, Deadlines
 from batch_agent.dispatch.probing import probe
-from batch_agent.errors import BackendError, ContextOverflow, Interrupted, Rejected
+from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import (
     Attempt,
@@ -191,7 +191,7 @@ class EndpointMonitor:
         if outcome == "overloaded" and is_spent(error.quota):
             outcome = "recalled"  # it is known when there will be more: neither side is to blame
         left = server.inflight - 1
-        if outcome == "overloaded" and not left and error.status != 429 and not error.retry_after:
+        if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # a lone request cannot be too many: the server, or this row, has another problem
         attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, left)
         others, few = self.others_work(endpoint), self._few_rows

@@ -101,6 +101,7 @@ class Verdict:
     move: bool = False  # send the row to another endpoint
     probe: bool = False  # ask the endpoint whether it is there
     at_once: bool = False  # send the row again without a delay
+    soon: bool = False  # send it again after a short delay: the endpoint holds everything back by itself
 
 
 @dataclass(slots=True, eq=False)
@@ -178,14 +179,16 @@ def judge(
         return Verdict("clear", "down", move=others_healthy)
     if outcome == "overloaded":
         alone = attempt.left_in_flight == 0 and not is_down
-        return Verdict("undecided" if alone else "clear", move=others_healthy)
+        return Verdict("undecided" if alone else "clear", move=others_healthy, soon=True)
     if is_down:
         # What was in flight when the endpoint went down may have caused that. Of trials only a suspect's count.
         counts = attempt.row.suspect or not attempt.trial
         return Verdict("undecided" if counts else "clear", "down", move=others_healthy)
     row = attempt.row
     witnesses = history.witnesses + (not row.charges and row not in history.open)
-    if not row.charges and witnesses >= SEVERAL and attempt.left_in_flight <= 2 * witnesses:  # those in flight may yet be answered
+    if (
+        not row.charges and witnesses >= SEVERAL and attempt.left_in_flight <= 2 * witnesses
+    ):  # those in flight may yet be answered
         return Verdict("undecided", "down", move=others_healthy)
     return Verdict("undecided", "suspect", move=others_healthy, probe=others_healthy or few_rows)
 
