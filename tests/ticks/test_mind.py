@@ -184,11 +184,11 @@ def test_what_cannot_be_compared_has_changed() -> None:
 
 def test_an_episode_begins_when_the_tick_goes_back_and_nothing_of_the_old_one_is_given() -> None:
     m = mind()
-    assert not m.begins_again(5) and not m.begins_again(5)
+    assert not m.starts_episode(5) and not m.starts_episode(5)
     thought = begun(m, 5, 0.0, 1.0)
-    assert m.begins_again(0)
+    assert m.starts_episode(0)
     assert m.forget() == [thought]
-    assert m.last is None and m.thoughts == []
+    assert m.thoughts == []
 
 
 class AnyWorld(RuleBasedStateMachine):

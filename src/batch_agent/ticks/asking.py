@@ -22,7 +22,16 @@ from batch_agent.backends.base import Backend, Batched, Many, ModelRequest, Requ
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.dispatch.limiter import Limiter
 from batch_agent.dispatch.members import endpoints_of, following
-from batch_agent.errors import BackendError, Interrupted, JobError, SpecError, Timeout, Truncated, Unavailable
+from batch_agent.errors import (
+    BackendError,
+    BatchAgentError,
+    Interrupted,
+    JobError,
+    SpecError,
+    Timeout,
+    Truncated,
+    Unavailable,
+)
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolSpec, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint, Terms
@@ -74,12 +83,12 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """``ask`` is called when the question leaves, and may be called again where it is repeated; ``is_wanted`` says
-    whether it is worth repeating."""
+    """``ask`` is called when the question leaves, and may be called again where it is repeated. ``wants_again`` is
+    called when a request has failed, and says whether it is worth repeating."""
 
     progress: Progress  # its agent's
     ask: Callable[[], Asked]
-    is_wanted: Callable[[], bool] = lambda: True
+    wants_again: Callable[[], bool] = lambda: True
 
 
 Passenger = tuple[Question, asyncio.Future[Reply]]
@@ -192,7 +201,7 @@ class Asking:
             try:
                 return await self._ask_together(question)
             except BackendError:  # what was wrong may have been a neighbour's
-                if not question.is_wanted():
+                if not question.wants_again():
                     raise
         limiter = self._working_limiter()
         ticket = limiter.claim(question.progress, LAST)
@@ -203,7 +212,7 @@ class Asking:
                 return Reply(error.text, usage=error.usage or Usage(), finish_reason="length")
             except BackendError as error:
                 hopeless = not error.retryable or ticket.failures > RETRIES or _is_down(limiter)
-                if hopeless or not question.is_wanted():
+                if hopeless or not question.wants_again():
                     raise
                 elsewhere = ticket.endpoint is not None and ticket.endpoint.health.is_down
                 delay = 0.0 if elsewhere else retry_delay(ticket.failures or 1, error.retry_after, random.random())
@@ -232,6 +241,13 @@ class Asking:
         self._flights.add(flight)
         flight.add_done_callback(self._flights.discard)
 
+        def left(answer: asyncio.Future[Reply]) -> None:
+            if answer.cancelled() and all(other.done() for _, other in asked):
+                flight.cancel()  # nobody waits for it
+
+        for _, answer in asked:
+            answer.add_done_callback(left)
+
     async def _fly(self, asked: Sequence[Passenger]) -> None:
         limiter = self._working_limiter()
         ticket = limiter.claim(asked[0][0].progress, LAST)
@@ -243,7 +259,7 @@ class Asking:
                     try:
                         request = self._request(question.ask(), ticket)
                         shapes.setdefault(request.shape, []).append((request, answer))
-                    except JobError as error:  # it cannot be asked, and takes nobody with it
+                    except BatchAgentError as error:  # it cannot be asked, and takes nobody with it
                         answer.set_exception(error)
             for group in shapes.values():
                 requests = [request for request, _ in group]
@@ -255,6 +271,8 @@ class Asking:
                 _settle(answer, error)
         finally:
             limiter.release(ticket)
+            for _, answer in asked:
+                answer.cancel()  # whatever happened, no agent is left waiting
 
     async def _infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
         replies = await cast(Batched, self.backend).infer_batch(requests)

@@ -49,7 +49,7 @@ def read_call(text: str) -> Call:
     return Call(call.tool, call.params, thoughts or None)
 
 
-def words_of(reply: Reply) -> str:
+def text_of_reply(reply: Reply) -> str:
     """What was answered, as text; a tool that was called, as the JSON that means the same."""
     if not reply.tool_calls:
         return reply.text

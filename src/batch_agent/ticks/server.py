@@ -7,18 +7,18 @@ that says why, as ``{"error": …}``.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 
-import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import JsonValue
-from pydantic_core import to_json
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.ticks.action import Action
-from batch_agent.ticks.arena import AgentRuntime
+from batch_agent.ticks.agent_runtime import AgentRuntime
+from batch_agent.ticks.plain import json_of
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 OBSERVATION_KEYS = ("observations", "observation")
@@ -101,8 +101,8 @@ async def _told_why(request: web.Request, handler: Handler) -> web.StreamRespons
 
 async def _body(request: web.Request) -> JsonObject:
     try:
-        body = orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
+        body = json.loads(await request.read())  # which reads lone surrogates and NaN, too
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise SpecError("the body must be a JSON object")
@@ -150,7 +150,7 @@ def _observation(body: JsonObject) -> JsonValue:
 
 
 def _written(action: Action) -> JsonObject:
-    return {"tool": action.tool_name, "params": action.parameters, "reasoning": action.reasoning or ""}
+    return {**action.as_json(), "reasoning": action.reasoning or ""}
 
 
 def _entry(agent_id: str, action: Action) -> JsonObject:
@@ -163,5 +163,4 @@ def _entry(agent_id: str, action: Action) -> JsonObject:
 
 
 def _json(value: JsonObject, status: int = 200) -> web.Response:
-    body = to_json(value, inf_nan_mode="null", fallback=str)
-    return web.Response(body=body, status=status, content_type="application/json")
+    return web.Response(body=json_of(value), status=status, content_type="application/json")

@@ -1,119 +1,156 @@
-"""A run of ticks on disk: one JSON line for each agent and tick, to look at and to play again without a model."""
+"""A run of ticks on disk: one line of JSON for each agent and tick, to read and to replay without a model."""
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import cast
 
-from pydantic import JsonValue
-from pydantic_core import from_json, to_json
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from batch_agent.errors import SpecError
-from batch_agent.messages import JsonObject, Usage
-from batch_agent.ticks.action import SOURCES, Action, Decision
+from batch_agent.messages import Usage
+from batch_agent.ticks.action import Action, Decision, Source
+from batch_agent.ticks.agent import Agent
 from batch_agent.ticks.mind import Given
+from batch_agent.ticks.plain import json_of, text_of
+
+BLOCK_BYTES = 64 * 1024
 
 logger = logging.getLogger("batch_agent")
 
-ReadAction = Callable[[JsonValue], object]  # of an agent: what was written → the action
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    agent: str
+    tick: int
+    source: Source
+    seen_tick: int | None
+    action: JsonValue
+    reason: str
+    observation: JsonValue
+    prompt: str
+    answer: str
+    tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    latency: float | None
 
 
 class Trace:
-    """Lines are added to the file. Those of one tick are written together, when the tick is over."""
+    """A file that lines are appended to. A last line that was cut by a kill is removed first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: io.BufferedWriter | None = None
         self._failed = False
         try:
             path.open("ab").close()
+            if path.is_file():
+                _mend(path)
         except OSError as error:
             raise SpecError(f"cannot write the trace {path}: {error.strerror}") from None
 
-    def write(self, tick: int, given: Iterable[tuple[str, object, Given]]) -> None:
-        """``given``: agent, observation, and what it got."""
-        lines = [to_json(_line(tick, *one), inf_nan_mode="null", fallback=str) + b"\n" for one in given]
+    def write(self, tick: int, given: Iterable[tuple[object, object, Given]]) -> None:
+        """Add the lines of one tick. ``given`` has the agent, its observation and what it got, for each agent."""
         if self._failed:
             return
+        lines = [json_of(_line(tick, *one)) + b"\n" for one in given]
         try:
-            if self._file is None:
-                self._file = self._path.open("ab")
-            self._file.write(b"".join(lines))
-            self._file.flush()
+            with self._path.open("ab") as file:
+                file.write(b"".join(lines))
         except OSError as error:  # a full disk does not stop a world
             self._failed = True
             logger.error("nothing more is written to the trace %s: %s", self._path, error.strerror)
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+
+def _mend(path: Path) -> None:
+    """Remove what follows the last whole line. A last line that only lacks its line feed gets it."""
+    with path.open("r+b") as file:
+        end = start = file.seek(0, 2)
+        tail = b""
+        while start and b"\n" not in tail:
+            start = max(0, start - BLOCK_BYTES)
+            file.seek(start)
+            tail = file.read(end - start)
+        torn = tail[tail.rfind(b"\n") + 1 :]
+        if not torn:
+            return
+        if _read(torn) is not None:
+            file.seek(end)
+            file.write(b"\n")
+        else:
+            file.truncate(end - len(torn))
 
 
-def _line(tick: int, agent: str, observation: object, given: Given) -> JsonObject:
+def _line(tick: int, agent: object, observation: object, given: Given) -> TraceLine:
     decision, thought = given
     action = decision.action
-    if isinstance(action, Action):
-        action = {"tool": action.tool_name, "params": action.parameters, "reasoning": action.reasoning}
-    elif dataclasses.is_dataclass(action) and not isinstance(action, type):
-        action = dataclasses.asdict(action)
-    return {
-        "agent": agent,
-        "tick": tick,
-        "source": decision.source,
-        "seen_tick": decision.seen_tick,
-        "action": cast("JsonValue", action),
-        "reason": decision.reason,
-        "observation": cast("JsonValue", observation),
-        "prompt": "" if thought is None else thought.prompt,
-        "answer": "" if thought is None else thought.answer,
-        "tokens": decision.usage.prompt_tokens + decision.usage.completion_tokens,
-        "prompt_tokens": decision.usage.prompt_tokens,
-        "completion_tokens": decision.usage.completion_tokens,
-        "latency": decision.latency,
-    }
+    prompt_tokens, completion_tokens = decision.usage.prompt_tokens, decision.usage.completion_tokens
+    return TraceLine(
+        text_of(agent),
+        tick,
+        decision.source,
+        decision.seen_tick,
+        cast("JsonValue", action.as_json() if isinstance(action, Action) else action),
+        decision.reason,
+        cast("JsonValue", observation),
+        "" if thought is None else thought.prompt,
+        "" if thought is None else thought.answer,
+        prompt_tokens + completion_tokens,
+        prompt_tokens,
+        completion_tokens,
+        decision.latency,
+    )
+
+
+@cache
+def _adapter() -> TypeAdapter[TraceLine]:
+    return TypeAdapter(TraceLine)
+
+
+def _read(line: bytes) -> TraceLine | None:
+    try:
+        return _adapter().validate_json(line)
+    except ValidationError:
+        return None
 
 
 class Replay:
-    """What each agent did at each tick, in the order in which it happened: ticks come again with each episode."""
+    """What each agent did at each tick, in the order in which it happened: a tick comes again in each episode. Lines
+    that cannot be read are skipped, with a warning."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._given: dict[tuple[str, int], deque[JsonObject]] = {}
+        self._given: dict[tuple[str, int], deque[TraceLine]] = {}
         try:
             lines = path.read_bytes().splitlines()
         except OSError as error:
             raise SpecError(f"cannot read the trace {path}: {error.strerror}") from None
+        skipped = []
         for number, line in enumerate(lines, 1):
-            try:
-                value = from_json(line)
-                key = str(value["agent"]), int(value["tick"])
-                if value["source"] not in SOURCES:
-                    raise ValueError
-            except (ValueError, KeyError, TypeError):
-                if number == len(lines):  # the program was killed while it wrote
-                    break
-                raise SpecError(f"{path} line {number} is no line of a trace of ticks") from None
-            self._given.setdefault(key, deque()).append(value)
+            if (read := _read(line)) is None:
+                skipped.append(number)
+            else:
+                self._given.setdefault((read.agent, read.tick), deque()).append(read)
+        if skipped and not self._given:
+            raise SpecError(f"{path} is no trace of ticks: none of its {len(lines)} lines can be read")
+        if skipped:
+            logger.warning(
+                "%d of %d lines of the trace %s cannot be read and are skipped, the first is line %d",
+                len(skipped),
+                len(lines),
+                path,
+                skipped[0],
+            )
 
-    def decision(self, agent: str, tick: int, read: ReadAction) -> Decision[object] | None:
-        """What it did; None where nothing is recorded."""
-        lines = self._given.get((agent, tick))
+    def decision(self, agent_id: object, tick: int, agent: Agent) -> Decision[object] | None:
+        """Return what the agent did, or None if nothing is recorded."""
+        lines = self._given.get((text_of(agent_id), tick))
         if not lines:
             return None
         line = lines.popleft()
-        usage = Usage(int(str(line["prompt_tokens"])), completion_tokens=int(str(line["completion_tokens"])))
-        seen, latency = line["seen_tick"], line["latency"]
-        return Decision(
-            read(line["action"]),
-            next(source for source in SOURCES if source == line["source"]),
-            seen if isinstance(seen, int) else None,
-            usage,
-            latency if isinstance(latency, int | float) else None,
-            str(line["reason"]),
-        )
+        usage = Usage(line.prompt_tokens, completion_tokens=line.completion_tokens)
+        return Decision(agent.recorded(line.action), line.source, line.seen_tick, usage, line.latency, line.reason)

@@ -88,5 +88,4 @@ class AgentRuntime(TickRuntime[Action]):
 
 
 def _action(decision: Decision[Action]) -> Action:
-    action = decision.action or idle(decision.reason)
-    return replace(action, parameters=dict(action.parameters), source=decision.source, seen_tick=decision.seen_tick)
+    return (decision.action or idle(decision.reason)).marked(decision.source, decision.seen_tick)

@@ -26,7 +26,7 @@ ANYTHING: JsonObject = {"type": "object"}
 Check = Callable[[JsonObject], JsonObject]
 
 
-class Repertoire:
+class ActionSpace:
     """``schema`` is what an answer must be, None where anything may be done; ``schema_text`` is the same as text, alike
     for agents that may do the same."""
 
