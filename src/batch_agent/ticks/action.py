@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal
 from typing_extensions import TypeVar
 
 from batch_agent.messages import JsonObject, Usage
+from batch_agent.ticks.plain import text_of
 
 Source = Literal["answer", "late", "last", "fallback"]
 IDLE = "idle"
@@ -24,6 +25,14 @@ class Observation:
     timestamp: datetime
     data: Any
     source: str = "world"
+    _text: str | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """The data as text, made once: a prompt shows each observation several times."""
+        if self._text is None:
+            self._text = text_of(self.data)
+        return self._text
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ class WindowMemory:
         lines = []
         if seen := _last(self.observations, self._shown_observations):
             lines.append("Recent observations, the newest last:")
-            lines += [f"- [{one.source}] {text_of(one.data)}" for one in seen]
+            lines += [f"- [{one.source}] {one.text}" for one in seen]
         if done := _last(self.actions, self._shown_actions):
             lines.append("Recent actions:")
             lines += [f"- {one.tool_name}: {text_of(one.parameters)}" for one in done]

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from itertools import islice
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel, JsonValue
 from pydantic_core import to_json
@@ -24,10 +24,12 @@ CHARACTERS = 1_000_000  # of one text
 INTEGER_BITS = 4096  # Python refuses to write far longer ones
 CUT = "[...]"
 
+Items = dict[Any, Any] | list[Any]
+
 
 def plain(value: object) -> JsonValue:
     """Return the value as what JSON can hold. Floats stay as they are, NaN included."""
-    return _Walk().value(value, 0)
+    return _Walk().value(value, DEPTH)
 
 
 def json_of(value: object) -> bytes:
@@ -37,6 +39,8 @@ def json_of(value: object) -> bytes:
 
 def text_of(value: object) -> str:
     """Return the value as text: its own ``str`` if its class defines one, else that of its plain form."""
+    if type(value) is str:
+        return _cut(value)
     try:
         text = str(value if type(value).__str__ is not object.__str__ else plain(value))
     except KeyboardInterrupt:
@@ -57,64 +61,65 @@ def _cut(text: str) -> str:
 
 class _Walk:
     def __init__(self) -> None:
-        self._items = 0
+        self._left = ITEMS
         self._around: set[int] = set()  # the containers that the current value is in
 
     def value(self, value: object, depth: int) -> JsonValue:
-        self._items += 1
+        self._left -= 1
+        if type(value) is str:
+            return _cut(value)
+        if type(value) is float or value is None or value is True or value is False:
+            return value
+        if type(value) is int and value.bit_length() <= INTEGER_BITS:
+            return value
         try:
-            return self._scalar(value) if _is_scalar(value) else self._container(value, depth)
+            items = value if type(value) is dict or type(value) is list else _opened(value)
+            return self._container(id(value), items, depth) if isinstance(items, dict | list) else items
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             return f"<{type(value).__name__}, unreadable: {describe(error)}>"
 
-    def _scalar(self, value: object) -> JsonValue:
-        if value is None or value is True or value is False:
-            return value
-        if isinstance(value, str):
-            return _cut(str.__str__(value))
-        if isinstance(value, Integral):
-            number = int(value)
-            bits = number.bit_length()
-            return number if bits <= INTEGER_BITS else f"<integer of {bits} bits>"
-        if isinstance(value, Real):
-            return float(value)
-        return bytes(cast(bytes, value)[:CHARACTERS]).decode(errors="replace")
-
-    def _container(self, value: object, depth: int) -> JsonValue:
-        items = _items(value)
-        if items is None:
-            return _cut(str(value))
-        if id(value) in self._around:
+    def _container(self, identity: int, items: Items, depth: int) -> JsonValue:
+        if identity in self._around:
             return "<cycle>"
-        if depth >= DEPTH or self._items >= ITEMS:
+        if not depth or self._left <= 0:
             return CUT
-        self._around.add(id(value))
+        is_cut = len(items) > self._left
+        shown = islice(items, self._left) if is_cut else items
+        self._around.add(identity)
         try:
-            shown = ITEMS - self._items
-            is_cut = len(items) > shown
-            if isinstance(items, Mapping):
-                pairs = [(text_of(key), self.value(items[key], depth + 1)) for key in islice(items, shown)]
-                return dict([*pairs, (CUT, CUT)] if is_cut else pairs)
-            written = [self.value(item, depth + 1) for item in islice(items, shown)]
+            if isinstance(items, dict):
+                pairs = {
+                    _cut(key) if type(key) is str else text_of(key): self.value(items[key], depth - 1) for key in shown
+                }
+                return {**pairs, CUT: CUT} if is_cut else pairs
+            written = [self.value(item, depth - 1) for item in shown]
             return [*written, CUT] if is_cut else written
         finally:
-            self._around.discard(id(value))
+            self._around.discard(identity)
 
 
-def _is_scalar(value: object) -> bool:
-    return value is None or isinstance(value, str | Real | bytes | bytearray | memoryview)
-
-
-def _items(value: object) -> Mapping[Any, object] | Sequence[object] | None:
-    """Return what a container holds, or None for any other object. Numbers of numpy are numbers, arrays are objects."""
-    if isinstance(value, Mapping | Sequence):
-        return value
-    if isinstance(value, Set):
-        return sorted(islice(value, ITEMS), key=text_of)  # in one order, whatever the hashes are
-    if isinstance(value, BaseModel):
-        return value.model_dump(by_alias=True)
+def _opened(value: object) -> JsonValue | Items:
+    """Return the items of a container, a number or text for a number, else the object's text."""
+    match value:
+        case str():
+            return _cut(str.__str__(value))
+        case bytes() | bytearray() | memoryview():
+            return bytes(value[:CHARACTERS]).decode(errors="replace")
+        case Integral():  # also numpy's
+            number = int(value)
+            return number if number.bit_length() <= INTEGER_BITS else f"<integer of {number.bit_length()} bits>"
+        case Real():
+            return float(value)
+        case Mapping():
+            return {key: value[key] for key in islice(value, ITEMS)}
+        case Sequence():
+            return list(islice(value, ITEMS))
+        case Set():
+            return sorted(islice(value, ITEMS), key=text_of)  # in one order, whatever the hashes are
+        case BaseModel():
+            return value.model_dump(by_alias=True)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return None
+    return _cut(str(value))

@@ -314,9 +314,7 @@ class TickRuntime(Generic[A]):
         with self._opening:
             scope = self._scope
             if scope is not None and scope.is_open_elsewhere:
-                raise SpecError(
-                    "the runtime is open in another event loop: await its stop() there, or use two runtimes"
-                )
+                raise SpecError("the runtime is open in another event loop: await stop() there, or use two runtimes")
             if scope is None or not scope.is_open:
                 self.running = True
                 for mind in self._minds.values():
