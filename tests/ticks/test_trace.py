@@ -97,7 +97,7 @@ def test_lines_that_are_none_of_a_trace_are_skipped_and_counted(
     whole = path.read_bytes()
     path.write_bytes(b'nonsense\n{"agent": "quick", "tick": 1, "source": "answer"}\n\xff\n' + whole)
     assert play(AgentRuntime(replay=path)) == recorded
-    assert "3 of 13 lines" in caplog.text and "line 1" in caplog.text
+    assert "skipped 3 of 13 lines" in caplog.text and "line 1" in caplog.text
     path.write_bytes(b"nonsense\n")
     with pytest.raises(SpecError, match="no trace of ticks"):
         AgentRuntime(replay=path)

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
-
-from pydantic import JsonValue
 
 from batch_agent.backends.base import Backend, Batched, Many, ModelRequest, RequestShape
 from batch_agent.dispatch.cancellation import cancelled_by_us
@@ -39,31 +37,12 @@ from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.limit_search import START
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.retry import retry_delay
+from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.users_backend import UsersBackend
 
 RETRIES = 2
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How answers are drawn. ``seed`` is what the seed of each question is made of; None: the server draws as it
-    likes."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = 512
-    seed: int | None = 0
-    extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, whole, least in (("temperature", False, 0), ("top_p", False, 0), ("max_tokens", True, 1)):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value, whole=whole) and value >= least):
-                raise SpecError(f"{name} is {value!r}; it is a {'whole ' if whole else ''}number, {least} or more")
-        if self.seed is not None and not _is_number(self.seed, whole=True):
-            raise SpecError(f"seed is {self.seed!r}; it is a whole number, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,10 +344,6 @@ class Asking:
         self.backend.check(shape)
         self._shapes[key] = shape
         return shape
-
-
-def _is_number(value: object, *, whole: bool) -> bool:
-    return isinstance(value, int if whole else int | float) and not isinstance(value, bool)
 
 
 def _is_down(limiter: Limiter) -> bool:

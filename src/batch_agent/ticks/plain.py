@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from batch_agent.foreign import describe
 
 DEPTH = 32
-ITEMS = 10_000  # values in all
+ITEMS = 100_000  # values in all
 CHARACTERS = 1_000_000  # of one text
 INTEGER_BITS = 4096  # Python refuses to write far longer ones
 CUT = "[...]"

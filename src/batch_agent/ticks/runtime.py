@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, cast
 
 from typing_extensions import TypeVar
@@ -25,7 +24,8 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.ticks.action import Action, Decision, idle
 from batch_agent.ticks.agent import Agent, Fallback, TypedAgent
-from batch_agent.ticks.asking import Asking, Sampling
+from batch_agent.ticks.asking import Asking
+from batch_agent.ticks.config import Sampling, check_counts, check_numbers
 from batch_agent.ticks.generation import GeneratesMany, GeneratesOne
 from batch_agent.ticks.guard import guarded
 from batch_agent.ticks.mind import Given, Mind, Thought
@@ -98,10 +98,10 @@ class TickRuntime(Generic[A]):
         trace: str | Path | None = None,
         replay: str | Path | None = None,
     ) -> None:
-        _check_positive(deadline=deadline, timeout=timeout)
+        check_numbers("a number of seconds above 0", lambda n: 0 < n < math.inf, deadline=deadline, timeout=timeout)
         if not isinstance(system_prompt, str | None):
             raise SpecError(f"system_prompt is a {type(system_prompt).__name__}; it is text")
-        _check_count(max_workers=max_workers, max_inflight=max_inflight)
+        check_counts(max_workers=max_workers, max_inflight=max_inflight)
         self.deadline = deadline
         self.running = False
         self._schema = OutputSchema.of(schema)
@@ -286,18 +286,14 @@ class TickRuntime(Generic[A]):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.stop()
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     async def _open_now(self) -> None:
@@ -386,16 +382,3 @@ def _priority(agent: Agent, observation: object) -> float:
     except BatchAgentError as error:
         logger.warning("agent %s: %s", text_of(agent.agent_id), error)
         return 0.0
-
-
-def _check_positive(**options: float | None) -> None:
-    for name, value in options.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and math.isfinite(value) and value > 0):
-            raise SpecError(f"{name} is {value!r}; it is a number of seconds above 0, or None")
-
-
-def _check_count(**options: int | None) -> None:
-    for name, value in options.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise SpecError(f"{name} is {value!r}; it is a whole number above 0")

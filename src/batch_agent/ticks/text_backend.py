@@ -19,7 +19,8 @@ from batch_agent.messages import Conversation, Message
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.ticks.action_space import ActionSpace
-from batch_agent.ticks.asking import Asked, Asking, Question, Sampling
+from batch_agent.ticks.asking import Asked, Asking, Question
+from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.generation import GenerationResult
 from batch_agent.ticks.plain import encodable
 from batch_agent.ticks.reading import text_of_reply

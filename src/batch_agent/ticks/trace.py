@@ -129,22 +129,15 @@ class Replay:
             lines = path.read_bytes().splitlines()
         except OSError as error:
             raise SpecError(f"cannot read the trace {path}: {error.strerror}") from None
-        skipped = []
-        for number, line in enumerate(lines, 1):
-            if (read := _read(line)) is None:
-                skipped.append(number)
-            else:
-                self._given.setdefault((read.agent, read.tick), deque()).append(read)
+        read = [_read(line) for line in lines]
+        for line in filter(None, read):
+            self._given.setdefault((line.agent, line.tick), deque()).append(line)
+        skipped = read.count(None)
         if skipped and not self._given:
             raise SpecError(f"{path} is no trace of ticks: none of its {len(lines)} lines can be read")
         if skipped:
-            logger.warning(
-                "%d of %d lines of the trace %s cannot be read and are skipped, the first is line %d",
-                len(skipped),
-                len(lines),
-                path,
-                skipped[0],
-            )
+            first = read.index(None) + 1
+            logger.warning("%s: skipped %d of %d lines, the first is line %d", path, skipped, len(lines), first)
 
     def decision(self, agent_id: object, tick: int, agent: Agent) -> Decision[object] | None:
         """Return what the agent did, or None if nothing is recorded."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
@@ -52,9 +51,7 @@ class UsersBackend:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._threads.close()
 
     async def models(self) -> list[str]:
