@@ -14,9 +14,9 @@ from collections import deque
 from math import inf
 
 DEADLINES = 3  # a request is given this many deadlines of a tick,
-USUALLY = 4  # and this many times what a request usually takes
+USUALLY = 2  # and this many times what a request usually takes
 LONG = 5.0  # seconds, in place of the deadlines, where ticks have none or a long one
-GUESS = 0.25  # seconds that a request is taken to need until more is known
+GUESS = 0.5  # seconds that a request is taken to need until more is known
 KEPT = 64
 
 
@@ -41,8 +41,8 @@ class Patience:
         if now - sent_at < self._least:
             return False
         usual = sorted(self._times)[-1 - len(self._times) // 20]  # the slowest but for one in twenty
-        wait = max(self._least, USUALLY * max(usual, own)) * 2**losses
-        if now - sent_at < wait:
+        wait = max(self._least, USUALLY * max(usual, own))
+        if now - sent_at < wait * 2**losses:
             return False
         if self._answered < sent_at:
             if now - self._tried < wait * 2**self._tries:
