@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from batch_agent.ticks import Action, Agent, Decision
-from batch_agent.ticks.mind import Mind, Thought
+from batch_agent.ticks.mind import Mind, Sent, Thought
+from batch_agent.ticks.patience import Patience
 
 
 def mind(*, overlap: bool = False, skip_unchanged: bool = False, repeat_last: bool = True) -> Mind:
@@ -191,6 +192,21 @@ def test_an_episode_begins_when_the_tick_goes_back_and_nothing_of_the_old_one_is
     assert m.thoughts == []
 
 
+def test_a_request_that_is_lost_is_withdrawn_once_and_its_thought_is_about_the_newest_tick() -> None:
+    m, patience, withdrawn = mind(), Patience(1.0), []
+    m.starts_episode(1)
+    thought = begun(m, 1, 0.0, 1.0)
+    thought.left, thought.sent = True, Sent(0.0, patience, lambda: withdrawn.append(1))
+    m.starts_episode(2)
+    m.conclude(thought, 1, "")
+    patience.answered(0.5, 0.6)
+    m.give_up_lost(2.9)
+    assert not withdrawn and thought.left
+    m.give_up_lost(3.0)
+    m.give_up_lost(9.0)
+    assert withdrawn == [1] and not thought.left and thought.tick == 2
+
+
 class AnyWorld(RuleBasedStateMachine):
     """Ticks begin and end, thoughts leave and end, in any order."""
 
@@ -201,6 +217,11 @@ class AnyWorld(RuleBasedStateMachine):
         self.tick = 0
         self.waiting: dict[int, Thought] = {}  # by tick
         self.given: list[Decision[object]] = []
+        self.patience = Patience(1.0)
+        self.withdrawn = 0
+
+    def _withdraw(self) -> None:
+        self.withdrawn += 1
 
     def _take(self, tick: int, decision: Decision[object]) -> None:
         if decision.source in ("answer", "late"):
@@ -216,6 +237,7 @@ class AnyWorld(RuleBasedStateMachine):
     @rule()
     def a_tick_begins(self) -> None:
         self.tick += 1
+        self.mind.give_up_lost(self.now)
         turned = self.mind.turn_to(self.tick, {"tick": self.tick}, self.now, self.now + 1.0)
         if isinstance(turned, Thought):
             self.waiting[self.tick] = turned
@@ -233,8 +255,12 @@ class AnyWorld(RuleBasedStateMachine):
     def the_oldest_thought_goes_on(self, fails: bool) -> None:
         thought = next(thought for thought in self.mind.thoughts if not thought.ended)
         if not thought.left:
-            thought.left = True
-        elif fails:
+            thought.left, thought.sent = True, Sent(self.now, self.patience, self._withdraw)
+            return
+        if thought.sent is not None:
+            self.patience.answered(thought.sent.at, self.now)
+        thought.sent = None
+        if fails:
             thought.end(self.now, "no")
         else:
             ends(thought, self.now)
@@ -247,6 +273,7 @@ class AnyWorld(RuleBasedStateMachine):
     def one_thought_at_a_time_is_under_way(self) -> None:
         under_way = [t for t in self.mind.thoughts if not t.ended and (t.after is None or t.after.ended)]
         assert len(under_way) <= 1
+        assert sum(t.losses for t in self.mind.thoughts) <= self.withdrawn
 
 
 TestAnyWorld = AnyWorld.TestCase

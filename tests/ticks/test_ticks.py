@@ -334,8 +334,8 @@ async def test_stopping_ends_a_tick_at_once_with_an_action_for_all_and_leaves_no
 
 
 @virtual_clock
-async def test_a_stopped_runtime_starts_again() -> None:
-    backend = ScriptedBackend(lambda request: says())
+async def test_a_stopped_runtime_starts_again_when_it_has_closed() -> None:
+    backend = ScriptedBackend(lambda request: says() if backend.entered == 1 else Fail(400))
     runtime = registered(AgentRuntime(backend=backend), "a")
     for tick in (1, 2):
         with runtime:

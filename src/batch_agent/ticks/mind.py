@@ -105,6 +105,7 @@ class Mind:
             sent = thought.sent
             if sent is not None and sent.patience.is_over(sent.at, now, own=self.took, losses=thought.losses):
                 thought.sent, thought.left, thought.losses = None, False, thought.losses + 1
+                thought.tick = thought.tick if self._newest is None else self._newest
                 sent.withdraw()
 
     def turn_to(self, tick: int, observation: object, now: float, due: float) -> Given | Thought:

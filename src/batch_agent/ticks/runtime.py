@@ -166,7 +166,7 @@ class TickRuntime(Generic[A]):
             raise SpecError(f"tick is {text_of(tick)}; it is a whole number")
         if not isinstance(observations, Mapping):
             raise SpecError(f"observations is a {type(observations).__name__}; it is a mapping by agent id")
-        scope = self._ensure_open()
+        scope = await self._ensure_open()
         if self._replay is not None:
             return {agent_id: self._replayed(agent_id, tick) for agent_id in observations}
         # A world may fill the same objects again while its agents think.
@@ -297,14 +297,16 @@ class TickRuntime(Generic[A]):
         self.stop()
 
     async def _open_now(self) -> None:
-        self._ensure_open()
+        await self._ensure_open()
         if self._replay is None and (self._given_backend is not None or self._minds):
             needs = [self._asking_for(mind.agent) for mind in self._minds.values() if not mind.agent.decides_itself]
             for asking in dict.fromkeys(needs):
                 await asking.open()
 
-    def _ensure_open(self) -> LoopScope:
+    async def _ensure_open(self) -> LoopScope:
         """Return the scope of the running event loop. One of an event loop that has ended is replaced."""
+        if self._scope is not None and not self._scope.is_open:
+            await self._scope.wait_closed()  # or it would close the backend that the next one opens
         if self._stopped:
             raise RuntimeError("the runtime is stopped: start() it again before the next tick")
         with self._opening:

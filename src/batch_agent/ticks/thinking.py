@@ -73,7 +73,7 @@ class Thinker:
                 thought.action = await self._decide(mind, thought, asking)
             failure = ""
         except TimeoutError:
-            failure = f"no answer in {self._timeout:g} s" if limit.expired() else "something timed out"
+            failure = f"no answer in {self._timeout:g} s" if limit.expired() else "the backend timed out"
         except BatchAgentError as error:
             failure = str(error) or type(error).__name__
         except Exception as error:
