@@ -191,8 +191,9 @@ class TickRuntime(Generic[A]):
             for _, thought in waiting.values():
                 thought.awaited = False
             raise
+        why = "the thought was given up" if due == math.inf else f"no answer within the deadline, {self.deadline} s"
         for agent_id, (mind, thought) in waiting.items():
-            why = "the runtime was stopped" if self._stopped else f"no answer within the deadline, {self.deadline} s"
+            why = "the runtime was stopped" if self._stopped else why
             given[agent_id] = self._remembered(mind, mind.conclude(thought, tick, why))
         if self._trace is not None:
             self._trace.write(tick, [(agent_id, data, given[agent_id]) for agent_id, data in seen.items()])
@@ -252,12 +253,12 @@ class TickRuntime(Generic[A]):
         return given
 
     def _replayed(self, agent_id: str, tick: int) -> Decision[A]:
-        assert self._replay is not None
-        mind = self._minds.get(agent_id)
+        replay, mind = self._replay, self._minds.get(agent_id)
+        assert replay is not None
         agent = mind.agent if mind is not None else Agent(text_of(agent_id) or "?")
         why = f"nothing is recorded of {text_of(agent_id)} at tick {tick}"
         try:
-            decision = self._replay.decision(agent_id, tick, agent)
+            decision = guarded("it", lambda: replay.decision(agent_id, tick, agent))
         except BatchAgentError as error:
             decision, why = None, f"the recorded action is none of this agent: {error}"
         return cast("Decision[A]", decision or Decision(agent.fallback_for(why), "fallback", reason=why))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from batch_agent.ticks.agent import Agent
 from batch_agent.ticks.mind import Given
 from batch_agent.ticks.plain import json_of, text_of
 
-BLOCK_BYTES = 64 * 1024
+START = b'{"agent":'  # of every line
+TAIL_BYTES = 64 * 1024 * 1024  # far more than a line has
 
 logger = logging.getLogger("batch_agent")
 
@@ -68,42 +70,34 @@ class Trace:
 
 
 def _mend(path: Path) -> None:
-    """Remove what follows the last whole line. A last line that only lacks its line feed gets it."""
+    """Remove the beginning of a line at the end of the file. Anything else that lacks its line feed gets it."""
     with path.open("r+b") as file:
-        end = start = file.seek(0, 2)
-        tail = b""
-        while start and b"\n" not in tail:
-            start = max(0, start - BLOCK_BYTES)
-            file.seek(start)
-            tail = file.read(end - start)
-        torn = tail[tail.rfind(b"\n") + 1 :]
-        if not torn:
-            return
-        if _read(torn) is not None:
-            file.seek(end)
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - TAIL_BYTES))
+        last = file.read().rpartition(b"\n")[2]
+        if last and START.startswith(last[: len(START)]) and _read(last) is None:
+            file.truncate(end - len(last))
+        elif last:
             file.write(b"\n")
-        else:
-            file.truncate(end - len(torn))
 
 
 def _line(tick: int, agent: object, observation: object, given: Given) -> TraceLine:
     decision, thought = given
-    action = decision.action
-    prompt_tokens, completion_tokens = decision.usage.prompt_tokens, decision.usage.completion_tokens
+    action, usage = decision.action, decision.usage
     return TraceLine(
-        text_of(agent),
-        tick,
-        decision.source,
-        decision.seen_tick,
-        cast("JsonValue", action.as_json() if isinstance(action, Action) else action),
-        decision.reason,
-        cast("JsonValue", observation),
-        "" if thought is None else thought.prompt,
-        "" if thought is None else thought.answer,
-        prompt_tokens + completion_tokens,
-        prompt_tokens,
-        completion_tokens,
-        decision.latency,
+        agent=text_of(agent),
+        tick=tick,
+        source=decision.source,
+        seen_tick=decision.seen_tick,
+        action=cast("JsonValue", action.as_json() if isinstance(action, Action) else action),
+        reason=decision.reason,
+        observation=cast("JsonValue", observation),
+        prompt="" if thought is None else thought.prompt,
+        answer="" if thought is None else thought.answer,
+        tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        latency=decision.latency,
     )
 
 
