@@ -149,7 +149,7 @@ class Agent:
     # For the runtime
 
     def with_result(self, observation: Any) -> Any:
-        """Return the observation with the reported result of the last action, which is told once."""
+        """Return the observation with the reported result of the last action, once."""
         if self._result and isinstance(observation, Mapping):
             return {LAST_RESULT: self._result.pop(), **observation}
         return observation

@@ -14,7 +14,6 @@ An answer is given once. An answer that is older than what was given is dropped.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -30,11 +29,10 @@ UNSEEN = object()
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A request that the model has not answered yet. ``withdraw`` makes the thought ask again."""
+    """A request that the model has not answered yet."""
 
     at: float
     patience: Patience
-    withdraw: Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +46,7 @@ class Thought:
     awaited: bool = True  # a tick waits for it
     left: bool = False  # its prompt was made, so it cannot change to a newer observation
     sent: Sent | None = None
+    limit: asyncio.Timeout | None = None  # ends what it waits for
     losses: int = 0  # requests that were given up
     ended_at: float = inf
     action: object = None
@@ -106,7 +105,8 @@ class Mind:
             if sent is not None and sent.patience.is_over(sent.at, now, own=self.took, losses=thought.losses):
                 thought.sent, thought.left, thought.losses = None, False, thought.losses + 1
                 thought.tick = thought.tick if self._newest is None else self._newest
-                sent.withdraw()
+                if thought.limit is not None:
+                    thought.limit.reschedule(now)
 
     def turn_to(self, tick: int, observation: object, now: float, due: float) -> Given | Thought:
         """Return what the tick gets at once, or the thought to wait for. A thought without a task is new."""

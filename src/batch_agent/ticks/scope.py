@@ -1,6 +1,6 @@
 """What a runtime has open in one event loop: its thoughts, the backends they ask, the threads they use.
 
-One keeper task closes all of it when it is told to, or when it is cancelled, as ``asyncio.run`` does at its end. So a
+One keeper task closes all of it on ``close``, or when it is cancelled, as ``asyncio.run`` does at its end. So a
 program that forgets to stop its runtime leaves nothing open.
 """
 

@@ -14,9 +14,9 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from batch_agent.dispatch.cancellation import cancelled_by_us
-from batch_agent.errors import BatchAgentError, OutputError, WorkerFailed
+from batch_agent.errors import BatchAgentError, OutputError, Timeout, WorkerFailed
 from batch_agent.foreign import describe
-from batch_agent.messages import Conversation, Message, Reply
+from batch_agent.messages import Conversation, Message
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.agent import Agent
 from batch_agent.ticks.asking import Asked, Asking, Question
@@ -69,11 +69,9 @@ class Thinker:
             if thought.after is not None and thought.after.task is not None:
                 await asyncio.wait([thought.after.task])
             thought.after = None  # or every thought would keep all earlier ones
-            async with asyncio.timeout(self._timeout) as limit:
-                thought.action = await self._decide(mind, thought, asking)
+            ends = None if self._timeout is None else loop.time() + self._timeout
+            thought.action = await self._decide(mind, thought, asking, ends)
             failure = ""
-        except TimeoutError:
-            failure = f"no answer in {self._timeout:g} s" if limit.expired() else "the backend timed out"
         except BatchAgentError as error:
             failure = str(error) or type(error).__name__
         except Exception as error:
@@ -82,10 +80,21 @@ class Thinker:
         finally:
             thought.end(loop.time(), mind.gone or failure)
 
-    async def _decide(self, mind: Mind, thought: Thought, asking: Callable[[], Asking]) -> object:
-        if mind.agent.decides_itself:
-            return await self._let_decide(mind.agent, thought)
-        return await self._ask(mind, thought, asking())
+    async def _decide(self, mind: Mind, thought: Thought, asking: Callable[[], Asking], ends: float | None) -> object:
+        """Return the action. A thought whose request was given up as lost starts again, with the newest prompt."""
+        while True:
+            losses = thought.losses
+            thought.limit = asyncio.timeout_at(ends)
+            try:
+                async with thought.limit:
+                    if mind.agent.decides_itself:
+                        return await self._let_decide(mind.agent, thought)
+                    return await self._ask(mind, thought, asking())
+            except TimeoutError:
+                if not thought.limit.expired():
+                    raise
+                if thought.losses == losses:
+                    raise Timeout(f"no answer in {self._timeout or 0:g} s") from None
 
     async def _let_decide(self, agent: Agent, thought: Thought) -> object:
         """Call the agent's own ``decide_action``, in a thread unless it is async."""
@@ -110,10 +119,28 @@ class Thinker:
         return action
 
     async def _ask(self, mind: Mind, thought: Thought, asking: Asking) -> object:
-        agent = mind.agent
+        loop, agent = asyncio.get_running_loop(), mind.agent
         said: list[Message] = []  # answers that were no action, each with the problem that the model was shown
+        patience = self._patience.get(asking) or self._patience.setdefault(asking, Patience(self._deadline))
+
+        def ask() -> Asked:
+            asked = guarded("its prompt", lambda: self._asked(mind, thought, said))
+            thought.sent = Sent(loop.time(), patience)
+            return asked
+
+        def wants_again() -> bool:
+            thought.sent = None  # it was answered, with an error
+            return thought.awaited
+
+        question = Question(mind.progress, ask, wants_again)
         while True:
-            reply = await self._answer(mind, thought, asking, said)
+            try:
+                reply = await asking.ask(question)
+            finally:
+                sent, thought.sent = thought.sent, None
+            if sent is not None:
+                patience.answered(sent.at, loop.time())
+                mind.took = loop.time() - sent.at
             thought.usage += reply.usage
             thought.answer = text_of_reply(reply)
             try:
@@ -123,37 +150,6 @@ class Thinker:
                     raise
                 problem = f"That is no action: {error}\nAnswer again, with the corrected JSON alone."
                 said += [Message("assistant", thought.answer), Message("user", problem)]
-
-    async def _answer(self, mind: Mind, thought: Thought, asking: Asking, said: list[Message]) -> Reply:
-        """Return the model's answer. A request that was given up as lost is sent again, with the newest prompt."""
-        loop = asyncio.get_running_loop()
-        patience = self._patience.setdefault(asking, Patience(self._deadline))
-
-        def ask() -> Asked:
-            asked = guarded("its prompt", lambda: self._asked(mind, thought, said))
-            thought.sent = Sent(loop.time(), patience, lambda: limit.reschedule(loop.time()))
-            return asked
-
-        def wants_again() -> bool:
-            thought.sent = None  # it was answered, with an error
-            return thought.awaited
-
-        while True:
-            try:
-                async with asyncio.timeout(None) as limit:
-                    reply = await asking.ask(Question(mind.progress, ask, wants_again))
-                    sent, thought.sent = thought.sent, None
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                said.clear()
-                continue
-            finally:
-                thought.sent = None
-            if sent is not None:
-                patience.answered(sent.at, loop.time())
-                mind.took = loop.time() - sent.at
-            return reply
 
     def _asked(self, mind: Mind, thought: Thought, said: list[Message]) -> Asked:
         agent = mind.agent
