@@ -105,7 +105,7 @@ class Mind:
             if sent is not None and sent.patience.is_over(sent.at, now, own=self.took, losses=thought.losses):
                 thought.sent, thought.left, thought.losses = None, False, thought.losses + 1
                 thought.tick = thought.tick if self._newest is None else self._newest
-                if thought.limit is not None:
+                if thought.limit is not None and not thought.limit.expired():
                     thought.limit.reschedule(now)
 
     def turn_to(self, tick: int, observation: object, now: float, due: float) -> Given | Thought:
