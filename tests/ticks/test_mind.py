@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from batch_agent.ticks import Action, Agent, Decision
-from batch_agent.ticks.mind import Mind, Thought
+from batch_agent.ticks.mind import Mind, Sent, Thought
+from batch_agent.ticks.patience import Patience
 
 
 def mind(*, overlap: bool = False, skip_unchanged: bool = False, repeat_last: bool = True) -> Mind:
@@ -184,11 +185,26 @@ def test_what_cannot_be_compared_has_changed() -> None:
 
 def test_an_episode_begins_when_the_tick_goes_back_and_nothing_of_the_old_one_is_given() -> None:
     m = mind()
-    assert not m.begins_again(5) and not m.begins_again(5)
+    assert not m.starts_episode(5) and not m.starts_episode(5)
     thought = begun(m, 5, 0.0, 1.0)
-    assert m.begins_again(0)
+    assert m.starts_episode(0)
     assert m.forget() == [thought]
-    assert m.last is None and m.thoughts == []
+    assert m.thoughts == []
+
+
+def test_a_request_that_is_lost_is_withdrawn_once_and_its_thought_is_about_the_newest_tick() -> None:
+    m, patience = mind(), Patience(1.0)
+    m.starts_episode(1)
+    thought = begun(m, 1, 0.0, 1.0)
+    thought.left, thought.sent = True, Sent(0.0, patience)
+    m.starts_episode(2)
+    m.conclude(thought, 1, "")
+    patience.answered(0.5, 0.6)
+    m.give_up_lost(2.9)
+    assert thought.losses == 0 and thought.left
+    m.give_up_lost(3.0)
+    m.give_up_lost(9.0)
+    assert thought.losses == 1 and not thought.left and thought.tick == 2
 
 
 class AnyWorld(RuleBasedStateMachine):
@@ -201,6 +217,7 @@ class AnyWorld(RuleBasedStateMachine):
         self.tick = 0
         self.waiting: dict[int, Thought] = {}  # by tick
         self.given: list[Decision[object]] = []
+        self.patience = Patience(1.0)
 
     def _take(self, tick: int, decision: Decision[object]) -> None:
         if decision.source in ("answer", "late"):
@@ -216,6 +233,7 @@ class AnyWorld(RuleBasedStateMachine):
     @rule()
     def a_tick_begins(self) -> None:
         self.tick += 1
+        self.mind.give_up_lost(self.now)
         turned = self.mind.turn_to(self.tick, {"tick": self.tick}, self.now, self.now + 1.0)
         if isinstance(turned, Thought):
             self.waiting[self.tick] = turned
@@ -233,8 +251,12 @@ class AnyWorld(RuleBasedStateMachine):
     def the_oldest_thought_goes_on(self, fails: bool) -> None:
         thought = next(thought for thought in self.mind.thoughts if not thought.ended)
         if not thought.left:
-            thought.left = True
-        elif fails:
+            thought.left, thought.sent = True, Sent(self.now, self.patience)
+            return
+        if thought.sent is not None:
+            self.patience.answered(thought.sent.at, self.now)
+        thought.sent = None
+        if fails:
             thought.end(self.now, "no")
         else:
             ends(thought, self.now)

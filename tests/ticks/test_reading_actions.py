@@ -8,8 +8,8 @@ from pydantic import Field
 
 from batch_agent.errors import Invalid, OutputError, SpecError
 from batch_agent.ticks import Action, Agent
+from batch_agent.ticks.action_space import ActionSpace
 from batch_agent.ticks.reading import read_call
-from batch_agent.ticks.repertoire import Repertoire
 from batch_agent.tools.base import Tool
 
 NORTH = {"direction": "north", "steps": 2}
@@ -48,7 +48,7 @@ LOOK = {"name": "look", "description": "Look around.", "parameters": {"type": "o
     ],
 )
 def test_an_action_is_read_from_what_models_write(text: str) -> None:
-    action = Repertoire([move]).read(text)
+    action = ActionSpace([move]).read(text)
     assert (action.tool_name, action.parameters) == ("move", NORTH)
 
 
@@ -74,7 +74,7 @@ def test_the_last_of_several_actions_counts() -> None:
 
 
 def test_parameters_are_read_as_the_function_declares_them() -> None:
-    assert Repertoire([move]).read('{"tool": "move", "params": {"direction": "north", "steps": "3"}}').parameters == {
+    assert ActionSpace([move]).read('{"tool": "move", "params": {"direction": "north", "steps": "3"}}').parameters == {
         "direction": "north",
         "steps": 3,
     }
@@ -92,28 +92,28 @@ def test_parameters_are_read_as_the_function_declares_them() -> None:
 )
 def test_what_does_not_fit_the_tools_is_said_in_words(call: dict[str, object], said: str) -> None:
     with pytest.raises(Invalid, match=said):
-        Repertoire([move, LOOK]).read(json.dumps(call))
+        ActionSpace([move, LOOK]).read(json.dumps(call))
 
 
 def test_to_idle_needs_no_tool() -> None:
-    assert Repertoire([move]).read('{"tool": "idle", "params": {}}') == Action("idle")
+    assert ActionSpace([move]).read('{"tool": "idle", "params": {}}') == Action("idle")
 
 
 def test_tools_come_in_every_form() -> None:
     in_openai_form = {"type": "function", "function": LOOK}
-    known = Repertoire([Tool.define(move), in_openai_form, "wait", {"name": "sing"}])
+    known = ActionSpace([Tool.define(move), in_openai_form, "wait", {"name": "sing"}])
     assert [spec.name for spec in known.specs] == ["move", "look", "wait", "sing"]
     assert known.read('{"tool": "wait", "params": {"for": "ever"}}').parameters == {"for": "ever"}
 
 
 def test_the_schema_has_one_form_for_each_tool() -> None:
-    schema = Repertoire([move, LOOK]).schema
+    schema = ActionSpace([move, LOOK]).schema
     assert schema is not None and isinstance(schema["anyOf"], list)
     forms = [form for form in schema["anyOf"] if isinstance(form, dict)]
     names = [form["properties"]["tool"]["enum"] for form in forms]  # type: ignore[index,call-overload]
     assert names == [["move"], ["look"]]
-    assert "anyOf" not in (Repertoire([move]).schema or {})
-    assert Repertoire().schema is None
+    assert "anyOf" not in (ActionSpace([move]).schema or {})
+    assert ActionSpace().schema is None
 
 
 def test_definitions_of_two_tools_are_told_apart() -> None:
@@ -121,7 +121,7 @@ def test_definitions_of_two_tools_are_told_apart() -> None:
         parameters = {"type": "object", "properties": {"at": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": kind}}}
         return {"name": kind, "parameters": parameters}
 
-    schema = Repertoire([described("string"), described("integer")]).schema
+    schema = ActionSpace([described("string"), described("integer")]).schema
     assert schema is not None
     assert schema["$defs"] == {"string.P": {"type": "string"}, "integer.P": {"type": "integer"}}
     assert "#/$defs/integer.P" in json.dumps(schema)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from batch_agent.testing import Fail, Request, Say, ScriptedServer
-from batch_agent.ticks import Action, Agent, AgentRuntime, TextBackend
+from batch_agent.ticks import Action, Agent, AgentRuntime, GenerationResult, TextBackend
 from ticks.worlds import call, move, says, sources
 
 
@@ -90,9 +90,26 @@ async def test_an_agent_that_decides_by_itself_finds_the_runtimes_backend() -> N
             assert "call it in a thread" in str(actions["b"].reasoning)
 
 
+async def test_closing_it_ends_the_call_of_another_thread() -> None:
+    asked = asyncio.Event()
+
+    async def hangs(request: Request) -> Say:
+        asked.set()
+        await asyncio.Event().wait()
+        return Say("")
+
+    async with ScriptedServer(hangs, models=["m"]) as server:
+        backend = TextBackend(server.backend_url)
+        asking = asyncio.create_task(asyncio.to_thread(backend.generate, "hello"))
+        await asked.wait()
+        await asyncio.to_thread(backend.close)
+        [outcome] = await asyncio.gather(asking, return_exceptions=True)
+        assert "closed" in (outcome.error if isinstance(outcome, GenerationResult) else str(outcome))
+
+
 @pytest.mark.parametrize("method", ["generate", "generate_batch"])
 def test_the_names_and_their_parameters_are_those_that_simulations_use(method: str) -> None:
     import inspect
 
     parameters = list(inspect.signature(getattr(TextBackend, method)).parameters)
-    assert parameters[2:] == ["temperature", "max_tokens", "system_prompt"]
+    assert parameters[2:5] == ["temperature", "max_tokens", "system_prompt"]

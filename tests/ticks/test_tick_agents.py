@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Literal
 
 import pytest
@@ -125,17 +126,62 @@ async def test_contexts_and_parsers_may_be_overridden() -> None:
     assert backend.requests[0].text == "Rhyme with orange." and backend.requests[0].schema is None
 
 
-@pytest.mark.parametrize("broken", ["_build_context", "_parse_action", "perceive", "decide_action"])
-async def test_an_agent_whose_own_code_raises_falls_back_alone(broken: str) -> None:
+@pytest.mark.parametrize("error", [KeyError, SystemExit, asyncio.CancelledError])
+@pytest.mark.parametrize("broken", ["_build_context", "_parse_action", "perceive", "reset", "decide_action"])
+async def test_an_agent_whose_own_code_raises_falls_back_alone(broken: str, error: type[BaseException]) -> None:
     def raises(*given: object, **named: object) -> None:
-        raise KeyError("oops")
+        raise error("oops")
 
     runtime = registered(AgentRuntime(backend=ScriptedBackend(lambda request: says())), "good")
     runtime.register_agent(type("Broken", (Agent,), {broken: raises})("bad"))
     async with runtime:
-        actions = await runtime.process_tick(1, {"bad": {}, "good": {}})
+        await runtime.process_tick(2, {"bad": {}, "good": {}})
+        actions = await runtime.process_tick(1, {"bad": {}, "good": {}})  # another episode
     assert sources(actions) == {"bad": ("fallback", None), "good": ("answer", 1)}
     assert "oops" in str(actions["bad"].reasoning)
+
+
+@pytest.mark.parametrize("broken", ["perceive", "act", "render", "clear"])
+@virtual_clock
+async def test_a_memory_that_raises_costs_its_own_agent_at_most(broken: str) -> None:
+    def raises(*given: object) -> None:
+        raise SystemExit("oops")
+
+    runtime = registered(AgentRuntime(backend=ScriptedBackend(lambda request: says())), "good")
+    runtime.register_agent(Agent("bad", tools=[move], memory=type("Broken", (WindowMemory,), {broken: raises})()))
+    async with runtime:
+        for tick in (2, 1):
+            assert sources(await runtime.process_tick(tick, {"bad": {}, "good": {}}))["good"] == ("answer", tick)
+
+
+@virtual_clock
+async def test_other_odd_code_and_values_of_an_agent_cost_it_alone() -> None:
+    def exits(seen: object) -> Action:
+        raise SystemExit("oops")
+
+    async def stubborn(self: Agent) -> None:
+        raise asyncio.CancelledError
+
+    runtime = registered(AgentRuntime(backend=ScriptedBackend(lambda request: says())), "good")
+    runtime.register_agent(Agent("fallback", fallback=exits, tools=["sing"]))
+    runtime.register_agent(Agent("priority", priority=exits))  # type: ignore[arg-type]
+    runtime.register_agent(Agent("prompt", system_prompt="\ud800"))
+    runtime.register_agent(Agent("goals", goals=[3]))  # type: ignore[list-item]
+    runtime.register_agent(type("Stubborn", (Agent,), {"decide_action": stubborn})("cancels"))
+    changed = Agent("changed")
+    changed.system_prompt = 3  # type: ignore[assignment]
+    runtime.register_agent(changed)
+    async with runtime:
+        actions = await runtime.process_tick(1, dict.fromkeys(runtime.agents))
+    assert {name: action.source for name, action in actions.items()} == {
+        "good": "answer",
+        "fallback": "fallback",
+        "priority": "answer",
+        "prompt": "answer",
+        "goals": "fallback",
+        "cancels": "fallback",
+        "changed": "fallback",
+    }
 
 
 @virtual_clock
@@ -189,7 +235,7 @@ async def test_without_a_fallback_a_typed_action_that_cannot_be_had_is_none() ->
 
 @pytest.mark.parametrize(
     "options",
-    [{"goals": "eat"}, {"fallback": "rest"}, {"priority": "high"}, {"tools": "move"}],
+    [{"goals": "eat"}, {"fallback": "rest"}, {"priority": "high"}, {"tools": "move"}, {"system_prompt": 3}],
 )
 def test_what_is_wrong_with_an_agent_is_said_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=next(iter(options))):
@@ -239,6 +285,8 @@ def test_tools_and_a_schema_do_not_go_together() -> None:
 async def test_a_tick_is_a_whole_number() -> None:
     with pytest.raises(SpecError, match="whole number"):
         await AgentRuntime().process_tick("1", {})  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="observations is a list"):
+        await AgentRuntime().process_tick(1, [{}])  # type: ignore[arg-type]
 
 
 @virtual_clock

@@ -12,6 +12,7 @@ import pytest
 
 from batch_agent.testing import Hang, Request, Say, ScriptedBackend
 from batch_agent.ticks import AgentRuntime
+from batch_agent.ticks.plain import ITEMS
 from batch_agent.ticks.server import TickServer
 from ticks.worlds import agent_in, call, registered, says
 
@@ -99,6 +100,18 @@ async def test_stopping_answers_the_tick_that_is_under_way() -> None:
     status, body = await ticking
     assert status == 200 and body["actions"][0]["source"] == "fallback"
     assert backend.entered == 0
+
+
+async def test_odd_values_cost_no_other_agent_its_action() -> None:
+    agents = '[{"agent_id": "a", "x": "\\ud800", "y": NaN}, {"agent_id": "\\ud800"}, {"agent_id": "b"}]'
+    body = f'{{"tick": 1, "agents": {agents}}}'
+    async with serving(registered(AgentRuntime(backend=ScriptedBackend(script)), "a", "b", "\ud800")) as client:
+        status, answer = await client.post("/tick", body)
+        assert status == 200 and [entry["source"] for entry in answer["actions"]] == ["answer"] * 3
+        many = [{"agent_id": str(number)} for number in range(ITEMS // 5)]
+        status, answer = await client.post("/tick", {"tick": 1, "agents": many})
+        assert [entry["agent_id"] for entry in answer["actions"]] == [agent["agent_id"] for agent in many]
+        assert (await client.post("/tick", "[" * 100_000))[0] == 400
 
 
 @pytest.mark.parametrize(

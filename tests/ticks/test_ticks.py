@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 
 import pytest
 
 from batch_agent.backends.base import Capabilities
+from batch_agent.errors import SpecError
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 from batch_agent.ticks import Agent, AgentRuntime
-from ticks.worlds import agent_in, call, registered, says, sources
+from ticks.worlds import agent_in, call, move, registered, says, sources
 
 
 def now() -> float:
@@ -331,8 +334,8 @@ async def test_stopping_ends_a_tick_at_once_with_an_action_for_all_and_leaves_no
 
 
 @virtual_clock
-async def test_a_stopped_runtime_starts_again() -> None:
-    backend = ScriptedBackend(lambda request: says())
+async def test_a_stopped_runtime_starts_again_when_it_has_closed() -> None:
+    backend = ScriptedBackend(lambda request: says() if backend.entered == 1 else Fail(400))
     runtime = registered(AgentRuntime(backend=backend), "a")
     for tick in (1, 2):
         with runtime:
@@ -347,3 +350,78 @@ def test_each_tick_may_have_an_event_loop_of_its_own() -> None:
         for tick in (1, 2):
             assert sources(asyncio.run(runtime.process_tick(tick, {"a": {}}))) == {"a": ("answer", tick)}
             assert backend.entered == 0
+
+
+async def test_a_runtime_in_use_in_another_event_loop_says_so() -> None:
+    asked = threading.Event()
+
+    def script(request: Request) -> Say:
+        asked.set()
+        return says(latency=60.0)
+
+    runtime = registered(AgentRuntime(backend=ScriptedBackend(script)), "a")
+    other = asyncio.create_task(asyncio.to_thread(asyncio.run, runtime.process_tick(1, {"a": {}})))
+    await asyncio.to_thread(asked.wait)
+    with pytest.raises(SpecError, match="another event loop"):
+        await runtime.process_tick(2, {"a": {}})
+    runtime.stop()
+    assert sources(await other) == {"a": ("fallback", None)}
+    async with runtime:  # that event loop has ended
+        assert runtime.running
+
+
+@virtual_clock
+async def test_stopping_does_not_wait_for_ever_for_code_that_ignores_its_cancellation() -> None:
+    free = asyncio.Event()
+
+    class Stubborn(Agent):
+        async def decide_action(self) -> None:  # type: ignore[override]
+            while not free.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await free.wait()
+
+    class StubbornBackend:
+        async def generate_batch(self, prompts: list[str]) -> list[str]:
+            while not free.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await free.wait()
+            return []
+
+    runtime = registered(AgentRuntime(backend=StubbornBackend(), deadline=1.0), "a")
+    runtime.register_agent(Stubborn("b"))
+    assert set(sources(await runtime.process_tick(1, {"a": {}, "b": {}})).values()) == {("fallback", None)}
+    await runtime.stop()
+    free.set()
+
+
+@virtual_clock
+async def test_agents_may_come_and_go_while_a_tick_begins() -> None:
+    class Kills(Agent):
+        def perceive(self, observation: object, source: str = "world") -> None:
+            runtime.unregister_agent("b")
+            registered(runtime, "c")
+
+    backend = ScriptedBackend(lambda request: says(latency=1.0))
+    runtime = registered(AgentRuntime(backend=backend), "b", "c")
+    runtime.register_agent(Kills("a", tools=[move], priority=1))
+    async with runtime:
+        actions = await runtime.process_tick(1, dict.fromkeys("abc"))
+        assert list(actions) == ["a", "b", "c"] and actions["b"].source == "fallback"
+        assert sources(await runtime.process_tick(2, {"c": {}})) == {"c": ("answer", 2)}
+        assert backend.inflight == 0
+
+
+@virtual_clock
+async def test_ticks_that_always_overlap_keep_nothing_of_the_old_ones() -> None:
+    backend = ScriptedBackend(lambda request: says(latency=1.0))
+    async with registered(AgentRuntime(backend=backend), "a") as runtime:
+        ticking = [asyncio.create_task(runtime.process_tick(tick, {"a": {}})) for tick in (1, 2)]
+        for tick in range(3, 30):
+            await ticking.pop(0)
+            ticking.append(asyncio.create_task(runtime.process_tick(tick, {"a": {}})))
+            await asyncio.sleep(0)
+        kept, thought = 0, runtime._minds["a"].thoughts[-1].after
+        while thought is not None:
+            kept, thought = kept + 1, thought.after
+        assert kept == 1
+        await asyncio.gather(*ticking)

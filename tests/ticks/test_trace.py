@@ -61,14 +61,49 @@ def test_what_was_not_recorded_is_the_fallback_with_the_reason(tmp_path: Path) -
     go_on()
 
 
-def test_a_trace_whose_last_line_was_cut_by_a_kill_is_played_up_to_there(tmp_path: Path) -> None:
+def test_a_trace_that_a_kill_has_cut_is_replayed_and_continued(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     recorded = play(AgentRuntime(backend=ScriptedBackend(script), trace=path))
     whole = path.read_bytes()
     path.write_bytes(whole[:-40])
     assert play(AgentRuntime(replay=path))[:-1] == recorded[:-1]
-    path.write_bytes(b"nonsense\n" + whole)
-    with pytest.raises(SpecError, match="line 1"):
+    again = play(AgentRuntime(backend=ScriptedBackend(script), trace=path))
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert len(lines) == 19
+    assert play(AgentRuntime(replay=path))[:-1] == recorded[:-1] == again[:-1]
+
+
+@pytest.mark.parametrize(
+    ("before", "kept"),
+    [(b"", b""), (b'{"ag', b""), (b'my notes\n{"agent":"quick","tick":1', b"my notes\n"), (b"my notes", b"my notes\n")],
+)
+def test_only_the_beginning_of_a_line_is_removed_from_a_file(tmp_path: Path, before: bytes, kept: bytes) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(before)
+    AgentRuntime(backend=ScriptedBackend(script), trace=path)
+    assert path.read_bytes() == kept
+
+
+def test_a_last_line_that_lacks_its_line_feed_alone_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    play(AgentRuntime(backend=ScriptedBackend(script), trace=path))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    AgentRuntime(backend=ScriptedBackend(script), trace=path)
+    assert path.read_bytes() == whole
+
+
+def test_lines_that_are_none_of_a_trace_are_skipped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorded = play(AgentRuntime(backend=ScriptedBackend(script), trace=path))
+    whole = path.read_bytes()
+    path.write_bytes(b'nonsense\n{"agent": "quick", "tick": 1, "source": "answer"}\n\xff\n' + whole)
+    assert play(AgentRuntime(replay=path)) == recorded
+    assert "skipped 3 of 13 lines" in caplog.text and "line 1" in caplog.text
+    path.write_bytes(b"nonsense\n")
+    with pytest.raises(SpecError, match="no trace of ticks"):
         AgentRuntime(replay=path)
 
 
@@ -84,6 +119,17 @@ async def test_typed_actions_are_replayed_as_their_type(tmp_path: Path) -> None:
         await runtime.tick(1, {"a": {}})
     async with TickRuntime[Move](["a"], schema=Move, replay=path) as again:
         assert (await again.tick(1, {"a": {}}))["a"].action == Move(to="south")
+
+
+@virtual_clock
+async def test_a_recorded_action_that_no_longer_fits_is_its_own_agents_fallback(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    backend = ScriptedBackend(lambda request: Say('{"to": "south"}'))
+    async with TickRuntime[Move](["a"], backend=backend, schema=Move, trace=path) as runtime:
+        await runtime.tick(1, {"a": {}})
+    async with TickRuntime[int](["a"], schema=int, replay=path) as again:
+        decision = (await again.tick(1, {"a": {}}))["a"]
+    assert decision.source == "fallback" and "recorded" in decision.reason
 
 
 def test_a_trace_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:

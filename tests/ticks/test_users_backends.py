@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from batch_agent.ticks import Action, Agent, AgentRuntime, GenerationResult
+from batch_agent.errors import SpecError
+from batch_agent.testing import Request, Say, ScriptedServer, virtual_clock
+from batch_agent.ticks import Action, Agent, AgentRuntime, GenerationResult, TextBackend
 from ticks.worlds import call, move, registered, sources
 
 
@@ -237,3 +239,153 @@ async def test_a_batch_that_comes_late_is_delivered_at_the_next_tick() -> None:
         free.set()
         assert set(sources(await runtime.process_tick(2, {"a": {}, "b": {}})).values()) == {("late", 1)}
     assert len(backend.batches) == 1
+
+
+class Talks:
+    """Notes the calls of ``generate_batch``, and answers each prompt."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[str], object]] = []
+
+    def note(self, prompts: Sequence[str], system: object) -> list[object]:
+        self.calls.append(([prompt.partition("You are agent ")[2][:1] for prompt in prompts], system))
+        return [call(prompt.partition("You are agent ")[2].partition(".")[0]) for prompt in prompts]
+
+
+class TakesOne(Talks):
+    def generate_batch(self, prompts: Sequence[str], system_prompt: str | None = None) -> list[object]:
+        return self.note(prompts, str(system_prompt)[:1])
+
+
+class TakesAny(Talks):
+    async def generate_batch(self, prompts: Sequence[str], **options: str) -> list[object]:
+        return self.note(prompts, options["system_prompt"][:1])
+
+
+class TakesList(Talks):
+    def generate_batch(self, prompts: Sequence[str], system_prompts: Sequence[str] = ()) -> list[object]:
+        return self.note(prompts, [system[:1] for system in system_prompts])
+
+
+class TakesNone(Talks):
+    def generate_batch(self, prompts: Sequence[str]) -> list[object]:
+        return self.note(prompts, [prompt[:1] for prompt in prompts])
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [
+        (TakesOne, [(["a", "c"], "X"), (["b"], "Y")]),
+        (TakesAny, [(["a", "c"], "X"), (["b"], "Y")]),
+        (TakesList, [(["a", "b", "c"], ["X", "Y", "X"])]),
+        (TakesNone, [(["a", "b", "c"], ["X", "Y", "X"])]),
+    ],
+)
+async def test_agents_of_a_batch_get_their_own_system_prompts(kind: type[Talks], calls: list[object]) -> None:
+    backend = kind()
+    runtime = AgentRuntime(backend=backend, system_prompt="X general")
+    for name, system in (("a", None), ("b", "Y of b"), ("c", None)):
+        runtime.register_agent(Agent(name, tools=[move], system_prompt=system))
+    async with runtime:
+        actions = await runtime.process_tick(1, dict.fromkeys("abc"))
+    assert {name: action.parameters["direction"] for name, action in actions.items()} == {"a": "a", "b": "b", "c": "c"}
+    assert backend.calls == calls
+
+
+class Result:
+    """A result of which one attribute raises."""
+
+    def __init__(self, broken: str) -> None:
+        self._broken = broken
+        if broken != "text":
+            self.text = call()
+
+    def __getattr__(self, name: str) -> object:
+        if name == self._broken:
+            raise ValueError(f"{name} is gone")
+        raise AttributeError(name)
+
+
+class NoText:
+    def __str__(self) -> str:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        *((Result(name), f"{name} raised ValueError: {name} is gone") for name in ("text", "tokens_used", "metadata")),
+        (Result("finish_reason"), "finish_reason"),
+        ({"text": NoText()}, "without text"),
+        ({"text": "", "finish_reason": "error", "metadata": {"error": NoText()}}, "unreadable"),
+        (None, "without text"),
+    ],
+)
+@virtual_clock
+async def test_a_result_that_cannot_be_read_is_its_own_agents_failure_at_once(broken: object, why: str) -> None:
+    class One:
+        async def generate(self, prompt: str) -> object:
+            return broken if "agent b." in prompt else call()
+
+    class Many:
+        async def generate_batch(self, prompts: list[str]) -> object:
+            return iter([broken if "agent b." in prompt else call() for prompt in prompts])
+
+    for backend in (One(), Many()):
+        async with registered(AgentRuntime(backend=backend), *"abc") as runtime:
+            for tick in (1, 2):
+                actions = await runtime.process_tick(tick, dict.fromkeys("abc"))
+                assert [action.source for action in actions.values()] == ["answer", "fallback", "answer"]
+                assert why in str(actions["b"].reasoning)
+    assert asyncio.get_running_loop().time() == 0.0
+
+
+@virtual_clock
+async def test_a_finish_reason_that_is_no_text_costs_nothing() -> None:
+    class Odd:
+        async def generate(self, prompt: str) -> object:
+            return {"text": call(), "finish_reason": NoText()}
+
+    async with registered(AgentRuntime(backend=Odd()), "a") as runtime:
+        assert sources(await runtime.process_tick(1, {"a": {}})) == {"a": ("answer", 1)}
+
+
+@virtual_clock
+async def test_a_batch_that_never_comes_back_is_asked_again_and_its_call_is_cancelled() -> None:
+    under_way: list[int] = []
+    calls: list[int] = []
+
+    class Swallows:
+        async def generate_batch(self, prompts: list[str]) -> list[str]:
+            under_way.append(len(prompts))
+            calls.append(len(prompts))
+            try:
+                if len(calls) == 2:
+                    await asyncio.Event().wait()
+                await asyncio.sleep(0.1)
+                return [call() for _ in prompts]
+            finally:
+                under_way.remove(len(prompts))
+
+    async with registered(AgentRuntime(backend=Swallows(), deadline=0.5), *"abc") as runtime:
+        found = [sources(await runtime.process_tick(tick, dict.fromkeys("abc"))) for tick in range(1, 8)]
+        assert under_way == []
+    assert found[-1] == dict.fromkeys("abc", ("answer", 7))
+    assert calls[:4] == [3, 3, 1, 3]
+
+
+async def test_a_text_backend_gives_each_agent_of_a_batch_its_own_system_prompt() -> None:
+    def script(request: Request) -> Say:
+        return Say(call(str(request.messages[0]["content"])[:1]))
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        backend = TextBackend(server.backend_url)
+        runtime = AgentRuntime(backend=backend)
+        for name in "ab":
+            runtime.register_agent(Agent(name, tools=[move], system_prompt=f"{name} it is."))
+        async with runtime:
+            actions = await runtime.process_tick(1, {"a": {}, "b": {}})
+        assert {name: action.parameters["direction"] for name, action in actions.items()} == {"a": "a", "b": "b"}
+        with pytest.raises(SpecError, match="1 system_prompts for 2 prompts"):
+            await asyncio.to_thread(lambda: backend.generate_batch(["x", "y"], system_prompts=["z"]))
+        await asyncio.to_thread(backend.close)

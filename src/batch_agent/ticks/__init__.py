@@ -2,8 +2,8 @@
 
 from batch_agent.ticks.action import Action, Decision, Observation
 from batch_agent.ticks.agent import Agent
-from batch_agent.ticks.arena import AgentRuntime
-from batch_agent.ticks.asking import Sampling
+from batch_agent.ticks.agent_runtime import AgentRuntime
+from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.generation import GenerationResult
 from batch_agent.ticks.memory import AgentState, Memory, WindowMemory
 from batch_agent.ticks.runtime import TickRuntime

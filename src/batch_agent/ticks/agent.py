@@ -1,28 +1,28 @@
-"""An agent that acts in ticks: what it has seen and done, what it wants, how its prompt is made and its answer read.
+"""An agent that acts in ticks: what it has seen and done, its goals, its prompt, and how its answer is read.
 
-``_build_context``, ``_parse_action``, ``perceive`` and ``decide_action`` may be overridden. An agent asks nobody by
-itself unless its ``decide_action`` is called: in a runtime, the runtime asks for all of them together.
+``_build_context``, ``_parse_action``, ``perceive`` and ``decide_action`` may be overridden. In a runtime, the runtime
+asks the model for all agents together; an agent asks by itself only if its ``decide_action`` is called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from pydantic import JsonValue
 
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.errors import Invalid, OutputError, SpecError
-from batch_agent.foreign import describe
+from batch_agent.errors import BatchAgentError, Invalid, OutputError, SpecError, WorkerFailed
 from batch_agent.messages import JsonObject
 from batch_agent.outputs.validate import parse_output
-from batch_agent.ticks.action import Action, Observation, idle
+from batch_agent.ticks.action import Action, Observation, fault_of, idle
+from batch_agent.ticks.action_space import ActionSpace
 from batch_agent.ticks.generation import GeneratesOne, arguments_for, result_of
+from batch_agent.ticks.guard import guarded
 from batch_agent.ticks.memory import AgentState, Memory, WindowMemory
-from batch_agent.ticks.repertoire import Repertoire
+from batch_agent.ticks.plain import text_of
 
 LAST_RESULT = "last_tool_result"
 
@@ -31,8 +31,8 @@ Priority = float | Callable[[Any], float]
 
 
 class Agent:
-    """``priority``: who is asked first, the greater the sooner; a number, or a function of the observation.
-    ``fallback``: what it does when nothing can be had; an Action, or a function of the observation."""
+    """``priority`` decides which agents are asked first: the greater, the sooner. It is a number or a function of the
+    observation. ``fallback`` is the action when there is no answer: an Action, or a function of the observation."""
 
     def __init__(
         self,
@@ -47,44 +47,43 @@ class Agent:
         system_prompt: str | None = None,
     ) -> None:
         if not agent_id or type(agent_id) is not str:
-            raise SpecError(f"agent_id is {agent_id!r}; it is the agent's name, as text")
+            raise SpecError(f"agent_id is {text_of(agent_id)}; it is the agent's name, as text")
         if isinstance(goals, str):
             raise SpecError(f"goals is the text {goals!r}: give a list, [{goals!r}]")
-        if not (fallback is None or callable(fallback) or self.accepts(fallback)):
-            raise SpecError(
-                f"fallback is a {type(fallback).__name__}; it is an Action, or a function of the observation"
-            )
+        if fallback is not None and not callable(fallback) and (fault := self.fault_of(fallback)):
+            raise SpecError(f"fallback is {fault}; give an Action, or a function of the observation")
         if not (callable(priority) or isinstance(priority, int | float)):
             raise SpecError(f"priority is {priority!r}; it is a number, or a function of the observation")
+        if not isinstance(system_prompt, str | None):
+            raise SpecError(f"system_prompt is a {type(system_prompt).__name__}; it is text")
         self.agent_id = agent_id
         self.given_backend = backend
-        self.lent_backend: object = None  # the runtime's, with generate and its siblings, for who has none
+        self.lent_backend: object = None  # the runtime's, for an agent without one
         self.available_tools = tools if isinstance(tools, str) else list(tools or ())
-        self.repertoire = Repertoire(self.available_tools)
+        self.action_space = ActionSpace(self.available_tools)
         self.fallback = fallback
         self.priority = priority
         self.system_prompt = system_prompt
         self._window = WindowMemory()
         self.memory: Memory = self._window if memory is None else memory
         self.state = AgentState(agent_id, list(goals or ()), self._window.observations, self._window.actions)
-        self._result: list[object] = []  # of its last action, until it was told
+        self._result: list[object] = []  # of its last action, until the next observation tells it
 
-    # What people call
+    # For users
 
     def perceive(self, observation: Any, source: str = "world") -> None:
-        """Remember what was observed, with the result of the last action where the world did not bring it."""
+        """Remember an observation, with the reported result of the last action."""
         seen = Observation(datetime.now(), self.with_result(observation), source)
-        self._window.perceive(seen)
-        if self.memory is not self._window:
-            self.memory.perceive(seen)
+        for memory in self._memories():
+            memory.perceive(seen)
 
     def report(self, result: object) -> None:
-        """What came of the last action: ``last_tool_result`` of the next observation."""
+        """Set the result of the last action: ``last_tool_result`` of the next observation."""
         self._result = [result]
 
     @property
     def backend(self) -> object:
-        """What ``decide_action`` may ask: the object that was given, or the runtime's, under the same names."""
+        """What ``decide_action`` may ask: the object that was given, or the runtime's backend with the same methods."""
         is_object = self.given_backend is not None and not isinstance(self.given_backend, str)
         return self.given_backend if is_object else self.lent_backend
 
@@ -93,32 +92,25 @@ class Agent:
         self.given_backend = backend
 
     def decide_action(self) -> Action | None:
-        """Ask this agent's backend now, for this agent alone, and wait for the answer. Overridden, it is what the
-        runtime calls in place of asking; it may be async."""
-        action = self._decide_alone()
-        if action.source != "fallback":
-            self.remember(action)
+        """Ask this agent's backend now, for this agent alone, and wait for the answer. If it is overridden, the
+        runtime calls it instead of asking; it may be async."""
+        try:
+            action = self._ask_alone()
+        except BatchAgentError as error:
+            fallback = self.fallback_for(str(error))
+            return fallback if isinstance(fallback, Action) else idle(str(error))
+        self.remember(action)
         return action
 
-    def _decide_alone(self) -> Action:
+    def _ask_alone(self) -> Action:
         backend = self.backend
         if not isinstance(backend, GeneratesOne):
-            return self._fall_back(f"{self.agent_id} has no backend that it could ask by itself")
+            raise WorkerFailed(f"{self.agent_id} has no backend that it could ask by itself")
         prompt, options = arguments_for(backend.generate, self._build_context(), self.system_text(None))
-        try:
-            said = result_of(backend.generate(prompt, **options))
-        except Exception as error:
-            return self._fall_back(describe(error))
+        said = result_of(guarded("generate", lambda: backend.generate(prompt, **options)))
         if said.error:
-            return self._fall_back(said.error)
-        action = self._parse_action(said.text)
-        if action is None or action.source == "fallback":
-            return self._fall_back("there is no action in the answer" if action is None else action.reasoning or "")
-        return action
-
-    def _fall_back(self, why: str) -> Action:
-        action = self.fallback_for(why)
-        return action if isinstance(action, Action) else idle(why)
+            raise WorkerFailed(said.error)
+        return _action_in(self._parse_action(said.text))
 
     def add_goal(self, goal: str) -> None:
         self.state.goals.append(goal)
@@ -130,16 +122,15 @@ class Agent:
         return self.state
 
     def reset(self) -> None:
-        """An episode begins again: nothing is remembered."""
+        """Forget everything: an episode starts again."""
         self._result.clear()
-        self._window.clear()
-        if self.memory is not self._window:
-            self.memory.clear()
+        for memory in self._memories():
+            memory.clear()
 
-    # What people override
+    # For users to override
 
     def _build_context(self) -> str:
-        """The prompt of the next decision. What may be done, and how to say it, is told beside it."""
+        """Return the prompt of the next decision. The tools and the form of the answer are in the system prompt."""
         parts = [f"You are agent {self.agent_id}."]
         if self.state.goals:
             parts.append(f"Your goals: {', '.join(self.state.goals)}")
@@ -149,29 +140,29 @@ class Agent:
         return "\n\n".join(parts)
 
     def _parse_action(self, text: str) -> Action | None:
-        """The action in a model's words; where there is none, the fallback with the reason."""
+        """Return the action in a model's answer. If there is none, return the fallback with the reason."""
         try:
-            return self.repertoire.read(text)
+            return self.action_space.read(text)
         except OutputError as error:
             return idle(str(error))
 
-    # What the runtime calls
+    # For the runtime
 
     def with_result(self, observation: Any) -> Any:
-        """The observation, and what was reported of the last action, once."""
+        """Return the observation with the reported result of the last action, once."""
         if self._result and isinstance(observation, Mapping):
             return {LAST_RESULT: self._result.pop(), **observation}
         return observation
 
     @property
     def schema(self) -> JsonObject | None:
-        """What an answer is held to while it is written; nothing, where answers are read in the agent's own way."""
-        return None if _is_overridden(self._parse_action, Agent._parse_action) else self.repertoire.schema
+        """The JSON schema that decoding is held to; None if the agent parses answers in its own way."""
+        return None if _is_overridden(self._parse_action, Agent._parse_action) else self.action_space.schema
 
     @property
     def schema_text(self) -> str:
-        """The same, as text by which agents with one schema are known."""
-        return "" if self.schema is None else self.repertoire.schema_text
+        """The schema as text: equal for agents that can do the same."""
+        return "" if self.schema is None else self.action_space.schema_text
 
     @property
     def decides_itself(self) -> bool:
@@ -180,51 +171,49 @@ class Agent:
     @property
     def instructions(self) -> str:
         own = _is_overridden(self._parse_action, Agent._parse_action)
-        return "" if own and not self.available_tools else self.repertoire.instructions
+        return "" if own and not self.available_tools else self.action_space.instructions
 
     def system_text(self, general: str | None) -> str:
-        """What the model is told before the prompt: alike for agents with the same tools, so that it is shared."""
+        """Return the system prompt with the instructions: equal, so cached, for agents with the same tools."""
         return "\n\n".join(filter(None, (self.system_prompt or general, self.instructions)))
 
     def read(self, text: str) -> object:
-        """The action that an answer means. OutputError where it means none."""
-        action = self._parse_action(text)
-        if action is None:
-            raise Invalid("there is no action in it")
-        if action.source == "fallback":
-            raise Invalid(action.reasoning or "there is no action in it")
-        return action
+        """Return the action in an answer. Raises OutputError if there is none."""
+        return _action_in(self._parse_action(text))
 
     def fallback_for(self, why: str) -> object:
-        """What the agent does when nothing can be had. A fallback of the user's that fails is idling, too."""
+        """Return the action for when there is no answer. If the user's fallback fails too, the agent idles."""
         if self.fallback is None:
             return self._idle(why)
-        seen = self.state.observations[-1].data if self.state.observations else None
         try:
-            action = self.fallback(seen) if callable(self.fallback) else deepcopy(self.fallback)
-        except Exception as error:
-            return self._idle(f"{why}; and the fallback raised {describe(error)}")
-        if not self.accepts(action):
-            return self._idle(f"{why}; and the fallback is a {type(action).__name__}, not an Action")
+            return guarded("the fallback", lambda: self._own_fallback(why))
+        except BatchAgentError as error:
+            return self._idle(f"{why}; and {error}")
+
+    def _own_fallback(self, why: str) -> object:
+        seen = self.state.observations[-1].data if self.state.observations else None
+        action: object = self.fallback(seen) if callable(self.fallback) else deepcopy(self.fallback)
+        if fault := self.fault_of(action):
+            raise WorkerFailed(f"the fallback is {fault}")
         if isinstance(action, Action):
-            action = replace(action, source="fallback", seen_tick=None, reasoning=action.reasoning or why)
+            action = action.marked("fallback", None)
+            action.reasoning = action.reasoning or why
         return action
 
-    def accepts(self, action: object) -> bool:
-        """Whether that is an action of this agent's."""
-        return isinstance(action, Action)
+    def fault_of(self, action: object) -> str:
+        """Return why that is no action of this agent, or ""."""
+        return fault_of(action)
 
     def remember(self, action: object) -> None:
-        """It was chosen, and the world is told."""
+        """Add an action that was chosen to the memory."""
         assert isinstance(action, Action)
         if self.state.action_history and self.state.action_history[-1] is action:
             return  # its own decide_action has remembered it
-        self._window.act(action)
-        if self.memory is not self._window:
-            self.memory.act(action)
+        for memory in self._memories():
+            memory.act(action)
 
     def recorded(self, value: JsonValue) -> object:
-        """An action as a trace tells of it."""
+        """Return an action as it was before a trace recorded it."""
         if not isinstance(value, dict):
             return None
         params, reasoning = value.get("params"), value.get("reasoning")
@@ -237,9 +226,13 @@ class Agent:
     def _idle(self, why: str) -> object:
         return idle(why)
 
+    def _memories(self) -> list[Memory]:
+        """``state`` shows the window, whatever memory the user gave."""
+        return [self._window] if self.memory is self._window else [self._window, self.memory]
+
 
 class TypedAgent(Agent):
-    """An agent whose actions are values of a schema in place of tool calls."""
+    """An agent whose actions are values of a schema instead of tool calls."""
 
     def __init__(self, agent_id: str, schema: OutputSchema[object], **options: Any) -> None:
         super().__init__(agent_id, **options)
@@ -260,8 +253,8 @@ class TypedAgent(Agent):
     def read(self, text: str) -> object:
         return parse_output(text, self._schema).value
 
-    def accepts(self, action: object) -> bool:
-        return True
+    def fault_of(self, action: object) -> str:
+        return ""
 
     def remember(self, action: object) -> None:
         plain = self._schema.to_plain(action)
@@ -272,6 +265,18 @@ class TypedAgent(Agent):
 
     def _idle(self, why: str) -> object:
         return None
+
+
+def _action_in(action: object) -> Action:
+    """Return what ``_parse_action`` found. Raises Invalid if that is no action."""
+    if isinstance(action, Action) and action.source == "fallback":
+        raise Invalid(text_of(action.reasoning or "there is no action in it"))
+    if action is None:
+        raise Invalid("there is no action in it")
+    if fault := fault_of(action):
+        raise WorkerFailed(f"_parse_action returned {fault}")
+    assert isinstance(action, Action)
+    return action
 
 
 def _is_overridden(method: object, original: object) -> bool:

@@ -11,18 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
-
-from pydantic import JsonValue
 
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.dispatch.limiter import Limiter
 from batch_agent.dispatch.members import endpoints_of, following
-from batch_agent.errors import BackendError, Interrupted, JobError, SpecError, Timeout, Truncated, Unavailable
+from batch_agent.errors import (
+    BackendError,
+    BatchAgentError,
+    Interrupted,
+    JobError,
+    SpecError,
+    Timeout,
+    Truncated,
+    Unavailable,
+)
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolSpec, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint, Terms
@@ -30,31 +37,12 @@ from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.limit_search import START
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.retry import retry_delay
+from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.users_backend import UsersBackend
 
 RETRIES = 2
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How answers are drawn. ``seed`` is what the seed of each question is made of; None: the server draws as it
-    likes."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = 512
-    seed: int | None = 0
-    extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, whole, least in (("temperature", False, 0), ("top_p", False, 0), ("max_tokens", True, 1)):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value, whole=whole) and value >= least):
-                raise SpecError(f"{name} is {value!r}; it is a {'whole ' if whole else ''}number, {least} or more")
-        if self.seed is not None and not _is_number(self.seed, whole=True):
-            raise SpecError(f"seed is {self.seed!r}; it is a whole number, or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +62,12 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Question:
-    """``ask`` is called when the question leaves, and may be called again where it is repeated; ``is_wanted`` says
-    whether it is worth repeating."""
+    """``ask`` is called when the question leaves, and may be called again where it is repeated. ``wants_again`` is
+    called when a request has failed, and says whether it is worth repeating."""
 
     progress: Progress  # its agent's
     ask: Callable[[], Asked]
-    is_wanted: Callable[[], bool] = lambda: True
+    wants_again: Callable[[], bool] = lambda: True
 
 
 Passenger = tuple[Question, asyncio.Future[Reply]]
@@ -192,7 +180,7 @@ class Asking:
             try:
                 return await self._ask_together(question)
             except BackendError:  # what was wrong may have been a neighbour's
-                if not question.is_wanted():
+                if not question.wants_again():
                     raise
         limiter = self._working_limiter()
         ticket = limiter.claim(question.progress, LAST)
@@ -203,7 +191,7 @@ class Asking:
                 return Reply(error.text, usage=error.usage or Usage(), finish_reason="length")
             except BackendError as error:
                 hopeless = not error.retryable or ticket.failures > RETRIES or _is_down(limiter)
-                if hopeless or not question.is_wanted():
+                if hopeless or not question.wants_again():
                     raise
                 elsewhere = ticket.endpoint is not None and ticket.endpoint.health.is_down
                 delay = 0.0 if elsewhere else retry_delay(ticket.failures or 1, error.retry_after, random.random())
@@ -232,6 +220,13 @@ class Asking:
         self._flights.add(flight)
         flight.add_done_callback(self._flights.discard)
 
+        def left(answer: asyncio.Future[Reply]) -> None:
+            if answer.cancelled() and all(other.done() for _, other in asked):
+                flight.cancel()  # nobody waits for it
+
+        for _, answer in asked:
+            answer.add_done_callback(left)
+
     async def _fly(self, asked: Sequence[Passenger]) -> None:
         limiter = self._working_limiter()
         ticket = limiter.claim(asked[0][0].progress, LAST)
@@ -243,7 +238,7 @@ class Asking:
                     try:
                         request = self._request(question.ask(), ticket)
                         shapes.setdefault(request.shape, []).append((request, answer))
-                    except JobError as error:  # it cannot be asked, and takes nobody with it
+                    except BatchAgentError as error:  # it cannot be asked, and takes nobody with it
                         answer.set_exception(error)
             for group in shapes.values():
                 requests = [request for request, _ in group]
@@ -255,6 +250,8 @@ class Asking:
                 _settle(answer, error)
         finally:
             limiter.release(ticket)
+            for _, answer in asked:
+                answer.cancel()  # whatever happened, no agent is left waiting
 
     async def _infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
         replies = await self.backend.infer_batch(requests)
@@ -347,10 +344,6 @@ class Asking:
         self.backend.check(shape)
         self._shapes[key] = shape
         return shape
-
-
-def _is_number(value: object, *, whole: bool) -> bool:
-    return isinstance(value, int if whole else int | float) and not isinstance(value, bool)
 
 
 def _is_down(limiter: Limiter) -> bool:

@@ -1,13 +1,15 @@
-"""``backend_config``: a model and how to draw from it, as simulations write it down."""
+"""How answers are drawn, and ``backend_config``: a model and its options in one mapping, as simulations write it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from pydantic import JsonValue
 
 from batch_agent.backends.address import check_known
 from batch_agent.errors import SpecError
-from batch_agent.ticks.asking import Sampling
 
 URL_KEYS = ("backend", "base_url", "api_base", "url")
 MODEL_KEYS = ("model", "model_name")
@@ -16,8 +18,36 @@ OTHER_KEYS = ("model_path", "api_key", "top_k", "n_gpu_layers", "timeout")
 KNOWN = (*URL_KEYS, *MODEL_KEYS, *SAMPLING_KEYS, *OTHER_KEYS)
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """``seed`` is what the seed of each question is derived from. None: the server chooses."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = 512
+    seed: int | None = 0
+    extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_numbers("a number, 0 or more", lambda n: n >= 0, temperature=self.temperature, top_p=self.top_p)
+        check_counts(max_tokens=self.max_tokens)
+        check_numbers("a whole number", lambda n: isinstance(n, int), seed=self.seed)
+
+
+def check_numbers(form: str, accepts: Callable[[float], bool], /, **options: object) -> None:
+    """Raise SpecError unless each option is None or a number of this form."""
+    for name, value in options.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and accepts(cast(float, value))):
+            raise SpecError(f"{name} is {value!r}; it is {form}, or None")
+
+
+def check_counts(**options: object) -> None:
+    check_numbers("a whole number above 0", lambda n: isinstance(n, int) and n > 0, **options)
+
+
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a TickRuntime that it means. Keys that nobody reads are a SpecError."""
+    """Return the options of a TickRuntime that it stands for. An unknown key is a SpecError."""
     if not isinstance(config, Mapping):
         raise SpecError(f"backend_config is a {type(config).__name__}; it is a mapping with some of {', '.join(KNOWN)}")
     given = {key: value for key, value in config.items() if value is not None}

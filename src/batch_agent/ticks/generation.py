@@ -1,4 +1,4 @@
-"""What a backend of a simulation's author returns, and what is called of one: prompts in, texts out."""
+"""The interface of backends that authors of simulations write: prompts in, texts out."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from batch_agent.errors import BadResponse
-
-_FIELDS = ("text", "tokens_used", "finish_reason", "metadata")
+from batch_agent.foreign import describe
+from batch_agent.ticks.plain import text_of
 
 
 @dataclass(slots=True)
 class GenerationResult:
-    """``finish_reason`` is stop, length or error; of an error, ``text`` is empty and ``metadata["error"]`` says why."""
+    """``finish_reason`` is stop, length or error. An error has no ``text``, and ``metadata["error"]`` says why."""
 
     text: str
     tokens_used: int = 0
@@ -23,10 +23,11 @@ class GenerationResult:
 
     @property
     def error(self) -> str:
-        """Why there is no answer; nothing where there is one."""
+        """Why there is no answer, or ""."""
         if self.finish_reason != "error":
             return ""
-        return str(self.metadata.get("error") or self.text or "no reason was given")
+        why = self.metadata.get("error")
+        return (self.text if why is None else text_of(why)) or "no reason was given"
 
 
 @runtime_checkable
@@ -41,43 +42,61 @@ class GeneratesMany(Protocol):
     def generate_batch(self) -> Callable[..., object]: ...
 
 
+def failed(why: str) -> BadResponse:
+    """Return an error that is not retried and says nothing about other prompts: the user's code would fail again."""
+    error = BadResponse(why)
+    error.retryable = False
+    return error
+
+
 def result_of(value: object) -> GenerationResult:
-    """What a backend returned: a GenerationResult or something with its fields, a mapping, or text."""
+    """Return what a backend returned: a GenerationResult or an object with its fields, a mapping, or text. Raises
+    BadResponse if it cannot be read."""
     if isinstance(value, str):
         return GenerationResult(value)
-    fields = value if isinstance(value, Mapping) else {name: getattr(value, name, None) for name in _FIELDS}
-    text, tokens, metadata = fields.get("text"), fields.get("tokens_used"), fields.get("metadata")
-    reason = str(fields.get("finish_reason") or "stop")
-    if not isinstance(text, str) and reason != "error":
-        raise BadResponse(f"the backend returned a {type(value).__name__} without text")
-    return GenerationResult(
+    text, tokens, reason, metadata = (
+        _field(value, name) for name in ("text", "tokens_used", "finish_reason", "metadata")
+    )
+    if isinstance(reason, str):
+        reason = str.__str__(reason)  # an enum may be text, and write itself in another way
+    result = GenerationResult(
         text if isinstance(text, str) else "",
         tokens if isinstance(tokens, int) else 0,
-        reason,
-        dict(metadata) if isinstance(metadata, Mapping) else {},
+        "stop" if reason is None else text_of(reason) or "stop",
+        metadata if isinstance(metadata, dict) else {},
     )
+    if not isinstance(text, str) and not result.error:
+        raise failed(f"the backend returned a {type(value).__name__} without text")
+    return result
+
+
+def _field(value: object, name: str) -> object:
+    try:
+        return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise failed(f"the backend returned a {type(value).__name__} whose {name} raised {describe(error)}") from error
 
 
 def arguments_for(
     method: Callable[..., object], prompt: str, system: str, **options: object
 ) -> tuple[str, dict[str, object]]:
-    """The prompt, and of the options those that the method has parameters for. What it cannot be told by itself of the
-    system prompt stands before the prompt."""
-    names, open_ended = _parameters(method)
-    wanted = {"system_prompt": system or None, **options}
-    taken = {
-        name: value
-        for name, value in wanted.items()
-        if value is not None and (name in names or (open_ended and name != "seed"))
-    }
-    if system and "system_prompt" not in taken:
-        prompt = f"{system}\n\n{prompt}"
-    return prompt, taken
-
-
-def _parameters(method: Callable[..., object]) -> tuple[set[str], bool]:
+    """Return the prompt, and those options that the method has parameters for. The system prompt is among them as
+    ``system_prompts``, a list of one, or as ``system_prompt``; if the method has neither, it is put before the
+    prompt."""
     try:
         parameters = inspect.signature(method).parameters.values()
-    except ValueError:  # a builtin, which does not say
-        return set(), False
-    return {one.name for one in parameters}, any(one.kind is one.VAR_KEYWORD for one in parameters)
+    except ValueError:  # a builtin without a signature
+        parameters = {}.values()
+    names = {one.name for one in parameters}
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        names |= {"system_prompt", "temperature", "max_tokens"}
+    taken = {name: value for name, value in options.items() if value is not None and name in names}
+    if "system_prompts" in names:
+        taken["system_prompts"] = [system]
+    elif system and "system_prompt" in names:
+        taken["system_prompt"] = system
+    elif system:
+        prompt = f"{system}\n\n{prompt}"
+    return prompt, taken

@@ -1,4 +1,4 @@
-"""What an agent remembers: the last observations and actions, or whatever a memory of the user's own keeps."""
+"""What an agent remembers: the last observations and actions, or what a memory of the user's keeps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from batch_agent.ticks.action import Action, Observation
+from batch_agent.ticks.plain import text_of
 
 KEPT = 10
 SHOWN_OBSERVATIONS, SHOWN_ACTIONS = 5, 3
@@ -19,21 +20,21 @@ class Memory(Protocol):
     def perceive(self, observation: Observation) -> None: ...
 
     def act(self, action: Action) -> None:
-        """The agent chose this; what came of it is for the next observation to say."""
+        """Add an action that the agent chose. Its result comes with a later observation."""
         ...
 
     def render(self) -> str:
-        """What the model is told of the past, the present included."""
+        """Return the part of the prompt about the past and the present."""
         ...
 
     def clear(self) -> None:
-        """An episode begins again."""
+        """Forget everything: an episode starts again."""
         ...
 
 
 @dataclass(slots=True)
 class AgentState:
-    """An agent as it is now. The lists are its own, not copies; the newest come last."""
+    """The current state of an agent. The lists are the agent's own, not copies; the newest entries are last."""
 
     agent_id: str
     goals: list[str] = field(default_factory=list)
@@ -43,7 +44,7 @@ class AgentState:
 
 
 class WindowMemory:
-    """The last observations and actions, as they were: ``kept`` of each are held, and the last few are shown."""
+    """Keeps the last ``kept`` observations and actions, and shows the last few of each in the prompt."""
 
     def __init__(
         self, kept: int = KEPT, *, observations: int = SHOWN_OBSERVATIONS, actions: int = SHOWN_ACTIONS
@@ -65,10 +66,10 @@ class WindowMemory:
         lines = []
         if seen := _last(self.observations, self._shown_observations):
             lines.append("Recent observations, the newest last:")
-            lines += [f"- [{one.source}] {one.data}" for one in seen]
+            lines += [f"- [{one.source}] {one.text}" for one in seen]
         if done := _last(self.actions, self._shown_actions):
             lines.append("Recent actions:")
-            lines += [f"- {one.tool_name}: {one.parameters}" for one in done]
+            lines += [f"- {one.tool_name}: {text_of(one.parameters)}" for one in done]
         return "\n".join(lines)
 
     def clear(self) -> None:

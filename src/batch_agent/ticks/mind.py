@@ -1,13 +1,14 @@
-"""One agent between ticks: its thoughts under way, what it last did, and which of these a tick gets. Pure code.
+"""One agent between ticks: its thoughts under way, its last action, and which of these a tick gets. Pure code.
 
-    nothing under way                 a thought begins, and the tick waits for it
-    under way, not asked yet          it is about this tick's observation from now on, and keeps its place
-    under way since an earlier tick   the tick waits for it: its answer is late
-    under way for a tick that waits   another thought, about this tick, begins when that one ends
-    an answer that came late          is this tick's, at once; and a thought about this tick begins
-    an answer that was not needed     (its tick had a late one) is second choice: used if nothing newer comes
+    state of the agent                     what the tick gets
+    no thought under way                   a new thought, which the tick waits for
+    thought under way, not sent yet        the same thought; it is about this tick's observation from now on
+    thought under way since earlier tick   the same thought; its answer will be late
+    thought that another tick waits for    a new thought, which starts when that one ends
+    answer that arrived late               the answer, at once; and a thought about this tick starts
+    answer that no tick waited for         a new thought; the answer is used if that gives nothing newer
 
-An answer is given once. One that is older than what was already given is none.
+An answer is given once. An answer that is older than what was given is dropped.
 """
 
 from __future__ import annotations
@@ -21,26 +22,38 @@ from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.ticks.action import Decision
 from batch_agent.ticks.agent import Agent
+from batch_agent.ticks.patience import Patience
 
 UNSEEN = object()
 
 
 @dataclass(slots=True, eq=False)
+class Sent:
+    """A request that the model has not answered yet."""
+
+    at: float
+    patience: Patience
+
+
+@dataclass(slots=True, eq=False)
 class Thought:
-    """About one tick's observation, from its beginning to its action or failure. Times are the event loop's."""
+    """An agent's way from one tick's observation to an action or a failure. Times are those of the event loop."""
 
     tick: int
     began: float
-    due: float  # when its tick is over
-    after: Thought | None = None  # what must end before it begins
+    due: float  # the deadline of its tick
+    after: Thought | None = None  # starts when this one has ended
     awaited: bool = True  # a tick waits for it
-    left: bool = False  # what it asks is on its way, and cannot change any more
+    left: bool = False  # its prompt was made, so it cannot change to a newer observation
+    sent: Sent | None = None
+    limit: asyncio.Timeout | None = None  # ends what it waits for
+    losses: int = 0  # requests that were given up
     ended_at: float = inf
     action: object = None
     failure: str = ""  # why there is no action
     usage: Usage = field(default_factory=Usage)
     prompt: str = ""
-    answer: str = ""  # the model's words
+    answer: str = ""  # the model's text
     task: asyncio.Task[None] | None = None
 
     @property
@@ -55,37 +68,48 @@ class Thought:
         self.ended_at, self.failure = now, failure
 
 
-Given = tuple[Decision[object], Thought | None]  # what a tick gets, and the thought that it comes of
+Given = tuple[Decision[object], Thought | None]  # what a tick gets, and the thought behind it
 
 
 class Mind:
-    """``number`` tells agents apart, and stays. ``overlap``: a thought may begin while another is under way."""
+    """``number`` identifies the agent in the scheduler. ``overlap`` allows several thoughts at once."""
 
     def __init__(self, agent: Agent, number: int, *, overlap: bool, skip_unchanged: bool, repeat_last: bool) -> None:
         self.agent, self.number = agent, number
         self.progress = Progress(LAST)
         self.thoughts: list[Thought] = []  # under way, or ended and not given yet
-        self.last: Decision[object] | None = None  # that came of a thought
-        self.gone = ""  # why it decides nothing any more
+        self.took = 0.0  # seconds that its last answered request took
+        self.gone = ""  # why the agent does not decide any more
+        self._last: Decision[object] | None = None  # that came from a thought
         self._overlap, self._skips, self._repeats = overlap, skip_unchanged, repeat_last
         self._newest: int | None = None
         self._observed: object = UNSEEN  # by the latest thought
         self._spare: Thought | None = None
 
-    def begins_again(self, tick: int) -> bool:
-        """Whether this tick is the first of another episode. Asked once for each tick."""
-        again = self._newest is not None and tick < self._newest
+    def starts_episode(self, tick: int) -> bool:
+        """Return whether this tick starts another episode. Call it once for each tick."""
+        starts = self._newest is not None and tick < self._newest
         self._newest = tick
-        return again
+        return starts
 
     def forget(self) -> list[Thought]:
-        """An episode begins: what was thought in the one before is nobody's any more. The thoughts to be ended."""
+        """Drop all thoughts and the last action. Return the thoughts to be cancelled."""
         under_way = [thought for thought in self.thoughts if not thought.ended]
-        self.thoughts, self.last, self._spare, self._observed = [], None, None, UNSEEN
+        self.thoughts, self._last, self._spare, self._observed = [], None, None, UNSEEN
         return under_way
 
+    def give_up_lost(self, now: float) -> None:
+        """Withdraw requests that take far too long. Their thoughts ask again, about the newest observation."""
+        for thought in self.thoughts:
+            sent = thought.sent
+            if sent is not None and sent.patience.is_over(sent.at, now, own=self.took, losses=thought.losses):
+                thought.sent, thought.left, thought.losses = None, False, thought.losses + 1
+                thought.tick = thought.tick if self._newest is None else self._newest
+                if thought.limit is not None and not thought.limit.expired():
+                    thought.limit.reschedule(now)
+
     def turn_to(self, tick: int, observation: object, now: float, due: float) -> Given | Thought:
-        """What the tick gets at once, or the thought that it waits for; which is new where it has no task yet."""
+        """Return what the tick gets at once, or the thought to wait for. A thought without a task is new."""
         ended = [thought for thought in self.thoughts if thought.ended]
         self.thoughts = [thought for thought in self.thoughts if not thought.ended]
         at_hand = max((t for t in ended if t.succeeded and self._is_news(t)), key=lambda t: t.tick, default=None)
@@ -102,20 +126,20 @@ class Mind:
             if not latest.left:
                 latest.tick, latest.due, self._observed = tick, due, observation
             return latest
-        if self._skips and self.last is not None and _same(observation, self._observed):
-            return _again(self.last, "nothing has changed"), None
+        if self._skips and self._last is not None and _same(observation, self._observed):
+            return _again(self._last, "nothing has changed"), None
         return self._begin(tick, observation, now, due)
 
     def conclude(self, thought: Thought, tick: int, why: str) -> Given:
-        """The tick is over. ``why`` is what to say where the thought is not."""
+        """Return what the tick gets at its end. ``why`` is the reason to give if the thought has not ended."""
         if thought.succeeded and self._is_news(thought):
             self.thoughts = [other for other in self.thoughts if other is not thought]
             return self._give(thought, tick)
         thought.awaited = False
         if self._spare is not None:
             return self._give(self._spare, tick)
-        if self.last is not None and self._repeats and not thought.ended and not self.gone:
-            return _again(self.last, why), None
+        if self._last is not None and self._repeats and not thought.ended and not self.gone:
+            return _again(self._last, why), None
         return self.fall_back(self.gone or thought.failure or why), thought if thought.ended else None
 
     def fall_back(self, why: str) -> Decision[object]:
@@ -128,12 +152,12 @@ class Mind:
         return thought
 
     def _is_news(self, thought: Thought) -> bool:
-        return self.last is None or self.last.seen_tick is None or thought.tick > self.last.seen_tick
+        return self._last is None or self._last.seen_tick is None or thought.tick > self._last.seen_tick
 
     def _give(self, thought: Thought, tick: int) -> Given:
         self._spare = None
         late = thought.tick != tick
-        decision = Decision(
+        self._last = Decision(
             thought.action,
             "late" if late else "answer",
             thought.tick,
@@ -141,18 +165,19 @@ class Mind:
             thought.ended_at - thought.began,
             f"it answers tick {thought.tick}" if late else "",
         )
-        self.last = decision
-        return decision, thought
+        return self._last, thought
 
 
 def _again(last: Decision[object], why: str) -> Decision[object]:
-    """What was done last, which costs nothing to do again."""
+    """Return the last decision once more. It costs nothing."""
     return replace(last, source="last", usage=Usage(), latency=None, reason=why)
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether nothing has changed; what cannot be compared (an array) has."""
+    """Return whether nothing has changed. What cannot be compared, such as an array, counts as changed."""
     try:
         return bool(one == other)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return False

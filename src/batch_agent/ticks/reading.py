@@ -1,6 +1,6 @@
-"""A model's words → the call it meant: JSON by itself, fenced, in prose or cut off, or ``THINKING:``/``ACTION:`` text.
+"""A model's answer → the tool call in it: plain JSON, fenced, in prose, cut off, or ``THINKING:``/``ACTION:`` text.
 
-Which tools there are, and whether the parameters fit, is ``repertoire``'s part. Pure code.
+Whether there is such a tool, and whether the parameters fit, is checked in ``action_space``. Pure code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batch_agent.errors import Invalid, NotJSON
 from batch_agent.messages import JsonObject, Reply
 from batch_agent.outputs.validate import parse_output
 
-# Models write what they were taught elsewhere; the first of each is what they are asked for.
+# The first of each is what models are asked for. The others are what they were taught elsewhere.
 TOOL_KEYS = ("tool", "tool_name", "action", "name", "function")
 PARAMETER_KEYS = ("params", "parameters", "arguments", "args")
 REASONING_KEYS = ("reasoning", "thinking", "thought", "reason")
@@ -36,10 +36,10 @@ class Call:
 
 
 def read_call(text: str) -> Call:
-    """Raises NotJSON or Invalid with words that a model can mend its answer by."""
+    """Return the call in an answer. Raises NotJSON or Invalid with a message that a model can correct itself by."""
     labels = _labelled(text)
     try:
-        call = _of_object(cast("JsonObject", parse_output(text, _any_call()).value))
+        call = _of_object(cast("JsonObject", parse_output(text, _form(*TOOL_KEYS)).value))
     except (NotJSON, Invalid):
         spoken = _of_labels(labels)
         if spoken is None:
@@ -49,8 +49,8 @@ def read_call(text: str) -> Call:
     return Call(call.tool, call.params, thoughts or None)
 
 
-def words_of(reply: Reply) -> str:
-    """What was answered, as text; a tool that was called, as the JSON that means the same."""
+def text_of_reply(reply: Reply) -> str:
+    """Return the answer as text. A tool call becomes the JSON that means the same."""
     if not reply.tool_calls:
         return reply.text
     call = reply.tool_calls[0]
@@ -58,9 +58,10 @@ def words_of(reply: Reply) -> str:
 
 
 @cache
-def _any_call() -> OutputSchema[object]:
-    named = [{"required": [key], "properties": {key: {"type": ["string", "object"]}}} for key in TOOL_KEYS]
-    schema = OutputSchema.of({"type": "object", "anyOf": named})
+def _form(*keys: str) -> OutputSchema[object]:
+    """Return the schema of an object with at least one of the keys, if any are given."""
+    named = [{"required": [key], "properties": {key: {"type": ["string", "object"]}}} for key in keys]
+    schema = OutputSchema.of({"type": "object", **({"anyOf": named} if keys else {})})
     assert schema is not None
     return schema
 
@@ -96,7 +97,7 @@ def _text(value: JsonValue) -> str | None:
 
 
 def _labelled(text: str) -> Mapping[str, str]:
-    """What follows each label, up to the next; of several with one name the last counts."""
+    """Return the text after each label, up to the next one. The last label of a name counts."""
     found = list(_LABEL.finditer(text))
     ends = [*(label.start() for label in found[1:]), len(text)]
     return {label[1].lower(): text[label.end() : end].strip() for label, end in zip(found, ends, strict=False)}
@@ -107,7 +108,7 @@ def _first(labels: Mapping[str, str], *names: str) -> str:
 
 
 def _of_labels(labels: Mapping[str, str]) -> Call | None:
-    """``ACTION: move {"x": 1}``, or the parameters under a label of their own."""
+    """Return the call in ``ACTION: move {"x": 1}``. The parameters may have a label of their own."""
     named = _NAMED.match(_first(labels, "action", "tool"))
     if named is None:
         return None
@@ -116,6 +117,4 @@ def _of_labels(labels: Mapping[str, str]) -> Call | None:
 
 
 def _object_in(text: str) -> JsonObject:
-    schema = OutputSchema.of({"type": "object"})
-    assert schema is not None
-    return cast("JsonObject", parse_output(text, schema).value) if text.strip() else {}
+    return cast("JsonObject", parse_output(text, _form()).value) if text.strip() else {}

@@ -1,7 +1,7 @@
 """TickRuntime: at each tick a decision for every agent that observed, by the deadline, whatever the model does.
 
-Thoughts are tasks of their own and outlive the tick that began them: ``mind`` says what a tick gets of them, ``extent``
-holds what is open between start and stop.
+Thoughts are tasks of their own and outlive the tick that started them. ``mind`` decides what a tick gets from them,
+``scope`` holds what is open between start and stop.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, cast
 
 from typing_extensions import TypeVar
@@ -21,14 +21,17 @@ from typing_extensions import TypeVar
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.errors import SpecError
-from batch_agent.foreign import describe
+from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.ticks.action import Action, Decision, idle
 from batch_agent.ticks.agent import Agent, Fallback, TypedAgent
-from batch_agent.ticks.asking import Asking, Sampling
-from batch_agent.ticks.extent import Extent
+from batch_agent.ticks.asking import Asking
+from batch_agent.ticks.config import Sampling, check_counts, check_numbers
 from batch_agent.ticks.generation import GeneratesMany, GeneratesOne
+from batch_agent.ticks.guard import guarded
 from batch_agent.ticks.mind import Given, Mind, Thought
+from batch_agent.ticks.patience import LONG
+from batch_agent.ticks.plain import text_of
+from batch_agent.ticks.scope import LoopScope
 from batch_agent.ticks.text_backend import TextBackend
 from batch_agent.ticks.thinking import Thinker
 from batch_agent.ticks.trace import Replay, Trace
@@ -42,7 +45,7 @@ TIMEOUT = 60.0  # seconds after which a thought is given up
 
 
 class _Step(Awaitable[None]):
-    """What ``start`` and ``stop`` return: done already as far as it can be, and to be awaited for the rest."""
+    """What ``start`` and ``stop`` return: the part that needs no event loop is done, the rest happens when awaited."""
 
     def __init__(self, rest: Callable[[], Awaitable[None]]) -> None:
         self._rest = rest
@@ -56,21 +59,21 @@ class TickRuntime(Generic[A]):
 
     Args:
         backend: a URL, a Backend, or an object with ``generate`` or ``generate_batch``.
-        model: its name, where the backend has several.
-        schema: what an action is: a type or JSON schema as ``output_schema`` takes it; without it, a call of a tool.
+        model: its name, if the backend has several.
+        schema: the type of actions, as ``output_schema`` takes it; without it, an action is a call of a tool.
         tools: what agents given by id may do.
-        fallback: what agents given by id do when nothing can be had; an action, or a function of the observation.
+        fallback: the action of agents given by id if there is no answer; or a function of the observation.
         deadline: seconds that a tick may take; None: until every agent has answered or failed.
-        system_prompt: what every agent is told first.
-        sampling: temperature, max_tokens, the seed that the seed of each agent and tick is made of.
-        max_inflight: requests at once to one backend; None: what the backend says.
+        system_prompt: the system prompt of agents that have none.
+        sampling: temperature, max_tokens, and the seed that the seed of each agent and tick is derived from.
+        max_inflight: requests at once to one backend; None: the backend's default.
         max_workers: threads at once, for agents and backends of the user's that are not async.
         timeout: seconds after which a thought is given up.
-        overlap: an agent may begin a thought while an earlier one is under way.
-        skip_unchanged: an agent that observes the same again does the same again.
-        repeat_last: at the deadline, an agent does what it did last; False: its fallback.
-        trace: a file, to which each decision is added as a line of JSON.
-        replay: such a file, which decides in place of a model.
+        overlap: an agent may start a thought while an earlier one is under way.
+        skip_unchanged: an agent that observes the same again repeats its last action.
+        repeat_last: at the deadline, an agent repeats its last action; False: its fallback.
+        trace: a file to which each decision is appended as a line of JSON.
+        replay: such a file, which decides instead of a model.
     """
 
     def __init__(
@@ -95,10 +98,10 @@ class TickRuntime(Generic[A]):
         trace: str | Path | None = None,
         replay: str | Path | None = None,
     ) -> None:
-        _check_positive(deadline=deadline, timeout=timeout)
-        if system_prompt is not None and not isinstance(system_prompt, str):
+        check_numbers("a number of seconds above 0", lambda n: 0 < n < math.inf, deadline=deadline, timeout=timeout)
+        if not isinstance(system_prompt, str | None):
             raise SpecError(f"system_prompt is a {type(system_prompt).__name__}; it is text")
-        _check_count(max_workers=max_workers, max_inflight=max_inflight)
+        check_counts(max_workers=max_workers, max_inflight=max_inflight)
         self.deadline = deadline
         self.running = False
         self._schema = OutputSchema.of(schema)
@@ -116,16 +119,17 @@ class TickRuntime(Generic[A]):
         self._minds: dict[str, Mind] = {}
         self._numbers = 0
         self._stopped = False
-        self._extent: Extent | None = None
+        self._scope: LoopScope | None = None
+        self._opening = threading.Lock()
         if backend is not None and self._replay is None:
-            self._backend_of(backend)  # what is wrong with it is said now
+            self._backend_of(backend)  # raises now what is wrong with it
         for agent in agents:
             self.add(agent)
 
     # Agents
 
     def add(self, agent: Agent | str) -> Agent:
-        """From the next tick on. The same id replaces, and what the one before was thinking is dropped."""
+        """Add an agent, from the next tick on. It replaces one with the same id, whose thoughts are dropped."""
         if isinstance(agent, str):
             agent = self._agent(agent)
         if agent.given_backend is not None and self._replay is None:
@@ -137,11 +141,11 @@ class TickRuntime(Generic[A]):
         return agent
 
     def remove(self, agent_id: str) -> None:
-        """An agent that a tick is waiting for gets its fallback there. Removing one that is not there is no error."""
+        """Remove an agent, if it is there. A tick that waits for it gets its fallback."""
         mind = self._minds.pop(agent_id, None)
         if mind is not None:
             mind.gone = f"{agent_id} was unregistered"
-            _end(mind.forget())
+            _cancel(mind.forget())
 
     @property
     def agents(self) -> dict[str, Agent]:
@@ -156,45 +160,52 @@ class TickRuntime(Generic[A]):
     # Ticks
 
     async def tick(self, tick: int, observations: Mapping[str, object]) -> dict[str, Decision[A]]:
-        """A decision for each agent in ``observations``, in their order. Ticks may overlap. A tick that is lower than
-        an agent's last one begins another episode for that agent."""
+        """Return a decision for each agent in ``observations``, in their order. Ticks may overlap. A tick that is
+        lower than an agent's last one starts another episode for that agent."""
         if isinstance(tick, bool) or not isinstance(tick, int):
-            raise SpecError(f"tick is {tick!r}; it is a whole number")
-        extent = self._ensure_open()
+            raise SpecError(f"tick is {text_of(tick)}; it is a whole number")
+        if not isinstance(observations, Mapping):
+            raise SpecError(f"observations is a {type(observations).__name__}; it is a mapping by agent id")
+        scope = await self._ensure_open()
         if self._replay is not None:
             return {agent_id: self._replayed(agent_id, tick) for agent_id in observations}
-        now = asyncio.get_running_loop().time()
+        # A world may fill the same objects again while its agents think.
+        seen = {agent_id: _snapshot(observation) for agent_id, observation in observations.items()}
+        now = scope.loop.time()
         due = math.inf if self.deadline is None else now + self.deadline
         given: dict[str, Given] = {}
         waiting: dict[str, tuple[Mind, Thought]] = {}
-        for agent_id, mind in self._in_order(observations, given):
-            turned = self._turn(mind, tick, observations[agent_id], now, due)
+        self._give_up_lost(now)
+        for agent_id, mind in self._in_order(seen, given):
+            turned = self._turn(mind, tick, seen[agent_id], now, due)
             if isinstance(turned, Thought):
                 waiting[agent_id] = mind, turned
             else:
                 given[agent_id] = turned
             for thought in mind.thoughts:
                 if thought.task is None:
-                    extent.begin(mind, thought, partial(self._asking_for, mind.agent))
+                    scope.begin(mind, thought, partial(self._asking_for, mind.agent))
         try:
-            await self._wait([thought for _, thought in waiting.values()], due)
+            await self._wait({thought.task for _, thought in waiting.values() if thought.task is not None}, due)
         except asyncio.CancelledError:
             for _, thought in waiting.values():
                 thought.awaited = False
             raise
+        why = "the thought was given up" if due == math.inf else f"no answer within the deadline, {self.deadline} s"
         for agent_id, (mind, thought) in waiting.items():
-            given[agent_id] = self._conclude(mind, thought, tick)
-        ordered = {agent_id: given[agent_id] for agent_id in observations}
-        self._write(tick, observations, ordered)
-        return {agent_id: cast("Decision[A]", decision) for agent_id, (decision, _) in ordered.items()}
+            why = "the runtime was stopped" if self._stopped else why
+            given[agent_id] = self._remembered(mind, mind.conclude(thought, tick, why))
+        if self._trace is not None:
+            self._trace.write(tick, [(agent_id, data, given[agent_id]) for agent_id, data in seen.items()])
+        return {agent_id: cast("Decision[A]", given[agent_id][0]) for agent_id in seen}
 
     def _in_order(self, observations: Mapping[str, object], given: dict[str, Given]) -> list[tuple[str, Mind]]:
-        """Those who observed, the first to be asked first. Who is not known falls back."""
+        """Return the agents that observed, the first to ask first. An unknown agent idles."""
         known = []
         for agent_id, observation in observations.items():
             mind = self._minds.get(agent_id)
             if mind is None:
-                why = f"no agent {agent_id!r} is registered"
+                why = f"no agent {text_of(agent_id)!r} is registered"
                 given[agent_id] = Decision(idle(why), "fallback", reason=why), None
             else:
                 known.append((_priority(mind.agent, observation), agent_id, mind))
@@ -202,75 +213,73 @@ class TickRuntime(Generic[A]):
         return [(agent_id, mind) for _, agent_id, mind in known]
 
     def _turn(self, mind: Mind, tick: int, observation: object, now: float, due: float) -> Given | Thought:
-        observation = _snapshot(observation)
-        try:
-            if mind.begins_again(tick):
-                _end(mind.forget())
+        def perceive() -> object:
+            if mind.starts_episode(tick):
+                _cancel(mind.forget())
                 mind.agent.reset()
-            observation = mind.agent.with_result(observation)
-            mind.agent.perceive(observation)
-        except Exception as error:
-            return mind.fall_back(f"it could not perceive: {describe(error)}"), None
-        return self._told(mind, mind.turn_to(tick, observation, now, due))
+            seen = mind.agent.with_result(observation)
+            mind.agent.perceive(seen)
+            return seen
 
-    async def _wait(self, thoughts: list[Thought], due: float) -> None:
-        tasks = [thought.task for thought in thoughts if thought.task is not None]
-        if tasks:
-            left = due - asyncio.get_running_loop().time()
-            await asyncio.wait(tasks, timeout=None if due == math.inf else max(0.0, left))
-        for task in tasks:
-            if task.done() and not task.cancelled():
-                task.result()  # a bug of ours
+        try:
+            seen = guarded("perceive", perceive)
+        except BatchAgentError as error:
+            return mind.fall_back(str(error)), None
+        turned = mind.turn_to(tick, seen, now, due)
+        return turned if isinstance(turned, Thought) else self._remembered(mind, turned)
 
-    def _conclude(self, mind: Mind, thought: Thought, tick: int) -> Given:
-        given_up = thought.task is not None and thought.task.cancelled()
-        why = "the thought was given up" if given_up else f"no answer within the deadline, {self.deadline} s"
-        given = mind.conclude(thought, tick, "the runtime was stopped" if self._stopped else why)
-        return cast("Given", self._told(mind, given))
+    async def _wait(self, tasks: set[asyncio.Task[None]], due: float) -> None:
+        """Wait for the thoughts until the tick is due. In a long tick, look for lost requests from time to time."""
+        loop = asyncio.get_running_loop()
+        while tasks:
+            left = max(0.0, due - loop.time())
+            _, tasks = await asyncio.wait(tasks, timeout=min(left, LONG))
+            if left <= LONG:
+                return
+            self._give_up_lost(loop.time())
 
-    def _told(self, mind: Mind, given: Given | Thought) -> Given | Thought:
-        """An agent remembers what came of its thoughts, once."""
-        if isinstance(given, Thought):
-            return given
+    def _give_up_lost(self, now: float) -> None:
+        for mind in self._minds.values():
+            mind.give_up_lost(now)
+
+    def _remembered(self, mind: Mind, given: Given) -> Given:
+        """Add the action to the agent's memory, if a thought has chosen it."""
         decision, thought = given
         if thought is not None and decision.source in ("answer", "late"):
             try:
-                mind.agent.remember(decision.action)
-            except Exception as error:
-                logger.warning("the memory of agent %s raised %s", mind.agent.agent_id, describe(error))
+                guarded("its memory", lambda: mind.agent.remember(decision.action))
+            except BatchAgentError as error:
+                logger.warning("agent %s: %s", text_of(mind.agent.agent_id), error)
         return given
 
     def _replayed(self, agent_id: str, tick: int) -> Decision[A]:
-        assert self._replay is not None
-        mind = self._minds.get(agent_id)
-        agent = mind.agent if mind is not None else Agent(agent_id)
-        decision = self._replay.decision(agent_id, tick, agent.recorded)
-        if decision is None:
-            why = f"nothing is recorded of {agent_id} at tick {tick}"
-            decision = Decision(agent.fallback_for(why), "fallback", reason=why)
-        return cast("Decision[A]", decision)
+        replay, mind = self._replay, self._minds.get(agent_id)
+        assert replay is not None
+        agent = mind.agent if mind is not None else Agent(text_of(agent_id) or "?")
+        why = f"nothing is recorded of {text_of(agent_id)} at tick {tick}"
+        try:
+            decision = guarded("it", lambda: replay.decision(agent_id, tick, agent))
+        except BatchAgentError as error:
+            decision, why = None, f"the recorded action is none of this agent: {error}"
+        return cast("Decision[A]", decision or Decision(agent.fallback_for(why), "fallback", reason=why))
 
-    def _write(self, tick: int, observations: Mapping[str, object], given: Mapping[str, Given]) -> None:
-        if self._trace is not None:
-            self._trace.write(tick, [(agent_id, observations[agent_id], one) for agent_id, one in given.items()])
-
-    # From start to stop
+    # Start and stop
 
     def start(self) -> Awaitable[None]:
-        """Ticks may come. Awaited, the backend is open too, or its error is raised."""
+        """Allow ticks. If it is awaited, it opens the backend, or raises its error."""
         self.running, self._stopped = True, False
         return _Step(self._open_now)
 
     def stop(self) -> Awaitable[None]:
-        """Thoughts end, and ticks under way with them. Awaited, everything is closed."""
+        """End thoughts, and the ticks under way with them. If it is awaited, everything is closed."""
         self.running, self._stopped = False, True
-        extent = self._extent
-        if extent is not None:
-            extent.close()
+        scope = self._scope
+        if scope is not None:
+            scope.close()
 
         async def closed() -> None:
-            if extent is not None:
-                await extent.wait_closed()
+            if scope is not None:
+                await scope.wait_closed()
 
         return _Step(closed)
 
@@ -278,53 +287,52 @@ class TickRuntime(Generic[A]):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.stop()
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     async def _open_now(self) -> None:
-        self._ensure_open()
+        await self._ensure_open()
         if self._replay is None and (self._given_backend is not None or self._minds):
             needs = [self._asking_for(mind.agent) for mind in self._minds.values() if not mind.agent.decides_itself]
             for asking in dict.fromkeys(needs):
                 await asking.open()
 
-    def _ensure_open(self) -> Extent:
-        """Open in the running event loop. One that ended took with it what was open there."""
+    async def _ensure_open(self) -> LoopScope:
+        """Return the scope of the running event loop. One of an event loop that has ended is replaced."""
+        if self._scope is not None and not self._scope.is_open:
+            await self._scope.wait_closed()  # or it would close the backend that the next one opens
         if self._stopped:
             raise RuntimeError("the runtime is stopped: start() it again before the next tick")
-        if self._extent is None or not self._extent.is_open:
-            self.running = True
-            for mind in self._minds.values():
-                mind.forget()
-            thinker = Thinker(
-                system_prompt=self._system_prompt,
-                seed=self._sampling.seed,
-                timeout=self._timeout,
-                workers=self._workers,
-            )
-            self._extent = Extent(thinker, self._close_trace)
-        return self._extent
+        with self._opening:
+            scope = self._scope
+            if scope is not None and scope.is_open_elsewhere:
+                raise SpecError("the runtime is open in another event loop: await stop() there, or use two runtimes")
+            if scope is None or not scope.is_open:
+                self.running = True
+                for mind in self._minds.values():
+                    mind.forget()
+                thinker = Thinker(
+                    system_prompt=self._system_prompt,
+                    seed=self._sampling.seed,
+                    deadline=self.deadline,
+                    timeout=self._timeout,
+                    workers=self._workers,
+                )
+                scope = self._scope = LoopScope(thinker)
+        return scope
 
     @property
-    def _open(self) -> Extent:
-        if self._extent is None:
+    def _open(self) -> LoopScope:
+        if self._scope is None:
             raise RuntimeError("the runtime has not started")
-        return self._extent
-
-    def _close_trace(self) -> None:
-        if self._trace is not None:
-            self._trace.close()
+        return self._scope
 
     # Backends
 
@@ -337,7 +345,7 @@ class TickRuntime(Generic[A]):
         return askings[key]
 
     def _backend_of(self, given: object) -> tuple[Backend, str | None]:
-        """Made once; a SpecError where it is none."""
+        """Return the backend, made once, and its model. Raises SpecError if it is none."""
         key = _key(given)
         if key not in self._backends:
             is_theirs = isinstance(given, GeneratesOne | GeneratesMany) and not isinstance(given, Backend | type)
@@ -353,36 +361,27 @@ def _key(given: object) -> object:
     return given if isinstance(given, str | None) else id(given)
 
 
-def _end(thoughts: Iterable[Thought]) -> None:
+def _cancel(thoughts: Iterable[Thought]) -> None:
     for thought in thoughts:
         if thought.task is not None:
             thought.task.cancel()
 
 
 def _snapshot(observation: object) -> object:
-    """As it is now: a world may fill the same dict again while the agent still thinks. What cannot be copied is not."""
+    """Return a copy of the observation, or the observation itself if it cannot be copied."""
     try:
         return deepcopy(observation)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return observation
 
 
 def _priority(agent: Agent, observation: object) -> float:
     try:
-        return float(agent.priority(observation) if callable(agent.priority) else agent.priority)
-    except Exception as error:
-        logger.warning("the priority of agent %s raised %s", agent.agent_id, describe(error))
+        return guarded(
+            "priority", lambda: float(agent.priority(observation) if callable(agent.priority) else agent.priority)
+        )
+    except BatchAgentError as error:
+        logger.warning("agent %s: %s", text_of(agent.agent_id), error)
         return 0.0
-
-
-def _check_positive(**options: float | None) -> None:
-    for name, value in options.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and math.isfinite(value) and value > 0):
-            raise SpecError(f"{name} is {value!r}; it is a number of seconds above 0, or None")
-
-
-def _check_count(**options: int | None) -> None:
-    for name, value in options.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise SpecError(f"{name} is {value!r}; it is a whole number above 0")

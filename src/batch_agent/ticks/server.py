@@ -1,15 +1,16 @@
 """A runtime over HTTP: ``POST /tick`` for many agents, ``POST /observe`` for one, ``GET /health``.
 
-Nothing blocks: ticks of several clients overlap, and /health answers while they think. What cannot be read is a 400
-that says why, as ``{"error": …}``.
+Nothing blocks: ticks of several clients overlap, and /health answers while they think. A body that cannot be read is a
+400 with ``{"error": why}``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
+from typing import cast
 
-import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import JsonValue
@@ -18,7 +19,8 @@ from pydantic_core import to_json
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.ticks.action import Action
-from batch_agent.ticks.arena import AgentRuntime
+from batch_agent.ticks.agent_runtime import AgentRuntime
+from batch_agent.ticks.plain import encodable, plain
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 OBSERVATION_KEYS = ("observations", "observation")
@@ -31,7 +33,7 @@ class TickServer:
     def __init__(self, runtime: AgentRuntime) -> None:
         self._runtime = runtime
         self._ticks = 0
-        self._newest: dict[str, int] = {}  # by agent, for observations that do not say when
+        self._newest: dict[str, int] = {}  # tick by agent, for observations without one
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -54,7 +56,7 @@ class TickServer:
             await runner.cleanup()
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_told_why])
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_explaining])
         app.router.add_post("/tick", self._tick)
         app.router.add_post("/observe", self._observe)
         app.router.add_get("/health", self._health)
@@ -67,17 +69,15 @@ class TickServer:
     async def _tick(self, request: web.Request) -> web.Response:
         body = await _body(request)
         tick = _tick_of(body)
-        observations = _observations(body)
-        actions = await self._decide(tick, observations)
+        actions = await self._decide(tick, _observations(body))
         return _json({"tick": tick, "actions": [_entry(name, action) for name, action in actions.items()]})
 
     async def _observe(self, request: web.Request) -> web.Response:
         body = await _body(request)
         agent_id = _agent_id(body, "the observation")
         tick = _tick_of(body) if "tick" in body else self._newest.get(agent_id, 0) + 1
-        actions = await self._decide(tick, {agent_id: _observation(body)})
-        action = actions[agent_id]
-        return _json({**_entry(agent_id, action), **_written(action), "tick": tick})
+        entry = _entry(agent_id, (await self._decide(tick, {agent_id: _observation(body)}))[agent_id])
+        return _json({**entry, **cast(JsonObject, entry["action"]), "tick": tick})
 
     async def _decide(self, tick: int, observations: Mapping[str, JsonValue]) -> dict[str, Action]:
         if self._stopping.is_set():
@@ -90,19 +90,19 @@ class TickServer:
 
 
 @web.middleware
-async def _told_why(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _explaining(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except SpecError as error:
-        return _json({"error": str(error)}, status=400)
+        return _json({"error": encodable(str(error))}, status=400)
     except web.HTTPException as error:
         return _json({"error": error.text or error.reason}, status=error.status)
 
 
 async def _body(request: web.Request) -> JsonObject:
     try:
-        body = orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
+        body = json.loads(await request.read())  # reads lone surrogates and NaN, too
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise SpecError("the body must be a JSON object")
@@ -119,49 +119,40 @@ def _tick_of(body: JsonObject) -> int:
 
 
 def _observations(body: JsonObject) -> dict[str, JsonValue]:
-    key = next((key for key in AGENTS_KEYS if key in body), AGENTS_KEYS[0])
-    agents = body.get(key)
+    agents = next((body[key] for key in AGENTS_KEYS if key in body), None)
     if not isinstance(agents, list):
         raise SpecError('agents must be a list, of {"agent_id": …, "observations": {…}} each')
     found: dict[str, JsonValue] = {}
     for place, agent in enumerate(agents):
-        if not isinstance(agent, dict):
-            raise SpecError(f"agents[{place}] must be an object with an agent_id")
         agent_id = _agent_id(agent, f"agents[{place}]")
         if agent_id in found:
             raise SpecError(f"agents[{place}]: {agent_id!r} is there twice")
-        found[agent_id] = _observation(agent)
+        found[agent_id] = _observation(cast(JsonObject, agent))
     return found
 
 
-def _agent_id(body: JsonObject, where: str) -> str:
-    agent_id = body.get("agent_id")
+def _agent_id(value: JsonValue, where: str) -> str:
+    agent_id = value.get("agent_id") if isinstance(value, dict) else None
     if not isinstance(agent_id, str) or not agent_id:
-        raise SpecError(f"{where} needs an agent_id, as text")
+        raise SpecError(f"{where} must be an object with an agent_id, as text")
     return agent_id
 
 
 def _observation(body: JsonObject) -> JsonValue:
-    """What it observed, under a key of its own or beside its id."""
-    key = next((key for key in OBSERVATION_KEYS if key in body), None)
-    if key is not None:
-        return body[key]
-    return {name: value for name, value in body.items() if name not in ("agent_id", "tick")}
-
-
-def _written(action: Action) -> JsonObject:
-    return {"tool": action.tool_name, "params": action.parameters, "reasoning": action.reasoning or ""}
+    """Return the observation, which is under a key of its own or beside the id."""
+    beside: JsonValue = {name: value for name, value in body.items() if name not in ("agent_id", "tick")}
+    return next((body[key] for key in OBSERVATION_KEYS if key in body), beside)
 
 
 def _entry(agent_id: str, action: Action) -> JsonObject:
     return {
-        "agent_id": agent_id,
-        "action": _written(action),
+        "agent_id": encodable(agent_id),
+        "action": plain({**action.as_json(), "reasoning": action.reasoning or ""}),
         "source": action.source,
         "seen_tick": action.seen_tick,
     }
 
 
 def _json(value: JsonObject, status: int = 200) -> web.Response:
-    body = to_json(value, inf_nan_mode="null", fallback=str)
+    body = to_json(value, inf_nan_mode="null")
     return web.Response(body=body, status=status, content_type="application/json")

@@ -1,7 +1,7 @@
-"""TextBackend: any backend under the names that simulations call theirs by. Its methods wait, so call them in threads.
+"""TextBackend: any backend with the methods that simulations call. They block, so call them in threads.
 
-An agent that decides by itself finds one in its runtime, which shares the runtime's slots; made by hand, it has an
-event loop of its own in a thread.
+Inside a runtime, an agent that decides by itself has one that shares the runtime's slots. One made by hand has an event
+loop of its own in a thread.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from batch_agent.backends.registry import open_backend
-from batch_agent.errors import BatchAgentError, InternalError, Rejected
+from batch_agent.errors import BatchAgentError, InternalError, Rejected, SpecError
 from batch_agent.messages import Conversation, Message
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
-from batch_agent.ticks.asking import Asked, Asking, Question, Sampling
+from batch_agent.ticks.action_space import ActionSpace
+from batch_agent.ticks.asking import Asked, Asking, Question
+from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.generation import GenerationResult
-from batch_agent.ticks.reading import words_of
-from batch_agent.ticks.repertoire import Repertoire
+from batch_agent.ticks.plain import encodable
+from batch_agent.ticks.reading import text_of_reply
+from batch_agent.ticks.scope import running_loop
 
 T = TypeVar("T")
 TIMEOUT = 60.0
@@ -43,11 +47,12 @@ class TextBackend:
         asking = Asking(opened, name, replace(sampling or Sampling(), seed=None), None, timeout)
         self._asking: Callable[[], Asking] = lambda: asking
         self._own_loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
         self._loop: Callable[[], asyncio.AbstractEventLoop | None] = self._start_loop
 
     @classmethod
     def within(cls, asking: Callable[[], Asking], loop: Callable[[], asyncio.AbstractEventLoop | None]) -> Self:
-        """That of a runtime, which opens and closes what is asked."""
+        """Return the one of a runtime, which opens and closes the backend."""
         self = cls.__new__(cls)
         self._asking, self._loop, self._own_loop = asking, loop, None
         return self
@@ -67,30 +72,35 @@ class TextBackend:
         temperature: float | None = None,
         max_tokens: int | None = None,
         system_prompt: str | None = None,
+        *,
+        system_prompts: Sequence[str | None] | None = None,
     ) -> list[GenerationResult]:
-        """The answers in the order of the prompts, all asked at once."""
+        """Return the answers in the order of the prompts, all asked at once. ``system_prompts`` has one for each."""
+        systems = [system_prompt] * len(prompts) if system_prompts is None else system_prompts
+        if len(systems) != len(prompts):
+            raise SpecError(f"there are {len(systems)} system_prompts for {len(prompts)} prompts")
         asked = [
-            Asked(_conversation(prompt, system_prompt), "generate", 0, temperature=temperature, max_tokens=max_tokens)
-            for prompt in prompts
+            Asked(_conversation(prompt, system), "generate", 0, temperature=temperature, max_tokens=max_tokens)
+            for prompt, system in zip(prompts, systems, strict=True)
         ]
-        return self._run(self._ask_all(asked))
+        return self._run(lambda: self._ask_all(asked))
 
     def generate_with_tools(
         self, prompt: str, tools: Iterable[object], temperature: float | None = None
     ) -> GenerationResult:
-        """An answer that is a call of one of the tools, as JSON: ``{"tool": …, "params": {…}}``."""
-        known = Repertoire(tools)
-        conversation = _conversation(prompt, known.instructions)
-        schema, text, specs = known.schema, known.schema_text, tuple(known.specs)
+        """Return an answer that is a call of one of the tools, as JSON: ``{"tool": …, "params": {…}}``."""
+        space = ActionSpace(tools)
+        conversation = _conversation(prompt, space.instructions)
+        schema, text, specs = space.schema, space.schema_text, tuple(space.specs)
         asked = Asked(conversation, "generate", 0, schema, text, specs, temperature=temperature)
-        return self._run(self._ask_all([asked]))[0]
+        return self._run(lambda: self._ask_all([asked]))[0]
 
     def is_available(self) -> bool:
-        """Whether it can be opened and answers."""
-        return self._run(self._opens())
+        """Return whether the backend can be opened and answers."""
+        return self._run(self._opens)
 
     def close(self) -> None:
-        """Ends what it opened by itself; a runtime's stays open."""
+        """Close the backend that it opened by itself. A runtime's backend stays open."""
         loop, self._own_loop = self._own_loop, None
         if loop is not None:
             asyncio.run_coroutine_threadsafe(self._asking().close(), loop).result()
@@ -117,7 +127,7 @@ class TextBackend:
         usage = reply.usage
         tokens = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
         reason = "length" if reply.finish_reason == "length" else "stop"
-        return GenerationResult(words_of(reply), usage.prompt_tokens + usage.completion_tokens, reason, tokens)
+        return GenerationResult(text_of_reply(reply), usage.prompt_tokens + usage.completion_tokens, reason, tokens)
 
     async def _opens(self) -> bool:
         asking = self._asking()
@@ -126,39 +136,39 @@ class TextBackend:
             try:
                 await asking.models()
             except Rejected as error:
-                return error.status == NOT_FOUND  # it does not list its models, and is there
+                return error.status == NOT_FOUND  # it answers, but has no list of models
         except InternalError:
             raise
         except BatchAgentError:
             return False
         return True
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _run(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         loop = self._loop()
-        try:
-            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            here = None
-        if loop is None or here is loop:
-            coroutine.close()
+        if loop is None or loop is running_loop():
             raise RuntimeError(
-                "this waits for an answer, and would stop the event loop that brings it: call it in a thread, as a "
-                "decide_action that is not async is called, and while the runtime runs"
+                "this blocks until the answer is there, so it cannot be called in the event loop: call it in a thread, "
+                "or in a decide_action that is not async, while the runtime runs"
             )
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+        try:
+            return asyncio.run_coroutine_threadsafe(ask(), loop).result()
+        except CancelledError:
+            raise RuntimeError("the backend was closed while it was asked") from None
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
-        if self._own_loop is None:
-            loop = self._own_loop = asyncio.new_event_loop()
+        with self._starting:
+            if self._own_loop is None:
+                self._own_loop = asyncio.new_event_loop()
+                arguments = (self._own_loop,)
+                threading.Thread(target=_serve, args=arguments, name="batch-agent text backend", daemon=True).start()
+            return self._own_loop
 
-            def serve() -> None:
-                loop.run_forever()
-                loop.close()
 
-            threading.Thread(target=serve, name="batch-agent text backend", daemon=True).start()
-        return self._own_loop
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # which cancels what is left at the end
+        runner.get_loop().run_forever()
 
 
 def _conversation(prompt: str, system_prompt: str | None) -> Conversation:
-    system = [Message("system", system_prompt)] if system_prompt else []
-    return Conversation([*system, Message("user", prompt)])
+    system = [Message("system", encodable(system_prompt))] if system_prompt else []
+    return Conversation([*system, Message("user", encodable(prompt))])

@@ -1,45 +1,60 @@
-"""One thought from its context to its action: ask, read, and where the answer means nothing, show the model why once.
+"""One thought from the prompt to the action: ask, read the answer, and show the model once why it was no action.
 
-Code of the user's (contexts, parsers, an agent that decides by itself) meets ours here: whatever it raises is this
-thought's failure and nobody else's.
+Prompts, parsers and agents that decide by themselves are the user's code. Whatever goes wrong in a thought is the
+failure of that thought: its agent falls back, and the other agents get their actions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Callable
+from functools import lru_cache
 from hashlib import blake2b
-from typing import TypeVar
 
 from batch_agent.dispatch.cancellation import cancelled_by_us
-from batch_agent.errors import BatchAgentError, InternalError, OutputError, WorkerFailed
+from batch_agent.errors import BatchAgentError, OutputError, Timeout, WorkerFailed
 from batch_agent.foreign import describe
 from batch_agent.messages import Conversation, Message
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.agent import Agent
 from batch_agent.ticks.asking import Asked, Asking, Question
-from batch_agent.ticks.mind import Mind, Thought
-from batch_agent.ticks.reading import words_of
+from batch_agent.ticks.guard import guarded
+from batch_agent.ticks.mind import Mind, Sent, Thought
+from batch_agent.ticks.patience import Patience
+from batch_agent.ticks.plain import encodable, text_of
+from batch_agent.ticks.reading import text_of_reply
 from batch_agent.tools.threads import Threads
 
 REPAIRS = 1
+PREFIXES = 256  # system prompts that are kept
 
-T = TypeVar("T")
+logger = logging.getLogger("batch_agent")
 
 
 def seed_of(base: int, agent_id: str, tick: int) -> int:
-    """The same for the same agent at the same tick, on every machine."""
+    """Return the same seed for the same agent at the same tick, on every machine."""
     digest = blake2b(f"{base}\n{tick}\n{agent_id}".encode(errors="surrogatepass"), digest_size=4).digest()
     return int.from_bytes(digest) >> 1
 
 
 class Thinker:
-    """What the thoughts of one runtime share. ``timeout``: seconds for a whole thought, all it waits for included."""
+    """What the thoughts of one runtime share. ``timeout`` is for a whole thought, waiting for a slot included."""
 
-    def __init__(self, *, system_prompt: str | None, seed: int | None, timeout: float | None, workers: int) -> None:
-        self._system_prompt, self._seed, self._timeout = system_prompt, seed, timeout
-        self._prefixes: dict[str, Conversation] = {}  # what many agents' prompts begin with, written once
+    def __init__(
+        self,
+        *,
+        system_prompt: str | None,
+        seed: int | None,
+        deadline: float | None,
+        timeout: float | None,
+        workers: int,
+    ) -> None:
+        self._system_prompt, self._seed = system_prompt, seed
+        self._deadline, self._timeout = deadline, timeout
+        self._prefix = lru_cache(PREFIXES)(lambda text: Conversation([Message("system", text)]))  # serialised once
+        self._patience: dict[Asking, Patience] = {}
         self._threads = Threads()
         self._workers = asyncio.Semaphore(workers)
 
@@ -47,34 +62,42 @@ class Thinker:
         self._threads.close()
 
     async def think(self, mind: Mind, thought: Thought, asking: Callable[[], Asking]) -> None:
-        """To its end, which the thought then tells of. Raises nothing but a cancellation, and bugs of ours."""
-        if thought.after is not None and thought.after.task is not None:
-            await asyncio.wait([thought.after.task])
+        """Run the thought to its end, which it then describes. Raises nothing but a cancellation."""
         loop = asyncio.get_running_loop()
-        limit = asyncio.timeout(self._timeout)
+        failure = "the thought was given up"
         try:
-            async with limit:
-                thought.action = await self._decide(mind, thought, asking)
-            thought.end(loop.time())
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            thought.end(loop.time(), f"no answer in {self._timeout:g} s")
-        except InternalError:
-            raise
+            if thought.after is not None and thought.after.task is not None:
+                await asyncio.wait([thought.after.task])
+            thought.after = None  # or every thought would keep all earlier ones
+            ends = None if self._timeout is None else loop.time() + self._timeout
+            thought.action = await self._decide(mind, thought, asking, ends)
+            failure = ""
         except BatchAgentError as error:
-            thought.end(loop.time(), str(error) or type(error).__name__)
-        except asyncio.CancelledError:
-            thought.end(loop.time(), mind.gone or "the thought was given up")
-            raise
+            failure = str(error) or type(error).__name__
+        except Exception as error:
+            logger.exception("a thought of agent %s failed", text_of(mind.agent.agent_id))
+            failure = f"internal error: {describe(error)}"
+        finally:
+            thought.end(loop.time(), mind.gone or failure)
 
-    async def _decide(self, mind: Mind, thought: Thought, asking: Callable[[], Asking]) -> object:
-        if mind.agent.decides_itself:
-            return await self._let_decide(mind.agent, thought)
-        return await self._ask(mind, thought, asking())
+    async def _decide(self, mind: Mind, thought: Thought, asking: Callable[[], Asking], ends: float | None) -> object:
+        """Return the action. A thought whose request was given up as lost starts again, with the newest prompt."""
+        while True:
+            losses = thought.losses
+            thought.limit = asyncio.timeout_at(ends)
+            try:
+                async with thought.limit:
+                    if mind.agent.decides_itself:
+                        return await self._let_decide(mind.agent, thought)
+                    return await self._ask(mind, thought, asking())
+            except TimeoutError:
+                if not thought.limit.expired():
+                    raise
+                if thought.losses == losses:
+                    raise Timeout(f"no answer in {self._timeout or 0:g} s") from None
 
     async def _let_decide(self, agent: Agent, thought: Thought) -> object:
-        """An agent with a ``decide_action`` of its own, in a thread unless that is async."""
+        """Call the agent's own ``decide_action``, in a thread unless it is async."""
         async with self._workers:
             thought.left = True
             try:
@@ -89,64 +112,59 @@ class Thinker:
                 raise WorkerFailed(f"decide_action raised {describe(error)}") from error
         if action is None:
             raise WorkerFailed("decide_action chose nothing")
-        if not agent.accepts(action):
-            raise WorkerFailed(f"decide_action returned a {type(action).__name__}, not an Action")
+        if fault := agent.fault_of(action):
+            raise WorkerFailed(f"decide_action returned {fault}")
         if isinstance(action, Action) and action.source == "fallback":
-            raise WorkerFailed(action.reasoning or "decide_action fell back")
+            raise WorkerFailed(text_of(action.reasoning or "decide_action fell back"))
         return action
 
     async def _ask(self, mind: Mind, thought: Thought, asking: Asking) -> object:
-        agent = mind.agent
-        said: list[Message] = []  # the answers that meant nothing, each with what the model was told of it
+        loop, agent = asyncio.get_running_loop(), mind.agent
+        said: list[Message] = []  # answers that were no action, each with the problem that the model was shown
+        patience = self._patience.get(asking) or self._patience.setdefault(asking, Patience(self._deadline))
 
         def ask() -> Asked:
-            if not thought.left:
-                thought.prompt = _guarded(lambda: _context_of(agent), "_build_context")
-                thought.left = True
-            first = Message("user", thought.prompt)
-            return Asked(
-                Conversation([first, *said], parent=self._prefix(agent)),
-                f"{agent.agent_id}@{thought.tick}",
-                mind.number,
-                agent.schema,
-                agent.schema_text,
-                tuple(agent.repertoire.specs) if agent.schema is not None else (),
-                None if self._seed is None else seed_of(self._seed, agent.agent_id, thought.tick),
-            )
+            asked = guarded("its prompt", lambda: self._asked(mind, thought, said))
+            thought.sent = Sent(loop.time(), patience)
+            return asked
 
-        question = Question(mind.progress, ask, lambda: thought.awaited)
+        def wants_again() -> bool:
+            thought.sent = None  # it was answered, with an error
+            return thought.awaited
+
+        question = Question(mind.progress, ask, wants_again)
         while True:
-            reply = await asking.ask(question)
-            thought.usage += reply.usage
-            thought.answer = words_of(reply)
             try:
-                return _guarded(lambda: agent.read(thought.answer), "_parse_action")
+                reply = await asking.ask(question)
+            finally:
+                sent, thought.sent = thought.sent, None
+            if sent is not None:
+                patience.answered(sent.at, loop.time())
+                mind.took = loop.time() - sent.at
+            thought.usage += reply.usage
+            thought.answer = text_of_reply(reply)
+            try:
+                return guarded("_parse_action", lambda: agent.read(thought.answer))
             except OutputError as error:
                 if len(said) >= 2 * REPAIRS or not thought.awaited:
                     raise
                 problem = f"That is no action: {error}\nAnswer again, with the corrected JSON alone."
                 said += [Message("assistant", thought.answer), Message("user", problem)]
 
-    def _prefix(self, agent: Agent) -> Conversation | None:
-        text = agent.system_text(self._system_prompt)
-        if not text:
-            return None
-        known = self._prefixes.get(text)
-        return known or self._prefixes.setdefault(text, Conversation([Message("system", text)]))
-
-
-def _context_of(agent: Agent) -> str:
-    context = agent._build_context()
-    if not isinstance(context, str):
-        raise TypeError(f"it returned a {type(context).__name__}, not text")
-    return context.encode(errors="replace").decode()  # what no wire could carry is shown as such
-
-
-def _guarded(function: Callable[[], T], name: str) -> T:
-    """What the user's own code gives; what it raises is a WorkerFailed, unless it says what is wrong with an answer."""
-    try:
-        return function()
-    except (OutputError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise WorkerFailed(f"{name} raised {describe(error)}") from error
+    def _asked(self, mind: Mind, thought: Thought, said: list[Message]) -> Asked:
+        agent = mind.agent
+        if not thought.left:
+            context = guarded("_build_context", agent._build_context)
+            if not isinstance(context, str):
+                raise WorkerFailed(f"_build_context returned a {type(context).__name__}, not text")
+            thought.prompt, thought.left = encodable(context), True
+        system = encodable(agent.system_text(self._system_prompt))
+        return Asked(
+            Conversation([Message("user", thought.prompt), *said], parent=self._prefix(system) if system else None),
+            f"{encodable(agent.agent_id)}@{thought.tick}",
+            mind.number,
+            agent.schema,
+            agent.schema_text,
+            tuple(agent.action_space.specs) if agent.schema is not None else (),
+            None if self._seed is None else seed_of(self._seed, agent.agent_id, thought.tick),
+        )

@@ -1,119 +1,143 @@
-"""A run of ticks on disk: one JSON line for each agent and tick, to look at and to play again without a model."""
+"""A run of ticks on disk: one line of JSON for each agent and tick, to read and to replay without a model."""
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import logging
+import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import cast
 
-from pydantic import JsonValue
-from pydantic_core import from_json, to_json
+from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from batch_agent.errors import SpecError
-from batch_agent.messages import JsonObject, Usage
-from batch_agent.ticks.action import SOURCES, Action, Decision
+from batch_agent.messages import Usage
+from batch_agent.ticks.action import Action, Decision, Source
+from batch_agent.ticks.agent import Agent
 from batch_agent.ticks.mind import Given
+from batch_agent.ticks.plain import json_of, text_of
+
+START = b'{"agent":'  # of every line
+TAIL_BYTES = 64 * 1024 * 1024  # far more than a line has
 
 logger = logging.getLogger("batch_agent")
 
-ReadAction = Callable[[JsonValue], object]  # of an agent: what was written → the action
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    agent: str
+    tick: int
+    source: Source
+    seen_tick: int | None
+    action: JsonValue
+    reason: str
+    observation: JsonValue
+    prompt: str
+    answer: str
+    tokens: int
+    prompt_tokens: int
+    completion_tokens: int
+    latency: float | None
 
 
 class Trace:
-    """Lines are added to the file. Those of one tick are written together, when the tick is over."""
+    """A file that lines are appended to. A last line that was cut by a kill is removed first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: io.BufferedWriter | None = None
         self._failed = False
         try:
             path.open("ab").close()
+            if path.is_file():
+                _mend(path)
         except OSError as error:
             raise SpecError(f"cannot write the trace {path}: {error.strerror}") from None
 
-    def write(self, tick: int, given: Iterable[tuple[str, object, Given]]) -> None:
-        """``given``: agent, observation, and what it got."""
-        lines = [to_json(_line(tick, *one), inf_nan_mode="null", fallback=str) + b"\n" for one in given]
+    def write(self, tick: int, given: Iterable[tuple[object, object, Given]]) -> None:
+        """Add the lines of one tick. ``given`` has the agent, its observation and what it got, for each agent."""
         if self._failed:
             return
+        lines = [json_of(_line(tick, *one)) + b"\n" for one in given]
         try:
-            if self._file is None:
-                self._file = self._path.open("ab")
-            self._file.write(b"".join(lines))
-            self._file.flush()
+            with self._path.open("ab") as file:
+                file.write(b"".join(lines))
         except OSError as error:  # a full disk does not stop a world
             self._failed = True
             logger.error("nothing more is written to the trace %s: %s", self._path, error.strerror)
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+
+def _mend(path: Path) -> None:
+    """Remove the beginning of a line at the end of the file. Anything else that lacks its line feed gets it."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - TAIL_BYTES))
+        last = file.read().rpartition(b"\n")[2]
+        if last and START.startswith(last[: len(START)]) and _read(last) is None:
+            file.truncate(end - len(last))
+        elif last:
+            file.write(b"\n")
 
 
-def _line(tick: int, agent: str, observation: object, given: Given) -> JsonObject:
+def _line(tick: int, agent: object, observation: object, given: Given) -> TraceLine:
     decision, thought = given
-    action = decision.action
-    if isinstance(action, Action):
-        action = {"tool": action.tool_name, "params": action.parameters, "reasoning": action.reasoning}
-    elif dataclasses.is_dataclass(action) and not isinstance(action, type):
-        action = dataclasses.asdict(action)
-    return {
-        "agent": agent,
-        "tick": tick,
-        "source": decision.source,
-        "seen_tick": decision.seen_tick,
-        "action": cast("JsonValue", action),
-        "reason": decision.reason,
-        "observation": cast("JsonValue", observation),
-        "prompt": "" if thought is None else thought.prompt,
-        "answer": "" if thought is None else thought.answer,
-        "tokens": decision.usage.prompt_tokens + decision.usage.completion_tokens,
-        "prompt_tokens": decision.usage.prompt_tokens,
-        "completion_tokens": decision.usage.completion_tokens,
-        "latency": decision.latency,
-    }
+    action, usage = decision.action, decision.usage
+    return TraceLine(
+        agent=text_of(agent),
+        tick=tick,
+        source=decision.source,
+        seen_tick=decision.seen_tick,
+        action=cast("JsonValue", action.as_json() if isinstance(action, Action) else action),
+        reason=decision.reason,
+        observation=cast("JsonValue", observation),
+        prompt="" if thought is None else thought.prompt,
+        answer="" if thought is None else thought.answer,
+        tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        latency=decision.latency,
+    )
+
+
+@cache
+def _adapter() -> TypeAdapter[TraceLine]:
+    return TypeAdapter(TraceLine)
+
+
+def _read(line: bytes) -> TraceLine | None:
+    try:
+        return _adapter().validate_json(line)
+    except ValidationError:
+        return None
 
 
 class Replay:
-    """What each agent did at each tick, in the order in which it happened: ticks come again with each episode."""
+    """What each agent did at each tick, in the order in which it happened: a tick comes again in each episode. Lines
+    that cannot be read are skipped, with a warning."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._given: dict[tuple[str, int], deque[JsonObject]] = {}
+        self._given: dict[tuple[str, int], deque[TraceLine]] = {}
         try:
             lines = path.read_bytes().splitlines()
         except OSError as error:
             raise SpecError(f"cannot read the trace {path}: {error.strerror}") from None
-        for number, line in enumerate(lines, 1):
-            try:
-                value = from_json(line)
-                key = str(value["agent"]), int(value["tick"])
-                if value["source"] not in SOURCES:
-                    raise ValueError
-            except (ValueError, KeyError, TypeError):
-                if number == len(lines):  # the program was killed while it wrote
-                    break
-                raise SpecError(f"{path} line {number} is no line of a trace of ticks") from None
-            self._given.setdefault(key, deque()).append(value)
+        read = [_read(line) for line in lines]
+        for line in filter(None, read):
+            self._given.setdefault((line.agent, line.tick), deque()).append(line)
+        skipped = read.count(None)
+        if skipped and not self._given:
+            raise SpecError(f"{path} is no trace of ticks: none of its {len(lines)} lines can be read")
+        if skipped:
+            first = read.index(None) + 1
+            logger.warning("%s: skipped %d of %d lines, the first is line %d", path, skipped, len(lines), first)
 
-    def decision(self, agent: str, tick: int, read: ReadAction) -> Decision[object] | None:
-        """What it did; None where nothing is recorded."""
-        lines = self._given.get((agent, tick))
+    def decision(self, agent_id: object, tick: int, agent: Agent) -> Decision[object] | None:
+        """Return what the agent did, or None if nothing is recorded."""
+        lines = self._given.get((text_of(agent_id), tick))
         if not lines:
             return None
         line = lines.popleft()
-        usage = Usage(int(str(line["prompt_tokens"])), completion_tokens=int(str(line["completion_tokens"])))
-        seen, latency = line["seen_tick"], line["latency"]
-        return Decision(
-            read(line["action"]),
-            next(source for source in SOURCES if source == line["source"]),
-            seen if isinstance(seen, int) else None,
-            usage,
-            latency if isinstance(latency, int | float) else None,
-            str(line["reason"]),
-        )
+        usage = Usage(line.prompt_tokens, completion_tokens=line.completion_tokens)
+        return Decision(agent.recorded(line.action), line.source, line.seen_tick, usage, line.latency, line.reason)

@@ -1,23 +1,26 @@
-"""UsersBackend: an object of the user's with ``generate`` and, where it has it, ``generate_batch``, as a Backend."""
+"""UsersBackend: an object of the user's with ``generate`` or ``generate_batch``, as a Backend."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self
 
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall
 from batch_agent.dispatch.cancellation import cancelled_by_us
-from batch_agent.errors import BackendError, BadResponse, Unavailable
+from batch_agent.errors import BackendError, Unavailable
 from batch_agent.foreign import describe
 from batch_agent.messages import Reply, Usage, content_text
-from batch_agent.ticks.generation import GeneratesMany, GeneratesOne, arguments_for, result_of
+from batch_agent.ticks.generation import GeneratesMany, GeneratesOne, arguments_for, failed, result_of
+from batch_agent.ticks.guard import guarded
 from batch_agent.tools.threads import Threads
+
+Asked = tuple[str, dict[str, object]]  # the prompt, and the other arguments
 
 
 class UsersBackend(Backend):
-    """Methods that are not async run in threads, ``workers`` of them at once."""
+    """Methods that are not async run in threads, at most ``workers`` at once."""
 
     def __init__(self, generator: object, workers: int) -> None:
         self._generator = generator
@@ -37,10 +40,10 @@ class UsersBackend(Backend):
         return self._capabilities
 
     async def __aenter__(self) -> Self:
-        """One that says it is not available is not asked, until it is opened again."""
+        """Raises Unavailable if the object says that it is not available."""
         self._threads = Threads()
-        available = getattr(self._generator, "is_available", None)
         try:
+            available = guarded("is_available", lambda: getattr(self._generator, "is_available", None))
             if available is not None and not await self._call(available, {}):
                 raise Unavailable(f"{self.name} says that it is not available", unreached=True)
         except BaseException:
@@ -48,9 +51,7 @@ class UsersBackend(Backend):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._threads.close()
 
     async def models(self) -> list[str]:
@@ -66,19 +67,38 @@ class UsersBackend(Backend):
         return self._reply(await self._call(self._one, options, prompt))
 
     async def infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
+        """Return an answer or an error for each request. Requests that differ in more than their prompts, such as
+        the system prompt where the method takes one, are calls of their own: at the same time if the method is async,
+        else one after the other, since many models cannot be used by two threads."""
         assert self._many is not None
-        asked = [_asked(self._many, request) for request in requests]
+        groups: dict[object, dict[int, Asked]] = {}  # by what they have in common, then by place
+        for place, request in enumerate(requests):
+            asked = _asked(self._many, request)
+            key = tuple((name, value) for name, value in asked[1].items() if name != "system_prompts")
+            groups.setdefault(key, {})[place] = asked
+        if inspect.iscoroutinefunction(self._many):
+            answered = await asyncio.gather(*map(self._infer_group, groups.values()))
+        else:
+            answered = [await self._infer_group(group) for group in groups.values()]
+        answers = {place: answer for group in answered for place, answer in group.items()}
+        return [answers[place] for place in range(len(requests))]
+
+    async def _infer_group(self, group: Mapping[int, Asked]) -> dict[int, Reply | BackendError]:
+        assert self._many is not None
+        asked = list(group.values())
+        options = asked[0][1]
+        if "system_prompts" in options:
+            options = {**options, "system_prompts": [one["system_prompts"][0] for _, one in asked]}  # type: ignore[index]
         try:
-            answers = await self._call(self._many, asked[0][1], [prompt for prompt, _ in asked])
+            answers = _listed(await self._call(self._many, options, [prompt for prompt, _ in asked]))
+            if len(answers) != len(asked):
+                raise failed(f"{self.name}.generate_batch returned {len(answers)} answers to {len(asked)} prompts")
         except BackendError as error:
-            return [error] * len(requests)
-        if not isinstance(answers, Sequence) or len(answers) != len(requests):
-            found = f"{len(answers)} answers" if isinstance(answers, Sequence) else f"a {type(answers).__name__}"
-            return [_failed(f"{self.name}.generate_batch returned {found} to {len(requests)} prompts")] * len(requests)
-        return [self._reply_or_error(answer) for answer in answers]
+            return dict.fromkeys(group, error)
+        return dict(zip(group, map(self._reply_or_error, answers), strict=True))
 
     async def _call(self, method: Callable[..., object], options: Mapping[str, object], *given: object) -> object:
-        """The one place where the user's code runs: what it raises says that the backend is not to be had."""
+        """Call the user's code. Whatever it raises becomes a BackendError."""
         try:
             if inspect.iscoroutinefunction(method):
                 return await method(*given, **options)
@@ -89,12 +109,12 @@ class UsersBackend(Backend):
         except BaseException as error:
             if not isinstance(error, Exception) and cancelled_by_us():
                 raise
-            raise _failed(f"{self.name} raised {describe(error)}") from error
+            raise failed(f"{self.name} raised {describe(error)}") from error
 
     def _reply(self, value: object) -> Reply:
         result = result_of(value)
         if result.error:
-            raise _failed(f"{self.name}: {result.error}")
+            raise failed(f"{self.name}: {result.error}")
         return Reply(result.text, usage=Usage(completion_tokens=result.tokens_used), finish_reason=result.finish_reason)
 
     def _reply_or_error(self, value: object) -> Reply | BackendError:
@@ -104,14 +124,16 @@ class UsersBackend(Backend):
             return error
 
 
-def _failed(why: str) -> BadResponse:
-    """It says nothing about what other prompts would get, and what the user's code raises is not tried again."""
-    error = BadResponse(why)
-    error.retryable = False
-    return error
+def _listed(answers: object) -> list[object]:
+    if not isinstance(answers, Iterable) or isinstance(answers, str | bytes | Mapping):
+        raise failed(f"generate_batch returned a {type(answers).__name__}, not a list of answers")
+    try:
+        return list(answers)
+    except Exception as error:
+        raise failed(f"the list of answers raised {describe(error)}") from error
 
 
-def _asked(method: Callable[..., object], request: ModelRequest) -> tuple[str, dict[str, object]]:
+def _asked(method: Callable[..., object], request: ModelRequest) -> Asked:
     messages, shape = request.conversation.messages, request.shape
     system = "\n\n".join(content_text(message.content) for message in messages if message.role == "system")
     prompt = "\n\n".join(content_text(message.content) for message in messages if message.role != "system")

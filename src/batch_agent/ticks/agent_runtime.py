@@ -1,4 +1,4 @@
-"""AgentRuntime: the names by which simulations know a runtime of agents, on TickRuntime."""
+"""AgentRuntime: TickRuntime with the method names that simulations use."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 from batch_agent.errors import SpecError
 from batch_agent.ticks.action import Action, Decision, idle
 from batch_agent.ticks.agent import Agent
-from batch_agent.ticks.asking import Sampling
-from batch_agent.ticks.config import read_config
+from batch_agent.ticks.config import Sampling, read_config
 from batch_agent.ticks.runtime import WORKERS, TickRuntime
 
 NOT_GIVEN: Any = object()
 
 
 class AgentRuntime(TickRuntime[Action]):
-    """``process_tick`` gives an Action for every agent that observed. The options are TickRuntime's; those of sampling
-    may be given by themselves."""
+    """``process_tick`` returns an Action for every agent that observed. The options are those of TickRuntime, and those
+    of Sampling one by one."""
 
     def __init__(
         self,
@@ -67,9 +66,9 @@ class AgentRuntime(TickRuntime[Action]):
         )
 
     def register_agent(self, agent: Agent) -> None:
-        """The same id replaces."""
+        """Add an agent. It replaces one with the same id."""
         if not isinstance(agent, Agent):
-            raise SpecError(f"{agent!r} is no Agent")
+            raise SpecError(f"register_agent takes an Agent, not a {type(agent).__name__}")
         self.add(agent)
 
     def unregister_agent(self, agent_id: str) -> None:
@@ -82,11 +81,10 @@ class AgentRuntime(TickRuntime[Action]):
         return list(self.agents.values())
 
     async def process_tick(self, tick: int, observations: Mapping[str, Any]) -> dict[str, Action]:
-        """An action for each agent in ``observations``, always; it says where it comes from."""
+        """Return an action for each agent in ``observations``, always. It says where it comes from."""
         decisions = await self.tick(tick, observations)
         return {agent_id: _action(decision) for agent_id, decision in decisions.items()}
 
 
 def _action(decision: Decision[Action]) -> Action:
-    action = decision.action or idle(decision.reason)
-    return replace(action, parameters=dict(action.parameters), source=decision.source, seen_tick=decision.seen_tick)
+    return (decision.action or idle(decision.reason)).marked(decision.source, decision.seen_tick)

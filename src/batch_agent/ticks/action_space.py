@@ -1,7 +1,7 @@
-"""What an agent may do: its tools as a model is told of them, as a grammar forces them, and as an answer is checked.
+"""What an agent may do: its tools as instructions for a model, as a schema for decoding, and as a check of answers.
 
-Tools are Tool values, plain functions, JSON descriptions of either common form, or bare names, whose parameters may be
-anything. None of them is run here: acting is the world's.
+Tools are Tool values, plain functions, JSON descriptions of either common form, or bare names, which take any
+parameters. They are never run here: the world acts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ ANYTHING: JsonObject = {"type": "object"}
 Check = Callable[[JsonObject], JsonObject]
 
 
-class Repertoire:
-    """``schema`` is what an answer must be, None where anything may be done; ``schema_text`` is the same as text, alike
-    for agents that may do the same."""
+class ActionSpace:
+    """``schema`` is what an answer must be, or None if there are no tools. ``schema_text`` is the same as text."""
 
     def __init__(self, tools: Iterable[object] = ()) -> None:
         if isinstance(tools, str):
@@ -48,12 +47,12 @@ class Repertoire:
         return [spec for spec, _ in self._tools.values()]
 
     def read(self, text: str) -> Action:
-        """The action that a model's words mean; NotJSON or Invalid where they mean none of these tools."""
+        """Return the action in an answer. Raises NotJSON or Invalid if there is none with these tools."""
         call = read_call(text)
         params = call.params
         if call.tool in self._tools:
             params = self._tools[call.tool][1](params)
-        elif self._tools and call.tool != IDLE:  # to do nothing needs no tool
+        elif self._tools and call.tool != IDLE:  # which needs no tool
             raise Invalid(f"tool: there is no tool {call.tool!r}; there are {', '.join(self._tools)}")
         return Action(call.tool, dict(params), call.reasoning)
 
@@ -71,7 +70,7 @@ def _described(tool: object) -> tuple[ToolSpec, Check]:
 
 
 def _fitted(tool: Tool, params: JsonObject) -> JsonObject:
-    """Parameters as the function's annotations read them, defaults left to the function, as JSON."""
+    """Return the parameters as the function's annotations read them, as JSON. Defaults are left to the function."""
     try:
         arguments = tool.signature.parse(json.dumps(params))
     except BadArguments as error:
@@ -93,12 +92,12 @@ def _of_description(value: Mapping[object, object]) -> ToolSpec:
 
 
 def _schema(tools: list[ToolSpec]) -> JsonObject:
-    """One form for each tool, so that a grammar lets nothing through that is none of them."""
+    """Return a schema with one form for each tool, so that decoding allows nothing else."""
     definitions: JsonObject = {}
     forms: list[JsonValue] = []
     for tool in tools:
         params = dict(tool.parameters)
-        if "$defs" in params:  # they are looked up at the root, where two tools may have equal names
+        if "$defs" in params:  # they are resolved at the root, where two tools may have equal names
             moved: JsonObject = json.loads(json.dumps(params).replace('"#/$defs/', f'"#/$defs/{tool.name}.'))
             own = cast("JsonObject", moved.pop("$defs"))
             definitions |= {f"{tool.name}.{name}": definition for name, definition in own.items()}

@@ -1,12 +1,13 @@
 """What a runtime has open in one event loop: its thoughts, the backends they ask, the threads they use.
 
-One keeper task holds all of it. It closes everything when it is told to, or when it is cancelled, as ``asyncio.run``
-does at its end; so nothing is left open by a program that forgets to stop its runtime.
+One keeper task closes all of it on ``close``, or when it is cancelled, as ``asyncio.run`` does at its end. So a
+program that forgets to stop its runtime leaves nothing open.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from batch_agent.dispatch.cancellation import outlast
@@ -14,22 +15,31 @@ from batch_agent.ticks.asking import Asking
 from batch_agent.ticks.mind import Mind, Thought
 from batch_agent.ticks.thinking import Thinker
 
+GRACE = 5.0  # seconds that the user's coroutines get to end after they were cancelled
 
-class Extent:
-    """Open from the moment it is made. ``on_close`` is called when all else is closed."""
+logger = logging.getLogger("batch_agent")
 
-    def __init__(self, thinker: Thinker, on_close: Callable[[], None]) -> None:
+
+class LoopScope:
+    """Open from the moment it is made."""
+
+    def __init__(self, thinker: Thinker) -> None:
         self.loop = asyncio.get_running_loop()
         self.askings: dict[object, Asking] = {}  # by backend
-        self._thinker, self._on_close = thinker, on_close
+        self._thinker = thinker
         self._thoughts: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Future[None] = self.loop.create_future()
         self._keeper = self.loop.create_task(self._keep(), name="batch-agent ticks")
 
     @property
     def is_open(self) -> bool:
-        """In the event loop that runs now."""
-        return _running_loop() is self.loop and not self._closing.done()
+        """Whether it is open in the running event loop."""
+        return running_loop() is self.loop and not self._closing.done()
+
+    @property
+    def is_open_elsewhere(self) -> bool:
+        """Whether it is open in another event loop, be it running or not."""
+        return running_loop() is not self.loop and not self.loop.is_closed() and not self._keeper.done()
 
     def begin(self, mind: Mind, thought: Thought, asking: Callable[[], Asking]) -> None:
         thought.task = self.loop.create_task(self._thinker.think(mind, thought, asking))
@@ -37,14 +47,14 @@ class Extent:
         thought.task.add_done_callback(self._thoughts.discard)
 
     def close(self) -> None:
-        """From any thread, and whether its event loop still runs or not. ``wait_closed`` waits for it."""
-        if _running_loop() is self.loop:
+        """Start to close, from any thread. ``wait_closed`` waits for the end."""
+        if running_loop() is self.loop:
             self._close_now()
         elif not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._close_now)
 
     async def wait_closed(self) -> None:
-        if _running_loop() is self.loop:
+        if running_loop() is self.loop:
             await outlast(self._keeper)
 
     def _close_now(self) -> None:
@@ -58,23 +68,29 @@ class Extent:
             self._closing.cancel()
             try:
                 await self._close()
-            except asyncio.CancelledError:  # the event loop ends, and would leave what is open behind
+            except asyncio.CancelledError:  # the event loop ends: finish first
                 await self._close()
                 raise
             finally:
                 self._thinker.close()
-                self._on_close()
 
     async def _close(self) -> None:
+        """Close everything. A coroutine of the user's that does not end is left behind."""
         for task in tuple(self._thoughts):
             task.cancel()
         if self._thoughts:
-            await asyncio.wait(tuple(self._thoughts))
-        for asking in self.askings.values():
-            await asking.close()
+            await asyncio.wait(tuple(self._thoughts), timeout=GRACE)
+        if self.askings:
+            closing = [self.loop.create_task(asking.close()) for asking in self.askings.values()]
+            done, left = await asyncio.wait(closing, timeout=GRACE)
+            for task in left:
+                task.cancel()
+            for task in done:
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    logger.error("a backend could not be closed", exc_info=error)
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

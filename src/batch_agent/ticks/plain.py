@@ -1,0 +1,125 @@
+"""Any value of the user's as JSON or as text: bounded, and without raising.
+
+Observations are the user's objects. They may be deep, cyclic, huge, not UTF-8, or raise when they are read. Whatever
+writes one (a prompt, a memory, a trace, an HTTP response) uses the functions here, so an odd value is at worst
+unreadable in one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence, Set
+from itertools import islice
+from numbers import Integral, Real
+from typing import Any
+
+from pydantic import BaseModel, JsonValue
+from pydantic_core import to_json
+
+from batch_agent.foreign import describe
+
+DEPTH = 32
+ITEMS = 100_000  # values in all
+CHARACTERS = 1_000_000  # of one text
+INTEGER_BITS = 4096  # Python refuses to write far longer ones
+CUT = "[...]"
+
+Items = dict[Any, Any] | list[Any]
+
+
+def plain(value: object) -> JsonValue:
+    """Return the value as what JSON can hold. Floats stay as they are, NaN included."""
+    return _Walk().value(value, DEPTH)
+
+
+def json_of(value: object) -> bytes:
+    """Return the value as JSON. NaN and infinities become null."""
+    return to_json(plain(value), inf_nan_mode="null")
+
+
+def text_of(value: object) -> str:
+    """Return the value as text: its own ``str`` if its class defines one, else that of its plain form."""
+    if type(value) is str:
+        return _cut(value)
+    try:
+        text = str(value if type(value).__str__ is not object.__str__ else plain(value))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        text = str(plain(value))
+    return _cut(text)
+
+
+def encodable(text: str) -> str:
+    """Return the text with "?" in place of lone surrogates, which UTF-8 cannot carry."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def _cut(text: str) -> str:
+    return encodable(text if len(text) <= CHARACTERS else text[:CHARACTERS] + CUT)
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self._left = ITEMS
+        self._around: set[int] = set()  # the containers that the current value is in
+
+    def value(self, value: object, depth: int) -> JsonValue:
+        self._left -= 1
+        if type(value) is str:
+            return _cut(value)
+        if type(value) is float or value is None or value is True or value is False:
+            return value
+        if type(value) is int and value.bit_length() <= INTEGER_BITS:
+            return value
+        try:
+            items = value if type(value) is dict or type(value) is list else _opened(value)
+            return self._container(id(value), items, depth) if isinstance(items, dict | list) else items
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return f"<{type(value).__name__}, unreadable: {describe(error)}>"
+
+    def _container(self, identity: int, items: Items, depth: int) -> JsonValue:
+        if identity in self._around:
+            return "<cycle>"
+        if not depth or self._left <= 0:
+            return CUT
+        is_cut = len(items) > self._left
+        shown = islice(items, self._left) if is_cut else items
+        self._around.add(identity)
+        try:
+            if isinstance(items, dict):
+                pairs = {
+                    _cut(key) if type(key) is str else text_of(key): self.value(items[key], depth - 1) for key in shown
+                }
+                return {**pairs, CUT: CUT} if is_cut else pairs
+            written = [self.value(item, depth - 1) for item in shown]
+            return [*written, CUT] if is_cut else written
+        finally:
+            self._around.discard(identity)
+
+
+def _opened(value: object) -> JsonValue | Items:
+    """Return the items of a container, a number or text for a number, else the object's text."""
+    match value:
+        case str():
+            return _cut(str.__str__(value))
+        case bytes() | bytearray() | memoryview():
+            return bytes(value[:CHARACTERS]).decode(errors="replace")
+        case Integral():  # also numpy's
+            number = int(value)
+            return number if number.bit_length() <= INTEGER_BITS else f"<integer of {number.bit_length()} bits>"
+        case Real():
+            return float(value)
+        case Mapping():
+            return {key: value[key] for key in islice(value, ITEMS)}
+        case Sequence():
+            return list(islice(value, ITEMS))
+        case Set():
+            return sorted(islice(value, ITEMS), key=text_of)  # in one order, whatever the hashes are
+        case BaseModel():
+            return value.model_dump(by_alias=True)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return _cut(str(value))
