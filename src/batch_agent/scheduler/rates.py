@@ -55,8 +55,8 @@ class Budget:
         self._since: dict[int, int] = {}  # what those took that left after it, by number
         self._taken = 0  # by all of them
 
-    def restrict(self, limit: int) -> None:
-        """Set the user's limit."""
+    def restrict(self, limit: int | None) -> None:
+        """Set the user's limit; None lifts it."""
         self._limit = limit
 
     def free_at(self, amount: int, now: float) -> float:
@@ -192,9 +192,9 @@ class Rates:
         self._number = 0  # of the latest that left
 
     def limit(self, rpm: int | None, tpm: int | None) -> None:
-        """Set the user's limits per minute; what was used in the last minute still counts."""
+        """Set the user's limits per minute, or lift them; what was used in the last minute still counts."""
         for kind, limit in (("requests", rpm), ("tokens", tpm)):
-            if limit is not None:
+            if limit is not None or kind in self._budgets:
                 self._budgets.setdefault(kind, Budget()).restrict(limit)
 
     @property

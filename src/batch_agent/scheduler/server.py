@@ -98,10 +98,7 @@ class Server:
             self._forget()
         self.endpoints.append(endpoint)
         self._terms.append(terms)
-        if terms.rpm is not None or terms.tpm is not None:
-            if self.rates is None:
-                self.rates = Rates()
-            self.rates.limit(terms.rpm, terms.tpm)
+        self._set_rates()
         if len(self.endpoints) == 1 and terms.start is not None:
             most = MOST if terms.ceiling is None else min(MOST, terms.ceiling)
             self.capacity.resize(most)
@@ -121,6 +118,15 @@ class Server:
         total = None if None in ceilings else sum(ceiling for ceiling in ceilings if ceiling is not None)
         if self.capacity.search is None and self.capacity.ceiling != total:
             self.capacity.resize(total)
+
+    def _set_rates(self) -> None:
+        """The strictest limits of all dispatchers hold for all of them together."""
+        rpm = min((terms.rpm for terms in self._terms if terms.rpm is not None), default=None)
+        tpm = min((terms.tpm for terms in self._terms if terms.tpm is not None), default=None)
+        if self.rates is None and (rpm is not None or tpm is not None):
+            self.rates = Rates()
+        if self.rates is not None:
+            self.rates.limit(rpm, tpm)
 
     def learn(self, seconds: float) -> None:
         """An answer took this long."""

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, JsonValue, TypeAdapter
 from schema_strategies import schemas
 
 from batch_agent.backends.local.grammar import compile_schema
-from batch_agent.backends.local.schema import Inexpressible
+from batch_agent.backends.schema.visitor import Inexpressible
 
 
 def texts_of(schema: dict[str, JsonValue], number: int = 20) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Final, cast
+from typing import Final
 
 import jsonschema_rs
 from pydantic import JsonValue
@@ -20,16 +20,15 @@ from batch_agent.backends.local import terminals
 from batch_agent.backends.local.schema import (
     ANNOTATIONS,
     KEYWORDS,
-    Inexpressible,
     about,
     count,
     disjoint,
     implied_type,
     open_strings,
-    resolve,
     without_decimal_text,
 )
 from batch_agent.backends.local.terminals import either, quote
+from batch_agent.backends.schema.visitor import Inexpressible, SchemaVisitor, listed, named
 from batch_agent.messages import JsonObject
 
 VALUE_RULES: Final = {
@@ -66,9 +65,9 @@ class Grammar:
 
     def add(self, schema: JsonObject) -> str:
         """An expression for JSON of ``schema``."""
-        share = self._words // max(open_strings(schema, schema, ()), 1)
+        share = self._words // max(open_strings(schema), 1)
         words = None if share >= UNCOUNTED_WORDS else min(max(share, FEWEST_WORDS), MOST_WORDS)
-        return _Schema(self, schema, words, self._items).expression(schema, "#")
+        return _Schema(self, schema, words, self._items).visit(schema, "#")
 
     def root(self, expression: str) -> None:
         self._rules = {"root": expression, **self._rules}
@@ -104,72 +103,68 @@ def _reachable(rules: Mapping[str, str]) -> list[str]:
     return found
 
 
-class _Schema:
-    """One schema document being compiled: its references, and how long its open ends may get."""
+class _Schema(SchemaVisitor[str, str]):
+    """One schema being compiled: its references, and how long its open ends may get. ``where`` is a node's path."""
 
     def __init__(self, grammar: Grammar, document: JsonObject, words: int | None, items: int) -> None:
+        super().__init__(document)
         self._grammar = grammar
-        self._document = document
         self._words = words
         self._items = items
         self._references: dict[str, str] = {}
         self._bare: tuple[str, ...] = ()  # the references followed since the last bracket or brace
 
-    def expression(self, schema: JsonValue, at: str) -> str:
-        if schema is True or schema == {}:
-            return "value"
-        if not isinstance(schema, dict):
-            raise Inexpressible(f"{at}: nothing satisfies this schema")
-        said = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
-        if "const" in said or "enum" in said:
-            return self._literals(schema, at)
-        if "$ref" in said:
-            return self._reference(said, at)
-        for word in ("anyOf", "oneOf", "allOf"):
-            if word in said:
-                return self._combined(word, said, at)
-        kind = said.pop("type", None) or implied_type(said)
-        if kind is None:
-            if said:
-                raise Inexpressible(f"{at}: {', '.join(sorted(said))} without a type")
-            return "value"
-        if isinstance(kind, list):
-            return either(self._typed(str(one), about(str(one), said), at) for one in kind)
-        return self._typed(str(kind), said, at)
+    def visit(self, node: JsonValue, where: str) -> str:
+        if isinstance(node, dict):
+            node = {key: value for key, value in node.items() if key not in ANNOTATIONS}
+        return super().visit(node, where)
 
-    def _literals(self, schema: JsonObject, at: str) -> str:
-        values = [schema["const"]] if "const" in schema else cast(list[JsonValue], schema["enum"])
-        check = jsonschema_rs.validator_for({**schema, "$defs": self._document.get("$defs", {})})
+    def anything(self, node: JsonValue, where: str) -> str:
+        if node is True:
+            return "value"
+        raise Inexpressible(f"{where}: nothing satisfies this schema")
+
+    def choice(self, node: JsonObject, where: str) -> str:
+        values = [node["const"]] if "const" in node else listed(node, "enum")
+        check = jsonschema_rs.validator_for({**node, "$defs": self.document.get("$defs", {})})
         texts = [quote(terminals.json_text(value)) for value in values if check.is_valid(value)]
         if not texts:
-            raise Inexpressible(f"{at}: no value of the enum satisfies the rest of the schema")
+            raise Inexpressible(f"{where}: no value of the enum satisfies the rest of the schema")
         return either(texts)
 
-    def _reference(self, said: JsonObject, at: str) -> str:
-        if len(said) > 1:
-            raise Inexpressible(f"{at}: $ref beside {', '.join(sorted(said.keys() - {'$ref'}))}")
-        pointer = str(said["$ref"])
+    def reference(self, node: JsonObject, pointer: str, where: str) -> str:
+        if len(node) > 1:
+            raise Inexpressible(f"{where}: $ref beside {', '.join(sorted(node.keys() - {'$ref'}))}")
         if pointer in self._bare:
-            raise Inexpressible(f"{at}: {pointer} is defined by itself")
+            raise Inexpressible(f"{where}: {pointer} is defined by itself")
         if pointer not in self._references:
             name = self._references[pointer] = self._grammar.unfilled()
             self._bare = (*self._bare, pointer)
-            self._grammar.fill(name, self.expression(resolve(self._document, pointer), pointer))
+            self._grammar.fill(name, self.visit(self.resolve(pointer), pointer))
             self._bare = self._bare[:-1]
         return self._references[pointer]
 
-    def _combined(self, word: str, said: JsonObject, at: str) -> str:
-        branches = cast(list[JsonValue], said[word])
-        beside = said.keys() - {word}
+    def combined(self, word: str, node: JsonObject, where: str) -> str:
+        branches, beside = listed(node, word), node.keys() - {word}
         if word == "allOf" and len(branches) == 1 and not beside:
-            return self.expression(branches[0], at)
+            return self.visit(branches[0], where)
         if word == "allOf" or beside - {"type"}:
-            raise Inexpressible(f"{at}: {word} beside or of several schemas")
-        if word == "oneOf" and not disjoint(self._document, branches):
-            raise Inexpressible(f"{at}: branches of oneOf overlap")
+            raise Inexpressible(f"{where}: {word} beside or of several schemas")
+        if word == "oneOf" and not disjoint(self.resolve, branches):
+            raise Inexpressible(f"{where}: branches of oneOf overlap")
         if "type" in beside:
-            branches = [{"type": said["type"], **branch} if isinstance(branch, dict) else branch for branch in branches]
-        return either(self.expression(b, f"{at}/{word}/{i}") for i, b in enumerate(without_decimal_text(branches)))
+            branches = [{"type": node["type"], **branch} if isinstance(branch, dict) else branch for branch in branches]
+        return either(self.visit(b, f"{where}/{word}/{i}") for i, b in enumerate(without_decimal_text(branches)))
+
+    def typed(self, node: JsonObject, where: str) -> str:
+        kind = node.pop("type", None) or implied_type(node)
+        if kind is None:
+            if node:
+                raise Inexpressible(f"{where}: {', '.join(sorted(node))} without a type")
+            return "value"
+        if isinstance(kind, list):
+            return either(self._typed(str(one), about(str(one), node), where) for one in kind)
+        return self._typed(str(kind), node, where)
 
     def _typed(self, kind: str, said: JsonObject, at: str) -> str:
         if kind not in KEYWORDS:
@@ -207,10 +202,7 @@ class _Schema:
         return self._grammar.rule(terminals.string(least, min(most, terminals.EXACT_CHARS)))
 
     def _array(self, said: JsonObject, at: str) -> str:
-        prefix = [
-            self.expression(item, f"{at}/{i}")
-            for i, item in enumerate(cast(list[JsonValue], said.get("prefixItems", [])))
-        ]
+        prefix = [self.visit(item, f"{at}/{i}") for i, item in enumerate(listed(said, "prefixItems"))]
         least, limit = count(said, "minItems") or 0, count(said, "maxItems")
         room = max(self._items, least, len(prefix))
         most = room if limit is None else min(limit, room)
@@ -223,7 +215,7 @@ class _Schema:
             if most < len(prefix) or least > len(prefix):
                 raise Inexpressible(f"{at}: a tuple of {len(prefix)} items that may have another length")
             return f'"[" {_joined(prefix)} "]"'
-        item = self._grammar.rule(self.expression(more, f"{at}/items"))
+        item = self._grammar.rule(self.visit(more, f"{at}/items"))
         if prefix:
             rest = f'(", " {item}){{{max(least - len(prefix), 0)},{most - len(prefix)}}}'
             return f'"[" {_joined(prefix)} {rest} "]"'
@@ -231,8 +223,7 @@ class _Schema:
         return f'"[" {some} "]"' if least else f'"[" ({some})? "]"'
 
     def _object(self, said: JsonObject, at: str) -> str:
-        properties = cast(dict[str, JsonValue], said.get("properties", {}))
-        required = set(cast(list[str], said.get("required", [])))
+        properties, required = named(said, "properties"), set(map(str, listed(said, "required")))
         if unknown := sorted(required - properties.keys()):
             raise Inexpressible(f"{at}: required but not described: {', '.join(unknown)}")
         if not properties:
@@ -241,7 +232,7 @@ class _Schema:
             raise Inexpressible(f"{at}: {', '.join(bounds)} beside properties")
         members = []
         for name, schema in properties.items():
-            value = self.expression(schema, f"{at}/{name}")
+            value = self.visit(schema, f"{at}/{name}")
             members.append((f"{quote(terminals.json_text(name) + ': ')} {value}", name in required))
         return f'"{{" {self._members(members)} "}}"'
 
@@ -272,8 +263,8 @@ class _Schema:
                 raise Inexpressible(f"{at}: an object that must have properties and may not")
             return '"{}"'
         names = said.get("propertyNames")
-        key = self.expression({"type": "string", **names}, f"{at}/propertyNames") if isinstance(names, dict) else "key"
-        member = self._grammar.rule(f'{key} ": " {self.expression(values, f"{at}/additionalProperties")}')
+        key = self.visit({"type": "string", **names}, f"{at}/propertyNames") if isinstance(names, dict) else "key"
+        member = self._grammar.rule(f'{key} ": " {self.visit(values, f"{at}/additionalProperties")}')
         some = f'{member} (", " {member}){{0,{most - 1}}}' if most > 1 else member
         return f'"{{" {some} "}}"' if least else f'"{{" ({some})? "}}"'
 

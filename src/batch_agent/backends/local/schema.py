@@ -1,14 +1,15 @@
-"""Questions about a JSON schema that its grammar depends on: where references lead, which keywords speak of which type,
-whether branches can overlap, how many strings are open-ended. Nothing here knows of grammars."""
+"""Questions about a JSON schema that its grammar depends on: which keywords speak of which type, whether branches can
+overlap, how many strings are open-ended. Nothing here knows of grammars."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from pydantic import JsonValue
 
 from batch_agent.backends.local.terminals import json_text
+from batch_agent.backends.schema.visitor import SchemaVisitor, listed, named, without
 from batch_agent.messages import JsonObject
 
 ANNOTATIONS: Final = frozenset(
@@ -31,10 +32,6 @@ KEYWORDS: Final[Mapping[str, frozenset[str]]] = {
 TYPICAL_ITEMS: Final = 4  # an array shares the room as if it had so many
 
 
-class Inexpressible(Exception):
-    """The schema asks for something that no grammar of ours keeps; the message says what and where."""
-
-
 def count(said: JsonObject, key: str) -> int | None:
     value = said.get(key)
     return int(value) if isinstance(value, (int, float)) else None
@@ -50,18 +47,6 @@ def implied_type(said: JsonObject) -> str | None:
     return next((kind for kind in ("object", "array") if said and said.keys() <= KEYWORDS[kind]), None)
 
 
-def resolve(document: JsonObject, pointer: str) -> JsonValue:
-    if not pointer.startswith("#"):
-        raise Inexpressible(f"$ref {pointer}: only references within the schema")
-    found: JsonValue = document
-    for step in pointer.removeprefix("#").split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or step not in found:
-            raise Inexpressible(f"$ref {pointer} leads nowhere")
-        found = found[step]
-    return found
-
-
 def without_decimal_text(branches: Sequence[JsonValue]) -> list[JsonValue]:
     """A Decimal is a number or a string of a pattern: the number says it all."""
     kinds = [branch.get("type") if isinstance(branch, dict) else None for branch in branches]
@@ -70,12 +55,12 @@ def without_decimal_text(branches: Sequence[JsonValue]) -> list[JsonValue]:
     return [branch for branch in branches if not (isinstance(branch, dict) and "pattern" in branch)]
 
 
-def disjoint(document: JsonObject, branches: Sequence[JsonValue]) -> bool:
+def disjoint(resolve: Callable[[str], JsonValue], branches: Sequence[JsonValue]) -> bool:
     """Whether no value can satisfy two of the branches, judged by type and by literal properties."""
     resolved = []
     for branch in branches:
         while isinstance(branch, dict) and "$ref" in branch:
-            branch = resolve(document, str(branch["$ref"]))
+            branch = resolve(str(branch["$ref"]))
         if not isinstance(branch, dict):
             return False
         resolved.append(branch)
@@ -96,10 +81,10 @@ def _apart(first: JsonObject, second: JsonObject) -> bool:
 
 def _tags(schema: JsonObject) -> dict[str, frozenset[str]]:
     """The required properties that are literals, with the values they may have."""
-    required = cast(list[str], schema.get("required", []))
+    required = listed(schema, "required")
     found = {
         name: _options(value)
-        for name, value in cast(dict[str, JsonValue], schema.get("properties", {})).items()
+        for name, value in named(schema, "properties").items()
         if name in required and isinstance(value, dict)
     }
     return {name: options for name, options in found.items() if options is not None}
@@ -109,29 +94,37 @@ def _options(schema: JsonObject) -> frozenset[str] | None:
     """The values of a literal or an enum, as JSON."""
     if "const" in schema:
         return frozenset({json_text(schema["const"])})
-    return frozenset(map(json_text, cast(list[JsonValue], schema["enum"]))) if "enum" in schema else None
+    return frozenset(map(json_text, listed(schema, "enum"))) if "enum" in schema else None
 
 
-def open_strings(schema: JsonValue, document: JsonObject, seen: tuple[str, ...]) -> int:
+def open_strings(schema: JsonObject) -> int:
     """How many strings without a limit of their own an answer may have, to share the room among them."""
-    if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
+    return _OpenStrings(schema).visit(schema, ())
+
+
+class _OpenStrings(SchemaVisitor[tuple[str, ...], int]):
+    """``where`` are the references that led to a node."""
+
+    def anything(self, node: JsonValue, where: tuple[str, ...]) -> int:
         return 0
-    if "$ref" in schema:
-        pointer = str(schema["$ref"])
-        return 0 if pointer in seen else open_strings(resolve(document, pointer), document, (*seen, pointer))
-    total = 0
-    for word in ("anyOf", "oneOf", "allOf"):
-        branches = cast(list[JsonValue], schema.get(word, []))
-        total += max((open_strings(branch, document, seen) for branch in branches), default=0)
-    if schema.get("type") == "string":
-        total += not schema.keys() & {"maxLength", "format"}
-    for inner in cast(dict[str, JsonValue], schema.get("properties", {})).values():
-        total += open_strings(inner, document, seen)
-    for inner in cast(list[JsonValue], schema.get("prefixItems", [])):
-        total += open_strings(inner, document, seen)
-    for word, limit in (("items", "maxItems"), ("additionalProperties", "maxProperties")):
-        most = count(schema, limit)
-        if schema.get(word) and not (word == "additionalProperties" and "properties" in schema):
-            each = open_strings(schema[word], document, seen) + (word == "additionalProperties")
-            total += each * min(TYPICAL_ITEMS, TYPICAL_ITEMS if most is None else most)
-    return total
+
+    def choice(self, node: JsonObject, where: tuple[str, ...]) -> int:
+        return 0
+
+    def reference(self, node: JsonObject, pointer: str, where: tuple[str, ...]) -> int:
+        return 0 if pointer in where else self.visit(self.resolve(pointer), (*where, pointer))
+
+    def combined(self, word: str, node: JsonObject, where: tuple[str, ...]) -> int:
+        most = max((self.visit(branch, where) for branch in listed(node, word)), default=0)
+        return most + self.visit(without(node, word), where)
+
+    def typed(self, node: JsonObject, where: tuple[str, ...]) -> int:
+        total = int(node.get("type") == "string" and not node.keys() & {"maxLength", "format"})
+        for inner in [*named(node, "properties").values(), *listed(node, "prefixItems")]:
+            total += self.visit(inner, where)
+        for word, limit in (("items", "maxItems"), ("additionalProperties", "maxProperties")):
+            most = count(node, limit)
+            if node.get(word) and not (word == "additionalProperties" and "properties" in node):
+                each = self.visit(node[word], where) + (word == "additionalProperties")
+                total += each * min(TYPICAL_ITEMS, TYPICAL_ITEMS if most is None else most)
+        return total

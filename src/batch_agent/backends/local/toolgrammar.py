@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from batch_agent.backends.base import RequestShape
 from batch_agent.backends.local.grammar import Grammar
-from batch_agent.backends.local.schema import Inexpressible
 from batch_agent.backends.local.terminals import json_text, quote
+from batch_agent.backends.schema.visitor import Inexpressible
 from batch_agent.errors import SpecError
 from batch_agent.messages import ToolSpec
 

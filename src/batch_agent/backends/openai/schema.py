@@ -10,12 +10,12 @@ object is wrapped in one, and ``unwrapped`` takes the answer out again.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import orjson
 from pydantic import JsonValue
 
+from batch_agent.backends.schema.visitor import Inexpressible, SchemaVisitor, listed, named, without
 from batch_agent.messages import JsonObject
 
 WRAPPER = "answer"  # the one property of an object around a root that is none
@@ -28,44 +28,18 @@ _WORDS = frozenset(["title", "description"])
 _KEPT = _WORDS | {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref"}
 # Said in words instead. Some of them strict mode takes, but not for every model and not on every host.
 _SAID = (
-    "minLength",
-    "maxLength",
-    "pattern",
-    "format",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "multipleOf",
-    "minItems",
-    "maxItems",
-    "uniqueItems",
-    "minProperties",
-    "maxProperties",
+    *("minLength", "maxLength", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("minItems", "maxItems", "uniqueItems", "minProperties", "maxProperties"),
 )
 # Structure for which there are no words. Whatever else a schema has is a note to its readers, and left out.
-_UNSAYABLE = frozenset(
-    [
-        "allOf",
-        "not",
-        "if",
-        "then",
-        "else",
-        "prefixItems",
-        "additionalItems",
-        "contains",
-        "patternProperties",
-        "propertyNames",
-        "dependencies",
-        "dependentRequired",
-        "dependentSchemas",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-        "$dynamicRef",
-        "$anchor",
-    ]
-)
+_UNSAYABLE = {
+    *("allOf", "not", "if", "then", "else", "prefixItems", "additionalItems", "contains", "unevaluatedItems"),
+    *("patternProperties", "propertyNames", "unevaluatedProperties", "$dynamicRef", "$anchor"),
+    *("dependencies", "dependentRequired", "dependentSchemas"),
+}
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_DEFINITIONS = ("$defs", "definitions")
 _NO_ROOT = frozenset(["anyOf", "oneOf", "allOf", "enum", "not", "$ref"])
 _WRAPPED = re.compile(rf'\s*\{{\s*"{WRAPPER}"\s*:(.*)\}}\s*', re.DOTALL)
 
@@ -86,19 +60,19 @@ def strict_form(schema: JsonObject) -> SchemaForm:
     if root is None:
         root = _wrap(schema)
     try:
-        return SchemaForm(_Strict().root(root), True, wrapped)
-    except _Inexpressible:
+        return SchemaForm(_Strict(root).root(), True, wrapped)
+    except Inexpressible:
         return SchemaForm(root, False, wrapped)
 
 
 def engine_form(schema: JsonObject) -> SchemaForm:
     """For engines that keep to any schema by a grammar: the strict form where that is the schema with its objects
     closed, which leaves a small model the least to do wrong; else the schema as it is."""
-    strict = _Strict()
+    strict = _Strict(schema)
     try:
-        if _is_root(schema) and (form := strict.root(schema)) and strict.only_closed:
+        if _is_root(schema) and (form := strict.root()) and strict.only_closed:
             return SchemaForm(form, True)
-    except _Inexpressible:
+    except Inexpressible:
         pass
     return SchemaForm(schema, False)
 
@@ -115,50 +89,59 @@ def unwrapped(text: str) -> str:
     return text
 
 
-class _Inexpressible(Exception):
-    """Strict mode has no form of this."""
-
-
-@dataclass(slots=True)
-class _Strict:
+class _Strict(SchemaVisitor[int, JsonObject]):
     """Writes one schema in its strict form. Whatever that form accepts, the user's schema accepts too, but for what is
-    only said in words. ``only_closed`` while nothing was done but to close objects and to leave out notes."""
+    only said in words. ``where`` is the level of a node. ``only_closed``: nothing was done but to close objects and to
+    leave out notes."""
 
-    only_closed: bool = True
-    _properties: int = 0
-    _values: int = 0
-    _characters: int = 0
+    def __init__(self, document: JsonObject) -> None:
+        super().__init__(document)
+        self.only_closed = True
+        self._properties = self._values = self._characters = 0
 
-    def root(self, schema: JsonObject) -> JsonObject:
-        definitions = _definitions_of(schema)
-        written = self._node({name: part for name, part in schema.items() if name not in _DEFINITIONS}, 1)
+    def root(self) -> JsonObject:
+        definitions = named(self.document, "$defs") | named(self.document, "definitions")
+        written = self.visit(without(self.document, *_DEFINITIONS), 1)
         if definitions:
             self._characters += sum(map(len, definitions))
-            written["$defs"] = {name: self._node(part, 1) for name, part in definitions.items()}
+            written["$defs"] = {name: self.visit(part, 1) for name, part in definitions.items()}
         limits = (self._properties, MOST_PROPERTIES), (self._values, MOST_VALUES), (self._characters, MOST_CHARACTERS)
         if any(count > most for count, most in limits):
-            raise _Inexpressible
+            raise Inexpressible
         return written
 
-    def _node(self, node: JsonValue, level: int) -> JsonObject:
-        if not isinstance(node, dict) or level > MOST_LEVELS:
-            raise _Inexpressible
+    def visit(self, node: JsonValue, where: int) -> JsonObject:
+        if not isinstance(node, dict) or where > MOST_LEVELS:
+            raise Inexpressible
         if "oneOf" in node or "allOf" in node:
             self.only_closed = False
             node = _merged(node)
         if not _UNSAYABLE.isdisjoint(node):
-            raise _Inexpressible
+            raise Inexpressible
         written: JsonObject = {name: part for name, part in node.items() if name in _KEPT}
         self._say(node, written)
-        if "$ref" in node:
-            return _reference(written)
-        if "enum" in node or "const" in node:
-            return self._choice(written)
-        if isinstance(alternatives := node.get("anyOf"), list) and alternatives:
-            if not written.keys() <= _WORDS | {"anyOf"}:
-                raise _Inexpressible
-            return written | {"anyOf": [self._node(part, level) for part in alternatives]}
-        return self._typed(written, level)
+        return super().visit(written, where)
+
+    def reference(self, node: JsonObject, pointer: str, where: int) -> JsonObject:
+        """Strict mode takes a reference only alone; as the one alternative it may have a description."""
+        words = without(node, "$ref")
+        match pointer.split("/"):
+            case ["#"]:
+                pass
+            case ["#", ("$defs" | "definitions"), name]:
+                pointer = f"#/$defs/{name}"
+            case _:
+                raise Inexpressible
+        if not words.keys() <= _WORDS:
+            raise Inexpressible
+        return {"anyOf": [{"$ref": pointer}], **words} if words else {"$ref": pointer}
+
+    def combined(self, word: str, node: JsonObject, where: int) -> JsonObject:
+        if not (alternatives := listed(node, word)):
+            return self.typed(node, where)
+        if not node.keys() <= _WORDS | {"anyOf"}:
+            raise Inexpressible
+        return node | {"anyOf": [self.visit(part, where) for part in alternatives]}
 
     def _say(self, node: JsonObject, written: JsonObject) -> None:
         said = [f"{name}: {orjson.dumps(node[name]).decode()}" for name in _SAID if name in node]
@@ -167,15 +150,15 @@ class _Strict:
             before = f"{node['description']} " if node.get("description") else ""
             written["description"] = f"{before}({', '.join(said)})"
 
-    def _choice(self, node: JsonObject) -> JsonObject:
+    def choice(self, node: JsonObject, where: int) -> JsonObject:
         values = [node["const"]] if "const" in node else node["enum"]
         if not isinstance(values, list) or not values or not node.keys() <= _WORDS | {"type", "enum", "const"}:
-            raise _Inexpressible
-        words = {name: node[name] for name in _WORDS if name in node}
+            raise Inexpressible
+        words = {name: part for name, part in node.items() if name in _WORDS}  # in an order that stays
         by_type: dict[str, list[JsonValue]] = {}
         for value in values:
             if type(value) not in _TYPES:
-                raise _Inexpressible
+                raise Inexpressible
             by_type.setdefault(_TYPES[type(value)], []).append(value)
         self._count(values)
         if isinstance(kind := node.get("type"), str) and len(by_type) == 1:
@@ -192,78 +175,50 @@ class _Strict:
         characters = sum(len(value) for value in values if isinstance(value, str))
         self._characters += characters
         if len(values) > LONG_ENUM and characters > LONG_ENUM_CHARACTERS:
-            raise _Inexpressible
+            raise Inexpressible
 
-    def _typed(self, node: JsonObject, level: int) -> JsonObject:
+    def typed(self, node: JsonObject, where: int) -> JsonObject:
         if "type" not in node:
             if "properties" not in node and "items" not in node:
-                raise _Inexpressible
+                raise Inexpressible
             self.only_closed = False
             node["type"] = "object" if "properties" in node else "array"
         kinds = node["type"] if isinstance(node["type"], list) else [node["type"]]
         if not kinds or not all(isinstance(kind, str) for kind in kinds):
-            raise _Inexpressible
+            raise Inexpressible
         if "object" in kinds:
-            node |= self._object(node, level)
+            node |= self._object(node, where)
         elif not node.keys().isdisjoint(("properties", "required", "additionalProperties")):
-            raise _Inexpressible
+            raise Inexpressible
         if "array" in kinds:
-            node["items"] = self._node(node.get("items"), level)
+            node["items"] = self.visit(node.get("items"), where)
         return node
 
     def _object(self, node: JsonObject, level: int) -> JsonObject:
         properties, required = node.get("properties"), node.get("required", [])
         if not isinstance(properties, dict) or not isinstance(required, list):
-            raise _Inexpressible
+            raise Inexpressible
         if node.get("additionalProperties", False) is not False or not set(map(str, required)) <= properties.keys():
-            raise _Inexpressible
+            raise Inexpressible
         self._properties += len(properties)
         self._characters += sum(map(len, properties))
         return {
-            "properties": {name: self._node(part, level + 1) for name, part in properties.items()},
+            "properties": {name: self.visit(part, level + 1) for name, part in properties.items()},
             "required": list(properties),
             "additionalProperties": False,
         }
-
-
-_DEFINITIONS = ("$defs", "definitions")
-
-
-def _definitions_of(schema: JsonObject) -> JsonObject:
-    found: JsonObject = {}
-    for name in _DEFINITIONS:
-        parts = schema.get(name, {})
-        if not isinstance(parts, dict):
-            raise _Inexpressible
-        found |= parts
-    return found
 
 
 def _merged(node: JsonObject) -> JsonObject:
     """With what older writers put in an ``allOf`` of one in its place, and alternatives under one name."""
     whole = node.get("allOf")
     if isinstance(whole, list) and len(whole) == 1 and isinstance(whole[0], dict):
-        rest = {name: part for name, part in node.items() if name != "allOf"}
+        rest = without(node, "allOf")
         if whole[0].keys().isdisjoint(rest.keys() - _WORDS):
             node = whole[0] | rest
     if "oneOf" in node and "anyOf" not in node:
         node = {("anyOf" if name == "oneOf" else name): part for name, part in node.items() if name != "discriminator"}
     return node
-
-
-def _reference(node: JsonObject) -> JsonObject:
-    """Strict mode takes a reference only alone; as the one alternative it may have a description."""
-    target = node.pop("$ref")
-    if not isinstance(target, str) or not node.keys() <= _WORDS:
-        raise _Inexpressible
-    match target.split("/"):
-        case ["#"]:
-            pass
-        case ["#", ("$defs" | "definitions"), name]:
-            target = f"#/$defs/{name}"
-        case _:
-            raise _Inexpressible
-    return {"anyOf": [{"$ref": target}], **node} if node else {"$ref": target}
 
 
 def _is_root(schema: JsonObject) -> bool:
@@ -292,7 +247,7 @@ def _plain_root(schema: JsonObject) -> JsonObject | None:
 def _wrap(schema: JsonObject) -> JsonObject:
     """An object around the root. References to the root and into it are turned to where it is now."""
     elsewhere = (*_DEFINITIONS, "$schema", "$id")
-    moved = _rebased({name: part for name, part in schema.items() if name not in elsewhere})
+    moved = _rebased(without(schema, *elsewhere))
     definitions = {name: _rebased(part) for name, part in schema.items() if name in _DEFINITIONS}
     root: JsonObject = {"type": "object", "properties": {WRAPPER: moved}, "required": [WRAPPER]}
     return root | {"additionalProperties": False} | definitions
@@ -305,10 +260,6 @@ def _rebased(node: JsonValue) -> JsonValue:
         return node
     written = {name: _rebased(part) for name, part in node.items()}
     target = node.get("$ref")
-    if isinstance(target, str) and target.startswith("#") and not _starts(target, _DEFINITIONS):
+    if isinstance(target, str) and target.startswith("#") and not target.startswith(("#/$defs/", "#/definitions/")):
         written["$ref"] = f"#/properties/{WRAPPER}{target[1:]}"
     return written
-
-
-def _starts(target: str, names: Iterable[str]) -> bool:
-    return any(target.startswith(f"#/{name}/") for name in names)

@@ -8,15 +8,13 @@ Not understood: ``pattern``, ``not``, conditionals, ``uniqueItems`` above one it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import orjson
 from pydantic import JsonValue
 
+from batch_agent.backends.schema.visitor import Inexpressible, SchemaVisitor, listed, named, without
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
-
-Schema = Mapping[str, JsonValue]
 
 FORMATS = {
     "date": "2000-01-01",
@@ -39,56 +37,59 @@ class Endless(Exception):
 def minimal_instance(schema: JsonObject, *, filler: str = "") -> JsonValue:
     """``filler`` is put into strings that may hold anything, so that two callers can differ."""
     try:
-        return _Builder(schema, filler).build(schema, ())
+        return _Builder(schema, filler).visit(schema, ())
     except Endless:
         raise SpecError("this JSON schema has no finite value: it requires itself") from None
+    except Inexpressible as error:
+        raise SpecError(f"the JSON schema refers to what is not in it: {error}") from None
 
 
-class _Builder:
-    def __init__(self, root: JsonObject, filler: str) -> None:
-        self._root = root
+class _Builder(SchemaVisitor[tuple[str, ...], JsonValue]):
+    """``where`` are the references that led to a node."""
+
+    def __init__(self, document: JsonObject, filler: str) -> None:
+        super().__init__(document)
         self._filler = filler
 
-    def build(self, schema: JsonValue, refs: tuple[str, ...]) -> JsonValue:
-        if not isinstance(schema, dict):
-            return None  # true: anything fits
-        if isinstance(ref := schema.get("$ref"), str):
-            if ref in refs:
-                raise Endless
-            return self.build({**self._resolve(ref), **_without(schema, "$ref")}, (*refs, ref))
-        if "const" in schema:
-            return schema["const"]
-        if isinstance(options := schema.get("enum"), list) and options:
-            return options[0]
-        for key in ("anyOf", "oneOf"):
-            if isinstance(options := schema.get(key), list) and options:
-                return self._smallest([_merge(_without(schema, key), option) for option in options], refs)
-        if isinstance(parts := schema.get("allOf"), list):
-            merged: JsonObject = _without(schema, "allOf")
-            for part in parts:
-                merged = _merge(merged, self._flat(part, refs))
-            return self.build(merged, refs)
-        return self._typed(schema, refs)
+    def anything(self, node: JsonValue, where: tuple[str, ...]) -> JsonValue:
+        return None
 
-    def _typed(self, schema: JsonObject, refs: tuple[str, ...]) -> JsonValue:
-        kind = schema.get("type")
+    def choice(self, node: JsonObject, where: tuple[str, ...]) -> JsonValue:
+        if "const" in node:
+            return node["const"]
+        options = listed(node, "enum")
+        return options[0] if options else self.visit(without(node, "enum"), where)
+
+    def reference(self, node: JsonObject, pointer: str, where: tuple[str, ...]) -> JsonValue:
+        return self.visit(self._flat(node, where), (*where, pointer))
+
+    def combined(self, word: str, node: JsonObject, where: tuple[str, ...]) -> JsonValue:
+        rest, parts = without(node, word), listed(node, word)
+        if word != "allOf" and parts:
+            return self._smallest([_merge(rest, part) for part in parts], where)
+        for part in parts:
+            rest = _merge(rest, self._flat(part, where))
+        return self.visit(rest, where)
+
+    def typed(self, node: JsonObject, where: tuple[str, ...]) -> JsonValue:
+        kind = node.get("type")
         if isinstance(kind, list):
-            return self._smallest([{**schema, "type": one} for one in kind], refs)
-        if kind == "object" or (kind is None and ("properties" in schema or "required" in schema)):
-            return self._object(schema, refs)
-        if kind == "array" or (kind is None and ("items" in schema or "prefixItems" in schema)):
-            return self._array(schema, refs)
+            return self._smallest([{**node, "type": one} for one in kind], where)
+        if kind == "object" or (kind is None and ("properties" in node or "required" in node)):
+            return self._object(node, where)
+        if kind == "array" or (kind is None and ("items" in node or "prefixItems" in node)):
+            return self._array(node, where)
         if kind == "string":
-            return self._string(schema)
+            return self._string(node)
         if kind in ("integer", "number"):
-            return _number(schema, whole=kind == "integer")
+            return _number(node, whole=kind == "integer")
         return False if kind == "boolean" else None
 
     def _smallest(self, options: list[JsonObject], refs: tuple[str, ...]) -> JsonValue:
         values: list[JsonValue] = []
         for option in options:
             try:
-                values.append(self.build(option, refs))
+                values.append(self.visit(option, refs))
             except Endless:
                 continue
         if not values:
@@ -96,23 +97,20 @@ class _Builder:
         return min(values, key=lambda value: len(orjson.dumps(value)))
 
     def _object(self, schema: JsonObject, refs: tuple[str, ...]) -> JsonValue:
-        properties, required = schema.get("properties"), schema.get("required")
-        known = properties if isinstance(properties, dict) else {}
-        names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        known = named(schema, "properties")
+        names = [name for name in listed(schema, "required") if isinstance(name, str)]
         others = schema.get("additionalProperties", True)
-        value: JsonObject = {name: self.build(known.get(name, others), refs) for name in names}
+        value: JsonObject = {name: self.visit(known.get(name, others), refs) for name in names}
         for name in [*known, *(f"key{i}" for i in range(_int(schema, "minProperties")))]:
             if len(value) >= _int(schema, "minProperties"):
                 break
-            value.setdefault(name, self.build(known.get(name, others), refs))
+            value.setdefault(name, self.visit(known.get(name, others), refs))
         return value
 
     def _array(self, schema: JsonObject, refs: tuple[str, ...]) -> JsonValue:
-        first = schema.get("prefixItems")
-        heads = first if isinstance(first, list) else []
         rest = schema.get("items", True)
-        kinds = [*heads, *([rest] * _int(schema, "minItems"))][: _int(schema, "minItems")]
-        return [self.build(kind, refs) for kind in kinds]
+        kinds = [*listed(schema, "prefixItems"), *([rest] * _int(schema, "minItems"))][: _int(schema, "minItems")]
+        return [self.visit(kind, refs) for kind in kinds]
 
     def _string(self, schema: JsonObject) -> str:
         if isinstance(form := schema.get("format"), str) and form in FORMATS:
@@ -120,52 +118,42 @@ class _Builder:
         text = self._filler.ljust(_int(schema, "minLength"), "x")
         return text[: _int(schema, "maxLength")] if "maxLength" in schema else text
 
-    def _flat(self, schema: JsonValue, refs: tuple[str, ...]) -> JsonValue:
-        if isinstance(schema, dict) and isinstance(ref := schema.get("$ref"), str):
-            if ref in refs:
+    def _flat(self, node: JsonValue, refs: tuple[str, ...]) -> JsonValue:
+        """What a chain of references leads to, with the keywords beside them."""
+        while isinstance(node, dict) and "$ref" in node:
+            pointer = str(node["$ref"])
+            if pointer in refs:
                 raise Endless
-            return self._flat({**self._resolve(ref), **_without(schema, "$ref")}, (*refs, ref))
-        return schema
-
-    def _resolve(self, ref: str) -> JsonObject:
-        target: JsonValue = self._root
-        for part in ref.removeprefix("#").split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            target = target.get(key) if isinstance(target, dict) else None
-        if not ref.startswith("#") or not isinstance(target, dict):
-            raise SpecError(f"the JSON schema refers to {ref!r}, which is not in it")
-        return target
-
-
-def _without(schema: Schema, key: str) -> JsonObject:
-    return {name: value for name, value in schema.items() if name != key}
+            target = self.resolve(pointer)
+            if not isinstance(target, dict):
+                raise Inexpressible(f"$ref {pointer} leads to no schema")
+            node, refs = {**target, **without(node, "$ref")}, (*refs, pointer)
+        return node
 
 
 def _merge(left: JsonObject, right: JsonValue) -> JsonObject:
     if not isinstance(right, dict):
         return left
     merged: JsonObject = {**left, **right}
-    for key in ("properties", "$defs"):
-        a, b = left.get(key), right.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            merged[key] = {**a, **b}
-    a, b = left.get("required"), right.get("required")
-    if isinstance(a, list) and isinstance(b, list):
-        merged["required"] = [*a, *(name for name in b if name not in a)]
+    for keyword in ("properties", "$defs"):
+        if both := named(left, keyword) | named(right, keyword):
+            merged[keyword] = both
+    if names := [*listed(left, "required"), *listed(right, "required")]:
+        merged["required"] = list(dict.fromkeys(map(str, names)))
     return merged
 
 
-def _int(schema: Schema, key: str) -> int:
+def _int(schema: JsonObject, key: str) -> int:
     value = schema.get(key)
     return int(value) if isinstance(value, int | float) else 0
 
 
-def _bound(schema: Schema, key: str) -> float | None:
+def _bound(schema: JsonObject, key: str) -> float | None:
     value = schema.get(key)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _number(schema: Schema, *, whole: bool) -> JsonValue:
+def _number(schema: JsonObject, *, whole: bool) -> JsonValue:
     """The allowed number nearest to 0."""
     step = _bound(schema, "multipleOf") or (1 if whole else None)
     low, high = _bound(schema, "minimum"), _bound(schema, "maximum")

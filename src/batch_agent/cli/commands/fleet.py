@@ -107,7 +107,7 @@ def fleet_command(options: argparse.Namespace) -> int:
     options.hostfile = options.hostfile or os.environ.get(HOSTFILE_VARIABLE)
     if not options.hostfile:
         raise SpecError(f"no hostfile: batch-agent fleet {options.action} HOSTFILE, or set {HOSTFILE_VARIABLE}")
-    does: Callable[[argparse.Namespace], int] = resolve_name(f"batch_agent.cli.{options.does}")
+    does: Callable[[argparse.Namespace], int] = resolve_name(f"batch_agent.cli.commands.{options.does}")
     return does(options)
 
 

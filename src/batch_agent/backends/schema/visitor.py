@@ -1,0 +1,96 @@
+"""One traversal of JSON schemas, for everything that reads one: the form of a wire, a grammar, an instance. Pure.
+
+A visitor has a method for each kind of node, and ``visit`` finds the kind. What a node becomes is each visitor's rule.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from pydantic import JsonValue
+
+from batch_agent.messages import JsonObject
+
+Where = TypeVar("Where")  # what a visitor carries from node to node: a path, a depth, the references above
+Result = TypeVar("Result")
+
+
+class Inexpressible(Exception):
+    """The visitor has no form of this schema. The message says why, if anybody reads it."""
+
+
+class SchemaVisitor(ABC, Generic[Where, Result]):
+    """Reads one schema. ``document`` is what its references lead into."""
+
+    def __init__(self, document: JsonObject) -> None:
+        self.document = document
+
+    def visit(self, node: JsonValue, where: Where) -> Result:
+        if not isinstance(node, dict):
+            return self.anything(node, where)
+        if "const" in node or "enum" in node:
+            return self.choice(node, where)
+        if "$ref" in node:
+            return self.reference(node, str(node["$ref"]), where)
+        for word in ("anyOf", "oneOf", "allOf"):
+            if word in node:
+                return self.combined(word, node, where)
+        return self.typed(node, where)
+
+    def anything(self, node: JsonValue, where: Where) -> Result:
+        """Of a node that is no object: True accepts every value, False none."""
+        raise Inexpressible
+
+    def choice(self, node: JsonObject, where: Where) -> Result:
+        """Of a node with ``const`` or ``enum``."""
+        return self.typed(node, where)
+
+    @abstractmethod
+    def reference(self, node: JsonObject, pointer: str, where: Where) -> Result: ...
+
+    def combined(self, word: str, node: JsonObject, where: Where) -> Result:
+        """Of a node with anyOf, oneOf or allOf, whichever comes first in that order."""
+        return self.typed(node, where)
+
+    @abstractmethod
+    def typed(self, node: JsonObject, where: Where) -> Result:
+        """Of any other node, mostly one with a type."""
+
+    def resolve(self, pointer: str) -> JsonValue:
+        """The node that a reference leads to. Raises Inexpressible if there is none."""
+        if not pointer.startswith("#"):
+            raise Inexpressible(f"$ref {pointer}: only references within the schema")
+        found: JsonValue = self.document
+        for step in pointer.removeprefix("#").split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, dict) or step not in found:
+                raise Inexpressible(f"$ref {pointer} leads nowhere")
+            found = found[step]
+        return found
+
+
+def nodes(node: JsonValue) -> Iterator[JsonObject]:
+    """The schema and all schemas inside it, without following references."""
+    if isinstance(node, dict):
+        yield node
+        inner = [*named(node, "properties").values(), *named(node, "$defs").values(), node.get("items")]
+        for part in inner + [part for word in ("anyOf", "oneOf", "allOf") for part in listed(node, word)]:
+            yield from nodes(part)
+
+
+def named(node: JsonObject, keyword: str) -> JsonObject:
+    """The object that a keyword has; empty if it has none."""
+    value = node.get(keyword)
+    return value if isinstance(value, dict) else {}
+
+
+def listed(node: JsonObject, keyword: str) -> list[JsonValue]:
+    """The list that a keyword has; empty if it has none."""
+    value = node.get(keyword)
+    return value if isinstance(value, list) else []
+
+
+def without(node: JsonObject, *keywords: str) -> JsonObject:
+    return {name: part for name, part in node.items() if name not in keywords}
