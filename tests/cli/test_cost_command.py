@@ -124,4 +124,4 @@ def test_a_limit_that_is_no_limit_is_refused(flags: list[str], capsys: pytest.Ca
     with pytest.raises(SystemExit) as caught:
         main(["run", "spec.yaml", *flags])
     assert caught.value.code == 1
-    assert "must be a number above 0" in capsys.readouterr().err
+    assert "must be a number of" in capsys.readouterr().err
