@@ -1,4 +1,5 @@
-"""``batch-agent`` for tests: in this process, or as a process where streams, signals or locks are the subject."""
+"""``batch-agent`` and programs for tests: in this process, or as a process where streams, signals or locks are the
+subject."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import importlib
 import json
 import logging
 import os
+import runpy
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, chdir, contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -36,17 +38,36 @@ def read_results(text: str) -> list[dict[str, object]]:
 
 async def batch_agent(directory: Path, *arguments: str, stdin: bytes = b"") -> Outcome:
     """The command in this directory, beside the servers of the test's event loop."""
-    return await asyncio.to_thread(_call, directory, arguments, stdin)
+    return await in_process(directory, lambda: main(arguments), stdin)
 
 
-def _call(directory: Path, arguments: tuple[str, ...], stdin: bytes) -> Outcome:
+async def program(directory: Path, path: str, *arguments: str) -> Outcome:
+    """A Python program as ``python path`` runs it, in the same way."""
+
+    def run() -> int:
+        sys.path.insert(0, str(Path(path).parent.absolute()))
+        argv, sys.argv = sys.argv, [path, *arguments]
+        try:
+            runpy.run_path(path, run_name="__main__")
+        finally:
+            sys.argv = argv
+        return 0
+
+    return await in_process(directory, run)
+
+
+async def in_process(directory: Path, act: Callable[[], int], stdin: bytes = b"") -> Outcome:
+    return await asyncio.to_thread(_call, directory, act, stdin)
+
+
+def _call(directory: Path, act: Callable[[], int], stdin: bytes) -> Outcome:
     with ExitStack() as stack:
         streams = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
         streams[0].write(stdin)
         streams[0].seek(0)
-        with _streams(streams), _own_modules(directory), chdir(directory):
+        with _streams(streams), own_modules(directory), chdir(directory):
             try:
-                code: int | None = main(arguments)
+                code: int | None = act()
             except SystemExit as error:
                 code = int(error.code or 0)
         for stream in streams:
@@ -75,8 +96,8 @@ def _streams(files: list[IO[bytes]]) -> Iterator[None]:
 
 
 @contextmanager
-def _own_modules(directory: Path) -> Iterator[None]:
-    """What the command imports from the directory and sets in the environment does not outlast it."""
+def own_modules(directory: Path) -> Iterator[None]:
+    """What is imported from the directory and set in the environment here does not outlast it."""
     path, environment, known = list(sys.path), dict(os.environ), set(sys.modules)
     importlib.invalidate_caches()
     try:
