@@ -1,21 +1,23 @@
-"""``python docs/tables.py``: writes the table of backends into the pages that have its marks.
+"""``python docs/tables.py``: writes the tables of backends, of options and of their flags into the pages.
 
-Made of the lines of ``batch_agent.backends.schemes`` and of the Capabilities of each backend, which is opened for it
-and asks nobody.
+The table of backends is made of the lines of ``batch_agent.backends.schemes`` and of the Capabilities of each backend,
+which is opened for it and sends nothing; the others of BatchSpec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from batch_agent.backends.base import Capabilities
 from batch_agent.backends.registry import open_backend
 from batch_agent.backends.schemes import SCHEMES, Scheme
+from batch_agent.cli.spec.arguments import flag_help, flag_name
+from batch_agent.option import Flag, Unset, notes
+from batch_agent.spec import OLD_NAMES, BatchSpec
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "backends.md")
-BEGIN, END = "<!-- backends -->", "<!-- end of backends -->"
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("backends", "options", "commands")))
 HEADER = ("`backend=`", "", "key from", "keeps schemas", "... beside tools", "sees", "tells its load", "options")
 
 
@@ -39,13 +41,62 @@ def table() -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
 
 
+# The sections of docs/options.md, by their first option, and what is said below the heading.
+SECTIONS = {
+    "task": ("What to do", ""),
+    "backend": ("Where", ""),
+    "max_inflight": ("How much at once", ""),
+    "prices": ("How much in all", "What these mean exactly is in [cost.md](cost.md)."),
+    "run_dir": ("The record", ""),
+    "max_tokens": ("The model call", ""),
+    "no_hoist": ("The prompt", ""),
+    "model_max_context": ("The context", "What these mean exactly is in [contexts.md](contexts.md)."),
+}
+WORDS: Mapping[object, str] = {None: "none", "": "none", (): "none", False: "off", True: "on"}
+
+
+def options() -> Iterator[str]:
+    unset = notes(BatchSpec, Unset)
+    older = {new: old for old, new in OLD_NAMES.items()}
+    for name, field in BatchSpec.model_fields.items():
+        if name in SECTIONS:
+            title, below = SECTIONS[name]
+            yield from ("", f"## {title}", "", *((below, "") if below else ()))
+            yield from ("| option | default | meaning |", "| --- | --- | --- |")
+        default = "required" if field.is_required() else unset[name].words if name in unset else written(field.default)
+        text = field.description or ""
+        also = f" Older name: `{older[name]}`." if name in older and older[name] not in text else ""
+        yield f"| `{name}` | {default} | {text}{also} |"
+
+
+def written(default: object) -> str:
+    if isinstance(default, dict):
+        return "none"
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        return f"{default:g}"
+    return WORDS.get(default, f'`"{default}"`')
+
+
+def flags() -> Iterator[str]:
+    yield from ("| flag | option |", "| --- | --- |")
+    for name, flag in notes(BatchSpec, Flag).items():
+        value = f" {flag.metavar}" if flag.metavar else ""
+        text = flag_help(name).replace("|", "\\|")
+        yield f"| `{flag_name(name)}{value}` | `{name}`: {text} |"
+
+
+BLOCKS: Mapping[str, Callable[[], Iterator[str]]] = {"backends": table, "options": options, "flags": flags}
+
+
 def filled(page: str) -> str:
-    """The page with the table between its marks; without marks, as it is."""
-    if BEGIN not in page:
-        return page
-    before, rest = page.split(BEGIN)
-    lines = "\n".join(table())
-    return f"{before}{BEGIN}\n{lines}\n{END}{rest.split(END)[1]}"
+    """The page with each table between its marks; without marks, as it is."""
+    for name, made in BLOCKS.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        if begin in page:
+            before, rest = page.split(begin)
+            lines = "\n".join(made())
+            page = f"{before}{begin}\n{lines}\n{end}{rest.split(end)[1]}"
+    return page
 
 
 def main() -> None:

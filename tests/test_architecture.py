@@ -19,6 +19,7 @@ ORDER = [
     "errors",
     "job",
     "events",
+    "option",
     "spec",
     "documented",
     "compiler",

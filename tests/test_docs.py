@@ -8,18 +8,23 @@ says why in a comment before it: ``<!-- not run: needs a GPU -->``.
 from __future__ import annotations
 
 import argparse
+import ast
 import asyncio
+import inspect
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 from markdown_it import MarkdownIt
+from tests.cli.commandline import batch_agent, own_modules
 
 from batch_agent.backends.local import weights
 from batch_agent.cli.main import COMMANDS, add_arguments
@@ -33,14 +38,6 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *so
 EXAMPLES = [path.read_text() for path in (ROOT / "examples").glob("*.py")]  # test_examples.py runs them
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 FILE_NAME = re.compile(r"# (\w[\w/-]*\.\w+)\n")
-RUN_PYTHON = """
-import ast, asyncio, inspect, pathlib, sys
-path = sys.argv.pop(1)
-code = compile(pathlib.Path(path).read_text(), path, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-value = eval(code, {"__name__": "__main__"})
-if inspect.iscoroutine(value):
-    asyncio.run(value)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,57 +71,87 @@ def workplace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def run(command: list[str], place: Path, **variables: str) -> None:
+def runnable(page: Path) -> list[Block]:
+    """The blocks of a page that the tests run: test_examples.py has the examples."""
+    blocks = [block for block in blocks_of(page) if block.runs and block.text not in EXAMPLES]
+    return blocks if any(block.language in ("python", "sh") and block.file is None for block in blocks) else []
+
+
+async def run_block(block: Block, place: Path) -> None:
+    if block.file is not None:
+        (place / block.file).write_text(block.text.partition("\n")[2])
+    elif block.language == "python":
+        await asyncio.to_thread(run_python, block, place)
+    elif block.language == "sh" and (commands := commands_of(block.text)):
+        for arguments in commands:
+            outcome = await batch_agent(place, *arguments)
+            assert outcome.code == 0, f"{arguments}\n{outcome.stderr}"
+    elif block.language == "sh":
+        await run_shell(block.text, place)
+
+
+def run_python(block: Block, place: Path) -> None:
+    """The block as a program, on an event loop of its own where it awaits."""
+    code = compile(block.text, f"line {block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    with own_modules(place), chdir(place):
+        sys.path.insert(0, str(place))
+        value = eval(code, {"__name__": "__main__"})
+        if inspect.iscoroutine(value):
+            asyncio.run(value)
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The commands of a block that is nothing but calls of ``batch-agent``; none where it needs a shell."""
+    lines = [shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines()]
+    commands = [words for words in lines if words]
+    plain = all(words[0] == "batch-agent" and not {"|", ">", "<", "&&", "&"} & set(words) for words in commands)
+    return [words[1:] for words in commands] if plain and "$" not in text else []
+
+
+async def run_shell(line: str, place: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *("bash", "-euo", "pipefail", "-c", line),
         cwd=place,
-        env=os.environ | {"PATH": path} | variables,
+        env=os.environ | {"PATH": path},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
     out, _ = await process.communicate()
-    assert process.returncode == 0, f"{command[-1]}\n{out.decode()}"
+    assert process.returncode == 0, f"{line}\n{out.decode()}"
 
 
-async def run_block(block: Block, place: Path, **variables: str) -> None:
-    if block.file is not None:
-        (place / block.file).write_text(block.text.partition("\n")[2])
-    elif block.language == "python":
-        program = place / "block.py"
-        program.write_text(block.text)
-        await run([sys.executable, "-c", RUN_PYTHON, str(program)], place, **variables)
-    elif block.language == "sh":
-        await run(["bash", "-euo", "pipefail", "-c", block.text], place, **variables)
-
-
-@pytest.mark.parametrize("page", GUIDES, ids=named)
-async def test_the_code_of_a_page_runs(page: Path, workplace: Path) -> None:
+@pytest.mark.parametrize("page", [page for page in GUIDES if runnable(page)], ids=named)
+async def test_the_code_of_a_page_runs(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCH_AGENT_CACHE", str(workplace / "cache"))
     async with ScriptedServer(models=["tiny"]) as server:
-        for block in blocks_of(page):
-            if block.runs and block.text not in EXAMPLES:
-                place = {"BATCH_AGENT_BACKEND": server.backend_url, "BATCH_AGENT_CACHE": str(workplace / "cache")}
-                await run_block(block, workplace, **place)
+        monkeypatch.setenv("BATCH_AGENT_BACKEND", server.backend_url)
+        for block in runnable(page):
+            await run_block(block, workplace)
 
 
 @pytest.mark.real
-async def test_the_readmes_first_program_runs_as_it_stands_on_the_embedded_model(workplace: Path) -> None:
+async def test_the_readmes_first_program_runs_as_it_stands_on_the_embedded_model(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("openvino_genai", reason="the embedded engine is not installed: pip install openvino-genai")
     try:
         weights.fetch()
     except SpecError as error:
         pytest.skip(f"no weights: {error}")
     program = next(block for block in blocks_of(ROOT / "README.md") if block.language == "python")
-    await run_block(program, workplace, BATCH_AGENT_BACKEND="")
+    monkeypatch.setenv("BATCH_AGENT_BACKEND", "")
+    await run_block(program, workplace)
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=named)
-def test_every_block_says_what_it_is(page: Path) -> None:
-    for block in blocks_of(page):
-        assert block.language in ("python", "sh", "console", "yaml", "jsonl", "text"), f"line {block.line}"
-        assert block.language != "console" or not block.runs, f"line {block.line}: what was typed and seen does not run"
-        if block.language == "yaml":
-            assert isinstance(yaml.safe_load(block.text), dict), f"line {block.line}"
+def test_every_block_says_what_it_is() -> None:
+    for page in GUIDES:
+        for block in blocks_of(page):
+            where = f"{named(page)} line {block.line}"
+            assert block.language in ("python", "sh", "console", "yaml", "jsonl", "text"), where
+            assert block.language != "console" or not block.runs, f"{where}: what was typed and seen does not run"
+            if block.language == "yaml":
+                assert isinstance(yaml.safe_load(block.text), dict), where
 
 
 def links_of(page: Path) -> Iterator[str]:
@@ -140,23 +167,24 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
-    for link in links_of(page):
-        if "://" in link:
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), link
-        assert not anchor or anchor in anchors_of(target), link
+def leads_nowhere(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    return not target.exists() or (bool(anchor) and anchor not in anchors_of(target))
 
 
-@pytest.mark.parametrize("page", JOBS, ids=named)
-def test_the_page_of_a_job_shows_its_example_and_the_readme_names_it(page: Path) -> None:
-    program = (ROOT / "examples" / f"{page.stem}.py").read_text()
-    assert program in [block.text for block in blocks_of(page)]
-    assert 15 <= program.count("\n") <= 40
-    assert named(page) in links_of(ROOT / "README.md")
+def test_every_link_within_the_repository_leads_somewhere() -> None:
+    links = [(page, link) for page in PAGES for link in links_of(page) if "://" not in link]
+    assert [f"{named(page)}: {link}" for page, link in links if leads_nowhere(page, link)] == []
+
+
+def test_the_page_of_a_job_shows_its_example_and_the_readme_names_it() -> None:
+    linked = set(links_of(ROOT / "README.md"))
+    for page in JOBS:
+        program = (ROOT / "examples" / f"{page.stem}.py").read_text()
+        assert program in [block.text for block in blocks_of(page)]
+        assert 15 <= program.count("\n") <= 40
+        assert named(page) in linked
 
 
 def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -167,13 +195,13 @@ def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from flags_of(nested)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_and_every_argument_is_in_the_reference(name: str) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(name, parser)
+def test_every_command_and_every_argument_is_in_the_reference() -> None:
     reference = (ROOT / "docs" / "commands.md").read_text()
-    assert re.search(rf"^## .*`batch-agent {name}\b", reference, re.MULTILINE)
     documented = set(re.findall(r"`[^`]*`", reference))
     words = {word.rstrip(",]") for code in documented for word in re.split(r"[ =\[`]", code)}
-    missing = set(flags_of(parser)) - words - {"-h", "--help"}
-    assert not missing, f"docs/commands.md does not mention {sorted(missing)} of batch-agent {name}"
+    for name in COMMANDS:
+        parser = argparse.ArgumentParser()
+        add_arguments(name, parser)
+        assert re.search(rf"^## .*`batch-agent {name}\b", reference, re.MULTILINE)
+        missing = set(flags_of(parser)) - words - {"-h", "--help"}
+        assert not missing, f"docs/commands.md does not mention {sorted(missing)} of batch-agent {name}"

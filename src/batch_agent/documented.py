@@ -7,6 +7,7 @@ program that only imports the package does not wait for pydantic.
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, ForwardRef, TypeVar
@@ -25,7 +26,18 @@ class _Decided:
 
 
 DECIDED: Final = _Decided()
-DEPENDS = ("max_inflight", "max_agents", "max_turns")  # where None means no limit
+LINK = re.compile(r"\[[^]]*\]\(([^)#]+)[^)]*\)")
+
+
+def plain(text: str) -> str:
+    """A description without Markdown: a link is the page it leads to."""
+    return LINK.sub(r"docs/\1", text).replace("`", "")
+
+
+def first_sentence(text: str) -> str:
+    """The beginning of a description, as help texts of flags are written."""
+    first = plain(text).partition(". ")[0].rstrip(".")
+    return first[:1].lower() + first[1:]
 
 
 class _Documented(classmethod):  # type: ignore[type-arg]
@@ -65,26 +77,28 @@ def _document(method: Callable[..., Any], types: Mapping[str, str]) -> None:
 
 
 def _parameters(types: Mapping[str, str]) -> Iterator[inspect.Parameter]:
-    from pydantic_core import PydanticUndefined
-
+    from batch_agent.option import Unset, notes
     from batch_agent.spec import BatchSpec
 
+    unset = notes(BatchSpec, Unset)
     for name, field in BatchSpec.model_fields.items():
-        default = DECIDED if name in DEPENDS else field.default
-        if default is PydanticUndefined:
+        default = DECIDED if name in unset and not unset[name].is_none else field.default
+        if field.is_required():
             default = inspect.Parameter.empty
         kind = types.get(name, OUTPUT_SCHEMA)
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def _lines(options: list[inspect.Parameter]) -> Iterator[str]:
+    from batch_agent.option import Unset, notes
     from batch_agent.spec import OLD_NAMES, BatchSpec
 
+    unset = notes(BatchSpec, Unset)
     for option in options:
         default = "required" if option.default is option.empty else f"default {option.default!r}"
-        default = "default: it depends" if option.default is DECIDED else default
+        default = f"default: {plain(unset[option.name].words)}" if option.name in unset else default
         yield f"{option.name}: {option.annotation} ({default})"
-        sentence = BatchSpec.model_fields[option.name].description or ""
+        sentence = plain(BatchSpec.model_fields[option.name].description or "")
         yield textwrap.fill(sentence, WIDTH, initial_indent="    ", subsequent_indent="    ")
     yield "\nOlder names: " + ", ".join(f"{old} for {new}" for old, new in OLD_NAMES.items()) + "."
 

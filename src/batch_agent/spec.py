@@ -1,8 +1,8 @@
 """BatchSpec: everything a user can say about a run, checked before anything starts.
 
-One definition serves the Python API, spec files and the documentation. A wrong value or a misspelt name is a SpecError
-that says what is allowed. What a field's value means (a backend URL, a tool, a schema) is resolved by the package that
-owns it, not here.
+One definition serves the Python API, spec files, the command line and the documentation. A wrong value or a misspelt
+name is a SpecError that says what is allowed. What a field's value means (a backend URL, a tool, a schema) is resolved
+by the package that owns it, not here.
 """
 
 from __future__ import annotations
@@ -12,71 +12,33 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from batch_agent.errors import JobError, SpecError
-
-Count = Annotated[int, Field(gt=0, strict=True)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # True and "1" are none
-Dollars = Annotated[Number, Field(gt=0)]
-Seconds = Annotated[Number, Field(gt=0)]
-Text = Annotated[str, StringConstraints(strict=True)]
+from batch_agent.option import (
+    Allowed,
+    Compared,
+    Count,
+    Directory,
+    Flag,
+    FlagGroup,
+    Limit,
+    NotSettable,
+    Number,
+    OptionalText,
+    Scope,
+    Seconds,
+    Switch,
+    Text,
+    TimeLimit,
+    Unset,
+    Word,
+    notes,
+)
 
 OLD_NAMES = {"max_concurrent": "max_inflight", "max_dispatched": "max_agents", "checkpoint_dir": "run_dir"}
-
-_NO_LIMIT = ", or None for no limit"
-_SERVERS = ", or None to leave it to the server"
-# What an option must be, in the words of the error about one that is not.
-ALLOWED = {
-    **dict.fromkeys(("task", "system_prompt"), "text"),
-    **dict.fromkeys(("model", "api_key", "affinity"), "text, or None"),
-    "template": "braces or jinja",
-    "images": "a list of names of fields",
-    "image_root": "a directory, or None",
-    "tools": "a list of tools",
-    "on_result": "a function, or None",
-    **dict.fromkeys(
-        ("max_inflight", "max_agents", "max_turns", "max_total_tokens", "model_max_context", "rpm", "tpm"),
-        f"a whole number above 0{_NO_LIMIT}",
-    ),
-    "backpressure_ceiling": f"a whole number, 0 or more{_NO_LIMIT}",
-    "max_retries": "a whole number, 0 or more: without a limit, what fails every time would cost without end",
-    **dict.fromkeys(
-        ("timeout_per_agent", "timeout_per_turn", "timeout_per_tool", "max_wall_time", "max_outage"),
-        f"a number of seconds above 0{_NO_LIMIT}",
-    ),
-    "hedge": "a number of seconds above 0, or None to ask nobody twice",
-    "max_cost": f"a number of dollars above 0{_NO_LIMIT}",
-    "max_tokens": f"a whole number above 0{_SERVERS}",
-    "min_response_tokens": "a whole number above 0",
-    "oversized": "fail, chunk or truncate",
-    "compaction": "auto, off, or a function",
-    "compaction_model": "text, or None",
-    "temperature": f"a number from 0 to 10{_SERVERS}",
-    "top_p": f"a number above 0 and at most 1{_SERVERS}",
-    "seed": f"a whole number{_SERVERS}",
-    "stop": f"a text or a list of texts{_SERVERS}",
-    "extra_body": "a mapping from names to JSON values",
-    "tool_choice": "auto, none, required, one tool's name, or None",
-    "prices": "a mapping from names to numbers, or None",
-    "cache": "True, False or a directory",
-    "run_dir": "a directory, or None",
-    "predictive_prewarm": "True, False or the directory of an earlier run",
-    "prewarm_max_age": "a number of seconds above 0",
-    "retry_failed": "True, False, an error type or a list of them",
-    **dict.fromkeys(
-        (
-            "resume",
-            "force_resume",
-            "no_hoist",
-            "strip_preamble",
-            "streaming_tool_dispatch",
-            "nvext_agent_hints",
-            "calibrate_backend",
-        ),
-        "True or False",
-    ),
-}
+SERVERS = Unset("the server's")
+TO_THE_SERVER = ", or None to leave it to the server"
 
 
 def _error_types(error: type[JobError]) -> set[str]:
@@ -91,185 +53,326 @@ class BatchSpec(BaseModel):
         frozen=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=(), hide_input_in_errors=True
     )
 
-    task: Text = Field(description="The message each agent gets; {field} is filled from its input.")
-    template: Literal["braces", "jinja"] = Field(
+    # What to do
+    task: Annotated[
+        Text,
+        Scope.STAGE,
+        Compared.VALUE,
+        Flag("TEXT", "the message of each row; {field} is filled in", group=FlagGroup.QUESTION),
+    ] = Field(
+        description="Message each agent gets. `{field}`, `{field.name}` and `{field[0]}` are filled from its input; "
+        "see [templates.md](templates.md)."
+    )
+    template: Annotated[Literal["braces", "jinja"], Allowed("braces or jinja")] = Field(
         "braces",
-        description="The language of the task: braces, in which {field}, {field.name} and {field[0]} are filled in; or "
-        "jinja, with loops and conditions.",
+        description="Language of `task`: `braces`, or `jinja` for loops and conditions (needs the package jinja2).",
     )
-    inputs: Any = Field(
-        description="One agent per row: dicts, strings ({input}), pydantic models or dataclasses, in a list, "
-        "iterator, generator or async iterator; or a DataFrame, an Arrow table, a Hugging Face dataset, an open text "
-        "file, or the path of a file or directory."
+    inputs: Annotated[Any, Scope.STAGE, NotSettable("give --inputs")] = Field(
+        description="One agent per row: dicts, strings (`{input}`), pydantic models or dataclasses, in a list, "
+        "iterator, generator or async iterator, which is read as needed. Or a DataFrame, an Arrow table, a Hugging "
+        "Face dataset, an open text file, or the path of a file or directory: [files.md](files.md)."
     )
-    images: Sequence[Text] = Field(
+    images: Annotated[Sequence[Word], Allowed("a list of names of fields")] = Field(
         (),
         description="Fields of a row that hold an image, or a list of them, as paths, URLs, data: URLs or bytes. In "
-        "Python, Image(...) says so by itself.",
+        "Python, `Image(...)` marks one without this option. See [images.md](images.md).",
     )
-    image_root: Text | Path | None = Field(
+    image_root: Annotated[Directory, Unset("the working directory; on the command line, where the rows are")] = Field(
+        None, description="Directory of images whose paths are relative."
+    )
+    system_prompt: Annotated[
+        Text, Scope.STAGE, Compared.VALUE, Flag("TEXT", name="system", group=FlagGroup.QUESTION)
+    ] = Field(
+        "",
+        description="System prompt, the same for all agents. What they share belongs here: prefix caches hold it once.",
+    )
+    tools: Annotated[
+        Sequence[Any],
+        Allowed("a list of tools"),
+        Scope.STAGE,
+        Flag("NAME", "a tool: read_file, module:function; repeatable", "tool", FlagGroup.QUESTION),
+    ] = Field((), description="Tools the agents may call: `Tool` values, plain functions, names of built-in tools.")
+    tool_choice: Annotated[
+        JsonValue,
+        Allowed("auto, none, required, one tool's name, or None"),
+        Scope.STAGE,
+        Compared.HASH,
+        SERVERS,
+    ] = Field(
         None,
-        description="The directory of images whose paths are relative. Not given: the working directory; on the "
-        "command line, where the rows are.",
+        description="`auto`, `none`, `required`, or one tool's name. A forced choice holds for the first turn only.",
     )
-    system_prompt: Text = Field("", description="The same for all agents; everything shared belongs here.")
-    tools: Sequence[Any] = Field((), description="Tools the agents may call: Tool values or plain functions.")
-    output_schema: Any = Field(
-        None, description="What each answer must be: a pydantic model, dataclass, TypedDict, list[T] or JSON schema."
-    )
-    model: Text | None = Field(
-        None, description="The model's name, or provider/model. Without it, the one model the server has."
-    )
-    # Neither is shown: a URL may hold a password, a mapping a key.
-    backend: Any = Field(
+    output_schema: Annotated[
+        Any,
+        Scope.STAGE,
+        Compared.HASH,
+        Unset("text"),
+        Flag(
+            "SCHEMA",
+            "what each answer must be: module:Class, a JSON schema or its file, or its fields as "
+            """'{"label": "a|b|c", "score": "number", "why": "text", "tags": ["text"]}'""",
+            "schema",
+            FlagGroup.QUESTION,
+        ),
+    ] = Field(
         None,
-        description="Where inference happens: a URL, a mapping with a url, a list of these, or a Backend.",
+        description="What each answer must be: a pydantic model, dataclass, TypedDict, `list[T]` or JSON schema.",
+    )
+    on_result: Annotated[
+        Callable[..., Any] | None,
+        Allowed("a function, or None"),
+        Scope.STAGE,
+        NotSettable("it is a Python function; the command line writes every result to --output", in_files=True),
+    ] = Field(
+        None,
+        description="Called with each AgentResult as it finishes; may be async. An exception it raises is logged once.",
+    )
+
+    # Where. The representation shows none of these: a URL may hold a password, a mapping a key.
+    backend: Annotated[Any, Unset("`BATCH_AGENT_BACKEND`, else `local://`"), Flag("URL", "where inference happens")] = (
+        Field(
+            None,
+            description="Where inference happens: a URL such as `vllm://host:8000` or `openai://` ([all of "
+            "them](backends.md)), a mapping with `url`, `headers` and `api_key`, a list of these, or a `Backend`.",
+            repr=False,
+        )
+    )
+    runtime: Annotated[Any, NotSettable("it is a Python object; write backend", in_files=True)] = Field(
+        None, description="A `Backend` object; another name for `backend`.", repr=False
+    )
+    model: Annotated[OptionalText, Compared.VALUE, Unset("the backend's only one"), Flag()] = Field(
+        None, description="Name of the model, or `provider/model` when no backend is given."
+    )
+    api_key: Annotated[
+        OptionalText,
+        Unset("the environment's"),
+        NotSettable("it would be kept in the shell's history and the record: use --env-file FILE"),
+    ] = Field(
+        None,
+        description="API key. Not given: the service's variable (`OPENAI_API_KEY`, `ANTHROPIC_API_KEY`), or "
+        "`BATCH_AGENT_API_KEY` for other servers.",
         repr=False,
     )
-    runtime: Any = Field(None, description="A Backend object; another way to say backend=.", repr=False)
-    api_key: Text | None = Field(
-        None, description="The key, where it is not in the provider's environment variable.", repr=False
-    )
-    max_inflight: Count | None = Field(
+
+    # How much at once
+    max_inflight: Annotated[
+        Limit,
+        Scope.WHOLE,
+        Unset("the right number is found", is_none=False),
+        Flag("N"),
+    ] = Field(
         None,
-        description="Model calls in flight at once, never more. Not given: the right number is found while the run "
-        "goes. None: no limit.",
+        description="Most model calls in flight at once. Not given: the right number is found while the run goes; see "
+        "[capacity.md](capacity.md).",
     )
-    rpm: Count | None = Field(
+    max_agents: Annotated[Limit, Scope.WHOLE, Unset("what keeps the slots busy", is_none=False)] = Field(
         None,
-        description="Requests an endpoint may be sent in any minute. What a provider's headers say of its budgets is "
-        "kept to without this.",
+        description="Most agents alive at once, those waiting for a tool included. Not given: at most 32 times "
+        "`max_inflight`, and at least 256.",
     )
-    tpm: Count | None = Field(
+    rpm: Annotated[Limit, Scope.WHOLE, Unset("what the provider's headers say")] = Field(
+        None, description="Requests that an endpoint may be sent in any minute."
+    )
+    tpm: Annotated[Limit, Scope.WHOLE, Unset("what the provider's headers say")] = Field(
         None, description="Tokens, of prompts and answers, that an endpoint may be asked for in any minute."
     )
-    backpressure_ceiling: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+    backpressure_ceiling: Annotated[
+        Annotated[int, Field(ge=0, strict=True)] | None,
+        Allowed("a whole number, 0 or more, or None for no limit"),
+        Scope.WHOLE,
+    ] = Field(
         None,
         description="No new agent starts while more requests than this wait in the engine's queue, where the engine "
-        "tells how long that is.",
+        "reports its queue.",
     )
-    calibrate_backend: bool = Field(
+    calibrate_backend: Annotated[Switch, Scope.WHOLE] = Field(
         False,
-        description="Find the number of calls in flight beyond which more bring no more, step by step on the first "
-        "rows, and remember it for this endpoint and model.",
+        description="Measure on the first rows beyond which number of calls in flight the throughput stops growing, "
+        "and remember it for this endpoint and model.",
     )
-    max_agents: Count | None = Field(
+    max_turns: Annotated[Limit, Scope.STAGE, Unset("1, with tools 10", is_none=False)] = Field(
         None,
-        description="Agents alive at once, those waiting for a tool included. Not given: what keeps the slots busy, at "
-        "most 32 times max_inflight (and at least 256). None: no limit.",
+        description="Most answers a model may give before it must be done. Answers asked for again because they do "
+        "not validate do not count.",
     )
-    max_turns: Count | None = Field(
-        None,
-        description="Answers a model may give before it must be done; those asked for again because they do not "
-        "validate come on top. Not given: 1, or 10 with tools.",
-    )
-    max_retries: Annotated[int, Field(ge=0, strict=True)] = Field(
+    max_retries: Annotated[
+        Annotated[int, Field(ge=0, strict=True)],
+        Allowed("a whole number, 0 or more: without a limit, what fails every time would cost without end"),
+    ] = Field(
         3,
         description="How often a failed request is sent again, and how often an answer that does not validate is "
-        "shown to the model with its errors.",
+        "shown to the model with its errors. `None` is refused: a request that always fails would cost without end.",
     )
-    timeout_per_agent: Seconds | None = Field(None, description="Seconds an agent has in all, waiting included.")
-    timeout_per_turn: Seconds | None = Field(600.0, description="Seconds one model call may take.")
-    timeout_per_tool: Seconds | None = Field(120.0, description="Seconds one tool call may run.")
-    max_tokens: Count | None = Field(None, description="Tokens one answer may have.")
-    temperature: Annotated[Number, Field(ge=0, le=10)] | None = Field(None, description="Sampling temperature.")
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = Field(None, description="Nucleus sampling.")
-    seed: Annotated[int, Field(strict=True)] | None = Field(None, description="Sampling seed.")
-    stop: Text | Sequence[Text] | None = Field(None, description="Texts that end an answer.")
-    extra_body: Mapping[str, JsonValue] = Field(
-        {}, description="Fields added to each request body as they are; messages and stream are not theirs to set."
-    )
-    tool_choice: JsonValue = Field(
-        None, description="auto, none, required, or one tool's name; for the first turn when it forces a call."
-    )
-    prices: Mapping[str, Number] | None = Field(
+    timeout_per_agent: TimeLimit = Field(None, description="Seconds for the whole agent, waiting included.")
+    timeout_per_turn: TimeLimit = Field(600.0, description="Seconds for one model call.")
+    timeout_per_tool: TimeLimit = Field(120.0, description="Seconds for one tool call.")
+
+    # How much in all
+    prices: Annotated[
+        Mapping[str, Number] | None,
+        Allowed("a mapping from names to numbers, or None"),
+        Unset("the public providers', with `genai-prices`"),
+    ] = Field(
         None,
-        description="$ per million tokens as input, cached, cache_write and output, or $ per gpu_hour and how many "
-        "gpus. Not given: the public providers' prices, where genai-prices is installed.",
+        description="$ per million tokens as `input`, `cached`, `cache_write` and `output`, or $ per `gpu_hour` and "
+        "the number of `gpus`.",
     )
-    max_cost: Dollars | None = Field(None, description="$ a run may cost; at the limit it ends out of budget.")
-    max_total_tokens: Count | None = Field(
-        None, description="Tokens a run may use, prompts and answers together; at the limit it ends out of budget."
+    max_cost: Annotated[
+        Annotated[Number, Field(gt=0)] | None,
+        Allowed("a number of dollars above 0, or None for no limit"),
+        Scope.WHOLE,
+        Flag("DOLLARS"),
+    ] = Field(None, description="$ a run may cost. At the limit it ends `out of budget`.")
+    max_total_tokens: Annotated[Limit, Scope.WHOLE, Flag("N")] = Field(
+        None, description="Tokens a run may use, prompts and answers together. At the limit it ends `out of budget`."
     )
-    max_wall_time: Seconds | None = Field(
-        None, description="Seconds after which a run sends nothing more and ends out of budget."
+    max_wall_time: Annotated[TimeLimit, Scope.WHOLE, Flag("SECONDS")] = Field(
+        None, description="Seconds after which a run sends nothing more and ends `out of budget`."
     )
-    max_outage: Seconds | None = Field(
+    max_outage: Annotated[TimeLimit, Scope.WHOLE, Flag("SECONDS", "how long a server may be unreachable")] = Field(
         900.0,
-        description="Seconds that a server may be unreachable before the run ends as unreachable, to be resumed; None: "
-        "for ever. A server that never answered is given up after 15 s.",
+        description="Seconds that a server may be unreachable before the run ends as `unreachable`, to be resumed; "
+        "`None`: for ever. A server that never answered is given up after 15 s.",
     )
-    affinity: Text | None = Field(
+    affinity: OptionalText = Field(
         None,
-        description="A field of the row: on several servers, rows with the same value go to the same one, which has "
-        "what they share in its cache, as long as it is not too busy.",
+        description="A field of the row: on several servers, rows with the same value go to the same one, whose cache "
+        "has what they share, unless it is too busy ([fleet.md](fleet.md)).",
     )
-    hedge: Seconds | None = Field(
+    hedge: Annotated[
+        Seconds | None, Allowed("a number of seconds above 0, or None to ask nobody twice"), Unset("off")
+    ] = Field(
         None,
-        description="Seconds after which a turn that has no answer is asked of another server too, where a slot is "
-        "free; the first answer counts. Needs several servers.",
+        description="Seconds after which a turn without an answer is asked of another server too, where a slot is "
+        "free; the first answer counts. Needs several servers ([fleet.md](fleet.md)).",
     )
-    cache: bool | Text | Path = Field(
+    cache: Annotated[
+        bool | Word | Path,
+        Allowed("True, False or a directory"),
+        Flag("DIR", "answer what was asked before from disk; behind SPEC, or as --cache=DIR"),
+    ] = Field(
         False,
-        description="Answer requests that were answered before from disk: True, or a directory. "
-        "Needs temperature 0 or a seed.",
+        description="Answer requests that were answered before from disk: `True`, or a directory. Needs "
+        "`temperature=0` or a `seed`.",
     )
-    run_dir: Text | Path | None = Field(
+
+    # The record
+    run_dir: Annotated[Directory, Scope.WHOLE, NotSettable("give --run-dir")] = Field(
         None,
-        description="The directory that records the run, so that it can be resumed. checkpoint_dir: this and resume.",
+        description="Directory that records the run, so that it can be resumed. `checkpoint_dir`: this and `resume`.",
     )
-    resume: bool = Field(
-        False, description="Go on with what run_dir holds; where it holds nothing, begin. Needs run_dir."
-    )
-    retry_failed: bool | Text | Sequence[Text] = Field(
-        True, description="When resuming: which failed rows are tried again: all, none, or those of these error types."
-    )
-    force_resume: bool = Field(
+    resume: Annotated[Switch, Scope.WHOLE, NotSettable("give --resume")] = Field(
         False,
-        description="When resuming: rows keep recorded answers although the task, model, schema or tools changed.",
+        description="Go on with what `run_dir` holds; where it holds nothing, begin. Without it, a directory that "
+        "holds a run is refused.",
     )
-    on_result: Callable[..., Any] | None = Field(
-        None, description="Called with each AgentResult as it finishes; may be async."
-    )
-    no_hoist: bool = Field(False, description="Send each message as written; do not move shared values forward.")
-    strip_preamble: bool = Field(
-        True, description="Drop lines that vary per session (x-anthropic-*:, x-amz-*:) from the system prompt's start."
-    )
-    streaming_tool_dispatch: bool = Field(
-        True, description="Start a tool when its call is complete, while the model is still talking, where that pays."
-    )
-    predictive_prewarm: bool | Text | Path = Field(
-        False,
-        description="Start the tool calls that a row made in an earlier run before the model asks for them: that run's "
-        "directory, or True for what run_dir holds. Cacheable tools only.",
-    )
-    prewarm_max_age: Seconds = Field(
-        60.0, description="Seconds that a result made by predictive_prewarm stays good while no model asks for it."
-    )
-    nvext_agent_hints: bool = Field(
+    retry_failed: Annotated[
+        bool | Word | Sequence[Word],
+        Allowed("True, False, an error type or a list of them"),
+        Scope.WHOLE,
+        Unset("all"),
+        NotSettable("give --no-retry-failed"),
+    ] = Field(
         True,
-        description="Tell a server that plans (dynamo://) how near its end an agent is and what its answers usually "
-        "take.",
+        description="When resuming, which failed rows are tried again: `True`, `False`, an error type, or a list of "
+        "them.",
     )
-    model_max_context: Count | None = Field(
-        None, description="The model's context in tokens. Not given: what the server says, where it does."
+    force_resume: Annotated[Switch, Scope.WHOLE, NotSettable("give --force-resume")] = Field(
+        False,
+        description="When resuming, rows keep their recorded answers although the task, model, schema or tools "
+        "changed. Rows are matched by their whole content.",
     )
-    min_response_tokens: Count = Field(256, description="Tokens of the context that are kept for the answer.")
-    oversized: Literal["fail", "chunk", "truncate"] = Field(
+
+    # The model call
+    max_tokens: Annotated[
+        Count | None, Allowed(f"a whole number above 0{TO_THE_SERVER}"), Scope.STAGE, Compared.VALUE, SERVERS
+    ] = Field(None, description="Tokens one answer may have.")
+    temperature: Annotated[
+        Annotated[Number, Field(ge=0, le=10)] | None,
+        Allowed(f"a number from 0 to 10{TO_THE_SERVER}"),
+        Compared.VALUE,
+        SERVERS,
+        Flag("X", group=FlagGroup.QUESTION),
+    ] = Field(None, description="Sampling temperature.")
+    top_p: Annotated[
+        Annotated[Number, Field(gt=0, le=1)] | None,
+        Allowed(f"a number above 0 and at most 1{TO_THE_SERVER}"),
+        Compared.VALUE,
+        SERVERS,
+    ] = Field(None, description="Nucleus sampling.")
+    seed: Annotated[
+        Annotated[int, Field(strict=True)] | None, Allowed(f"a whole number{TO_THE_SERVER}"), Compared.VALUE, SERVERS
+    ] = Field(None, description="Sampling seed.")
+    stop: Annotated[
+        Word | Sequence[Word] | None,
+        Allowed(f"a text or a list of texts{TO_THE_SERVER}"),
+        Scope.STAGE,
+        Compared.VALUE,
+        SERVERS,
+    ] = Field(None, description="Texts that end an answer.")
+    extra_body: Annotated[Mapping[str, JsonValue], Allowed("a mapping from names to JSON values"), Compared.HASH] = (
+        Field(
+            {},
+            description="Fields added to each request body as they are. They win over the fields of other options; "
+            "`messages` and `stream` are refused.",
+        )
+    )
+    nvext_agent_hints: Switch = Field(
+        True,
+        description="Tell a server that plans (`dynamo://`) how near its end an agent is and how long its answers "
+        "usually take. See [backends.md](backends.md).",
+    )
+    streaming_tool_dispatch: Switch = Field(
+        True,
+        description="Start a reading tool when its call is complete, while the model still writes. Answers are "
+        "streamed for this only while it saves time.",
+    )
+    predictive_prewarm: Annotated[bool | Word | Path, Allowed("True, False or the directory of an earlier run")] = (
+        Field(
+            False,
+            description="Start the tool calls that a row made in an earlier run before the model asks for them: that "
+            "run's directory, or `True` for what `run_dir` holds. Cacheable tools only. See [tools.md](tools.md).",
+        )
+    )
+    prewarm_max_age: Annotated[Seconds, Allowed("a number of seconds above 0")] = Field(
+        60.0, description="Seconds that a result of `predictive_prewarm` stays valid until a model asks for it."
+    )
+
+    # The prompt
+    no_hoist: Annotated[Switch, Flag()] = Field(
+        False, description="Do not move long values that all rows share to the system prompt."
+    )
+    strip_preamble: Switch = Field(
+        True,
+        description="Drop `x-anthropic-*:` and `x-amz-*:` lines from the start of the system prompt: they vary from "
+        "session to session and defeat prefix caches.",
+    )
+
+    # The context
+    model_max_context: Annotated[Limit, Unset("what the server says, where it does")] = Field(
+        None,
+        description="Context of the model in tokens. Given, a row that cannot fit fails as `OVERSIZED` (estimated, "
+        "four bytes a token), unless `oversized` says otherwise. Not given, the server decides what fits.",
+    )
+    min_response_tokens: Annotated[Count, Allowed("a whole number above 0")] = Field(
+        256, description="Tokens of the context that are kept for the answer."
+    )
+    oversized: Annotated[Literal["fail", "chunk", "truncate"], Allowed("fail, chunk or truncate")] = Field(
         "fail",
-        description="What becomes of an input that does not fit model_max_context: it fails, its longest field is done "
-        "in parts whose answers are merged, or only the beginning of that field is sent.",
+        description='What happens to a row that cannot fit. `"fail"`; `"chunk"`: its longest field is done in parts '
+        'and the answers are merged; `"truncate"`: only the beginning of that field is sent. The last two need to '
+        "know the context, from `model_max_context` or from the server.",
     )
-    compaction: Literal["auto", "off"] | Callable[..., Any] = Field(
+    compaction: Annotated[Literal["auto", "off"] | Callable[..., Any], Allowed("auto, off, or a function")] = Field(
         "auto",
-        description="A conversation that is about to outgrow the context is made shorter: auto, off, or a function "
-        "from the messages that are left out to the text that stands for them; may be async.",
+        description='A conversation that is about to outgrow the context is made shorter: `"auto"`, `"off"`, or a '
+        "function from the messages that are left out to the text that replaces them; it may be async.",
     )
     compaction_backend: Any = Field(
-        None, description="Where a model writes that text: a URL, a mapping with a url, or a Backend.", repr=False
+        None, description="Where a model writes that text: anything that `backend` can be.", repr=False
     )
-    compaction_model: Text | None = Field(
-        None, description="The model that writes it; on compaction_backend, or, without one, on backend."
+    compaction_model: OptionalText = Field(
+        None, description="Model that writes it; without `compaction_backend`, on `backend`."
     )
 
     def __init__(self, **options: Any) -> None:
@@ -335,11 +438,11 @@ class BatchSpec(BaseModel):
 
 
 def _explain(error: ValidationError, options: Mapping[str, object]) -> str:
-    lines = []
+    lines, allowed = [], notes(BatchSpec, Allowed)
     for item in error.errors(include_url=False, include_input=False):
         name = str(item["loc"][0]) if item["loc"] else ""
-        if name in ALLOWED:
-            lines.append(f"{name}: must be {ALLOWED[name]} (got {_kind(options[name])})")
+        if name in allowed:
+            lines.append(f"{name}: must be {allowed[name].words} (got {_kind(options[name])})")
         else:
             lines.append(item["msg"].removeprefix("Value error, "))
     return "; ".join(dict.fromkeys(lines))

@@ -68,4 +68,4 @@ def test_the_tables_of_the_documentation_are_up_to_date() -> None:
     made = tables()
     for page in made.PAGES:
         assert page.read_text() == made.filled(page.read_text()), f"python docs/tables.py writes {page.name}"
-    assert made.BEGIN in (ROOT / "docs" / "backends.md").read_text()
+    assert "<!-- backends -->" in (ROOT / "docs" / "backends.md").read_text()

@@ -1,67 +1,17 @@
-"""The whole command, as a process, against a server on a real socket."""
+"""The whole command against a server on a real socket; as a process where its streams or signals are the subject."""
 
 import asyncio
 import json
 import shlex
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 
 import pytest
+from commandline import Outcome, batch_agent, read_results, rows, serving, started
 
-from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedServer, ToolUse
-from batch_agent.testing.script import Script
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int | None
-    stdout: str
-    stderr: str
-
-    @property
-    def results(self) -> list[dict[str, object]]:
-        return read_results(self.stdout)
-
-
-def read_results(text: str) -> list[dict[str, object]]:
-    return sorted((json.loads(line) for line in text.splitlines()), key=lambda result: result["index"])
-
-
-@asynccontextmanager
-async def command(directory: Path, *arguments: str) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "batch_agent", *arguments, cwd=directory, stdin=PIPE, stdout=PIPE, stderr=PIPE
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-async def batch_agent(directory: Path, *arguments: str, stdin: bytes = b"") -> Outcome:
-    async with command(directory, *arguments) as process:
-        stdout, stderr = await process.communicate(stdin)
-    return Outcome(process.returncode, stdout.decode(), stderr.decode())
-
-
-@asynccontextmanager
-async def serving(directory: Path, script: Script | None = None, spec: str = "") -> AsyncIterator[ScriptedServer]:
-    """A server, and a spec file that names it."""
-    async with ScriptedServer(script, models=["m"]) as server:
-        text = f"task: 'Say {{input}}'\nmodel: m\nbackend: {server.backend_url}\nmax_retries: 0\n{spec}"
-        (directory / "spec.yaml").write_text(text)
-        yield server
-
-
-def rows(directory: Path, *values: object) -> None:
-    (directory / "rows.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
+from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ToolUse
 
 
 async def test_results_go_to_standard_output_and_nothing_else_does(tmp_path: Path) -> None:
@@ -143,7 +93,7 @@ async def test_tools_and_a_schema_from_beside_the_spec(tmp_path: Path) -> None:
 
 
 async def test_rows_come_from_standard_input_as_they_are_written(tmp_path: Path) -> None:
-    async with serving(tmp_path) as server, command(tmp_path, "run", "spec.yaml", "--inputs", "-") as process:
+    async with serving(tmp_path) as server, started(tmp_path, "run", "spec.yaml", "--inputs", "-") as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(b'"a"\n"b')
         await server.wait_requests(1)
@@ -199,7 +149,7 @@ async def test_the_first_interrupt_lets_running_agents_finish(tmp_path: Path) ->
     arguments = ("run", "spec.yaml", "--inputs", "rows.jsonl", "--output", "out.jsonl")
     async with (
         serving(tmp_path, script, "max_inflight: 2\nmax_agents: 2\n") as server,
-        command(tmp_path, *arguments) as process,
+        started(tmp_path, *arguments) as process,
     ):
         await server.wait_inflight(2)
         process.send_signal(signal.SIGINT)
@@ -224,7 +174,7 @@ async def test_a_stop_closes_what_is_in_flight_and_keeps_what_was_done(
     def script(request: Request) -> Say | Hang:
         return Say("done") if "quick" in request.text else Hang()
 
-    async with serving(tmp_path, script) as server, command(tmp_path, *arguments) as process:
+    async with serving(tmp_path, script) as server, started(tmp_path, *arguments) as process:
         await server.wait_until(lambda: server.received == 2 and server.inflight == 1)
         while b"done" not in (tmp_path / "out.jsonl").read_bytes():
             await asyncio.sleep(0.01)
@@ -241,7 +191,7 @@ async def test_a_stop_closes_what_is_in_flight_and_keeps_what_was_done(
 
 async def test_the_simulated_engine_serves_a_run(tmp_path: Path) -> None:
     rows(tmp_path, "a", "b")
-    async with command(tmp_path, "simulate", "--port", "0", "--step-seconds", "0", "--name", "toy") as server:
+    async with started(tmp_path, "simulate", "--port", "0", "--step-seconds", "0", "--name", "toy") as server:
         assert server.stderr is not None
         line = (await server.stderr.readline()).decode()
         assert "simulated" in line
@@ -298,11 +248,10 @@ async def shell(directory: Path, line: str) -> Outcome:
     return Outcome(process.returncode, stdout.decode(), stderr.decode())
 
 
-@pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", "2>&- <&-"])
-async def test_a_run_that_nobody_hears_of_has_its_results_and_its_status(tmp_path: Path, streams: str) -> None:
+async def test_a_run_that_nobody_hears_of_has_its_results_and_its_status(tmp_path: Path) -> None:
     async with serving(tmp_path, lambda request: Say(request.text.upper()), "inputs: [a, b]\n"):
-        outcome = await shell(tmp_path, f"run spec.yaml {streams}")
-        in_file = await shell(tmp_path, f"run spec.yaml --output out.jsonl {streams}")
+        outcome = await shell(tmp_path, "run spec.yaml 2>/dev/full")
+        in_file = await shell(tmp_path, "run spec.yaml --output out.jsonl 2>&- <&-")
     assert (outcome.code, [result["output"] for result in outcome.results]) == (0, ["SAY A", "SAY B"])
     assert (in_file.code, len(read_results((tmp_path / "out.jsonl").read_text()))) == (0, 2)
 

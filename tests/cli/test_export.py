@@ -81,17 +81,16 @@ def test_what_cannot_be_exported_is_said_in_one_line(
     assert out == "" and message in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize(
-    ("output", "message"),
+    ("output", "kind", "recorded", "message"),
     [
-        ("run/journal.db", "is in the run directory"),
-        ("run/table.csv", "is in the run directory"),
-        ("rows.jsonl", "is the file of the inputs"),
-        ("spec.yaml", "is the file of the spec"),
+        ("run/journal.db", "csv", True, "is in the run directory"),
+        ("run/table.csv", "messages", True, "is in the run directory"),
+        ("rows.jsonl", "csv", True, "is the file of the inputs"),
+        ("rows.jsonl", "messages", False, "is the file of the inputs"),
+        ("spec.yaml", "csv", True, "is the file of the spec"),
     ],
 )
-@pytest.mark.parametrize("kind", ["csv", "messages"])
 def test_an_export_does_not_replace_what_the_run_consists_of(
     run_dir: Path, output: str, message: str, kind: str, recorded: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

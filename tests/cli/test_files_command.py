@@ -1,11 +1,11 @@
-"""Files in and out of the whole command, as a process, against a server on a real socket."""
+"""Files in and out of the whole command, against a server on a real socket."""
 
 import asyncio
 import csv
 import json
 from pathlib import Path
 
-from test_command import batch_agent, command, read_results, rows, serving
+from commandline import batch_agent, read_results, rows, serving
 
 from batch_agent.testing import CallTools, Fail, Request, Say, ToolUse
 
@@ -20,11 +20,12 @@ async def test_results_in_order_come_out_as_the_rows_went_in(tmp_path: Path) -> 
         return Say("done")
 
     arguments = ("run", "spec.yaml", "--inputs", "rows.jsonl", "--output", "out.jsonl", "--ordered")
-    async with serving(tmp_path, script) as server, command(tmp_path, *arguments) as process:
+    async with serving(tmp_path, script) as server:
+        running = asyncio.create_task(batch_agent(tmp_path, *arguments))
         await server.wait_until(lambda: server.received == 20 and server.inflight == 1)
         assert (tmp_path / "out.jsonl").read_bytes() == b""
         others.set()
-        assert await process.wait() == 0
+        assert (await running).code == 0
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert [json.loads(line)["index"] for line in lines] == list(range(20))
     assert not (tmp_path / "out.jsonl.waiting.jsonl").exists()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from commandline import batch_agent, started
 
 from batch_agent.cli.commands.fleet_bench import table as bench_table
 from batch_agent.cli.commands.fleet_status import table
@@ -32,60 +31,47 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BATCH_AGENT_API_KEY", raising=False)
 
 
-def nobody() -> str:
-    """A place at which nobody listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{taken.getsockname()[1]}"
+@pytest.fixture
+def nobody() -> Iterator[Callable[[], str]]:
+    """Places that are taken, and where no one listens."""
+    with ExitStack() as taken:
+
+        def place() -> str:
+            held = taken.enter_context(socket.socket())
+            held.bind(("127.0.0.1", 0))
+            return f"127.0.0.1:{held.getsockname()[1]}"
+
+        yield place
 
 
-async def fleet(*words: str, **variables: str) -> tuple[int, str, str]:
-    """The exit status, and what was said on both streams."""
-    async with started(*words, **variables) as process:
-        out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
-
-
-@asynccontextmanager
-async def started(*words: str, **variables: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "batch_agent", "fleet", *words),
-        env=os.environ | variables,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.communicate()
-
-
-async def test_wait_writes_those_that_are_up_with_their_tags(tmp_path: Path) -> None:
+async def test_wait_writes_those_that_are_up_with_their_tags(
+    tmp_path: Path, nobody: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     hosts, ready = tmp_path / "hosts.txt", tmp_path / "ready.txt"
     async with ScriptedServer(models=["m"]) as first, ScriptedServer(models=["m"]) as second:
         hosts.write_text(f"{first.address} role=worker node=r1\n{nobody()}\n{second.address}\trole=critic\n")
-        status, out, err = await fleet("wait", str(hosts), "--min-fraction", "0.6", "--output", str(ready))
+        status, out, err = await batch_agent(
+            tmp_path, "fleet", "wait", str(hosts), "--min-fraction", "0.6", "--output", str(ready)
+        )
         assert (status, out) == (0, "")
         assert "2 of 3 endpoints up" in err
         endpoints = parse_hostfile(ready)
         assert [endpoint.place for endpoint in endpoints] == [first.address, second.address]
         assert [dict(endpoint.tags) for endpoint in endpoints] == [{"role": "worker", "node": "r1"}, {"role": "critic"}]
         assert [path.name for path in sorted(tmp_path.iterdir())] == ["hosts.txt", "ready.txt"]
-        status, out, _ = await fleet("wait", "--min-hosts", "1", AURORA_SWARM_HOSTFILE=str(hosts))
+        monkeypatch.setenv("AURORA_SWARM_HOSTFILE", str(hosts))
+        status, out, _ = await batch_agent(tmp_path, "fleet", "wait", "--min-hosts", "1")
         assert status == 0
         assert len(out.splitlines()) == 2
 
 
-async def test_wait_ends_with_an_error_when_too_few_come_up(tmp_path: Path) -> None:
+async def test_wait_ends_with_an_error_when_too_few_come_up(tmp_path: Path, nobody: Callable[[], str]) -> None:
     hosts, ready = tmp_path / "hosts.txt", tmp_path / "ready.txt"
     async with ScriptedServer(models=["m"]) as server:
         missing = [nobody() for _ in range(7)]
         hosts.write_text("\n".join([server.address, *missing]))
-        status, out, err = await fleet(
-            "wait", str(hosts), "--min-hosts", "2", "--timeout", "0.5", "--output", str(ready)
+        status, out, err = await batch_agent(
+            tmp_path, "fleet", "wait", str(hosts), "--min-hosts", "2", "--timeout", "0.5", "--output", str(ready)
         )
     assert (status, out) == (4, "")
     assert "1 of 8 endpoints up in 0:00, and 2 are needed" in err
@@ -137,12 +123,13 @@ def test_wrong_arguments_are_refused(words: list[str]) -> None:
     assert ended.value.code == 1
 
 
-async def test_status_is_a_table_in_which_the_dead_have_a_row(tmp_path: Path) -> None:
+async def test_status_is_a_table_in_which_the_dead_have_a_row(tmp_path: Path, nobody: Callable[[], str]) -> None:
     hosts = tmp_path / "hosts.txt"
     async with SimulatedServer() as server, ScriptedServer(models=["tiny"]) as other:
         hosts.write_text(f"{server.address} role=worker\n{nobody()}\n{other.address}")
-        status, out, err = await fleet("status", str(hosts))
-        _, text, _ = await fleet("status", str(hosts), "--json")
+        status, out, err = await batch_agent(tmp_path, "fleet", "status", str(hosts))
+        hosts.write_text(f"{other.address} role=worker\n{nobody()}")
+        _, text, _ = await batch_agent(tmp_path, "fleet", "status", str(hosts), "--json")
     assert (status, err) == (0, "")
     head, up, down, plain, total = out.splitlines()
     assert head.split() == ["endpoint", "up", "in", "flight", "queue", "tokens/s", "KV", "prefix", "errors"]
@@ -151,10 +138,10 @@ async def test_status_is_a_table_in_which_the_dead_have_a_row(tmp_path: Path) ->
     assert plain.split() == [other.address, "up", "0", "0", "-", "-", "-", "-", "tiny"]
     assert total == "2 of 3 endpoints up, 0 in flight, 0 queued, 0 tokens/s"
     document = json.loads(text)
-    assert (document["up"], document["total"]) == (2, 3)
-    first, second, _ = document["endpoints"]
-    assert (first["endpoint"], first["tags"], first["up"]) == (f"vllm://{server.address}", {"role": "worker"}, True)
-    assert (first["in_flight"], first["tokens_per_second"], first["models"]) == (0, 0.0, ["simulated"])
+    assert (document["up"], document["total"]) == (1, 2)
+    first, second = document["endpoints"]
+    assert (first["endpoint"], first["tags"], first["up"]) == (f"vllm://{other.address}", {"role": "worker"}, True)
+    assert (first["in_flight"], first["tokens_per_second"], first["models"]) == (0, None, ["tiny"])
     assert (second["up"], second["in_flight"]) == (False, None)
     assert "refused" in second["reason"]
 
@@ -163,7 +150,7 @@ async def test_a_watched_status_follows_the_hostfile(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.txt"
     async with ScriptedServer(models=["m"]) as server:
         hosts.write_text(server.address)
-        async with started("status", str(hosts), "--watch", "--json") as process:
+        async with started(tmp_path, "fleet", "status", str(hosts), "--watch", "--json") as process:
             assert process.stdout is not None
             assert json.loads(await process.stdout.readline())["total"] == 1
             hosts.write_text(f"{server.address}\n{server.address} role=again\n")
@@ -197,12 +184,14 @@ def test_the_table_of_a_bench_has_a_column_for_each_step() -> None:
     assert second.split(maxsplit=4) == ["b:8000", "-", "-", "-", "connection refused"]
 
 
-async def test_bench_prints_a_knee_and_an_interrupt_what_was_measured(tmp_path: Path) -> None:
+async def test_bench_prints_a_knee_and_an_interrupt_what_was_measured(
+    tmp_path: Path, nobody: Callable[[], str]
+) -> None:
     hosts = tmp_path / "hosts.txt"
     async with ScriptedServer(lambda request: Say("x", latency=0.01), models=["m"]) as server:
         hosts.write_text(f"{server.address}\n{nobody()}\n")
         short = ("--seconds", "0.1", "--tokens-in", "20", "--tokens-out", "5")
-        status, out, err = await fleet("bench", str(hosts), *short, "--steps", "1,2", "--json")
+        status, out, err = await batch_agent(tmp_path, "fleet", "bench", str(hosts), *short, "--steps", "1,2", "--json")
         assert status == 0
         good, dead = json.loads(out)["endpoints"]
         assert [step["in_flight"] for step in good["steps"]] == [1, 2]
@@ -211,7 +200,9 @@ async def test_bench_prints_a_knee_and_an_interrupt_what_was_measured(tmp_path: 
         assert "refused" in dead["reason"]
         assert "Ctrl-C prints what was measured" in err
         hosts.write_text(server.address)
-        async with started("bench", str(hosts), "--seconds", "1000", "--steps", "1", "--tokens-in", "20") as process:
+        async with started(
+            tmp_path, "fleet", "bench", str(hosts), "--seconds", "1000", "--steps", "1", "--tokens-in", "20"
+        ) as process:
             await server.wait_until(lambda: server.received > 60)
             process.send_signal(signal.SIGINT)
             out_bytes, _ = await process.communicate()
@@ -219,10 +210,10 @@ async def test_bench_prints_a_knee_and_an_interrupt_what_was_measured(tmp_path: 
         assert b"knee" in out_bytes
 
 
-async def test_a_bench_of_nobody_ends_with_an_error(tmp_path: Path) -> None:
+async def test_a_bench_of_nobody_ends_with_an_error(tmp_path: Path, nobody: Callable[[], str]) -> None:
     hosts = tmp_path / "hosts.txt"
     hosts.write_text(nobody())
-    status, out, _ = await fleet("bench", str(hosts), "--seconds", "0.1")
+    status, out, _ = await batch_agent(tmp_path, "fleet", "bench", str(hosts), "--seconds", "0.1")
     assert status == 4
     assert "refused" in out
 
@@ -231,7 +222,7 @@ async def test_proxy_says_where_it_is_and_stops_at_an_interrupt(tmp_path: Path) 
     hosts = tmp_path / "hosts.txt"
     async with ScriptedServer(lambda request: Say("hello"), models=["m"]) as server:
         hosts.write_text(server.address)
-        async with started("proxy", str(hosts), "--port", "0") as process:
+        async with started(tmp_path, "fleet", "proxy", str(hosts), "--port", "0") as process:
             assert process.stderr is not None
             words = (await process.stderr.readline()).decode()
             assert words.startswith("1 endpoint at http://127.0.0.1:")

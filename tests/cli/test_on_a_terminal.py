@@ -11,7 +11,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from test_command import rows, serving
+from commandline import rows, serving
 
 from batch_agent.testing import Say
 

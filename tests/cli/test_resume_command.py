@@ -1,42 +1,22 @@
-"""``resume``, ``retry-failed`` and ``status``, as processes, against a server on a real socket."""
+"""``resume``, ``retry-failed`` and ``status`` against a server on a real socket."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from commandline import batch_agent, started
 
 from batch_agent import BatchAgent
 from batch_agent.cli.main import main
 from batch_agent.store.rundir import RunView
 from batch_agent.testing import Fail, Hang, Request, Say, ScriptedBackend, ScriptedServer
 from batch_agent.testing.script import Script
-
-
-@asynccontextmanager
-async def started(directory: Path, *arguments: str) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "batch_agent", *arguments, cwd=directory, stdin=PIPE, stdout=PIPE, stderr=PIPE
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-async def batch_agent(directory: Path, *arguments: str, stdin: bytes = b"") -> tuple[int | None, str, str]:
-    async with started(directory, *arguments) as process:
-        stdout, stderr = await process.communicate(stdin)
-    return process.returncode, stdout.decode(), stderr.decode()
 
 
 @asynccontextmanager

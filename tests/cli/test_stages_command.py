@@ -1,11 +1,11 @@
-"""A spec file that says a pipeline, run as a process against a server on a real socket."""
+"""A spec file that says a pipeline, run against a server on a real socket."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 from pathlib import Path
+
+from commandline import batch_agent
 
 from batch_agent.testing import Fail, Request, Say, ScriptedServer
 
@@ -46,17 +46,6 @@ def answer(request: Request) -> Say | Fail:
         rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
         return Say("".join(row["output"] for row in rows if row["status"] == "ok"))
     return Say(json.dumps({"word": text.split()[1]}) if text.startswith("read") else text.split()[1])
-
-
-async def batch_agent(directory: Path, *arguments: str) -> tuple[int | None, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "batch_agent", *arguments),
-        cwd=directory,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    return process.returncode, out.decode(), err.decode()
 
 
 async def test_a_spec_file_says_a_pipeline_and_run_runs_it(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from batch_agent.cli.main import main
+from batch_agent.cli.main import add_arguments, build_parser, main
 from batch_agent.cli.spec.envfile import load_env_file
+from batch_agent.cli.spec.load import load_spec, settle, take_settings
 from batch_agent.cli.spec.rows import read_pipe
 from batch_agent.cli.spec.schema_shorthand import schema_of
 from batch_agent.errors import BatchAgentError, SpecError
@@ -62,6 +63,16 @@ def test_what_is_said_takes_the_place_of_what_a_spec_says(capsys: pytest.Capture
     Path("spec.yaml").write_text("task: 'Spec {text}'\nsystem_prompt: {file: gone.txt}\ntemperature: 1\n")
     shown = plan(["--spec", "spec.yaml", "rows.csv", "--system", "Mine."], capsys)
     assert (shown["system"], shown["first_prompt"]) == ("Mine.", "Spec one")
+
+
+def test_none_can_be_set_also_for_an_option_that_has_a_flag() -> None:
+    _, parsers = build_parser()
+    add_arguments("run", parsers["run"])
+    for flags, outage in ((["--max-outage", "5"], 5), (["--max-outage", "5", "--set", "max_outage=null"], None)):
+        options = parsers["run"].parse_args(["--task", "Say {text}", "rows.csv", "--no-run-dir", *flags])
+        take_settings(options)
+        settle(options)
+        assert load_spec(options).max_outage == outage
 
 
 def test_a_run_without_a_spec_is_resumed_from_anywhere(

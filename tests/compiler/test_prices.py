@@ -76,7 +76,6 @@ def test_the_table_knows_public_providers_by_their_address_and_nobody_else() -> 
     assert find_prices(None, model=None, backend="openai://api.openai.com") is None
 
 
-@pytest.mark.parametrize("prompt", [1000, 150_000, 199_999, 200_000, 200_001, 300_000])
 @pytest.mark.parametrize(
     ("model", "address"),
     [
@@ -86,13 +85,14 @@ def test_the_table_knows_public_providers_by_their_address_and_nobody_else() -> 
         ("openai/gpt-4o-mini", "https://openrouter.ai/api/v1"),
     ],
 )
-def test_our_arithmetic_is_that_of_the_table(model: str, address: str, prompt: int) -> None:
+def test_our_arithmetic_is_that_of_the_table(model: str, address: str) -> None:
     table = pytest.importorskip("genai_prices")
-    usage = table.Usage(
-        input_tokens=prompt, cache_read_tokens=prompt // 3, cache_write_tokens=prompt // 4, output_tokens=777
-    )
-    expected = table.calc_price(usage, model, provider_api_url=address).total_price
-    prices = find_prices(None, model=model, backend=address)
-    assert prices is not None
-    ours = prices.cost(Usage(prompt, prompt // 3, 777, cache_write_tokens=prompt // 4))
-    assert ours == pytest.approx(float(expected))
+    for prompt in (1000, 199_999, 200_000, 200_001, 300_000):
+        usage = table.Usage(
+            input_tokens=prompt, cache_read_tokens=prompt // 3, cache_write_tokens=prompt // 4, output_tokens=777
+        )
+        expected = table.calc_price(usage, model, provider_api_url=address).total_price
+        prices = find_prices(None, model=model, backend=address)
+        assert prices is not None
+        ours = prices.cost(Usage(prompt, prompt // 3, 777, cache_write_tokens=prompt // 4))
+        assert ours == pytest.approx(float(expected)), prompt

@@ -129,10 +129,10 @@ def described() -> str:
 
 @virtual_clock
 async def test_a_limit_is_not_exceeded_however_dense_the_prompts_are() -> None:
-    for density in (1.0, 0.6, 0.25, 0.1):
-        for template in (0, 50, 400):
+    for density in (1.0, 0.6, 0.1):
+        for template in (0, 400):
             for tools in ((), (described,)):
-                for limit in (2_000, 9_000, 30_000, 100_000):
+                for limit in (2_000, 9_000, 60_000):
                     _, statistics, backend = await finish(
                         counting(lambda _, density=density: density, template),
                         inputs=long_rows(1000),

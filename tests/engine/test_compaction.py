@@ -101,6 +101,7 @@ async def test_nothing_is_cut_that_fits_or_when_nobody_wants_it(options: dict[st
     assert events == []
 
 
+@virtual_clock
 async def test_a_resumed_agent_goes_on_from_the_cut_conversation(tmp_path: Path) -> None:
     def stops(request: Request) -> Any:
         return Fail(400) if request.number == 15 else looks(request)
@@ -117,6 +118,7 @@ async def test_a_resumed_agent_goes_on_from_the_cut_conversation(tmp_path: Path)
     assert (whole.messages, whole.usage) == (result.messages, result.usage)
 
 
+@virtual_clock
 async def test_what_a_model_told_is_recorded_and_not_asked_for_again(tmp_path: Path) -> None:
     def stops(request: Request) -> Any:
         return Fail(400) if request.number >= 15 and request.model != "small" else with_summaries(request)

@@ -66,8 +66,7 @@ async def finish(backend: object, **options: Any) -> tuple[list[AgentResult[str]
     return results, run.statistics(), events
 
 
-@pytest.mark.parametrize("lasts", [5, 60, 600])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "lasts"), [*((mode, 60) for mode in MODES), ("503", 5), ("refusing", 600)])
 def test_a_server_that_goes_away_and_comes_back_costs_no_row(mode: str, lasts: float) -> None:
     @virtual_clock
     async def scenario() -> None:
@@ -83,9 +82,8 @@ def test_a_server_that_goes_away_and_comes_back_costs_no_row(mode: str, lasts: f
     scenario()
 
 
-@pytest.mark.parametrize("mode", ["500", "503", "reset", "refusing"])
-@pytest.mark.parametrize("max_inflight", [1, 2, 8, 64])
-@pytest.mark.parametrize("max_retries", [0, 3])
+@pytest.mark.parametrize("mode", ["500", "reset", "refusing"])
+@pytest.mark.parametrize(("max_inflight", "max_retries"), [(1, 0), (2, 3), (8, 0), (64, 3)])
 def test_answers_to_what_was_asked_before_do_not_make_an_outage_the_rows(
     mode: str, max_inflight: int, max_retries: int
 ) -> None:
@@ -110,8 +108,7 @@ def test_answers_to_what_was_asked_before_do_not_make_an_outage_the_rows(
     scenario()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rows", [100, 1_000])  # at the end of the batch, and in its middle
+@pytest.mark.parametrize(("mode", "rows"), [*((mode, 100) for mode in MODES), ("reset", 1_000)])  # at the end; amid
 def test_agents_in_the_middle_of_their_turns_ride_an_outage_out(mode: str, rows: int) -> None:
     @virtual_clock
     async def scenario() -> None:
@@ -234,7 +231,7 @@ async def test_an_outage_is_told_as_it_begins_is_tried_and_ends() -> None:
 
 @virtual_clock
 async def test_pauses_between_trials_grow_and_stay_below_half_a_minute() -> None:
-    server = Server(refuse, begins=1, lasts=100_000)
+    server = Server(refuse, begins=1, lasts=10_000)
     _, statistics, _ = await finish(server.backend, max_outage=None)
     assert statistics.ok == 3_000
     gaps = [later - earlier for earlier, later in zip(server.trials, server.trials[1:], strict=False)]
@@ -277,7 +274,7 @@ def test_a_server_that_never_answered_is_given_up_soon_and_the_error_says_what_w
     assert scenario() < 40
 
 
-@pytest.mark.parametrize("bad", ["0", "1500", "2999"])
+@pytest.mark.parametrize("bad", ["0", "2999"])
 def test_a_row_that_brings_the_server_down_each_time_fails_by_itself(bad: str) -> None:
     back_at = 0.0
 
@@ -314,18 +311,18 @@ def test_a_row_that_brings_the_server_down_each_time_fails_by_itself(bad: str) -
 async def test_one_refusal_for_load_costs_little_and_the_limit_comes_back() -> None:
     async def wall(script: Any) -> float:
         began = asyncio.get_running_loop().time()
-        await finish(ScriptedBackend(script), inputs=[str(n) for n in range(20_000)], max_inflight=512)
+        await finish(ScriptedBackend(script), inputs=[str(n) for n in range(5_000)], max_inflight=128)
         return asyncio.get_running_loop().time() - began
 
     undisturbed = await wall(lambda _: Say("ok", latency=1))
-    disturbed = await wall(lambda request: Fail(429) if request.number == 5_000 else Say("ok", latency=1))
+    disturbed = await wall(lambda request: Fail(429) if request.number == 1_250 else Say("ok", latency=1))
     assert disturbed <= 1.1 * undisturbed
 
 
 # Refusals
 
 
-@pytest.mark.parametrize("status", [401, 402, 403, 404])
+@pytest.mark.parametrize("status", [401, 404])
 def test_a_refusal_for_all_in_the_middle_of_a_run_stops_it_and_nothing_is_lost(status: int, tmp_path: Path) -> None:
     @virtual_clock
     async def scenario() -> None:

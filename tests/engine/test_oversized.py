@@ -106,6 +106,7 @@ async def test_a_part_that_fails_fails_its_row_and_no_other() -> None:
     assert not any("<answer" in request.text for request in backend.requests)
 
 
+@virtual_clock
 async def test_a_row_in_parts_is_resumed_with_only_the_parts_that_are_missing(tmp_path: Path) -> None:
     def script(request: Request) -> Any:
         return Fail(400) if "[Part 2 " in request.text else read(request)
@@ -166,6 +167,7 @@ async def test_truncating_sends_the_beginning_and_says_so() -> None:
     assert "left out.]" in backend.requests[0].text
 
 
+@virtual_clock
 async def test_what_was_cut_off_is_no_part_of_the_question(tmp_path: Path) -> None:
     options = {"oversized": "truncate", "run_dir": tmp_path, "resume": True}
     await run(**options)
@@ -183,6 +185,7 @@ async def test_a_row_that_cutting_does_not_help_fails() -> None:
     assert backend.requests == []
 
 
+@virtual_clock
 async def test_a_long_text_that_all_rows_share_is_cut_in_each(tmp_path: Path) -> None:
     rows = [{"style": style, "text": book(40)} for style in ("JSON", "a list")]
     results, _ = await run(inputs=rows)
@@ -194,6 +197,7 @@ async def test_cutting_needs_to_know_the_context() -> None:
         await run(model_max_context=None)
 
 
+@virtual_clock
 async def test_an_answer_that_cannot_be_written_fails_its_row() -> None:
     class Odd(Found):
         @field_serializer("numbers")

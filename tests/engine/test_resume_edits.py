@@ -43,7 +43,7 @@ def echo(request: Request) -> Say:
 
 
 @given(st.lists(rows, min_size=2, max_size=4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_only_rows_without_a_valid_answer_are_asked_however_the_list_was_edited(
     lists: list[list[dict[str, object]]],
 ) -> None:

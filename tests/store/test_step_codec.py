@@ -58,11 +58,11 @@ def test_what_was_never_encoded_is_an_error_and_never_a_step(kind: int, body: by
     assert encode(step)[0] == kind
 
 
-@pytest.mark.parametrize("kind", [TURN, DONE, OUTCOME, FAILED, ENDED, COMPACTED])
-@pytest.mark.parametrize("body", [b"[]", b"{}", b"null", b'["text"]', b"[[],[]]", b"7", b"[0,1]", b'"text"', b"[true]"])
-def test_a_record_of_another_form_is_a_value_error(kind: int, body: bytes) -> None:
-    with pytest.raises(ValueError, match=r"form|expected"):
-        decode(kind, body)
+def test_a_record_of_another_form_is_a_value_error() -> None:
+    for body in (b"[]", b"{}", b"null", b'["text"]', b"[[],[]]", b"7", b"[0,1]", b'"text"', b"[true]"):
+        for kind in (TURN, DONE, OUTCOME, FAILED, ENDED, COMPACTED):
+            with pytest.raises(ValueError, match=r"form|expected"):
+                decode(kind, body)
 
 
 @given(steps, st.data())

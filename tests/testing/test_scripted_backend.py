@@ -68,20 +68,17 @@ async def test_an_answer_is_a_reply(streamed: bool) -> None:
     assert backend.requests[0].tools == [SEARCH]
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(("reply", "kind"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
-async def test_what_is_no_answer_is_the_same_error_in_process_and_over_http(
-    reply: Say | Fail, kind: type[BackendError], streamed: bool
-) -> None:
-    on_tool_call = (lambda call: None) if streamed else None
-    async with ScriptedBackend([reply]) as backend:
-        with pytest.raises(BackendError) as here:
-            await backend.infer(ask(), on_tool_call)
-    async with ScriptedServer([reply]) as server, OpenAIBackend(server.url) as remote:
-        with pytest.raises(BackendError) as there:
-            await remote.infer(ask(), on_tool_call)
-    assert type(here.value) is type(there.value) is kind
-    assert here.value.status == there.value.status
+async def test_what_is_no_answer_is_the_same_error_in_process_and_over_http() -> None:
+    for reply, kind in BROKEN:
+        for on_tool_call in (None, lambda call: None):
+            async with ScriptedBackend([reply]) as backend:
+                with pytest.raises(BackendError) as here:
+                    await backend.infer(ask(), on_tool_call)
+            async with ScriptedServer([reply]) as server, OpenAIBackend(server.url) as remote:
+                with pytest.raises(BackendError) as there:
+                    await remote.infer(ask(), on_tool_call)
+            assert type(here.value) is type(there.value) is kind, (reply, on_tool_call)
+            assert here.value.status == there.value.status, (reply, on_tool_call)
 
 
 @virtual_clock

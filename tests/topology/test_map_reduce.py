@@ -144,6 +144,7 @@ async def test_a_plan_that_fails_is_a_failed_result_and_nothing_is_reduced() -> 
     assert (len(results), bool(survey)) == (2, False)
 
 
+@virtual_clock
 async def test_a_finished_stage_is_not_run_again(tmp_path: Path) -> None:
     down = ScriptedBackend(lambda request: Fail(400) if request.text.startswith("Sum") else answer(request))
     results, survey = await research(down, run_dir=tmp_path, resume=True)

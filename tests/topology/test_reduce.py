@@ -201,6 +201,7 @@ async def test_the_whole_has_one_budget() -> None:
     assert "out of budget" in summary.error.message
 
 
+@virtual_clock
 async def test_a_run_directory_holds_map_and_reduce_and_nothing_is_asked_twice(tmp_path: Path) -> None:
     backend = ScriptedBackend(answer)
     first = await reduced(backend, ["a", "b", "c"], run_dir=tmp_path, reduce_tree=2)
@@ -214,11 +215,12 @@ async def test_a_run_directory_holds_map_and_reduce_and_nothing_is_asked_twice(t
         await reduced(backend, ["a"], run_dir=tmp_path)
 
 
+@virtual_clock
 async def test_a_run_that_is_stopped_during_the_reduction_goes_on_there(tmp_path: Path) -> None:
     backend = ScriptedBackend(lambda request: Hang() if is_reduction(request) else Say('{"text": "x"}'))
     task = asyncio.ensure_future(reduced(backend, ["a", "b"], run_dir=tmp_path, resume=True))
     while len(backend.requests) < 3:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

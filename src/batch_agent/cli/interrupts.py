@@ -24,7 +24,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        with suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt, which ends the run too
+        with suppress(NotImplementedError, RuntimeError):  # Windows, or not the main thread: signals are not ours
             loop.add_signal_handler(signal.SIGINT, self._interrupt)
             loop.add_signal_handler(signal.SIGTERM, self._stop, signal.SIGTERM)
         return self

@@ -7,25 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batch_agent.errors import SpecError
+from batch_agent.option import Scope, noted
+from batch_agent.spec import OLD_NAMES, BatchSpec
 from batch_agent.topology.tree import Shape
 
 if TYPE_CHECKING:
     from batch_agent.topology.pipeline import Pipeline
 
 # Options that say what the whole may do, and those that say what one stage does. All others may be given for both.
-OF_THE_WHOLE = frozenset(
-    {
-        *("max_inflight", "max_concurrent", "max_agents", "max_dispatched", "max_cost", "max_total_tokens"),
-        *("max_wall_time", "max_outage", "rpm", "tpm", "backpressure_ceiling", "calibrate_backend"),
-        *("run_dir", "checkpoint_dir", "resume", "retry_failed", "force_resume"),
-    }
-)
-OF_A_STAGE = frozenset(
-    {
-        *("task", "inputs", "system_prompt", "tools", "output_schema", "max_turns", "max_tokens", "stop"),
-        *("tool_choice", "on_result"),
-    }
-)
+OF_THE_WHOLE = noted(BatchSpec, Scope.WHOLE)
+OF_THE_WHOLE |= {old for old, new in OLD_NAMES.items() if new in OF_THE_WHOLE}
+OF_A_STAGE = noted(BatchSpec, Scope.STAGE)
 
 
 @dataclass(frozen=True, slots=True)

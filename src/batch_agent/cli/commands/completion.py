@@ -18,7 +18,7 @@ from batch_agent.cli.output.streams import put
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class ShellFlag:
     names: tuple[str, ...]
     help: str
     choices: tuple[str, ...]
@@ -31,7 +31,7 @@ def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
 
 def completion_command(options: argparse.Namespace) -> int:
     _, parsers = build_parser()
-    flags: dict[str, list[Flag]] = {}
+    flags: dict[str, list[ShellFlag]] = {}
     actions: dict[str, list[str]] = {}
     for name, parser in parsers.items():
         add_arguments(name, parser)
@@ -48,7 +48,7 @@ def _nested(parser: argparse.ArgumentParser) -> Iterator[argparse._SubParsersAct
             yield action
 
 
-def _flags(parser: argparse.ArgumentParser) -> Iterator[Flag]:
+def _flags(parser: argparse.ArgumentParser) -> Iterator[ShellFlag]:
     """Those of the commands within it too: a shell that offers one too many does no harm."""
     for nested in _nested(parser):
         for inner in nested.choices.values():
@@ -57,10 +57,10 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[Flag]:
         if action.option_strings and action.help is not argparse.SUPPRESS:
             choices = tuple(map(str, action.choices or ()))
             text = (action.help or "").partition("; ")[0].replace("%(default)s", str(action.default))
-            yield Flag(tuple(action.option_strings), text, choices, action.nargs != 0)
+            yield ShellFlag(tuple(action.option_strings), text, choices, action.nargs != 0)
 
 
-def _bash(flags: Mapping[str, list[Flag]], actions: Mapping[str, list[str]]) -> str:
+def _bash(flags: Mapping[str, list[ShellFlag]], actions: Mapping[str, list[str]]) -> str:
     """Flags where a word begins with ``-``, the values of those that have a few, file names elsewhere."""
     cases = "\n".join(
         f"        {name}) flags={shlex.quote(' '.join(word for flag in known for word in flag.names))} ;;"
@@ -103,7 +103,7 @@ _batch_agent() {{
 complete -o bashdefault -o default -F _batch_agent batch-agent"""
 
 
-def _zsh(flags: Mapping[str, list[Flag]], actions: Mapping[str, list[str]]) -> str:
+def _zsh(flags: Mapping[str, list[ShellFlag]], actions: Mapping[str, list[str]]) -> str:
     commands = "\n".join(f"        {_pair(name, command.help)}" for name, command in COMMANDS.items())
     cases = "\n".join(
         f"        {name})\n            _arguments \\\n"
@@ -137,7 +137,7 @@ def _pair(name: str, text: str) -> str:
     return shlex.quote(f"{name}:{text.replace(':', ' ')}")
 
 
-def _zsh_flag(flag: Flag) -> Iterator[str]:
+def _zsh_flag(flag: ShellFlag) -> Iterator[str]:
     text = flag.help.replace("[", "(").replace("]", ")").replace(":", " ")
     value = ""
     if flag.takes_value:
@@ -146,7 +146,7 @@ def _zsh_flag(flag: Flag) -> Iterator[str]:
         yield shlex.quote(f"{name}[{text}]{value}")
 
 
-def _fish(flags: Mapping[str, list[Flag]], actions: Mapping[str, list[str]]) -> str:
+def _fish(flags: Mapping[str, list[ShellFlag]], actions: Mapping[str, list[str]]) -> str:
     lines = [
         f"complete -c batch-agent -n __fish_use_subcommand -f -a {name} -d {_fish_quoted(command.help)}"
         for name, command in COMMANDS.items()

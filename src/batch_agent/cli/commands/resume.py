@@ -18,7 +18,7 @@ from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.run import run_command
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put, say
-from batch_agent.cli.spec.load import load_spec, says_stages, take_settings
+from batch_agent.cli.spec.load import load_spec, says_stages, settings_beside, take_settings
 from batch_agent.cli.spec.recorded import KEPT, command_again, refuse_left_out
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.engine.run.prepare import with_model
@@ -53,9 +53,9 @@ def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> ar
     kept = command_again(command)
     merged = argparse.Namespace(**{**vars(options), **vars(kept)})
     for name in KEPT:
-        if getattr(options, name) not in (None, False):
+        if getattr(options, name) is not None:
             setattr(merged, name, getattr(options, name))
-    merged.set = [*(kept.set or ()), *(options.set or ())] or None  # the last word counts
+    merged.set = [*settings_beside(options, kept.set or ()), *(options.set or ())] or None  # the last word counts
     if merged.inputs == STDIN and options.inputs != STDIN:
         raise SpecError(f"{options.run_dir} read its rows from standard input: pipe them in again, with --inputs -")
     merged.resume = True

@@ -1,12 +1,22 @@
-"""The arguments of ``run``, ``resume`` and ``retry-failed``, and what those of others have in common. Nothing is
-imported for them: help is there at once."""
+"""The arguments of ``run``, ``resume`` and ``retry-failed``, and what those of others have in common. The flags of
+options are made from BatchSpec."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from batch_agent.documented import first_sentence
+from batch_agent.errors import SpecError
+from batch_agent.option import Flag, FlagGroup, kinds, notes
+from batch_agent.spec import BatchSpec
 
 RUNS = "runs"
+# Options that have a flag, and its name among the parsed arguments.
+FLAGS = {name: flag.name or name for name, flag in notes(BatchSpec, Flag).items()}
 FORMATS = ("jsonl", "csv", "tsv", "text")
 
 RUN_EPILOG = """\
@@ -110,29 +120,71 @@ def _add_recording_arguments(run: argparse.ArgumentParser) -> None:
 
 
 def _add_run_options(run: argparse.ArgumentParser) -> None:
-    _add_question(run.add_argument_group("what is asked", "each in place of what the spec says"))
-    _add_rows(run.add_argument_group("rows and results"))
-    _add_limits(run.add_argument_group("where and how much"))
-    _add_words(run.add_argument_group("what is said"))
-
-
-def _add_question(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--task", metavar="TEXT", help="the message of each row; {field} is filled in")
-    group.add_argument("--system", metavar="TEXT", help="the system prompt")
-    group.add_argument(
-        "--schema",
-        metavar="SCHEMA",
-        help="what each answer must be: module:Class, a JSON schema or its file, or its fields as "
-        """'{"label": "a|b|c", "score": "number", "why": "text", "tags": ["text"]}'""",
-    )
-    group.add_argument("--tool", action="append", metavar="NAME", help="a tool: read_file, module:function; repeatable")
-    group.add_argument("--temperature", type=_number, metavar="X", help="sampling temperature")
-    group.add_argument(
+    question = run.add_argument_group(FlagGroup.QUESTION.value, "each in place of what the spec says")
+    _add_options(question, FlagGroup.QUESTION)
+    question.add_argument(
         "--set",
         action="append",
         metavar="OPTION=VALUE",
         help="any other option of a spec, its value as JSON or text: --set max_turns=4; repeatable",
     )
+    _add_rows(run.add_argument_group("rows and results"))
+    where = run.add_argument_group(FlagGroup.WHERE.value)
+    _add_options(where, FlagGroup.WHERE)
+    where.add_argument(
+        "--env-file", metavar="FILE", help="lines of NAME=VALUE, such as keys; set variables stay as set"
+    )
+    _add_words(run.add_argument_group("what is said"))
+
+
+def _add_options(group: argparse._ArgumentGroup, kind: FlagGroup) -> None:
+    for name, flag in notes(BatchSpec, Flag).items():
+        if flag.group is kind:
+            text = flag_help(name).replace("%", "%%")
+            group.add_argument(flag_name(name), default=None, help=text, **_reading(name, flag))
+
+
+def flag_name(option: str) -> str:
+    return f"--{FLAGS[option].replace('_', '-')}"
+
+
+def flag_help(option: str) -> str:
+    own = notes(BatchSpec, Flag)[option].help
+    return own or first_sentence(BatchSpec.model_fields[option].description or "")
+
+
+def _reading(name: str, flag: Flag) -> dict[str, Any]:
+    """How argparse reads an option's flag."""
+    types = kinds(BatchSpec, name)
+    if types == {bool}:
+        return {"action": "store_true"}
+    if bool in types:  # or a place
+        return {"nargs": "?", "const": True, "metavar": flag.metavar}
+    if Sequence in types:
+        return {"action": "append", "metavar": flag.metavar}
+    return {"type": _number(name) if types & {int, float} else str, "metavar": flag.metavar}
+
+
+def _number(name: str) -> Callable[[str], object]:
+    """A number that BatchSpec takes for this option."""
+
+    def read(text: str) -> object:
+        value = json_or_text(text)
+        try:
+            BatchSpec(task="-", inputs=(), **{name: value})
+        except SpecError as error:
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from None
+        return value
+
+    return read
+
+
+def json_or_text(text: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except ValueError:
+        return text
+    return value
 
 
 def _add_rows(group: argparse._ArgumentGroup) -> None:
@@ -153,28 +205,9 @@ def _add_rows(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help="where the results go: JSONL, or .csv, .tsv, .parquet; - is standard output (default)",
     )
-    group.add_argument("--ordered", action="store_true", help="write the results in the order of the rows")
-
-
-def _add_limits(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", help="the model's name")
-    group.add_argument("--backend", metavar="URL", help="where inference happens")
     group.add_argument(
-        "--env-file", metavar="FILE", help="lines of NAME=VALUE, such as keys; set variables stay as set"
+        "--ordered", action="store_true", default=None, help="write the results in the order of the rows"
     )
-    group.add_argument("--max-inflight", type=positive, metavar="N", help="model calls in flight at once")
-    group.add_argument("--max-cost", type=amount, metavar="DOLLARS", help="end the run before it costs more")
-    group.add_argument("--max-total-tokens", type=positive, metavar="N", help="end it before it uses more tokens")
-    group.add_argument("--max-wall-time", type=amount, metavar="SECONDS", help="send nothing more after so long")
-    group.add_argument("--max-outage", type=amount, metavar="SECONDS", help="how long a server may be unreachable")
-    group.add_argument(
-        "--cache",
-        nargs="?",
-        const=True,
-        metavar="DIR",
-        help="answer what was asked before from disk; behind SPEC, or as --cache=DIR",
-    )
-    group.add_argument("--no-hoist", action="store_true", help="send every message as written")
 
 
 def _add_words(group: argparse._ArgumentGroup) -> None:
@@ -205,13 +238,6 @@ def amount(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
     return number
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
 
 
 def port_number(text: str) -> int:

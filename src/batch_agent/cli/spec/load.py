@@ -8,45 +8,31 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from batch_agent.cli.output.overwrite import refuse_overwriting
+from batch_agent.cli.spec.arguments import FLAGS, json_or_text
 from batch_agent.cli.spec.envfile import load_env_file
 from batch_agent.cli.spec.recorded import recording_of
 from batch_agent.cli.spec.rows import STDIN, read_rows
 from batch_agent.cli.spec.schema_shorthand import schema_of
-from batch_agent.cli.spec.specfile import NOT_IN_FILES, STAGES, SpecFile, read_specfile
+from batch_agent.cli.spec.specfile import STAGES, SpecFile, read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.files.rows import as_row
-from batch_agent.spec import BatchSpec
-
-# Options of BatchSpec that have a flag, and what that is called in the parsed arguments.
-FLAGS = {
-    **{name: name for name in ("model", "backend", "task", "temperature")},
-    **{name: name for name in ("max_inflight", "max_cost", "max_total_tokens", "max_wall_time", "max_outage")},
-    "system_prompt": "system",
-    "tools": "tool",
-    "output_schema": "schema",
-}
-# Those that are more than an option here.
-OTHER_FLAGS = {
-    "inputs": "--inputs",
-    "cache": "--cache",
-    "no_hoist": "--no-hoist",
-    "run_dir": "--run-dir",
-    "checkpoint_dir": "--checkpoint-dir",
-    "resume": "--resume",
-    "force_resume": "--force-resume",
-    "retry_failed": "--no-retry-failed",
-}
+from batch_agent.option import NotSettable, notes
+from batch_agent.spec import OLD_NAMES, BatchSpec
 
 
 def take_settings(options: argparse.Namespace) -> None:
-    """What ``--set`` says of an option that has a flag is taken for that flag, so that each is in one place."""
+    """What ``--set`` says of an option that has a flag is taken for that flag, so that each is in one place.
+
+    None stays a setting: no flag can say it.
+    """
     left = []
     for item in options.set or ():
         name, value = _setting(item)
-        if name not in FLAGS:
+        if name not in FLAGS or value is None:
             left.append(item)
         elif name == "output_schema":
             options.schema = value if isinstance(value, str) else json.dumps(value)
@@ -93,12 +79,7 @@ def _beside_the_rows(file: SpecFile, options: argparse.Namespace) -> Path:
 
 def overrides_of(file: SpecFile, options: argparse.Namespace) -> dict[str, object]:
     """What the command line says in place of the file, the rows aside."""
-    overrides = said(options)
-    if options.cache is not None:
-        overrides["cache"] = options.cache if options.cache is True else Path(options.cache).absolute()
-    if options.no_hoist:
-        overrides["no_hoist"] = True
-    return overrides | recording_of(options, file)
+    return given_options(options) | recording_of(options, file)
 
 
 def says_stages(options: argparse.Namespace) -> bool:
@@ -139,19 +120,24 @@ def name_of_run(options: argparse.Namespace) -> str:
     return Path(source).name if source is not None and source != STDIN else "run"
 
 
-def said(options: argparse.Namespace) -> dict[str, object]:
+def given_options(options: argparse.Namespace) -> dict[str, object]:
     """The options of BatchSpec that the command line gives, references followed."""
     place = _directory(options)
-    given: dict[str, object] = dict(map(_setting, options.set or ()))
-    for name, flag in FLAGS.items():
-        if getattr(options, flag) is not None:
-            given[name] = getattr(options, flag)
+    flags = {name: getattr(options, argument) for name, argument in FLAGS.items()}
+    given = {name: value for name, value in flags.items() if value is not None}
     if options.schema is not None:
         try:
             given["output_schema"] = schema_of(options.schema, place)
         except SpecError as error:
             raise SpecError(f"--schema {error}") from None
+    given |= dict(map(_setting, options.set or ()))
     return SpecFile(place / name_of_run(options), "", given).followed()
+
+
+def settings_beside(options: argparse.Namespace, settings: Iterable[str]) -> list[str]:
+    """Those of an earlier command line that no flag of this one replaces."""
+    flags = {name for name, argument in FLAGS.items() if getattr(options, argument) is not None}
+    return [item for item in settings if _setting(item)[0] not in flags]
 
 
 def _setting(item: str) -> tuple[str, object]:
@@ -159,16 +145,10 @@ def _setting(item: str) -> tuple[str, object]:
     name = name.strip().replace("-", "_")
     if not equals or not name:
         raise SpecError(f"--set {item!r} is not OPTION=VALUE, such as --set max_turns=4")
-    if name == "api_key":
-        raise SpecError("--set api_key would be kept in the shell's history and the record: use --env-file FILE")
-    if name in OTHER_FLAGS:
-        raise SpecError(f"--set {name}: give {OTHER_FLAGS[name]}")
-    if name in NOT_IN_FILES:
-        raise SpecError(f"--set {name}: {NOT_IN_FILES[name]}")
-    try:
-        return name, json.loads(text)
-    except ValueError:
-        return name, text
+    refused = notes(BatchSpec, NotSettable).get(OLD_NAMES.get(name, name))
+    if refused is not None:
+        raise SpecError(f"--set {name}: {refused.reason}")
+    return name, json_or_text(text)
 
 
 def _directory(options: argparse.Namespace) -> Path:

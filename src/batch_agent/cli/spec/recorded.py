@@ -10,37 +10,17 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from batch_agent.cli.spec.arguments import RUNS
+from batch_agent.cli.spec.arguments import FLAGS, RUNS
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.specfile import SpecFile, read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
+from batch_agent.option import kinds
+from batch_agent.spec import BatchSpec
 
 # What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
-KEPT = (
-    "task",
-    "system",
-    "schema",
-    "tool",
-    "temperature",
-    "set",
-    "inputs",
-    "format",
-    "env_file",
-    "output",
-    "ordered",
-    "limit",
-    "model",
-    "backend",
-    "max_inflight",
-    "max_cost",
-    "max_total_tokens",
-    "max_wall_time",
-    "max_outage",
-    "cache",
-    "no_hoist",
-)
-PATHS = ("inputs", "output", "cache", "env_file")
+KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit")
+PATHS = {"inputs", "output", "env_file", *(FLAGS[name] for name in FLAGS if Path in kinds(BatchSpec, name))}
 DIRECTORY = "directory"  # where the command was given
 LEFT_OUT = "left_out"  # the names of those that were given and are not kept
 

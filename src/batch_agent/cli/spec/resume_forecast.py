@@ -21,14 +21,13 @@ from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, counted, dollars, harmless, rows
+from batch_agent.option import Compared, kinds, notes
+from batch_agent.spec import BatchSpec
 from batch_agent.store.base import Identity
 from batch_agent.store.keys import Keys
 from batch_agent.store.rundir import JOURNAL, RunView
 
 ASKED = "asked"  # in the recorded command
-TEXTS = ("task", "system_prompt")
-PLAIN = ("model", "max_tokens", "temperature", "top_p", "seed", "stop")
-HASHED = ("output_schema", "tool_choice", "extra_body")
 MOST_WORDS = 4000  # of a text that is compared word by word
 VALUE_CHARACTERS = 60
 AT_ONCE = 256  # rows looked up in the journal together
@@ -36,13 +35,11 @@ AT_ONCE = 256  # rows looked up in the journal together
 
 def asked(prepared: Prepared) -> dict[str, JsonValue]:
     """What answers depend on, in a form that can be compared later. What may hold a secret is there as a hash."""
-    spec = prepared.spec
-    values: dict[str, JsonValue] = {name: getattr(spec, name) for name in TEXTS}
-    for name in PLAIN:
-        value = prepared.model if name == "model" else getattr(spec, name)
-        values[name] = list(value) if isinstance(value, tuple) else value
-    values["output_schema"] = _hash(prepared.schema.json_schema if prepared.schema else None)
-    values |= {name: _hash(getattr(spec, name)) for name in ("tool_choice", "extra_body")}
+    resolved = {"model": prepared.model, "output_schema": prepared.schema.json_schema if prepared.schema else None}
+    values: dict[str, JsonValue] = {}
+    for name, compared in notes(BatchSpec, Compared).items():
+        value = resolved.get(name, getattr(prepared.spec, name))
+        values[name] = _hash(value) if compared is Compared.HASH else list(value) if isinstance(value, tuple) else value
     values["tools"] = {tool.name: _hash([tool.spec, tool.version]) for tool in prepared.tools}
     return values
 
@@ -57,11 +54,11 @@ def differences(before: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -
         old = before.get(name)
         if old == value or name not in before:
             continue
-        if name in TEXTS and isinstance(old, str) and isinstance(value, str):
+        if name != "tools" and kinds(BatchSpec, name) == {str} and isinstance(old, str) and isinstance(value, str):
             yield f"{name}: {_words_changed(old, value)}"
         elif name == "tools" and isinstance(old, dict) and isinstance(value, dict):
             yield f"tools: {', '.join(_tools_changed(old, value))}"
-        elif name in HASHED:
+        elif notes(BatchSpec, Compared).get(name) is Compared.HASH:
             yield f"{name}: changed"
         else:
             yield f"{name}: {_value(old)} → {_value(value)}"

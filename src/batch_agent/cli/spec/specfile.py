@@ -23,13 +23,10 @@ import yaml
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.errors import SpecError
 from batch_agent.foreign import describe
+from batch_agent.option import NotSettable, kinds, notes
 from batch_agent.spec import BatchSpec
 
 STAGES = "stages"  # of a file that says a pipeline
-NOT_IN_FILES = {
-    "on_result": "it is a Python function; the command line writes every result to --output",
-    "runtime": "it is a Python object; write backend",
-}
 REFERENCE = re.compile(r"[\w.]+:[\w.]+")
 
 
@@ -79,14 +76,11 @@ class SpecFile:
     def follow(self, options: Mapping[str, object]) -> dict[str, Any]:
         """These options in the same way. A SpecError does not name the file."""
         resolvers: dict[str, Callable[[object], object]] = {
-            "task": self._text,
+            **{name: self._text for name in BatchSpec.model_fields if kinds(BatchSpec, name) == {str}},
+            **{name: self._directory for name in BatchSpec.model_fields if Path in kinds(BatchSpec, name)},
             "prompt": self._text,
-            "system_prompt": self._text,
             "tools": self._tools,
             "output_schema": self._schema,
-            "cache": self._directory,
-            "predictive_prewarm": self._directory,
-            "image_root": self._directory,
         }
         followed = dict(options)
         for name in resolvers.keys() & options.keys():
@@ -177,9 +171,9 @@ def read_specfile(path: Path) -> SpecFile:
     if wrong is not None:
         raise SpecError(f"{path}: {wrong!r} is not the name of an option")
     file = SpecFile(path, text, options)
-    for name, reason in NOT_IN_FILES.items():
-        if name in options:
-            raise file.error(f"{name} cannot be given in a file: {reason}")
+    for name, refused in notes(BatchSpec, NotSettable).items():
+        if name in options and refused.in_files:
+            raise file.error(f"{name} cannot be given in a file: {refused.reason}")
     return file
 
 
