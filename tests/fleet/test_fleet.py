@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, Fleet, SpecError
-from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
+from batch_agent.backends.base import Capabilities, Load, ModelRequest, RequestShape
 from batch_agent.errors import RunUnreachable, Unavailable
 from batch_agent.events import Event, HealthChanged
-from batch_agent.fleet.backend import WATCH_SECONDS
 from batch_agent.job import AgentResult
 from batch_agent.messages import Conversation, Message, Reply
 from batch_agent.testing import (
@@ -247,25 +246,6 @@ def test_what_cannot_be_removed_is_said() -> None:
 
 
 @virtual_clock
-async def test_a_hostfile_is_read_again_when_it_changes(tmp_path: Path) -> None:
-    async with AsyncExitStack() as stack:
-        first, second = await servers(stack, "a", "b")
-        hosts = tmp_path / "hosts.txt"
-        hosts.write_text(f"{first.address}\n")
-        async with Fleet.from_hostfile(hosts) as fleet:
-            hosts.write_text("what is this line\n")
-            await asyncio.sleep(2 * WATCH_SECONDS)
-            assert fleet.capabilities.endpoints == (first.backend_url,), "a file that cannot be read changes nothing"
-            hosts.write_text(f"{first.address}\n{second.address} weight=2 context=4096 model=m\n")
-            await asyncio.sleep(2 * WATCH_SECONDS)
-            member = fleet.members[1]
-            assert (member.weight, member.context, member.models) == (2.0, 4096, frozenset({"m"}))
-            hosts.write_text(f"{second.address}\n")
-            await asyncio.sleep(2 * WATCH_SECONDS)
-            assert fleet.capabilities.endpoints == (second.backend_url,)
-
-
-@virtual_clock
 async def test_two_runs_on_one_fleet_share_its_slots_and_what_one_does_not_want_is_the_others() -> None:
     able = Capabilities(default_inflight=64)
     fleet = Fleet([ScriptedBackend(saying("x"), capabilities=able) for _ in range(2)])
@@ -324,9 +304,28 @@ async def test_a_request_that_was_granted_no_endpoint_goes_to_one_that_is_reache
         async with Fleet([nobody(), server.backend_url]) as fleet:
             replies = await fleet.generate_batch(["one", "two"], RequestShape("m"))
             assert [reply.text for reply in replies if isinstance(reply, Reply)] == ["a", "a"]
-            request = ModelRequest(RequestShape("m"), Conversation([Message("user", "x")]), "0", endpoint="gone")
             with pytest.raises(Unavailable, match="no longer part"):
-                await fleet.infer(request)
+                await fleet.infer(request_to("gone"))
+
+
+async def test_the_load_of_a_fleet_is_the_sum_of_those_that_report_it() -> None:
+    async with AsyncExitStack() as stack:
+        known = await servers(stack, "a", "b", latency=0.0)
+        fleet = await stack.enter_async_context(Fleet([*(server.backend_url for server in known), nobody()]))
+        one = ScriptedBackend(saying("x"))
+        assert await fleet.load() == Load(running=0, waiting=0)
+        hanging = await stack.enter_async_context(ScriptedServer(lambda request: Hang()))
+        fleet.add(hanging.backend_url)
+        asking = asyncio.create_task(fleet.infer(request_to(hanging.backend_url)))
+        await hanging.wait_inflight(1)
+        assert await fleet.load() == Load(running=1, waiting=0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert await Fleet([one, one]).load() is None
+
+
+def request_to(endpoint: str) -> ModelRequest:
+    return ModelRequest(RequestShape("m"), Conversation([Message("user", "x")]), "0", endpoint=endpoint)
 
 
 async def test_proxies_of_the_environment_do_not_touch_servers_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,9 +349,9 @@ def test_keys_are_never_shown() -> None:
         ("fleet://hosts.txt", "list of endpoints"),
         (["fleet://hosts.txt"], "not of fleets"),
         ([["vllm://a"]], "not of fleets"),
-        ([{"url": "vllm://a", "weight": 0}], "weight of vllm://a"),
-        ([{"url": "vllm://a", "weight": "much"}], "weight of vllm://a"),
-        ([{"url": "vllm://a", "context": "long"}], "context of vllm://a"),
+        ([{"url": "vllm://a", "weight": 0}], "vllm://a: weight must be"),
+        ([{"url": "vllm://a", "weight": "much"}], "vllm://a: weight must be"),
+        ([{"url": "vllm://a", "context": "long"}], "vllm://a: context must be"),
         (["gpu-1"], "not a URL"),
         ([7], "backend is a int"),
     ],

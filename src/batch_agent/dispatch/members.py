@@ -55,9 +55,8 @@ class Following:
             endpoint = known.get(member.name)
             if endpoint is None:
                 scheduler.add(_endpoint(member, self._limiter.terms, given=self._given))
-            elif endpoint.models != member.models:
-                endpoint.models = member.models
-                scheduler.touch(endpoint)
+            else:
+                self._update(endpoint, member)
         for name, endpoint in known.items():
             if name not in members and not endpoint.leaving:
                 scheduler.leave(endpoint)
@@ -65,6 +64,15 @@ class Following:
         if total is not None:
             self._limiter.grow(total)
         self._limiter.look_ahead()
+
+    def _update(self, endpoint: Endpoint, member: Member) -> None:
+        """Takes over what has changed: a hostfile may give a server another weight, model or context."""
+        if endpoint.weight != member.weight and member.inflight is not None and not self._given:
+            endpoint.capacity.resize(member.inflight)
+        now = member.weight, member.models, member.context
+        if now != (endpoint.weight, endpoint.models, endpoint.context):
+            endpoint.weight, endpoint.models, endpoint.context = now
+            self._limiter.scheduler.touch(endpoint)
 
     def _useful(self, members: Sequence[Member]) -> Sequence[Member]:
         useful = [member for member in members if member.models is None or self._models & member.models]

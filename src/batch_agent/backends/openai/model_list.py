@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import orjson
 
 from batch_agent.errors import Rejected
+from batch_agent.messages import JsonObject
 
 MOST_SHOWN = 12
 # As DeepSeek, Mistral, OpenRouter and others say it, with a 400.
@@ -18,7 +19,13 @@ _UNKNOWN_MODEL = re.compile(
 
 
 def read_models(body: bytes) -> list[str] | None:
-    """The names; None for what is no list of models."""
+    """Returns the models' names; None if the body is no list of models."""
+    entries = read_entries(body)
+    return None if entries is None else list(entries)
+
+
+def read_entries(body: bytes) -> dict[str, JsonObject] | None:
+    """Returns the entries of a list of models by name; None if the body is no list of models."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -26,7 +33,8 @@ def read_models(body: bytes) -> list[str] | None:
     entries = document.get("data") if isinstance(document, dict) else document
     if not isinstance(entries, list):
         return None
-    return [entry["id"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    found = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    return {entry["id"]: entry for entry in found}
 
 
 def may_be_unknown(refusal: Rejected) -> bool:

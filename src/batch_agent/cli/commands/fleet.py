@@ -107,17 +107,14 @@ def fleet_command(options: argparse.Namespace) -> int:
     options.hostfile = options.hostfile or os.environ.get(HOSTFILE_VARIABLE)
     if not options.hostfile:
         raise SpecError(f"no hostfile: batch-agent fleet {options.action} HOSTFILE, or set {HOSTFILE_VARIABLE}")
-    does: Callable[[argparse.Namespace], int] = resolve_name(f"batch_agent.cli.{options.does}")
+    does: Callable[[argparse.Namespace], int] = resolve_name(f"batch_agent.cli.commands.{options.does}")
     return does(options)
 
 
 def read_hosts(path: str) -> list[AgentEndpoint]:
-    from batch_agent.fleet.hostfile import parse_hostfile
+    from batch_agent.fleet.following import Hostfile
 
-    hosts = parse_hostfile(path)
-    if not hosts:
-        raise SpecError(f"the hostfile {path!r} names no endpoint")
-    return hosts
+    return Hostfile(path).read()
 
 
 # wait
