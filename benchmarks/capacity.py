@@ -219,7 +219,7 @@ class Silent(SimulatedBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, load=False)
+        return replace(super().capabilities, reports_load=False)
 
 
 ENGINES = {

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from batch_agent import BatchAgent, Fleet, Tool
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.messages import Reply
 from batch_agent.scheduler.endpoint import Endpoint
@@ -219,7 +219,7 @@ AGENTS, TURNS, ENGINES = 200, 6, 8
 TEXT = "What this agent has to read is its own, and it has to read it again at every turn. " * 60
 
 
-class RoundRobin:
+class RoundRobin(Backend):
     """Every request to the next engine, as a load balancer does that knows nothing of prefixes."""
 
     def __init__(self, engines: Sequence[SimulatedBackend]) -> None:
@@ -241,9 +241,6 @@ class RoundRobin:
     ) -> None:
         for engine in self.engines:
             await engine.__aexit__(kind, error, trace)
-
-    def check(self, shape: RequestShape) -> None:
-        """Nothing is beyond it."""
 
     async def models(self) -> list[str]:
         return await self.engines[0].models()

@@ -16,10 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall
 from batch_agent.cli.spec.rows import read_rows
 from batch_agent.cli.spec.specfile import read_specfile
 from batch_agent.engine.run.prepare import prepare
@@ -41,22 +39,11 @@ max_inflight: 64
 Sample = dict[str, float]
 
 
-class Instant:
+class Instant(Backend):
     """Answers in no time."""
 
     name = "instant://"
     capabilities = Capabilities(native_schema=True, streaming=False)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def check(self, shape: RequestShape) -> None:
-        pass
 
     async def models(self) -> list[str]:
         return ["instant"]

@@ -32,7 +32,7 @@ def table() -> Iterator[str]:
     for scheme in SCHEMES.values():
         can = able(scheme)
         schemas = ("yes" if can.schema_proven else "found out") if can.native_schema else ""
-        flags = (can.schema_with_tools, can.images, can.load)
+        flags = (can.schema_with_tools, can.images, can.reports_load)
         key = f"`{scheme.key}`" if scheme.key else ""
         options = ", ".join(f"`{name}`" for name in (*scheme.options, *scheme.texts))
         cells = (f"`{scheme.form}`", scheme.what, key, schemas, *("yes" if flag else "" for flag in flags), options)

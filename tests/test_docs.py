@@ -16,14 +16,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 
 import pytest
 import yaml
 from markdown_it import MarkdownIt
 
 from batch_agent.backends.local import weights
-from batch_agent.cli.main import COMMANDS
+from batch_agent.cli.main import COMMANDS, add_arguments
 from batch_agent.errors import SpecError
 from batch_agent.testing import ScriptedServer
 
@@ -171,7 +170,7 @@ def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_and_every_argument_is_in_the_reference(name: str) -> None:
     parser = argparse.ArgumentParser()
-    resolve_name(f"batch_agent.cli.{COMMANDS[name].adds}")(parser)
+    add_arguments(name, parser)
     reference = (ROOT / "docs" / "commands.md").read_text()
     assert re.search(rf"^## .*`batch-agent {name}\b", reference, re.MULTILINE)
     documented = set(re.findall(r"`[^`]*`", reference))

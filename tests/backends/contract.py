@@ -22,8 +22,7 @@ import pytest
 
 from backends.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Peer, Refuse, Say
 from backends.terms import DROPPABLE, LACKABLE, REFUSABLE, Terms
-from batch_agent.backends.base import Backend, Batched, Measured, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.generating import generate_batch
+from batch_agent.backends.base import ModelRequest, OnToolCall, RequestShape
 from batch_agent.errors import (
     BackendError,
     BadResponse,
@@ -457,7 +456,7 @@ class BackendContract(Terms):
     async def test_many_prompts_are_answered_together_and_a_bad_one_fails_alone(self) -> None:
         refusal = next(iter(self.refusals))
         async with self.peer(Say("a"), refusal, Say("c")) as peer:
-            outcomes = await generate_batch(peer.backend, ["one", "two", "three"], self.shape())
+            outcomes = await peer.backend.generate_batch(["one", "two", "three"], self.shape())
         assert sorted(outcome.text for outcome in outcomes if isinstance(outcome, Reply)) == ["a", "c"]
         assert [type(outcome) for outcome in outcomes if isinstance(outcome, BackendError)] == [self.refusals[refusal]]
 
@@ -475,13 +474,11 @@ class BackendContract(Terms):
         async with self.peer(Say("a")) as peer:
             assert self.model in await peer.backend.models()
 
-    async def test_it_is_what_its_capabilities_say(self) -> None:
+    async def test_it_has_a_name_and_a_probe_finds_it_up(self) -> None:
         async with self.peer(Say("a")) as peer:
-            backend = peer.backend
-            assert isinstance(backend, Backend)
-            assert backend.name
-            assert isinstance(backend, Measured) or not backend.capabilities.load
-            assert isinstance(backend, Batched) or not backend.capabilities.batch
+            assert peer.backend.name
+            [member] = peer.backend.members
+            assert (await peer.backend.probe(member.name)).state != "down"
 
     def test_what_is_declared_has_a_name_that_the_contract_knows(self) -> None:
         assert self.refuses <= REFUSABLE

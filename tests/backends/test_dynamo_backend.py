@@ -159,7 +159,7 @@ async def test_how_busy_it_is_and_what_its_model_takes() -> None:
             first_token_seconds=0.35,
         )
         assert await backend.load() == expected
-        assert (await backend.probe("m"), await backend.probe("mock")) == (Facts(4096), Facts())
+        assert (await backend.facts("m"), await backend.facts("mock")) == (Facts(4096), Facts())
 
 
 async def test_metrics_that_are_not_its_own_are_an_error() -> None:

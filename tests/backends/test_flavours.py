@@ -74,8 +74,8 @@ async def test_what_is_logged_tells_its_load_and_its_context_all_the_same() -> N
         async def load(self, endpoint: str = "") -> Load:
             return Load(running=3)
 
-        async def probe(self, model: str) -> Facts:
+        async def facts(self, model: str) -> Facts:
             return Facts(context=4096)
 
     wrapped = LoggedBackend(Busy("http://host/v1"), [])
-    assert (await wrapped.load(), await wrapped.probe("m")) == (Load(running=3), Facts(context=4096))
+    assert (await wrapped.load(), await wrapped.facts("m")) == (Load(running=3), Facts(context=4096))

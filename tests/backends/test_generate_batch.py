@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
+from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.errors import BackendError, Rejected
 from batch_agent.messages import Message, Reply
 from batch_agent.testing import Fail, Say, ScriptedBackend
@@ -42,7 +42,7 @@ class OneRequest(ScriptedBackend):
         return [Reply(request.shape.model) for request in requests]
 
 
-async def test_a_backend_that_answers_batches_gets_them_whole_unless_tools_are_offered() -> None:
-    backend = OneRequest(capabilities=Capabilities(batch=True))
+async def test_a_backend_that_answers_batches_gets_them_whole() -> None:
+    backend = OneRequest()
     replies = await backend.generate_batch(["a", "b"], RequestShape("m"))
     assert (replies, backend.batches) == ([Reply("m"), Reply("m")], [2])

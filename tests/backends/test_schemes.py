@@ -10,7 +10,6 @@ from types import ModuleType
 import pytest
 
 from batch_agent.backends.base import Backend
-from batch_agent.backends.generating import Generates
 from batch_agent.backends.registry import open_backend
 from batch_agent.backends.schemes import FORMS, SCHEMES, Scheme
 from batch_agent.errors import SpecError
@@ -40,7 +39,6 @@ def test_each_line_opens_a_backend_of_its_form(scheme: Scheme) -> None:
     url = scheme.form.replace("host:port", "host:1")
     backend, _ = open_backend(url, environ={}, sends=False)
     assert isinstance(backend, Backend)
-    assert isinstance(backend, Generates)
     assert backend.name.startswith(f"{scheme.name}://")
 
 

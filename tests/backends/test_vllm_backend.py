@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends.wire import Exchange, Step, WireServer, answer, hang
-from batch_agent.backends.base import Facts, Load, Measured, ModelRequest, RequestShape
+from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.engines.engine import Sharing
 from batch_agent.backends.engines.vllm import LIST, VllmBackend
 from batch_agent.backends.registry import open_backend
@@ -38,8 +38,7 @@ def vllm(server: WireServer, options: str = "") -> VllmBackend:
 
 async def test_how_busy_it_is_is_read_from_its_metrics() -> None:
     async with WireServer(answer(METRICS, kind="text/plain; version=0.0.4")) as server, vllm(server) as backend:
-        assert backend.capabilities.load
-        assert isinstance(backend, Measured)
+        assert backend.capabilities.reports_load
         assert await backend.load() == Load(4, 2, 0.375, 3200, 7, 3000, 2500, 8, 1.5)
     assert server.requests[0].path == "/metrics"
 
@@ -113,7 +112,7 @@ async def test_a_priority_is_sent_where_the_server_was_seen_to_go_by_it(
     chat = answer({"choices": [said("ok")]})
     serving = by_path(models=answer(MODELS), server_info=server_info, completions=chat)
     async with WireServer(serving) as server, vllm(server, options) as backend:
-        assert await backend.probe("m") == Facts(context=4096)
+        assert await backend.facts("m") == Facts(context=4096)
         await backend.infer(turn(1, 3))
     assert server.requests[-1].json.get("priority") == sent
 
@@ -121,10 +120,10 @@ async def test_a_priority_is_sent_where_the_server_was_seen_to_go_by_it(
 async def test_a_server_that_hangs_or_is_not_there_is_not_waited_for() -> None:
     async with WireServer(by_path(models=answer(MODELS), server_info=hang)) as server, vllm(server) as backend:
         backend.patience = 0.05
-        assert await backend.probe("m") == Facts(context=4096)
-        assert await backend.probe("nobody") == Facts()
+        assert await backend.facts("m") == Facts(context=4096)
+        assert await backend.facts("nobody") == Facts()
     async with vllm(server) as backend:
-        assert await backend.probe("m") == Facts()
+        assert await backend.facts("m") == Facts()
 
 
 async def test_a_salt_keeps_caches_apart_and_an_empty_one_is_refused_here() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.cli.main import main
-from batch_agent.cli.spec.changes import differences
+from batch_agent.cli.spec.resume_forecast import differences
 from batch_agent.engine.run.prepare import prepare
 from batch_agent.engine.run.run import Run
 from batch_agent.spec import BatchSpec

@@ -11,7 +11,7 @@ import pytest
 from batch_agent.cli.main import main
 from batch_agent.cli.spec.envfile import load_env_file
 from batch_agent.cli.spec.rows import read_pipe
-from batch_agent.cli.spec.shorthand import schema_of
+from batch_agent.cli.spec.schema_shorthand import schema_of
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.observe.text import terminal_width
 

@@ -218,7 +218,7 @@ class Telling(ScriptedBackend):
     """Tells what ``loads`` say, one after another, and then the last for ever."""
 
     def __init__(self, *loads: Load | Exception | None, latency: float = 1.0) -> None:
-        super().__init__(lambda request: Say("ok", latency=latency), capabilities=Capabilities(load=True))
+        super().__init__(lambda request: Say("ok", latency=latency), capabilities=Capabilities(reports_load=True))
         self.loads = list(loads)
         self.read_at: list[float] = []
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from types import TracebackType
-from typing import Self
 
 import pytest
 
 from batch_agent import BatchAgent, RunRejected, RunUnreachable, SpecError
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, ScriptedServer, virtual_clock
@@ -75,18 +73,8 @@ async def test_inputs_that_exit_end_the_run_and_not_the_process(error: BaseExcep
             await BatchAgent.run(task="{input}", inputs=rows(), backend=ScriptedBackend())
 
 
-class Cancelling:
+class Cancelling(Backend):
     name = "cancelling://"
-    capabilities = Capabilities()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def check(self, shape: RequestShape) -> None: ...
 
     async def models(self) -> list[str]:
         return ["m"]

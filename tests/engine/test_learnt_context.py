@@ -19,11 +19,11 @@ class Telling(ScriptedBackend):
     """Says how long its model's context is; or does what an exception says."""
 
     def __init__(self, script: Any, context: int | Exception | None) -> None:
-        super().__init__(script, capabilities=Capabilities(probe=True))
+        super().__init__(script, capabilities=Capabilities(reports_context=True))
         self.context = context
         self.probed: list[str] = []
 
-    async def probe(self, model: str) -> Facts:
+    async def facts(self, model: str) -> Facts:
         self.probed.append(model)
         if isinstance(self.context, TimeoutError):
             await asyncio.Event().wait()

@@ -32,7 +32,7 @@ async def test_lines_join_leave_and_change_a_fleet(tmp_path: Path) -> None:
     hosts.write_text("b weight=2 context=4096 model=m\nc\n")  # before it is in use
     async with fleet:
         await look()
-        assert fleet.capabilities.endpoints == ("vllm://b:8000", "vllm://c:8000")
+        assert [member.name for member in fleet.members] == ["vllm://b:8000", "vllm://c:8000"]
         member = fleet.members[0]
         assert (member.weight, member.context, member.models) == (2.0, 4096, frozenset({"m"}))
         hosts.write_text("b\nc\n")
@@ -48,7 +48,7 @@ async def test_a_line_that_no_longer_has_the_selected_tag_leaves(tmp_path: Path)
     async with Fleet.from_hostfile(hosts, {"role": ["worker"]}) as fleet:
         hosts.write_text("a role=worker\nb role=critic\n")
         await look()
-        assert fleet.capabilities.endpoints == ("vllm://a:8000",)
+        assert [member.name for member in fleet.members] == ["vllm://a:8000"]
 
 
 @virtual_clock
@@ -99,7 +99,7 @@ def test_a_bad_line_changes_nothing_and_is_warned_of_once(
             hosts.touch()
             await look()
             _, status = await get(address, "/status")
-        assert fleet.capabilities.endpoints == ("vllm://a:8000", "vllm://b:8000")
+        assert [member.name for member in fleet.members] == ["vllm://a:8000", "vllm://b:8000"]
         assert fleet.members[0].weight == 1.0
         assert [(place["endpoint"], place["tags"]) for place in status["endpoints"]] == [  # type: ignore[attr-defined]
             ("vllm://a:8000", {}),
@@ -122,10 +122,10 @@ async def test_a_file_that_goes_away_or_is_empty_changes_nothing(tmp_path: Path)
         await look()
         hosts.write_text("# nobody\n")
         await look()
-        assert fleet.capabilities.endpoints == ("vllm://a:8000",)
+        assert [member.name for member in fleet.members] == ["vllm://a:8000"]
         hosts.write_text("b\n")
         await look()
-        assert fleet.capabilities.endpoints == ("vllm://b:8000",)
+        assert [member.name for member in fleet.members] == ["vllm://b:8000"]
 
 
 @virtual_clock

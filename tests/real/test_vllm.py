@@ -197,7 +197,7 @@ async def test_siblings_share_their_prefix(backend: VllmBackend) -> None:
 async def test_the_context_is_told_and_tokens_are_counted_as_they_are_sent(
     backend: VllmBackend, shape: RequestShape
 ) -> None:
-    facts = await backend.probe(shape.model)
+    facts = await backend.facts(shape.model)
     assert facts.context is not None
     assert facts.context > 1000
     look = ToolSpec("look", "Look.", {"type": "object", "properties": {"page": {"type": "integer"}}})
@@ -211,7 +211,7 @@ async def test_the_context_is_told_and_tokens_are_counted_as_they_are_sent(
 
 
 async def test_who_is_nearest_its_end_goes_first(backend: VllmBackend, shape: RequestShape) -> None:
-    await backend.probe(shape.model)
+    await backend.facts(shape.model)
     order: list[int] = []
 
     async def ask(left: int) -> None:

@@ -1,28 +1,30 @@
-"""The seam between the engine and whatever answers: one protocol, and the values that cross it.
+"""``Backend``, the base class of everything that answers, and the values that cross that boundary.
 
 A backend turns one ModelRequest into one complete Reply or raises one of the BackendErrors. It does not retry, queue,
-limit or time out: the engine does, once, for all backends. ``tests/backends/contract.py`` is the suite that a backend
-passes when it is done.
+limit or time out: the engine does, once, for all backends. A new backend implements ``name`` and ``infer``, and
+overrides the defaults that are not true of it. A finished backend passes the suite in ``tests/backends/contract.py``.
 """
 
+# ruff: noqa: B027 (a method that does nothing is a default here, not a forgotten @abstractmethod)
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Literal, Protocol, Self, TypeAlias
 
 from pydantic import JsonValue
 
-from batch_agent.errors import BackendError, Rejected
+from batch_agent.errors import BackendError, Rejected, SpecError
 from batch_agent.messages import Conversation, Image, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do. Nothing else is asked of it; what a backend finds out about its server while it is used
-    shows here too, so ask it anew."""
+    """What a backend can do. It may learn more about its server while it is in use, so read it anew."""
 
     native_schema: bool = False  # keeps to a JSON schema that comes with the request
     schema_with_tools: bool = False  # ... also when the same request offers tools
@@ -33,13 +35,11 @@ class Capabilities:
     images: bool = False  # can be shown pictures; one that cannot refuses a message with one (``text_only``)
     # Calls in flight when the user names no number, for a backend that knows; None: the number is found.
     default_inflight: int | None = None
-    endpoints: tuple[str, ...] = ("",)  # the names of the servers behind it, of which a turn is granted one
-    load: bool = False  # tells how busy it is: it is a Measured
-    patient: bool = False  # answers take hours: no time limit of a turn but the user's; it is a Patient
+    reports_load: bool = False  # ``load`` has an answer, so polling it makes sense
+    reports_context: bool = False  # ``facts`` may tell a model's context
+    patient: bool = False  # answers take hours: a turn has no time limit but the user's
     price: float = 1.0  # the part of its provider's listed price that it asks
-    batch: bool = False  # answers many conversations in one request, and better so: it is a Batched
-    many: bool = False  # its endpoints are servers of their own, which come and go: it is a Many
-    probe: bool = False  # can be asked what it serves before a run: it is a Probed
+    batch: bool = False  # ``infer_batch`` is one request, and faster than as many single ones
     prefix_leader: bool = False  # computes what all requests begin with once, if one of them goes ahead of the others
 
 
@@ -74,7 +74,7 @@ class ModelRequest:
     job_id: str
     turns_left: int = 0  # how near the agent is to its end; fewer goes sooner
     agent: int = 0  # its number, unique in the run; a job_id may come twice
-    endpoint: str = ""  # the one that was granted, of Capabilities.endpoints
+    endpoint: str = ""  # the name of the Member it is sent to
     run: str = ""  # the id of the run; "" outside of one
     turn: int = 0  # the answer that is asked for, from 1; the same when it is asked for again
     tries: int = 0  # how often it was asked for before, and failed
@@ -103,9 +103,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of the servers behind a backend that is many."""
+    """One server behind a backend."""
 
-    name: str  # of Capabilities.endpoints
+    name: str  # "" for the only server of a backend that is no fleet
     weight: float = 1.0  # its share among the others
     inflight: int | None = None  # calls in flight when the user names no number; None: the number is found
     models: frozenset[str] | None = None  # that it serves; None: nobody knows
@@ -119,7 +119,7 @@ def total_inflight(members: Sequence[Member]) -> int | None:
 
 
 class Party(Protocol):
-    """Whoever uses a backend that is many beside others, a run say."""
+    """A user of a backend, a run for example, that shares its servers with other users."""
 
     @property
     def slots(self) -> int | None:
@@ -152,101 +152,139 @@ def text_only(message: Message) -> str:
 
 
 OnToolCall = Callable[[ToolCall], None]
+Prompt: TypeAlias = str | Sequence[Message] | Conversation
+Answers: TypeAlias = list[Reply | BackendError]
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """Entered once per run; entering it again inside (by the user, or a second run) shares what is open."""
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether a server is there. "unknown": it has no page that tells."""
+
+    state: Literal["up", "down", "unknown"]
+    reason: str = ""  # why it is down or unknown
+    models: tuple[str, ...] | None = None  # that it serves; None: it did not say
+
+
+class Backend(ABC):
+    """Base class of all backends. It is entered once per run. Entering it again inside shares what is open."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        """For people: the scheme and where it points, without credentials."""
-        ...
+        """The scheme and where it points, without credentials, for people."""
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
 
-    async def __aenter__(self) -> Self: ...
+    async def __aenter__(self) -> Self:
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        pass
+
+    # Asking
 
     def check(self, shape: RequestShape) -> None:
-        """Called before anything is sent: a SpecError for what this backend could never send."""
-        ...
+        """Raises a SpecError for a shape that this backend could never send. Called before anything is sent."""
 
+    @abstractmethod
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        """One turn. With ``on_tool_call`` the answer is streamed and each tool call is reported, once, as soon as it is
-        complete; the Reply then carries those same ToolCall values, in the order they began. Cancelling this coroutine
-        ends the request on the server too."""
-        ...
+        """The answer to one turn. With ``on_tool_call`` the answer is streamed and each tool call is reported, once, as
+        soon as it is complete. The Reply then carries those same ToolCall values, in the order they began. Cancelling
+        this coroutine ends the request on the server too."""
+
+    async def infer_batch(self, requests: Sequence[ModelRequest]) -> Answers:
+        """The answers to one turn of each request, in their order. All requests have one shape. A request that fails is
+        an error in its own place and does not affect the others."""
+        return await asyncio.gather(*(caught(self.infer(request)) for request in requests))
+
+    async def generate_batch(self, prompts: Sequence[Prompt], shape: RequestShape | None = None) -> Answers:
+        """The answers to many single-turn conversations, in the order of the prompts; one that failed is its error. A
+        prompt is the user's text or a conversation. If ``shape`` names no model, the only one the backend serves is
+        asked. Nothing here limits or retries: for thousands of prompts, run a batch."""
+        if not prompts:
+            return []
+        shape = shape or RequestShape("")
+        if not shape.model:
+            shape = replace(shape, model=await only_model(self))
+        return await self.infer_batch(
+            [
+                ModelRequest(shape, conversation_of(prompt), str(number), agent=number)
+                for number, prompt in enumerate(prompts)
+            ]
+        )
+
+    # What its servers are
 
     async def models(self) -> list[str]:
-        """The names this backend serves, for a user who named none."""
-        ...
+        """The names of the models it serves, for a user who named none."""
+        return []
 
+    async def facts(self, model: str) -> Facts:
+        """What the server says of the model. Asked when a run starts, before its first request; what the server says of
+        itself, the backend remembers. Raises a BackendError if asking failed, which is never a reason to fail a row."""
+        return Facts()
 
-@runtime_checkable
-class Measured(Backend, Protocol):
-    """Where ``Capabilities.load``."""
+    async def load(self, endpoint: str = "") -> Load | None:
+        """How busy the endpoint is now; None if it does not report that. Raises a BackendError if asking failed, which
+        is never a reason to fail a row."""
+        return None
 
-    async def load(self, endpoint: str = "") -> Load:
-        """How busy the endpoint is now. A BackendError where it cannot be asked; never a reason to fail a row."""
-        ...
+    async def probe(self, endpoint: str = "") -> Probe:
+        """Whether the endpoint's server is there, asked at no cost to it. Never raises a BackendError."""
+        return Probe("unknown")
 
-
-@runtime_checkable
-class Probed(Backend, Protocol):
-    """Where ``Capabilities.probe``."""
-
-    async def probe(self, model: str) -> Facts:
-        """Asked when a run starts, before its first request. What the server says of the model is the answer; what it
-        says of itself, the backend remembers. A BackendError where it cannot be asked; never a reason to fail."""
-        ...
-
-
-@runtime_checkable
-class Batched(Backend, Protocol):
-    """Where ``Capabilities.batch``."""
-
-    async def infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
-        """One turn of each, in their order. They share one shape, without tools; one that cannot be answered is an
-        error in its own place and takes nobody with it."""
-        ...
-
-
-@runtime_checkable
-class Many(Backend, Protocol):
-    """Where ``Capabilities.many``."""
+    # Several servers, shared by several users
 
     @property
-    def members(self) -> Sequence[Member]: ...
+    def members(self) -> Sequence[Member]:
+        """The servers behind it. A turn goes to one of them."""
+        return (Member(""),)
+
+    @property
+    def is_fleet(self) -> bool:
+        """True if its members are servers with names of their own, which may come and go."""
+        return any(member.name for member in self.members)
 
     def join(self, party: Party) -> None:
-        """From now on the party is told what changes, and those who want slots share them evenly."""
-        ...
+        """From now on ``party`` is notified of changes, and the parties that want slots share them evenly."""
 
-    def leave(self, party: Party) -> None: ...
+    def leave(self, party: Party) -> None:
+        """The opposite of ``join``."""
 
     def want(self, party: Party, slots: float) -> None:
-        """How many slots the party could use now. What it does not want is the others'."""
-        ...
+        """How many slots the party could use now. The others may use what it does not want."""
 
     async def locate(self, model: str) -> None:
-        """Find out which members serve the model, as far as they say so soon."""
-        ...
+        """Finds out which members serve the model, as far as they answer soon."""
 
-    async def knock(self, endpoint: str) -> None:
-        """Is it there? Costs it nothing. A BackendError where it does not answer."""
-        ...
-
-
-@runtime_checkable
-class Patient(Backend, Protocol):
-    """Where ``Capabilities.patient``."""
+    # Answers that take hours
 
     def keep(self, directory: Path | None) -> None:
-        """Called before it is entered: where it notes what it has sent, so that a run which is resumed picks that up.
-        None: nowhere, and nothing is picked up."""
-        ...
+        """Sets where a ``patient`` backend records what it has sent, so that a resumed run finds it again. None: it
+        records nothing. Called before the backend is entered."""
+
+
+async def caught(asking: Awaitable[Reply]) -> Reply | BackendError:
+    """The answer, or the BackendError that was raised instead."""
+    try:
+        return await asking
+    except BackendError as error:
+        return error
+
+
+async def only_model(backend: Backend) -> str:
+    """The name of the one model that the backend serves; a SpecError if there are more or none."""
+    names = await backend.models()
+    if len(names) != 1:
+        raise SpecError(f"{backend.name} serves {', '.join(names) or 'no model'}: name one in the shape")
+    return names[0]
+
+
+def conversation_of(prompt: Prompt) -> Conversation:
+    if isinstance(prompt, Conversation):
+        return prompt
+    return Conversation([Message("user", prompt)] if isinstance(prompt, str) else prompt)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue
@@ -26,18 +26,14 @@ from batch_agent.backends.base import (
     Capabilities,
     Facts,
     Load,
-    Many,
-    Measured,
     Member,
     ModelRequest,
     OnToolCall,
     Party,
-    Patient,
-    Probed,
+    Probe,
     RequestShape,
 )
 from batch_agent.backends.cache_store import ResponseStore
-from batch_agent.backends.generating import Generates
 from batch_agent.backends.http.wire import report_calls
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
@@ -49,7 +45,7 @@ def repeatable(temperature: float | None, seed: int | None) -> bool:
     return temperature == 0 or seed is not None
 
 
-class CachingBackend(Generates):
+class CachingBackend(Backend):
     def __init__(self, inner: Backend, store: ResponseStore) -> None:
         self._inner = inner
         self._store = store
@@ -68,39 +64,35 @@ class CachingBackend(Generates):
         return replace(self._inner.capabilities, batch=False)  # each answer is looked up by itself
 
     def keep(self, directory: Path | None) -> None:
-        cast(Patient, self._inner).keep(directory)
+        self._inner.keep(directory)
 
-    async def load(self, endpoint: str = "") -> Load:
-        return await cast(Measured, self._inner).load(endpoint)
+    async def load(self, endpoint: str = "") -> Load | None:
+        return await self._inner.load(endpoint)
 
-    async def probe(self, model: str) -> Facts:
-        return await cast(Probed, self._inner).probe(model)
+    async def facts(self, model: str) -> Facts:
+        return await self._inner.facts(model)
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        return await self._inner.probe(endpoint)
 
     async def models(self) -> list[str]:
         return await self._inner.models()
 
     @property
     def members(self) -> Sequence[Member]:
-        return self._many.members
+        return self._inner.members
 
     def join(self, party: Party) -> None:
-        self._many.join(party)
+        self._inner.join(party)
 
     def leave(self, party: Party) -> None:
-        self._many.leave(party)
+        self._inner.leave(party)
 
     def want(self, party: Party, slots: float) -> None:
-        self._many.want(party, slots)
+        self._inner.want(party, slots)
 
     async def locate(self, model: str) -> None:
-        await self._many.locate(model)
-
-    async def knock(self, endpoint: str) -> None:
-        await self._many.knock(endpoint)
-
-    @property
-    def _many(self) -> Many:
-        return cast(Many, self._inner)
+        await self._inner.locate(model)
 
     async def __aenter__(self) -> Self:
         if not self._entered:

@@ -54,12 +54,15 @@ def open_backend(
     if isinstance(backend, list | tuple):
         fleet: Callable[..., Backend] = resolve_name(FLEET)
         return fleet(backend, api_key=api_key, environ=environ, sends=sends), model
-    if isinstance(backend, Backend) and not isinstance(backend, type):
+    if isinstance(backend, Backend):
         if api_key is not None:
             raise SpecError("api_key has no effect on a Backend object: give the key to the object")
         return backend, model
     what = f"the class {backend.__name__}" if isinstance(backend, type) else f"a {type(backend).__name__}"
-    raise SpecError(f"backend is {what}: give a URL ({FORMS}), a mapping with a url, a list of these, or a Backend")
+    raise SpecError(
+        f"backend is {what}: give a URL ({FORMS}), a mapping with a url, a list of these, or a Backend (an object of a "
+        "class derived from batch_agent.backends.base.Backend)"
+    )
 
 
 def _provider_of(model: str | None) -> tuple[str, str | None]:

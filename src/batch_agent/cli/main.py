@@ -9,10 +9,10 @@ import argparse
 import difflib
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from batch_agent.cli.exit_status import RUN_FAILED, SIGNALLED, UNREACHABLE
 from batch_agent.cli.output.streams import discard, ensure_streams, flush_words, say
@@ -23,109 +23,85 @@ from batch_agent.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """``adds`` and ``does`` say where its functions are: one takes the parser, the other what was parsed."""
+    """A command of ``batch-agent``. Unless ``adds`` and ``does`` name other functions below ``cli``, it is those of the
+    module of its name: ``add_NAME_arguments`` takes the parser, ``NAME_command`` what was parsed."""
 
     help: str
     description: str
-    adds: str
-    does: str
+    adds: str = "commands.{0}:add_{0}_arguments"
+    does: str = "commands.{0}:{0}_command"
 
 
+SETTING = "--set"
 COMMANDS: Mapping[str, Command] = {
     "init": Command(
         "write a spec, a schema, a tool and rows to start from",
         "Write files to start from: a spec, its output schema and a tool, and a few rows. Nothing is overwritten.",
-        adds="init:add_init_arguments",
-        does="init:init_command",
     ),
     "run": Command(
         "run a task over rows, from a spec file or from flags",
         "Run the task of a spec file, or of --task, over its inputs.",
-        adds="arguments:add_run_arguments",
-        does="run:run_command",
+        adds="spec.arguments:add_run_arguments",
     ),
     "resume": Command(
         "go on with a run that was interrupted",
         "Go on with a recorded run. Rows that are done are not asked again; rows that failed are. What is given here "
         "takes the place of what the run was started with.",
-        adds="arguments:add_resume_arguments",
-        does="resume:resume_command",
+        adds="spec.arguments:add_resume_arguments",
     ),
     "retry-failed": Command(
         "try a run's failed rows again",
         "Try the failed rows of a recorded run again, and finish what else is undone.",
-        adds="arguments:add_retry_arguments",
-        does="resume:resume_command",
+        adds="spec.arguments:add_retry_arguments",
+        does="commands.resume:resume_command",
     ),
     "status": Command(
         "how far a run is",
         "How far a recorded run is, also while another process works on it.",
-        adds="status:add_status_arguments",
-        does="status:status_command",
     ),
     "runs": Command(
         "list recorded runs",
         "The runs that are recorded in a directory, the latest first.",
-        adds="runs:add_runs_arguments",
-        does="runs:runs_command",
     ),
     "show": Command(
         "what was said in a recorded run",
         "Rows of a recorded run as a person reads them: prompts, answers, tool calls with their results, times and "
         "tokens. Without further words, the first row.",
-        adds="show:add_show_arguments",
-        does="show:show_command",
     ),
     "export": Command(
         "make a table of the results in a run directory",
         "The results in a run directory, finished or not, as another file, in input order.",
-        adds="export:add_export_arguments",
-        does="export:export_command",
     ),
     "models": Command(
         "the models of local://, and fetching them",
         "The models that local:// can use on this machine: in the cache, or to be had by name.",
-        adds="models:add_models_arguments",
-        does="models:models_command",
     ),
     "doctor": Command(
         "what is installed here and which backends would work",
         "What is installed here, which backends would work, and which one a run that names none takes. "
         "Exit status 1 when that one cannot work.",
-        adds="doctor:add_doctor_arguments",
-        does="doctor:doctor_command",
     ),
     "cache": Command(
         "look at or empty the response cache",
         "The answers that runs with --cache keep on disk.",
-        adds="cache:add_cache_arguments",
-        does="cache:cache_command",
     ),
     "simulate": Command(
         "serve a simulated engine, to try and plan runs without a GPU",
         "Serve a simulated inference engine over HTTP: its answers and its timings are made up.",
-        adds="simulate:add_simulate_arguments",
-        does="simulate:simulate_command",
     ),
     "fleet": Command(
         "wait for, look at, measure and bundle many servers",
         "Many servers, named in a hostfile: wait until they are up, see how they are, measure what they can take, "
         "or give them one address.",
-        adds="fleet:add_fleet_arguments",
-        does="fleet:fleet_command",
     ),
     "ticks": Command(
         "serve agents that decide at every tick of a world",
         "Agents that act in ticks. serve: over HTTP, for a game or a simulation.",
-        adds="ticks:add_ticks_arguments",
-        does="ticks:ticks_command",
     ),
     "completion": Command(
         "completion for bash, zsh or fish",
         'Print what makes a shell complete this command\'s words. bash: eval "$(batch-agent completion bash)"; zsh: '
         "the same, after compinit; fish: batch-agent completion fish | source.",
-        adds="completion:add_completion_arguments",
-        does="completion:completion_command",
     ),
 }
 
@@ -148,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _do(options: argparse.Namespace) -> int:
     try:
-        command: Callable[[argparse.Namespace], int] = resolve_name(f"batch_agent.cli.{COMMANDS[options.command].does}")
+        command: Callable[[argparse.Namespace], int] = _function(COMMANDS[options.command].does, options.command)
         return command(options)
     except InternalError:
         raise
@@ -175,8 +151,13 @@ def build_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argum
 
 
 def add_arguments(name: str, parser: argparse.ArgumentParser) -> None:
-    add: Callable[[argparse.ArgumentParser], None] = resolve_name(f"batch_agent.cli.{COMMANDS[name].adds}")
+    add: Callable[[argparse.ArgumentParser], None] = _function(COMMANDS[name].adds, name)
     add(parser)
+
+
+def _function(reference: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = resolve_name(f"batch_agent.cli.{reference.format(name)}")
+    return function
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -188,14 +169,28 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if name in COMMANDS:
         add_arguments(name, parsers[name])
     elif name:
-        parser.error(f"there is no command {name!r}{_meant(name, COMMANDS)}")
+        parser.error(f"there is no command {name!r}{_meant(name, {command: command for command in COMMANDS})}")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        flags = [flag for action in parsers[name]._actions for flag in action.option_strings]
-        parsers[name].error(f"there is no argument {unknown[0]}{_meant(unknown[0], flags)}")
+        _refuse(unknown[0], name, parsers[name])
     return options
 
 
-def _meant(given: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(given.partition("=")[0], known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+def _refuse(argument: str, name: str, parser: argparse.ArgumentParser) -> NoReturn:
+    """Answers an unknown argument with the nearest flag; where options can be set, with the way to set one."""
+    known = {flag: flag for action in parser._actions for flag in action.option_strings}
+    if not argument.startswith("--") or SETTING not in known:
+        parser.error(f"there is no argument {argument}{_meant(argument, known)}")
+    from batch_agent.spec import BatchSpec
+
+    settings = {f"--{option.replace('_', '-')}": f"{SETTING} {option}=VALUE" for option in BatchSpec.model_fields}
+    meant = _meant(argument, settings | known) or "."
+    hint = f"Options without a flag: {SETTING} NAME=VALUE. All flags: batch-agent {name} --help"
+    parser.exit(RUN_FAILED, f"batch-agent: there is no argument {argument}{meant} {hint}\n")
+
+
+def _meant(given: str, known: Mapping[str, str]) -> str:
+    """What the nearest of the known words stands for. Hyphens at the beginning make no word like another."""
+    words = {word.lstrip("-"): meaning for word, meaning in known.items()}
+    near = difflib.get_close_matches(given.partition("=")[0].lstrip("-"), words, n=1)
+    return f"; did you mean {words[near[0]]}?" if near else ""

@@ -1,27 +1,23 @@
-"""Is a server there? Asked of an endpoint in place of a row's turn, which would have to wait for the answer."""
+"""Whether an endpoint is up, asked in place of a row's turn, which would have to wait for the answer."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from batch_agent.errors import BackendError, Rejected
+from batch_agent.backends.base import Probe
 
-KNOCK_SECONDS = 2.0
+PROBE_SECONDS = 3.0  # a probe has a shorter limit of its own
 
-Knock = Callable[[str], Awaitable[object]]
-"""Asks the endpoint of this name what costs it nothing to answer. Raises a BackendError where it does not."""
+Knock = Callable[[str], Awaitable[Probe]]
+"""``Backend.probe``."""
 
 
 async def why_shut(knock: Knock, endpoint: str) -> str:
-    """Why it does not open; "" where it does."""
+    """Reason the endpoint is down, or ""."""
     try:
-        async with asyncio.timeout(KNOCK_SECONDS):
-            await knock(endpoint)
+        async with asyncio.timeout(PROBE_SECONDS):
+            probe = await knock(endpoint)
     except TimeoutError:
-        return f"no answer in {KNOCK_SECONDS:g} s"
-    except Rejected:
-        return ""  # it is there
-    except BackendError as error:
-        return str(error)
-    return ""
+        return f"no answer in {PROBE_SECONDS:g} s"
+    return probe.reason if probe.state == "down" else ""

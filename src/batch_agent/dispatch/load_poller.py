@@ -12,8 +12,9 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from batch_agent.backends.base import Backend, Load, Measured
+from batch_agent.backends.base import Backend, Load
 from batch_agent.dispatch.limiter import Limiter
+from batch_agent.errors import Unavailable
 from batch_agent.foreign import describe
 from batch_agent.scheduler.endpoint import Endpoint
 
@@ -29,7 +30,7 @@ logger = logging.getLogger("batch_agent")
 @asynccontextmanager
 async def poll_load(backend: Backend, limiter: Limiter, ceiling: int | None, hold: Hold) -> AsyncIterator[None]:
     """``hold`` is told whether new agents are to wait, because more than ``ceiling`` requests are in the queue."""
-    if not (backend.capabilities.load and isinstance(backend, Measured)):
+    if not backend.capabilities.reports_load:
         if ceiling is not None:
             logger.warning("backpressure_ceiling: %s does not tell how long its queue is", backend.name)
         yield
@@ -43,7 +44,7 @@ async def poll_load(backend: Backend, limiter: Limiter, ceiling: int | None, hol
 
 
 class LoadPoller:
-    def __init__(self, backend: Measured, limiter: Limiter, ceiling: int | None, hold: Hold) -> None:
+    def __init__(self, backend: Backend, limiter: Limiter, ceiling: int | None, hold: Hold) -> None:
         self._backend, self._limiter = backend, limiter
         self._ceiling, self._hold = ceiling, hold
         self._failures: dict[str, int] = {}  # in a row, by endpoint
@@ -70,6 +71,8 @@ class LoadPoller:
         try:
             async with asyncio.timeout(LONGEST_SECONDS):
                 load = await self._backend.load(endpoint.name)
+                if load is None:
+                    raise Unavailable("it does not report its load")
         except Exception as error:
             self._failed(endpoint, error)
             return None

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
 
-from batch_agent.backends.base import Backend, Many, Member, total_inflight
+from batch_agent.backends.base import Backend, Member, total_inflight
 from batch_agent.dispatch.limiter import Limiter
 from batch_agent.scheduler.endpoint import Endpoint, Terms
 
 
 def endpoints_of(backend: Backend, terms: Terms, *, given: bool = False) -> list[Endpoint]:
     """``given``: the user named ``max_inflight``, and any endpoint may have as many; else each has its own number."""
-    able = backend.capabilities
-    if not able.many:
-        return [terms.endpoint(name) for name in able.endpoints]
-    return [_endpoint(member, terms, given=given) for member in cast(Many, backend).members]
+    return [_endpoint(member, terms, given=given) for member in backend.members]
 
 
 def _endpoint(member: Member, terms: Terms, *, given: bool) -> Endpoint:
@@ -31,7 +27,7 @@ def _endpoint(member: Member, terms: Terms, *, given: bool) -> Endpoint:
 class Following:
     """A Party to its backend, for one limiter."""
 
-    def __init__(self, backend: Many, limiter: Limiter, *, given: bool) -> None:
+    def __init__(self, backend: Backend, limiter: Limiter, *, given: bool) -> None:
         self._backend, self._limiter, self._given = backend, limiter, given
         self._models: set[str] = set()
 
@@ -86,14 +82,13 @@ class Following:
 @contextmanager
 def following(backend: Backend, limiter: Limiter, *, given: bool) -> Iterator[Following | None]:
     """While it is used. The first of several runs that share a limiter follows for all of them."""
-    if not backend.capabilities.many or limiter.party is not None:
+    if not backend.is_fleet or limiter.party is not None:
         yield limiter.party
         return
-    many = cast(Many, backend)
-    limiter.party = party = Following(many, limiter, given=given)
-    many.join(party)
+    limiter.party = party = Following(backend, limiter, given=given)
+    backend.join(party)
     try:
         yield party
     finally:
         limiter.party = None
-        many.leave(party)
+        backend.leave(party)

@@ -1,4 +1,4 @@
-"""Fleet: many servers behind the one Backend protocol.
+"""Fleet: many servers as one Backend.
 
 The engine grants each turn one of the fleet's endpoints (``scheduler.routing``), and this file sends it there. A fleet
 owns its servers. They share one transport, are entered on first use, join and leave (``add``, ``remove``, a hostfile
@@ -18,7 +18,7 @@ from dataclasses import fields
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 from urllib.parse import parse_qsl, unquote
 
 from batch_agent.backends.address import Address
@@ -26,20 +26,19 @@ from batch_agent.backends.base import (
     Backend,
     Capabilities,
     Load,
-    Measured,
     Member,
     ModelRequest,
     OnToolCall,
     Party,
+    Probe,
     RequestShape,
     total_inflight,
 )
-from batch_agent.backends.generating import Generates
 from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.registry import open_backend
-from batch_agent.errors import BackendError, Rejected, SpecError, Unavailable
+from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.fleet.following import Hostfile, Select, changes
-from batch_agent.fleet.hostfile import AgentEndpoint, Facts
+from batch_agent.fleet.hostfile import AgentEndpoint, Traits
 from batch_agent.fleet.one_loop import OneLoop
 from batch_agent.fleet.server import Server
 from batch_agent.messages import Reply
@@ -50,12 +49,12 @@ logger = logging.getLogger("batch_agent")
 ASK_SECONDS = 2.0  # for the other servers to list their models, once one of them has
 USUAL_INFLIGHT = 64  # of a server without a number of its own, when runs share the fleet
 INSIDE = ("vllm", "sglang", "dynamo", "http")  # schemes of servers in the cluster, never asked through a proxy
-FACTS = tuple(each.name for each in fields(Facts))
+TRAITS = tuple(each.name for each in fields(Traits))
 
 Given = str | AgentEndpoint | Mapping[str, object] | Backend
 
 
-class Fleet(Generates):
+class Fleet(Backend):
     """``endpoints`` are URLs, hostfile lines, mappings with a ``url`` (and ``api_key``, ``headers``, ``model``,
     ``context``, ``weight``), or Backends. ``api_key`` and ``headers`` are for those that bring none of their own."""
 
@@ -131,9 +130,7 @@ class Fleet(Generates):
             streaming=all(one.streaming for one in able),
             images=all(one.images for one in able),
             default_inflight=total_inflight(self.members),
-            endpoints=tuple(server.name for server in self._present),
-            load=any(one.load for one in able),
-            many=True,
+            reports_load=any(one.reports_load for one in able),
         )
 
     # Servers that join and leave
@@ -173,21 +170,22 @@ class Fleet(Generates):
         self._remove(gone)
         self._tell()
 
-    def _make(self, given: Given, facts: Mapping[str, object] | None = None) -> Server:
+    def _make(self, given: Given, traits: Mapping[str, object] | None = None) -> Server:
         """Returns a server that is not yet part of the fleet. SpecError for what cannot be one."""
-        tags = {name: value for name, value in (facts or {}).items() if value is not None}
+        tags = {name: value for name, value in (traits or {}).items() if value is not None}
         if isinstance(given, AgentEndpoint):
             tags = {**given.tags, **tags}
             given = given.address
         if isinstance(given, str):
             given = {"url": given}
-        if isinstance(given, list | tuple | None):  # which elsewhere are a fleet, and the usual backend
-            raise SpecError(f"{given!r} is no endpoint of a fleet, which is made of servers, not of fleets: give a URL")
+        if isinstance(given, list | tuple | None):  # elsewhere a fleet, and the usual backend
+            what = "None" if given is None else "a list"
+            raise SpecError(f"{what} is no endpoint of a fleet, which is made of servers, not of fleets: give a URL")
         key, transport = None, self._outside
         if isinstance(given, Mapping):
             address = str(given.get("url"))
-            tags = {**{name: value for name, value in given.items() if name in FACTS}, **tags}
-            own = {name: value for name, value in given.items() if name not in FACTS}
+            tags = {**{name: value for name, value in given.items() if name in TRAITS}, **tags}
+            own = {name: value for name, value in given.items() if name not in TRAITS}
             given = {"headers": self._headers, **own}
             key = None if own.get("api_key") else self._api_key
             scheme = address.partition("://")[0].lower()
@@ -198,7 +196,7 @@ class Fleet(Generates):
             given, model=None, api_key=key, environ=self._environ, sends=self._sends, transport=transport
         )
         try:
-            read = Facts.read(tags)
+            read = Traits.read(tags)
         except ValueError as error:
             raise SpecError(f"{backend.name}: {error}") from None
         return Server(address if isinstance(given, Mapping) else backend.name, backend.name, backend, read)
@@ -228,10 +226,10 @@ class Fleet(Generates):
         """Applies a new content of the hostfile. Requests under way stay where they are."""
         change = changes(self._present, hosts)
         new = [self._make(host) for host in change.new]  # raises before anything has changed
-        facts = [(server, Facts.read(host.tags)) for server, host in change.kept]
-        updated = [(server, read) for server, read in facts if server.facts != read]
+        traits = [(server, Traits.read(host.tags)) for server, host in change.kept]
+        updated = [(server, read) for server, read in traits if server.traits != read]
         for server, read in updated:
-            server.facts = read
+            server.traits = read
         for server in new:
             self._register(server)
         self._remove(change.gone)
@@ -319,7 +317,7 @@ class Fleet(Generates):
             return await self._infer(self._server(request.endpoint), request, on_tool_call)
         # Without a granted endpoint: the least busy one, and the next if it is unreachable.
         serving = [server for server in self._present if server.serves(request.shape.model)] or self._present
-        for server in sorted(serving, key=lambda server: server.inflight / server.facts.weight):
+        for server in sorted(serving, key=lambda server: server.inflight / server.traits.weight):
             try:
                 return await self._infer(server, request, on_tool_call)
             except BackendError as failure:
@@ -386,24 +384,28 @@ class Fleet(Generates):
             await asyncio.gather(*tasks, return_exceptions=True)
         return answers
 
-    async def knock(self, endpoint: str) -> None:
-        server = self._server(endpoint)
-        await self._enter(server)
-        with suppress(Rejected):  # it is there, and does not list its models
-            await server.backend.models()
+    async def probe(self, endpoint: str = "") -> Probe:
+        server = self._servers.get(endpoint)
+        if server is None:
+            return Probe("down", f"{endpoint} is no longer part of {self._name}") if endpoint else Probe("unknown")
+        try:
+            await self._enter(server)
+        except BackendError as error:
+            return Probe("down", str(error))
+        return await server.backend.probe()
 
     async def load(self, endpoint: str = "") -> Load | None:
-        """Returns how busy the endpoint is. Without one, the sum over the servers that report it; None if none does."""
+        """Returns how busy the endpoint is; without one, the sum over all servers. None if that is not reported."""
         if not endpoint:
             return await self._whole_load()
-        server = self._server(endpoint)
-        if not server.backend.capabilities.load:
-            raise Unavailable(f"{endpoint} does not say how busy it is")
+        server = self._servers.get(endpoint)
+        if server is None or not server.backend.capabilities.reports_load:
+            return None
         await self._enter(server)
-        return await cast(Measured, server.backend).load()
+        return await server.backend.load()
 
     async def _whole_load(self) -> Load | None:
-        asked = [server.name for server in self._present if server.backend.capabilities.load]
+        asked = [server.name for server in self._present if server.backend.capabilities.reports_load]
         answers = await asyncio.gather(*map(self.load, asked), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, BackendError):

@@ -17,7 +17,7 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.fleet.following import changes
-from batch_agent.fleet.hostfile import AgentEndpoint, Facts
+from batch_agent.fleet.hostfile import AgentEndpoint, Traits
 from batch_agent.fleet.probe import Models
 from batch_agent.messages import JsonObject
 from batch_agent.scheduler.endpoint import Endpoint
@@ -93,7 +93,7 @@ class Balance:
         updated = [(place, host) for place, host in change.kept if place.host.tags != host.tags]
         for place, host in updated:
             place.host = host
-            self._set_facts(place)
+            self._set_traits(place)
         came = []
         for host in change.new:
             place = Place(host, Endpoint(host.address, self.max_inflight))
@@ -101,7 +101,7 @@ class Balance:
             place.endpoint.health.reason = "no probe has been answered yet"
             self._by_endpoint[place.endpoint] = place
             self.router.add(place.endpoint)
-            self._set_facts(place)
+            self._set_traits(place)
             came.append(place)
         self.places = [place for place, _ in change.kept] + came
         for place in change.gone:
@@ -110,15 +110,15 @@ class Balance:
             self._drop_idle(place)
         return Followed(came, change.gone, len(updated))
 
-    def _set_facts(self, place: Place) -> None:
+    def _set_traits(self, place: Place) -> None:
         """Sets what the hostfile's line says of the endpoint. Requests under way stay."""
-        facts, endpoint = Facts.read(place.host.tags), place.endpoint
-        limit = max(1, round(self.max_inflight * facts.weight))
+        traits, endpoint = Traits.read(place.host.tags), place.endpoint
+        limit = max(1, round(self.max_inflight * traits.weight))
         if endpoint.capacity.ceiling != limit:
             endpoint.capacity.resize(limit)
-        endpoint.weight = facts.weight
-        if facts.model is not None:
-            endpoint.models = frozenset({facts.model})
+        endpoint.weight = traits.weight
+        if traits.model is not None:
+            endpoint.models = frozenset({traits.model})
         else:
             endpoint.models = None if place.models is None else frozenset(place.models)
         self.router.touch(endpoint)
@@ -181,7 +181,7 @@ class Balance:
     def came_up(self, place: Place, models: Models | None, now: float) -> None:
         place.models, place.unknown = models, False
         place.endpoint.health.answered_after(0.0, now, now)
-        self._set_facts(place)
+        self._set_traits(place)
 
     def went_down(self, place: Place, reason: str, now: float) -> None:
         place.endpoint.health.reason, place.unknown = reason, False

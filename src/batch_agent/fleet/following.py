@@ -37,7 +37,7 @@ class Hostfile:
         return self._parse(self._text)
 
     def _parse(self, text: str) -> list[AgentEndpoint]:
-        hosts = parse_hosts(text, str(self.path), check_facts=True)
+        hosts = parse_hosts(text, str(self.path), check_traits=True)
         if not hosts:
             raise SpecError(f"the hostfile {str(self.path)!r} names no endpoint")
         chosen = [host for host in hosts if all(host.tags.get(key) in values for key, values in self.select.items())]

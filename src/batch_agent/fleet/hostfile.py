@@ -32,7 +32,7 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Traits:
     """What a user says of a server: its model, its context in tokens, its share of the requests."""
 
     model: str | None = None
@@ -40,7 +40,7 @@ class Facts:
     weight: float = 1.0
 
     @classmethod
-    def read(cls, tags: Mapping[str, object]) -> Facts:
+    def read(cls, tags: Mapping[str, object]) -> Traits:
         """Reads ``model``, ``context`` and ``weight`` of the tags. ValueError for a value that cannot be meant."""
         model, context, weight = tags.get("model") or None, tags.get("context"), tags.get("weight")
         if context is not None and (not str(context).isdecimal() or int(str(context)) < 1):
@@ -110,8 +110,8 @@ def read_text(path: str | Path) -> str:
         raise SpecError(f"the hostfile {str(path)!r} cannot be read: {reason}") from None
 
 
-def parse_hosts(text: str, source: str, *, check_facts: bool = False) -> list[AgentEndpoint]:
-    """Returns the endpoints of a hostfile's text; errors name ``source`` and the line. With ``check_facts`` the tags
+def parse_hosts(text: str, source: str, *, check_traits: bool = False) -> list[AgentEndpoint]:
+    """Returns the endpoints of a hostfile's text; errors name ``source`` and the line. With ``check_traits`` the tags
     ``context`` and ``weight`` must have values that a fleet can use."""
     found: list[AgentEndpoint] = []
     bare: set[str] = set()
@@ -121,8 +121,8 @@ def parse_hosts(text: str, source: str, *, check_facts: bool = False) -> list[Ag
             continue
         try:
             endpoint = _read(fields)
-            if check_facts:
-                Facts.read(endpoint.tags)
+            if check_traits:
+                Traits.read(endpoint.tags)
         except ValueError as error:
             raise SpecError(f"line {number} of the hostfile {source!r} cannot be read: {error}") from None
         if len(fields) == 1 and fields[0] in bare:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from batch_agent.backends.base import Backend, Member
-from batch_agent.fleet.hostfile import Facts
+from batch_agent.fleet.hostfile import Traits
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +16,7 @@ class Server:
     address: str
     name: str
     backend: Backend
-    facts: Facts = field(default_factory=Facts)
+    traits: Traits = field(default_factory=Traits)
     found: frozenset[str] | None = None  # the models that the server lists; None: not known
     inflight: int = 0
     leaving: bool = False
@@ -25,13 +25,13 @@ class Server:
 
     @property
     def models(self) -> frozenset[str] | None:
-        return self.found if self.facts.model is None else frozenset({self.facts.model})
+        return self.found if self.traits.model is None else frozenset({self.traits.model})
 
     @property
     def member(self) -> Member:
         usual = self.backend.capabilities.default_inflight
-        inflight = None if usual is None else max(1, round(usual * self.facts.weight))
-        return Member(self.name, self.facts.weight, inflight, self.models, self.facts.context)
+        inflight = None if usual is None else max(1, round(usual * self.traits.weight))
+        return Member(self.name, self.traits.weight, inflight, self.models, self.traits.context)
 
     def serves(self, model: str) -> bool:
         return not model or self.models is None or model in self.models

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 from math import ceil
-from types import TracebackType
-from typing import Protocol, Self, cast
+from typing import Protocol, cast
 
 import orjson
 
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe
 from batch_agent.engine.agent.context import AgentContext
 from batch_agent.engine.run.prepare import prepare
 from batch_agent.engine.run.run import Run
-from batch_agent.errors import JobError, RunRejected, RunUnreachable, Unavailable
+from batch_agent.errors import BackendError, JobError, RunRejected, RunUnreachable, Unavailable
 from batch_agent.fleet.backend import Fleet
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject, Reply, Usage
@@ -113,7 +112,7 @@ def _response(result: AgentResult[object], home: int) -> Response:
     return response
 
 
-class _Seat:
+class _Seat(Backend):
     """One agent as a backend, whose faults are the engine's to see to. Without a ``place`` it is all of them: each row
     goes where its number says, and what fails there has failed."""
 
@@ -121,7 +120,6 @@ class _Seat:
         self._seats = seats
         self._place = place
         self._capabilities = capabilities
-        self._asked = False
 
     @property
     def name(self) -> str:
@@ -131,26 +129,20 @@ class _Seat:
     def capabilities(self) -> Capabilities:
         return self._capabilities
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass  # the connections are the pool's
-
-    def check(self, shape: RequestShape) -> None:
-        pass  # the pool checks what it is asked for
-
     async def models(self) -> list[str]:
-        """Also how the engine finds out whether an agent that was asked is still there."""
-        if self._asked and self._place is not None:
-            await self._seats.knock(self._place)
         return [MODEL]
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        if self._place is None:
+            return Probe("unknown")
+        try:
+            await self._seats.knock(self._place)
+        except BackendError as error:
+            return Probe("down", str(error))
+        return Probe("up")
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         place = self._seats.home(request.agent) if self._place is None else self._place
-        self._asked = True
         response = await self._seats.ask(place, request.agent)
         if response.fault is not None:
             raise JobError(str(response.error)) if self._place is None else response.fault

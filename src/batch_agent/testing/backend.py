@@ -16,8 +16,7 @@ import aiohttp
 import orjson
 from multidict import CIMultiDict
 
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.generating import Generates
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.quota import read_quota
 from batch_agent.backends.http.wire import Naming, report_calls
@@ -32,7 +31,7 @@ from batch_agent.testing.wire import Wire
 FAULTS = Faults("scripted://")
 
 
-class ScriptedBackend(Generates):
+class ScriptedBackend(Backend):
     """``requests``, ``inflight`` and ``peak_inflight`` are those of ScriptedServer."""
 
     def __init__(self, script: Script | None = None, *, capabilities: Capabilities | None = None) -> None:
@@ -42,6 +41,7 @@ class ScriptedBackend(Generates):
         self.inflight = 0
         self.peak_inflight = 0
         self.entered = 0  # how many users have it open
+        self.health = Probe("up", models=("scripted",))  # what ``probe`` answers
 
     @property
     def name(self) -> str:
@@ -62,6 +62,9 @@ class ScriptedBackend(Generates):
 
     async def models(self) -> list[str]:
         return ["scripted"]
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        return self.health
 
     def check(self, shape: RequestShape) -> None:
         encode_head(shape, False)

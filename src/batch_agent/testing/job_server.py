@@ -27,7 +27,7 @@ Script = Callable[[dict[str, Any]], dict[str, Any] | int]
 
 
 @dataclass(slots=True)
-class Job:
+class ServedJob:
     id: str
     requests: dict[str, dict[str, Any]]
     lines: list[bytes] = field(default_factory=list)  # their bodies as they came
@@ -46,7 +46,7 @@ class JobServer:
         self._files: dict[str, bytes] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
-        self.jobs: list[Job] = []
+        self.jobs: list[ServedJob] = []
         self.refuse: list[int] = []  # statuses for the requests to come, one each
         self.refusal: dict[str, Any] = {"error": {"message": "no"}}  # the body beside a status of the script's
         self.drop = 0  # so many submissions are taken and never answered
@@ -119,7 +119,7 @@ class JobServer:
         if content is None:
             return _refusal(404, "no such file")
         lines = [orjson.loads(line) for line in content.splitlines() if line]
-        job = Job(
+        job = ServedJob(
             f"batch_{len(self.jobs)}",
             {line["custom_id"]: line["body"] for line in lines},
             [line[line.index(b'"body":') + 7 : -1] for line in content.splitlines() if line],
@@ -148,7 +148,7 @@ class JobServer:
         job.status = "cancelled"
         return web.json_response(self._openai(job))
 
-    def _openai(self, job: Job) -> dict[str, Any]:
+    def _openai(self, job: ServedJob) -> dict[str, Any]:
         told: dict[str, Any] = {"id": job.id, "object": "batch", "status": job.status, "metadata": job.metadata}
         if job.status == "failed":
             told["errors"] = {"data": [{"code": "invalid", "message": self._invalid or "the file is not valid"}]}
@@ -175,7 +175,7 @@ class JobServer:
             return _refusal(400, "requests: a list of custom_id and params")
         if wrong := _wrong([request["custom_id"] for request in requests]):
             return _refusal(400, wrong)
-        job = Job(f"msgbatch_{len(self.jobs)}", {request["custom_id"]: request["params"] for request in requests})
+        job = ServedJob(f"msgbatch_{len(self.jobs)}", {request["custom_id"]: request["params"] for request in requests})
         self.jobs.append(job)
         return web.json_response(_anthropic(job))
 
@@ -195,7 +195,7 @@ class JobServer:
         unique = {line["custom_id"]: line for line in reversed(lines)}
         return web.Response(body=b"".join(orjson.dumps(line) + b"\n" for line in unique.values()))
 
-    def _result(self, job: Job, own: str) -> dict[str, Any]:
+    def _result(self, job: ServedJob, own: str) -> dict[str, Any]:
         if own not in job.done:
             return {"type": "expired"}
         answer = self._script(job.requests[own])
@@ -206,13 +206,13 @@ class JobServer:
 
     # Jobs
 
-    def _job(self, http: web.Request) -> Job:
+    def _job(self, http: web.Request) -> ServedJob:
         found = next((job for job in self.jobs if job.id == http.match_info["id"]), None)
         if found is None:
             raise web.HTTPNotFound(text='{"error":{"message":"no such job"}}', content_type="application/json")
         return found
 
-    def _look(self, job: Job, *, ended: str) -> None:
+    def _look(self, job: ServedJob, *, ended: str) -> None:
         job.looked += 1
         if job.status == "in_progress" and job.looked >= self._looks:
             # In no order, as the real ones.
@@ -230,7 +230,7 @@ def _openai_line(answer: dict[str, Any] | int | None, refusal: dict[str, Any]) -
     return {"response": {"status_code": status, "request_id": "q", "body": body}, "error": None}
 
 
-def _anthropic(job: Job) -> dict[str, Any]:
+def _anthropic(job: ServedJob) -> dict[str, Any]:
     ended = job.status != "in_progress"
     url = f"/v1/messages/batches/{job.id}/results" if ended else None
     status = "ended" if ended else "in_progress"

@@ -14,11 +14,11 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Backend, Batched, Many, ModelRequest, RequestShape
+from batch_agent.backends.base import Backend, ModelRequest, RequestShape
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.dispatch.limiter import Limiter
 from batch_agent.dispatch.members import endpoints_of, following
@@ -154,7 +154,7 @@ class Asking:
                 endpoints=endpoints_of(backend, terms, given=given),
                 terms=terms,
                 on_health=self._health_changed,
-                knock=cast(Many, backend).knock if able.many else None,
+                knock=backend.probe if backend.is_fleet else None,
             )
             party = self._following.enter_context(following(backend, self._limiter, given=given))
             if party is not None and self._model:
@@ -257,7 +257,7 @@ class Asking:
             limiter.release(ticket)
 
     async def _infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
-        replies = await cast(Batched, self.backend).infer_batch(requests)
+        replies = await self.backend.infer_batch(requests)
         failures = [reply for reply in replies if isinstance(reply, BackendError)]
         if len(failures) == len(requests):  # it was the backend, not one of them
             raise failures[0]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.errors import BackendError, BadResponse, Unavailable
 from batch_agent.foreign import describe
@@ -16,7 +16,7 @@ from batch_agent.ticks.generation import GeneratesMany, GeneratesOne, arguments_
 from batch_agent.tools.threads import Threads
 
 
-class UsersBackend:
+class UsersBackend(Backend):
     """Methods that are not async run in threads, ``workers`` of them at once."""
 
     def __init__(self, generator: object, workers: int) -> None:
@@ -55,9 +55,6 @@ class UsersBackend:
 
     async def models(self) -> list[str]:
         return [self.name]
-
-    def check(self, shape: RequestShape) -> None:
-        """It is given what its methods have parameters for, so nothing is too much."""
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         if self._one is None:

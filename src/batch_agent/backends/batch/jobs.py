@@ -25,9 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.batch.job_ledger import JobLedger
-from batch_agent.backends.generating import Generates
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.wire import Naming, object_of
@@ -125,7 +124,7 @@ class Wave:
     driven: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class JobBackend(Generates):
+class JobBackend(Backend):
     """``wire`` writes requests and reads answers, ``service`` takes them to the provider and back."""
 
     def __init__(
@@ -195,6 +194,9 @@ class JobBackend(Generates):
 
     async def models(self) -> list[str]:
         return await self._wire.models()
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        return await self._wire.probe()
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         body = self._wire.body_of(request)

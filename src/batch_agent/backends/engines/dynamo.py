@@ -8,11 +8,9 @@ its history is, with a word when it is over.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
-from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
+from batch_agent.backends.engines.engine import EngineBackend, at, whole
 from batch_agent.backends.openai.server import Tail
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
@@ -36,7 +34,7 @@ REFUSED = {
 
 class DynamoBackend(EngineBackend):
     def __init__(self, address: Address) -> None:
-        super().__init__(address, port=PORT, capabilities=replace(ABLE, probe=True))
+        super().__init__(address, port=PORT)
         self._salt = address.text("cache_salt")
 
     def check(self, shape: RequestShape) -> None:
@@ -62,7 +60,7 @@ class DynamoBackend(EngineBackend):
             headers["x-dynamo-session-final"] = "true"
         return Tail(fields, headers)
 
-    async def probe(self, model: str) -> Facts:
+    async def facts(self, model: str) -> Facts:
         entries = (await self.ask_if_there(self._models)).get("data")
         for entry in entries if isinstance(entries, list) else ():
             if at(entry, "id") == model:

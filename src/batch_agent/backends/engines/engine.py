@@ -16,16 +16,15 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.base import Capabilities, Load, ModelRequest, RequestShape
+from batch_agent.backends.base import Capabilities, Load, ModelRequest, RequestShape, only_model
 from batch_agent.backends.engines.exposition import Exposition
-from batch_agent.backends.generating import only_model
 from batch_agent.backends.http.client import Route
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.openai.server import Tail
 from batch_agent.errors import BackendError, Truncated
 from batch_agent.messages import Conversation, JsonObject, Message, ToolSpec, Usage
 
-ABLE = Capabilities(native_schema=True, images=True, load=True)
+ABLE = Capabilities(native_schema=True, images=True, reports_load=True, reports_context=True)
 
 
 _LOOK = ToolSpec("look_up", "Look a word up.", {"type": "object", "properties": {"word": {"type": "string"}}})

@@ -16,9 +16,9 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
+from batch_agent.backends.base import Answers, Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
-from batch_agent.backends.generating import Answers, infer_in_lists
+from batch_agent.backends.engines.lists import infer_in_lists
 from batch_agent.backends.http.wire import Naming
 from batch_agent.backends.openai.chat_answer import read_answer
 from batch_agent.backends.openai.server import Tail
@@ -35,7 +35,7 @@ NAMES = frozenset([RUNNING, WAITING, USAGE, PROMPT, CACHED, f"{FIRST_TOKEN}_coun
 
 class SglangBackend(EngineBackend):
     def __init__(self, address: Address) -> None:
-        super().__init__(address, port=PORT, capabilities=replace(ABLE, probe=True, prefix_leader=True))
+        super().__init__(address, port=PORT, capabilities=replace(ABLE, prefix_leader=True))
         self._generate = self._http.route("POST", "/generate", beside=True)
         self._loads = self._http.route("GET", "/loads?include=core")
         self._server_info = self._http.route("GET", "/server_info", beside=True)
@@ -52,7 +52,7 @@ class SglangBackend(EngineBackend):
             fields["priority"] = request.turns_left if self._lowest_first else -request.turns_left
         return Tail(fields)
 
-    async def probe(self, model: str) -> Facts:
+    async def facts(self, model: str) -> Facts:
         info = await self.ask_if_there(self._server_info)
         if self._priority is None and info:
             self._priority = info.get("enable_priority_scheduling") is True

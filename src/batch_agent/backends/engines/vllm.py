@@ -18,10 +18,10 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
+from batch_agent.backends.base import Answers, Facts, Load, ModelRequest, Prompt, RequestShape, conversation_of
 from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
 from batch_agent.backends.engines.exposition import Exposition
-from batch_agent.backends.generating import Answers, Prompt, conversation_of, infer_in_lists
+from batch_agent.backends.engines.lists import infer_in_lists
 from batch_agent.backends.http.client import Route
 from batch_agent.backends.http.wire import Naming
 from batch_agent.backends.openai.chat import end_body, join_body
@@ -48,7 +48,7 @@ NAMES = frozenset(
 
 class VllmBackend(EngineBackend):
     def __init__(self, address: Address) -> None:
-        able = replace(ABLE, schema_beside_tools=True, batch=True, probe=True, prefix_leader=True)
+        able = replace(ABLE, schema_beside_tools=True, batch=True, prefix_leader=True)
         super().__init__(address, port=PORT, capabilities=able)
         self._salt = address.text("cache_salt")
         self._priority = address.options.get("priority")  # None: the server is asked
@@ -81,7 +81,7 @@ class VllmBackend(EngineBackend):
             fields["priority"] = request.turns_left  # here the lower goes sooner
         return fields
 
-    async def probe(self, model: str) -> Facts:
+    async def facts(self, model: str) -> Facts:
         if self._priority is None:
             info = await self.ask_if_there(self._server_info)
             self._priority = at(info, "vllm_config", "scheduler_config", "policy") == "priority" if info else None
@@ -102,6 +102,8 @@ class VllmBackend(EngineBackend):
         return count
 
     async def infer_batch(self, requests: Sequence[ModelRequest]) -> Answers:
+        if not self._capabilities.batch or any(request.shape.tools for request in requests):
+            return await super().infer_batch(requests)
         answers, there = await infer_in_lists(requests, LIST, self._infer_list, self.infer)
         if not there:
             self._capabilities = replace(self._capabilities, batch=False)

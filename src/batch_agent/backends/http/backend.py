@@ -7,20 +7,20 @@ clock. ``http`` moves the bytes, ``wire`` has what wires share beside this.
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.generating import Generates
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.quota import read_quota
 from batch_agent.backends.http.transport import Receive
 from batch_agent.backends.http.wire import Naming, report_calls
+from batch_agent.errors import BackendError, Rejected
 from batch_agent.messages import Quota, Reply
 
 Head = TypeVar("Head")
@@ -38,7 +38,7 @@ class AnswerReader(Protocol):
         ...
 
 
-class HttpBackend(Generates, ABC, Generic[Head]):
+class HttpBackend(Backend, Generic[Head]):
     """A Backend but for its wire. ``chat`` is where turns are asked for; a Head is what the wire keeps of a shape."""
 
     def __init__(self, http: HttpClient, chat: Route, *, capabilities: Capabilities, name: str | None = None) -> None:
@@ -122,6 +122,14 @@ class HttpBackend(Generates, ABC, Generic[Head]):
     def route_of(self, request: ModelRequest, streamed: bool) -> Route:
         """Where a turn is asked for, on a wire that has more than one place."""
         return self._chat
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        try:
+            return Probe("up", models=tuple(await self.models()))
+        except Rejected as error:  # it is there, and keeps its models to itself
+            return Probe("up", str(error))
+        except BackendError as error:
+            return Probe("down", str(error))
 
     @property
     def client(self) -> HttpClient:

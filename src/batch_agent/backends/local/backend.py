@@ -19,8 +19,7 @@ from weakref import WeakKeyDictionary
 from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.generating import Generates
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.wire import report_calls
 from batch_agent.backends.local import weights
 from batch_agent.backends.local.options import Options, parse_url
@@ -49,7 +48,7 @@ class _Turn:
     answering: RequestShape | None  # the same without a choice of tools, where there is one
 
 
-class LocalBackend(Generates):
+class LocalBackend(Backend):
     """``async with`` starts the engine process; entering again shares it; leaving last ends it."""
 
     def __init__(self, options: Options, program: str = ENGINE_PROGRAM) -> None:
@@ -79,6 +78,13 @@ class LocalBackend(Generates):
 
     async def models(self) -> list[str]:
         return [self._options.model]
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        if not self._entered:
+            return Probe("unknown", "it is not open, so its engine process does not run")
+        if self.pid is None:
+            return Probe("down", "its engine process has ended", (self._options.model,))
+        return Probe("up", models=(self._options.model,))
 
     async def __aenter__(self) -> Self:
         if self._entered == 0:

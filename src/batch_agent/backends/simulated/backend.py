@@ -9,8 +9,7 @@ from typing import Self
 from weakref import WeakKeyDictionary
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.base import Capabilities, Load, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.generating import Generates
+from batch_agent.backends.base import Backend, Capabilities, Load, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.wire import CallIds
 from batch_agent.backends.simulated.answers import Answer, chat_answer
 from batch_agent.backends.simulated.core import Sequence
@@ -22,7 +21,7 @@ from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import Reply, Usage
 
 
-class SimulatedBackend(Generates):
+class SimulatedBackend(Backend):
     """``runner.engine.counters`` tells what the simulated engine did; its cache outlives the runs that use it."""
 
     def __init__(self, model: EngineModel | None = None) -> None:
@@ -41,7 +40,7 @@ class SimulatedBackend(Generates):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(native_schema=True, schema_with_tools=True, load=True)
+        return Capabilities(native_schema=True, schema_with_tools=True, reports_load=True)
 
     async def __aenter__(self) -> Self:
         self._entered += 1
@@ -57,11 +56,11 @@ class SimulatedBackend(Generates):
     async def models(self) -> list[str]:
         return [self.model.name]
 
+    async def probe(self, endpoint: str = "") -> Probe:
+        return Probe("up", models=(self.model.name,))
+
     async def load(self, endpoint: str = "") -> Load:
         return engine_load(self.runner.engine)
-
-    def check(self, shape: RequestShape) -> None:
-        """Nothing is beyond an engine that only pretends."""
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         shape = request.shape

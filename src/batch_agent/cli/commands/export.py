@@ -10,11 +10,11 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import cast
 
+from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import say, writing
-from batch_agent.cli.output.transcripts import prepared_again, transcript_lines
-from batch_agent.cli.spec.overwriting import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.spec.recorded import read_by
 from batch_agent.cli.spec.rows import STDIN
+from batch_agent.cli.spec.transcripts import prepared_again, transcript_lines
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.columns import Record
 from batch_agent.files.compression import format_of

@@ -16,9 +16,9 @@ from batch_agent.cli.exit_status import ALL_OK, SIGNALLED
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.results import ResultWriter
-from batch_agent.cli.output.said import inputs_of, overrides_of, rows_of, spec_file
 from batch_agent.cli.output.streams import put
 from batch_agent.cli.spec.envfile import load_env_file
+from batch_agent.cli.spec.load import inputs_of, overrides_of, rows_of, spec_file
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.specfile import STAGES
 from batch_agent.cli.spec.stages import read_stages

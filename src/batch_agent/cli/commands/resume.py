@@ -17,8 +17,8 @@ from pydantic import JsonValue
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.run import run_command
 from batch_agent.cli.exit_status import ALL_OK
-from batch_agent.cli.output.said import load_spec, says_stages, take_settings
 from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.spec.load import load_spec, says_stages, take_settings
 from batch_agent.cli.spec.recorded import KEPT, command_again, refuse_left_out
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.engine.run.prepare import with_model

@@ -19,14 +19,14 @@ from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.models import fetch_missing
 from batch_agent.cli.exit_status import ALL_OK, OUT_OF_BUDGET, ROWS_FAILED, RUN_FAILED, SIGNALLED, UNREACHABLE
 from batch_agent.cli.interrupts import Interrupts
+from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import logged
 from batch_agent.cli.output.results import ResultWriter, open_results
-from batch_agent.cli.output.said import load_spec, says_stages, settle, take_settings
 from batch_agent.cli.output.streams import put, say
-from batch_agent.cli.spec.changes import ASKED, asked, forecast
-from batch_agent.cli.spec.overwriting import refuse_in_run_directory, refuse_overwriting
+from batch_agent.cli.spec.load import load_spec, says_stages, settle, take_settings
 from batch_agent.cli.spec.recorded import command_of
+from batch_agent.cli.spec.resume_forecast import ASKED, asked, forecast
 from batch_agent.engine.run.dryrun import DryRun, marks_for
 from batch_agent.engine.run.prepare import prepare
 from batch_agent.engine.run.run import Run

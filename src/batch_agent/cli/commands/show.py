@@ -17,9 +17,9 @@ from pathlib import Path
 
 from batch_agent.cli.commands.export import RunRecords
 from batch_agent.cli.exit_status import ALL_OK
+from batch_agent.cli.output.row_text import Page, row_text
 from batch_agent.cli.output.streams import put, say
-from batch_agent.cli.output.transcript_text import Page, row_text
-from batch_agent.cli.output.transcripts import open_journal, prepared_again
+from batch_agent.cli.spec.transcripts import open_journal, prepared_again
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.columns import Record
@@ -47,7 +47,7 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ShownRow:
     """A row to show. ``record`` is its result line; what is under way has none."""
 
     record: Record | None
@@ -90,7 +90,7 @@ def _prepared(directory: Path, facts: JsonObject) -> Prepared | None:
 
 def _chosen(
     view: RunView, journal: SqliteJournal, prepared: Prepared | None, options: argparse.Namespace
-) -> Iterator[Row]:
+) -> Iterator[ShownRow]:
     if options.unfinished:
         yield from _unfinished(view.facts, journal, prepared)
         return
@@ -108,7 +108,7 @@ def _chosen(
     for record in records:
         found = True
         [past] = journal.claim([Identity(NO_KEY, row_of(record.get("input"), ""))])
-        yield Row(record, past, _prompts(prepared, record.get("input")))
+        yield ShownRow(record, past, _prompts(prepared, record.get("input")))
     if options.row is not None and not found:
         yield from _unfinished(view.facts, journal, prepared, wanted=options.row)
 
@@ -128,7 +128,7 @@ def _seconds(record: Record) -> float:
 
 def _unfinished(
     facts: JsonObject, journal: SqliteJournal, prepared: Prepared | None, wanted: str | None = None
-) -> Iterator[Row]:
+) -> Iterator[ShownRow]:
     """Rows under way. Their inputs are not in the record: they are looked for among the run's own."""
     waiting = [row for row, _ in journal.under_way()]
     known = _inputs_of(prepared, set(waiting))
@@ -138,7 +138,7 @@ def _unfinished(
             continue
         [past] = journal.claim([Identity(NO_KEY, row)])
         record: Record = {} if index is None else {"index": index, "job_id": own or str(index)}
-        yield Row(record or None, past, _prompts(prepared, value) if index is not None else None, value)
+        yield ShownRow(record or None, past, _prompts(prepared, value) if index is not None else None, value)
 
 
 def _inputs_of(prepared: Prepared | None, wanted: set[bytes]) -> dict[bytes, tuple[int, str | None, object]]:

@@ -17,17 +17,18 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, cast
+from typing import BinaryIO, Self
 
 from batch_agent.backends.base import (
     Backend,
     Capabilities,
     Facts,
     Load,
-    Measured,
+    Member,
     ModelRequest,
     OnToolCall,
-    Probed,
+    Party,
+    Probe,
     RequestShape,
 )
 from batch_agent.cli.output.streams import say
@@ -60,7 +61,7 @@ def logged(prepared: Prepared, *, verbose: bool, log_file: str | None, files: Ex
     return replace(prepared, backend=LoggedBackend(prepared.backend, tellers))
 
 
-class LoggedBackend:
+class LoggedBackend(Backend):
     def __init__(self, inner: Backend, tellers: Sequence[Tell]) -> None:
         self._inner = inner
         self._tellers = tellers
@@ -73,11 +74,33 @@ class LoggedBackend:
     def capabilities(self) -> Capabilities:
         return replace(self._inner.capabilities, batch=False)  # each exchange is told by itself
 
-    async def load(self, endpoint: str = "") -> Load:
-        return await cast(Measured, self._inner).load(endpoint)
+    async def load(self, endpoint: str = "") -> Load | None:
+        return await self._inner.load(endpoint)
 
-    async def probe(self, model: str) -> Facts:
-        return await cast(Probed, self._inner).probe(model)
+    async def facts(self, model: str) -> Facts:
+        return await self._inner.facts(model)
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        return await self._inner.probe(endpoint)
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return self._inner.members
+
+    def join(self, party: Party) -> None:
+        self._inner.join(party)
+
+    def leave(self, party: Party) -> None:
+        self._inner.leave(party)
+
+    def want(self, party: Party, slots: float) -> None:
+        self._inner.want(party, slots)
+
+    async def locate(self, model: str) -> None:
+        await self._inner.locate(model)
+
+    def keep(self, directory: Path | None) -> None:
+        self._inner.keep(directory)
 
     async def __aenter__(self) -> Self:
         await self._inner.__aenter__()

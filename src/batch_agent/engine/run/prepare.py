@@ -9,9 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
-from batch_agent.backends.base import Backend, Many, Probed
+from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.pictures import Look
 from batch_agent.compiler.plan import Plan, compile_plan
@@ -78,7 +77,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
         read_run(Path(spec.predictive_prewarm))  # is there one?
     specs = tuple(tool.spec for tool in tools)
     schema = OutputSchema.of(spec.output_schema)
-    if not backend.capabilities.probe:
+    if not backend.capabilities.reports_context:
         _check_context(spec, spec.model_max_context)
     shapes = build_shapes(spec, model or "", specs, schema, backend.capabilities)
     for shape in {shapes.first, shapes.later, shapes.repair}:
@@ -161,8 +160,7 @@ def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, bac
 async def choose_model(prepared: Prepared) -> Prepared:
     """The one model an entered backend serves, where the user named none; and where it is, of several places."""
     if prepared.model is not None:
-        if prepared.backend.capabilities.many:
-            await cast(Many, prepared.backend).locate(prepared.model)
+        await prepared.backend.locate(prepared.model)
         return prepared
     return with_model(prepared, await only_model(prepared.backend, prepared.spec, "model"))
 
@@ -194,10 +192,10 @@ async def learn_context(prepared: Prepared) -> Prepared:
     """What an entered backend says of its model, where the user said nothing. Whether a row fits is left to the server
     all the same, which counts its tokens and does not guess them, unless the row is to be cut."""
     spec, backend, context = prepared.spec, prepared.backend, prepared.context
-    if backend.capabilities.probe:
+    if backend.capabilities.reports_context:
         with suppress(BackendError, TimeoutError):
             async with asyncio.timeout(PROBE):
-                facts = await cast(Probed, backend).probe(prepared.model or "")
+                facts = await backend.facts(prepared.model or "")
                 context = context if spec.given("model_max_context") else facts.context
     if context == prepared.context or context is None or context <= spec.min_response_tokens:
         _check_context(spec, prepared.context)

@@ -20,7 +20,7 @@ from typing import Generic, Self, TypeVar, cast
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Backend, Many, Patient
+from batch_agent.backends.base import Backend
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.calibration import calibration
@@ -130,7 +130,7 @@ class Run(Generic[T]):
             max_outage=prepared.spec.max_outage,
             on_health=self._health_changed,
             terms=self._terms(),
-            knock=cast(Many, prepared.backend).knock if prepared.backend.capabilities.many else None,
+            knock=prepared.backend.probe if prepared.backend.is_fleet else None,
         )
         for endpoint in limiter.scheduler.endpoints:
             endpoint.health.patient = prepared.backend.capabilities.patient
@@ -276,7 +276,7 @@ class Run(Generic[T]):
         """A backend whose answers take hours notes in the run directory what it has sent."""
         backend, directory = self._prepared.backend, self._prepared.spec.run_dir
         if backend.capabilities.patient:
-            cast(Patient, backend).keep(None if directory is None else Path(directory))
+            backend.keep(None if directory is None else Path(directory))
             if directory is None:
                 logger.warning("%s: without run_dir a job that is interrupted is lost, and paid for", backend.name)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from batch_agent.cli.output.transcripts import open_journal
+from batch_agent.cli.spec.transcripts import open_journal
 from batch_agent.engine.run.dryrun import DryRun
 from batch_agent.engine.run.prepare import Prepared, with_model
 from batch_agent.engine.run.recording import fingerprint_of

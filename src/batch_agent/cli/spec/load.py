@@ -10,11 +10,11 @@ import argparse
 import json
 from pathlib import Path
 
+from batch_agent.cli.output.overwrite import refuse_overwriting
 from batch_agent.cli.spec.envfile import load_env_file
-from batch_agent.cli.spec.overwriting import refuse_overwriting
 from batch_agent.cli.spec.recorded import recording_of
 from batch_agent.cli.spec.rows import STDIN, read_rows
-from batch_agent.cli.spec.shorthand import schema_of
+from batch_agent.cli.spec.schema_shorthand import schema_of
 from batch_agent.cli.spec.specfile import NOT_IN_FILES, STAGES, SpecFile, read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.files.rows import as_row

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from batch_agent.api import BatchAgent
-from batch_agent.cli.output.said import load_spec
+from batch_agent.cli.spec.load import load_spec
 from batch_agent.cli.spec.recorded import command_again
 from batch_agent.engine.agent.transcript import transcript
 from batch_agent.engine.run.prepare import Prepared, with_model
