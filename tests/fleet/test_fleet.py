@@ -236,7 +236,7 @@ async def test_servers_join_and_leave_a_run_under_way() -> None:
 
 
 def test_no_endpoint_is_not_taken_for_the_usual_backend() -> None:
-    with pytest.raises(SpecError, match="None is no endpoint"):
+    with pytest.raises(SpecError, match="a NoneType is no endpoint"):
         Fleet(["vllm://a", None])  # type: ignore[list-item]
 
 

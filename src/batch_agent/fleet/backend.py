@@ -179,8 +179,8 @@ class Fleet(Backend):
         if isinstance(given, str):
             given = {"url": given}
         if isinstance(given, list | tuple | None):  # elsewhere a fleet, and the usual backend
-            what = "None" if given is None else "a list"
-            raise SpecError(f"{what} is no endpoint of a fleet, which is made of servers, not of fleets: give a URL")
+            what = type(given).__name__
+            raise SpecError(f"a {what} is no endpoint of a fleet, which is made of servers, not of fleets: give a URL")
         key, transport = None, self._outside
         if isinstance(given, Mapping):
             address = str(given.get("url"))

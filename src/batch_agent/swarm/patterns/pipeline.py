@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from batch_agent.errors import SpecError
 from batch_agent.swarm.aggregators import concat
 from batch_agent.swarm.asking import Options
+from batch_agent.swarm.checks import whole
 from batch_agent.swarm.patterns.steps import Steps, collect, filled
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
@@ -53,10 +54,8 @@ async def fan_out_fan_in(
     pool: AgentPool, prompt: str, collect_prompt: str, n_workers: int | None = None, **options: Unpack[Options]
 ) -> Response:
     """The first ``n_workers`` answer, and agent 0 answers ``collect_prompt`` with theirs put for ``{responses}``."""
-    if n_workers is not None and n_workers < 1:
-        raise SpecError(f"n_workers is {n_workers}: give 1 or more, or None for all")
+    workers = pool if n_workers is None else pool.slice(0, whole("n_workers", n_workers))
     steps = Steps(options)
-    workers = pool if n_workers is None else pool.slice(0, n_workers)
     responses = await workers.broadcast_prompt(prompt, **steps.first())
     return await collect(pool, 0, collect_prompt, responses, steps)
 
@@ -65,9 +64,7 @@ def _agents(pool: AgentPool, stages: Sequence[Stage], reuse: bool) -> list[Agent
     """Who works on each stage. SpecError, before anybody is asked, where a stage would have nobody."""
     parts, begin = [], 0
     for stage in stages:
-        if stage.n_agents < 1:
-            raise SpecError(f"the stage {stage.name!r} has n_agents {stage.n_agents}: give 1 or more")
-        part = pool.slice(begin, begin + stage.n_agents)
+        part = pool.slice(begin, begin + whole(f"n_agents of the stage {stage.name!r}", stage.n_agents))
         if not part.size:
             raise SpecError(
                 f"no agent is left for the stage {stage.name!r}: the pool has {pool.size}, and each serves one stage; "

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from batch_agent.swarm.asking import Options
+from batch_agent.swarm.checks import above_zero
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
 
@@ -24,7 +25,8 @@ class Steps:
     def __init__(self, options: Options) -> None:
         self._options = options
         deadline = options.get("deadline")
-        self._ends = None if deadline is None else asyncio.get_running_loop().time() + deadline
+        seconds = None if deadline is None else above_zero("deadline", deadline)
+        self._ends = None if seconds is None else asyncio.get_running_loop().time() + seconds
 
     def first(self) -> Options:
         return self._timed({name: value for name, value in self._options.items() if name != "schema"})

@@ -16,6 +16,7 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
 from batch_agent.swarm.asking import Options
 from batch_agent.swarm.budget import CHARACTERS_PER_TOKEN, DEFAULT_TOKENS
+from batch_agent.swarm.checks import whole
 from batch_agent.swarm.patterns.steps import BETWEEN, Steps, filled
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
@@ -58,8 +59,7 @@ async def tree_reduce(
 ) -> Reduced:
     """With ``items`` each is put for ``{item}`` of the prompt; else every agent is asked the prompt. In
     ``reduce_prompt`` there are ``{responses}`` and ``{level}``, from 1."""
-    if fanin < 2:
-        raise SpecError(f"fanin is {fanin}: groups of fewer than 2 never come to an end")
+    whole("fanin", fanin, least=2)  # groups of one never come to an end
     if "{responses}" not in reduce_prompt:
         raise SpecError("reduce_prompt has no {responses}: nothing of the answers would be in it")
     steps = Steps(options)
