@@ -47,10 +47,10 @@ class Look:
 
 
 class Prober:
-    """Entered while in use. Without ``api_key`` servers get the key of the environment."""
+    """Entered while in use. Servers get the key of the environment."""
 
-    def __init__(self, *, api_key: str | None = None, environ: Mapping[str, str] = os.environ) -> None:
-        self._api_key = api_key or (environ.get(KEY_VARIABLE) or "").strip() or None
+    def __init__(self, *, environ: Mapping[str, str] = os.environ) -> None:
+        self._api_key = (environ.get(KEY_VARIABLE) or "").strip() or None
         self._inside, self._outside = Transport(proxies=False), Transport()
         self._sockets = asyncio.Semaphore(most_sockets())
         self._entered = AsyncExitStack()

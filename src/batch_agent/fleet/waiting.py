@@ -1,6 +1,6 @@
-"""Until enough servers of a fleet are up: all are probed at once, and those that are not ready are asked again.
+"""Waits until enough servers of a fleet are up.
 
-Each endpoint has a task of its own that ends when it is up. Whoever waits is woken by what changes, or by the deadline.
+All are probed at once, and those that are not ready again and again: each has a task that ends when it is up.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.fleet.probe import Prober, why
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds between two probes of one endpoint
-PROBES_PER_SECOND = 500  # of a large fleet, whose pauses are longer
-SETTLE_SECONDS = 1.0  # for probes under way when enough are up: a floor is no reason to leave out the others
+PROBES_PER_SECOND = 500  # at most: the pauses of a large fleet are longer
+SETTLE_SECONDS = 1.0  # for probes under way when enough are up: a floor does not leave out servers that are up too
 
 
 @dataclass(slots=True)
 class Waited:
-    """By place in the list: endpoints may come twice."""
+    """Which endpoints are up, by their place in the list: an endpoint may be listed twice."""
 
     endpoints: Sequence[AgentEndpoint]
     needed: int
     up: set[int] = field(default_factory=set)
-    reasons: dict[int, str] = field(default_factory=dict)  # why the others are not, as far as they have been asked
+    reasons: dict[int, str] = field(default_factory=dict)  # why others are not, once they were probed
 
     @property
     def enough(self) -> bool:
@@ -34,7 +34,7 @@ class Waited:
 
     @property
     def asked(self) -> bool:
-        """All of them, once at least."""
+        """Whether every endpoint was probed at least once."""
         return len(self.up) + len(self.reasons) == len(self.endpoints)
 
     @property
@@ -51,7 +51,7 @@ class Waited:
 
 
 def needed(total: int, min_hosts: int | None = None, min_fraction: float | None = None) -> int:
-    """How many of so many: all, unless a floor is given; both where both are. SpecError for one out of reach."""
+    """Returns how many of ``total`` must be up: all, or what the floors require. SpecError for one out of reach."""
     if not total:
         raise SpecError("there is no endpoint to wait for: the hostfile names none")
     if min_hosts is not None and min_hosts > total:
@@ -65,7 +65,7 @@ def needed(total: int, min_hosts: int | None = None, min_fraction: float | None 
 async def wait_until_ready(
     waited: Waited, prober: Prober, timeout: float, changed: Callable[[Waited], None] = lambda waited: None
 ) -> None:
-    """Ends when enough are up, or when the time is; ``waited`` tells which."""
+    """Returns when enough are up or the time is over. ``waited`` is kept up to date, and given to ``changed``."""
     news = asyncio.Event()
 
     async def watch(place: int) -> None:
@@ -110,7 +110,7 @@ async def wait_until_ready(
 
 
 async def _within(seconds: float, work: Coroutine[None, None, None]) -> None:
-    """To its end, or until its time is up."""
+    """Awaits the work, for at most so many seconds."""
     try:
         async with asyncio.timeout(seconds):
             await work

@@ -1,8 +1,7 @@
 """A scatter as a run of the engine: for ``dispatch="balanced"``, and for ``run_dir=``.
 
-Each answer that is wanted is a row. Where it goes, what becomes of it when its server dies, what is recorded and what a
-resumed call finds again is the engine's part; the words on the wire are the pool's own. A row that the record has is
-not asked again.
+Each wanted answer is a row. The engine places, moves, records and resumes rows; the pool writes the requests. A row
+that is in the record is not asked again.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from batch_agent.swarm.asking import Asking
 from batch_agent.swarm.response import Response
 from batch_agent.swarm.scatter import Scatter
 
-MODEL = "swarm"  # to the engine; what the servers are asked for is the pool's to say
+MODEL = "swarm"  # for the engine; the pool names the model in its requests
 # A server gets its part of a small scatter in so many helpings, so that what a slow one has not begun can go elsewhere.
 HELPINGS = 8
-SMALLEST, LARGEST = 4, 64  # requests; where a helping would be larger, the engine finds the right number
+SMALLEST, LARGEST = 4, 64  # requests of a helping; for a larger one the engine finds the number
 
 
 class Seats(Protocol):
@@ -39,25 +38,25 @@ class Seats(Protocol):
     def size(self) -> int: ...
 
     def name(self, agent_index: int) -> str:
-        """Its address: keys stay with it whoever else comes or goes."""
+        """Its address: keys stay with it when other agents come or go."""
         ...
 
     def home(self, row: int) -> int:
-        """The agent whose turn it is."""
+        """Returns the agent whose turn it is."""
         ...
 
     def ask(self, agent_index: int, row: int) -> Awaitable[Response]: ...
 
     def knock(self, agent_index: int) -> Awaitable[None]:
-        """A BackendError where the agent is not there."""
+        """Raises a BackendError if the agent is unreachable."""
         ...
 
 
 async def scatter_run(
     seats: Seats, rows: Sequence[JsonObject], facts: JsonObject, asking: Asking, scatter: Scatter
 ) -> None:
-    """Puts an answer for each row, of which every prompt has ``n``. ``facts`` are what answers depend on beside their
-    rows: one that was recorded under others is not taken for one of these."""
+    """Puts an answer for each row; every prompt has ``n`` rows. ``facts`` are what answers depend on beside their rows:
+    answers that were recorded with other facts are not used."""
     spec = BatchSpec(
         task="{prompt}",
         inputs=rows,
@@ -91,7 +90,7 @@ def _backend(seats: Seats, rows: int, asking: Asking) -> Backend:
     if asking.dispatch != "balanced":
         return _Seat(seats, None, able)
     helping = asking.inflight
-    if helping is None and asking.affinity is None:  # else what has its home there would be sent away
+    if helping is None and asking.affinity is None:  # a small number would send keys away from their home
         helping = max(SMALLEST, ceil(rows / seats.size / HELPINGS))
     if helping is not None and (helping < LARGEST or asking.inflight is not None):
         able = Capabilities(streaming=False, default_inflight=helping)
@@ -99,7 +98,7 @@ def _backend(seats: Seats, rows: int, asking: Asking) -> Backend:
 
 
 async def _answer(row: object, context: AgentContext) -> object:
-    """The one turn of a row. What came with the answer is part of it, so that a record holds it too."""
+    """Returns the answer with all that came with it, so that a record holds that too."""
     value: object = orjson.loads((await context.ask()).text)
     return value
 
@@ -113,8 +112,8 @@ def _response(result: AgentResult[object], home: int) -> Response:
 
 
 class _Seat(Backend):
-    """One agent as a backend, whose faults are the engine's to see to. Without a ``place`` it is all of them: each row
-    goes where its number says, and what fails there has failed."""
+    """One agent as a backend; the engine handles its faults. Without a ``place`` it is all agents: each row goes to its
+    own, and what fails there has failed."""
 
     def __init__(self, seats: Seats, place: int | None, capabilities: Capabilities) -> None:
         self._seats = seats

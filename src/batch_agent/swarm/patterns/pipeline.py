@@ -1,4 +1,4 @@
-"""Stages of agents, each of which is given what the one before made."""
+"""Stages of agents; each gets the output of the one before."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from batch_agent.swarm.response import Response
 
 @dataclass
 class Stage:
-    """``{input}`` of the template is what the stage is given. Its answers are filtered, then transformed; without a
-    transform those that came are joined by newlines."""
+    """The input of the stage takes the place of ``{input}``. Its answers are filtered, then transformed; without a
+    transform the successful ones are joined by newlines."""
 
     name: str
     prompt_template: str
@@ -33,9 +33,9 @@ async def run_pipeline(
     initial_input: object,
     reuse_agents: bool = True,
     **options: Unpack[Options],
-) -> Any:  # whatever the last transform gives
-    """What the last stage made. A stage asks the first ``n_agents`` of the pool; without ``reuse_agents`` the first of
-    those that no stage before it has asked."""
+) -> Any:  # the type of the last transform's value
+    """Returns the output of the last stage. A stage asks the first ``n_agents`` of the pool; without ``reuse_agents``
+    the first of those that no stage before it has asked."""
     if options.get("n", 1) != 1 or options.get("run_dir") is not None:
         raise SpecError("a pipeline takes no n and no run_dir: BatchAgent's Pipeline has stages that are recorded")
     steps = Steps(options)
@@ -53,7 +53,8 @@ async def run_pipeline(
 async def fan_out_fan_in(
     pool: AgentPool, prompt: str, collect_prompt: str, n_workers: int | None = None, **options: Unpack[Options]
 ) -> Response:
-    """The first ``n_workers`` answer, and agent 0 answers ``collect_prompt`` with theirs put for ``{responses}``."""
+    """Returns agent 0's answer to ``collect_prompt``, with those of the first ``n_workers`` in place of
+    ``{responses}``."""
     workers = pool if n_workers is None else pool.slice(0, whole("n_workers", n_workers))
     steps = Steps(options)
     responses = await workers.broadcast_prompt(prompt, **steps.first())
@@ -61,7 +62,7 @@ async def fan_out_fan_in(
 
 
 def _agents(pool: AgentPool, stages: Sequence[Stage], reuse: bool) -> list[AgentPool]:
-    """Who works on each stage. SpecError, before anybody is asked, where a stage would have nobody."""
+    """Returns the agents of each stage. SpecError if a stage would have none."""
     parts, begin = [], 0
     for stage in stages:
         part = pool.slice(begin, begin + whole(f"n_agents of the stage {stage.name!r}", stage.n_agents))
