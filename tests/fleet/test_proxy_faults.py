@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -67,6 +68,21 @@ async def test_a_request_at_an_endpoint_that_hangs_moves_within_seconds() -> Non
     assert told == [(200, "other")] * 8
     assert hung.received >= 1
     assert took < 10  # of the virtual clock
+
+
+@virtual_clock
+async def test_a_request_at_an_endpoint_that_hangs_and_was_removed_moves_too(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.txt"
+    async with AsyncExitStack() as stack:
+        hung = await stack.enter_async_context(Stuck(Hang()))
+        [other] = await servers(stack, "other")
+        hosts.write_text(hung.address)
+        address = await stack.enter_async_context(proxy(hung.address, hostfile=hosts))
+        asking = asyncio.create_task(chat(address))
+        await hung.wait_inflight(1)
+        hung.stuck = True
+        hosts.write_text(other.address)
+        assert await asking == (200, "other")
 
 
 @virtual_clock

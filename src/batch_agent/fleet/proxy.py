@@ -142,8 +142,8 @@ class Proxy:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         """The models of all endpoints. If none lists its models without a key, one is asked with the client's."""
-        cards = self._slots.balance.models
-        return _json({"object": "list", "data": [*cards]}) if cards else await self._forward(request)
+        models = self._slots.balance.models
+        return _json({"object": "list", "data": [*models]}) if models else await self._forward(request)
 
     async def _unknown(self, request: web.Request) -> web.Response:
         return _refusal(404, f"{request.path} is not served here: there are /v1/…, /health and /status")

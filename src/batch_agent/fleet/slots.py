@@ -177,21 +177,20 @@ class Slots:
         del self._silences[place]
         if place.endpoint.inflight and place.is_up:
             silent = self._is_silent(place)
-            if silent and place in self._doubts:
+            if silent:
                 self._doubts[place].set()
             self._listen(place, _now() if silent else place.heard)
 
     def _is_silent(self, place: Place) -> bool:
         """Whether it has requests and sends nothing, while another endpoint is up that could take them."""
-        quiet = bool(place.endpoint.inflight) and _now() - place.heard >= SILENCE_SECONDS
-        return quiet and self.balance.router.working > 1
+        router, quiet = self.balance.router, _now() - place.heard >= SILENCE_SECONDS
+        return quiet and bool(place.endpoint.inflight) and router.working > router.works(place.endpoint)
 
     def failed(self, place: Place, words: str, *, unreached: bool) -> None:
         place.failures += 1
         if unreached:
             self._went_down(place, words)
-        if place in self._doubts:
-            self._doubts[place].set()
+        self._doubts[place].set()
 
     def _came_up(self, place: Place, models: Models | None) -> None:
         if not place.is_up and not place.unknown:
@@ -219,7 +218,6 @@ class Slots:
             self._doubts[place] = asyncio.Event()
             self._watches[place] = asyncio.create_task(self._watch(place))
         for place in followed.gone:
-            self._watches.pop(place).cancel()
             if not place.endpoint.inflight:
                 self._forget(place)
         self._grant()
@@ -234,13 +232,15 @@ class Slots:
         await Hostfile(path).follow(apply)
 
     def _forget(self, place: Place) -> None:
+        """Drops a place that has left the fleet and has answered its last request."""
+        self._watches.pop(place).cancel()
         self._doubts.pop(place, None)
         self._exchanges.pop(place, None)
         self._unseen.discard(place)
 
     async def _watch(self, place: Place) -> None:
-        """Probes the place for as long as it is part of the fleet. One that does not answer in time while it sends
-        bytes to its clients may just be busy."""
+        """Probes the place as long as it gets or has requests. One that does not answer in time while it sends bytes to
+        its clients may just be busy."""
         doubt, misses, pause = self._doubts[place], 0, FIRST_PAUSE
         while True:
             doubt.clear()
