@@ -30,6 +30,7 @@ from batch_agent.testing import (
     ToolUse,
     virtual_clock,
 )
+from fleet.proxies import nobody
 
 ROWS = [str(number) for number in range(300)]
 
@@ -49,13 +50,6 @@ def names(backend: Backend) -> tuple[str, ...]:
 async def finish(backend: object, **options: Any) -> list[AgentResult[str]]:
     known = {"task": "{input}", "inputs": ROWS, "model": "m", "max_inflight": 24} | options
     return list(await BatchAgent.run(backend=backend, **known))
-
-
-def nobody() -> str:
-    """A port at which nobody listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"vllm://127.0.0.1:{taken.getsockname()[1]}"
 
 
 @virtual_clock
@@ -125,7 +119,7 @@ def test_a_server_that_goes_away_takes_no_row_with_it(mode: str) -> None:
 async def test_a_server_that_is_not_there_yet_is_knocked_at_and_joins_when_it_comes() -> None:
     async with AsyncExitStack() as stack:
         (first,) = await servers(stack, "a", latency=0.5)
-        place = nobody()
+        place = f"vllm://{nobody()}"
         port = int(place.rpartition(":")[2])
 
         async def come_later() -> None:
@@ -153,7 +147,7 @@ async def test_a_server_that_never_answers_holds_a_row_no_longer_than_it_takes_t
 @virtual_clock
 async def test_when_no_server_answers_the_run_is_unreachable() -> None:
     with pytest.raises(RunUnreachable):
-        await finish([nobody(), nobody()], inputs=ROWS[:5])
+        await finish([f"vllm://{nobody()}", f"vllm://{nobody()}"], inputs=ROWS[:5])
 
 
 @virtual_clock
@@ -305,7 +299,7 @@ async def test_a_recorded_run_on_a_fleet_is_resumed_without_asking_again(tmp_pat
 async def test_a_request_that_was_granted_no_endpoint_goes_to_one_that_is_reached() -> None:
     async with AsyncExitStack() as stack:
         (server,) = await servers(stack, "a")
-        async with Fleet([nobody(), server.backend_url]) as fleet:
+        async with Fleet([f"vllm://{nobody()}", server.backend_url]) as fleet:
             replies = await fleet.generate_batch(["one", "two"], RequestShape("m"))
             assert [reply.text for reply in replies if isinstance(reply, Reply)] == ["a", "a"]
             with pytest.raises(Unavailable, match="no longer part"):
@@ -315,7 +309,9 @@ async def test_a_request_that_was_granted_no_endpoint_goes_to_one_that_is_reache
 async def test_the_load_of_a_fleet_is_the_sum_of_those_that_report_it() -> None:
     async with AsyncExitStack() as stack:
         known = await servers(stack, "a", "b", latency=0.0)
-        fleet = await stack.enter_async_context(Fleet([*(server.backend_url for server in known), nobody()]))
+        fleet = await stack.enter_async_context(
+            Fleet([*(server.backend_url for server in known), f"vllm://{nobody()}"])
+        )
         one = ScriptedBackend(saying("x"))
         assert await fleet.load() == Load(running=0, waiting=0)
         hanging = await stack.enter_async_context(ScriptedServer(lambda request: Hang()))

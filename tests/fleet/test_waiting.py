@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from contextlib import AsyncExitStack
 
 import pytest
@@ -15,13 +14,7 @@ from batch_agent.fleet.probe import PROBE_SECONDS, Prober
 from batch_agent.fleet.waiting import Waited, needed, wait_until_ready
 from batch_agent.messages import JsonObject
 from batch_agent.testing import ScriptedServer, virtual_clock
-
-
-def nobody() -> str:
-    """A place at which nobody listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{taken.getsockname()[1]}"
+from fleet.proxies import nobody
 
 
 async def waited_for(*lines: str, floor: int | None = None, timeout: float = 30.0) -> Waited:

@@ -224,17 +224,17 @@ class Fleet(Backend):
 
     def _follow(self, hosts: Sequence[AgentEndpoint]) -> None:
         """Applies a new content of the hostfile. Requests under way stay where they are."""
-        change = changes(self._present, hosts)
-        new = [self._make(host) for host in change.new]  # raises before anything has changed
-        traits = [(server, Traits.read(host.tags)) for server, host in change.kept]
+        kept, gone, lines = changes(self._present, hosts)
+        new = [self._make(host) for host in lines]  # raises before anything has changed
+        traits = [(server, Traits.read(host.tags)) for server, host in kept]
         updated = [(server, read) for server, read in traits if server.traits != read]
         for server, read in updated:
             server.traits = read
         for server in new:
             self._register(server)
-        self._remove(change.gone)
-        if updated or new or change.gone:
-            counts = len(new), len(change.gone), len(updated)
+        self._remove(gone)
+        if updated or new or gone:
+            counts = len(new), len(gone), len(updated)
             logger.info("the hostfile has changed: %s endpoints joined, %s left, %s were updated", *counts)
             self._tell()
 

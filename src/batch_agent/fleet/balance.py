@@ -89,13 +89,13 @@ class Balance:
 
     def follow(self, hosts: Iterable[AgentEndpoint], now: float = 0.0) -> Followed:
         """Applies a new content of the hostfile."""
-        change = changes(self.places, hosts)
-        updated = [(place, host) for place, host in change.kept if place.host.tags != host.tags]
+        kept, gone, new = changes(self.places, hosts)
+        updated = [(place, host) for place, host in kept if place.host.tags != host.tags]
         for place, host in updated:
             place.host = host
             self._set_traits(place)
         came = []
-        for host in change.new:
+        for host in new:
             place = Place(host, Endpoint(host.address, self.max_inflight))
             place.endpoint.health.go_down(now)
             place.endpoint.health.reason = "no probe has been answered yet"
@@ -103,12 +103,12 @@ class Balance:
             self.router.add(place.endpoint)
             self._set_traits(place)
             came.append(place)
-        self.places = [place for place, _ in change.kept] + came
-        for place in change.gone:
+        self.places = [place for place, _ in kept] + came
+        for place in gone:
             place.endpoint.leaving = True
             self.router.touch(place.endpoint)
             self._drop_idle(place)
-        return Followed(came, change.gone, len(updated))
+        return Followed(came, gone, len(updated))
 
     def _set_traits(self, place: Place) -> None:
         """Sets what the hostfile's line says of the endpoint. Requests under way stay."""

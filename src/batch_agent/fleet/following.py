@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint, parse_hosts, read_text
@@ -78,25 +77,16 @@ class Known(Protocol):
 T = TypeVar("T", bound=Known)
 
 
-@dataclass(frozen=True, slots=True)
-class Changes(Generic[T]):
-    """What a new content of a hostfile means for the endpoints that are there."""
-
-    kept: Sequence[tuple[T, AgentEndpoint]]  # with the line that each has now
-    gone: Sequence[T]
-    new: Sequence[AgentEndpoint]
-
-
-def changes(known: Iterable[T], hosts: Iterable[AgentEndpoint]) -> Changes[T]:
-    """Matches endpoints and lines by address; those of one address in their order."""
+def changes(
+    known: Iterable[T], hosts: Iterable[AgentEndpoint]
+) -> tuple[list[tuple[T, AgentEndpoint]], list[T], list[AgentEndpoint]]:
+    """Returns what is kept, each with its line as it is now; what is gone; and the lines that are new. Lines are
+    matched by address, those of one address in their order."""
     left: dict[str, list[AgentEndpoint]] = {}
     for host in hosts:
         left.setdefault(host.address, []).append(host)
-    kept: list[tuple[T, AgentEndpoint]] = []
-    gone: list[T] = []
-    for one in known:
-        if lines := left.get(one.address):
-            kept.append((one, lines.pop(0)))
-        else:
-            gone.append(one)
-    return Changes(kept, gone, [host for lines in left.values() for host in lines])
+    known = list(known)
+    lines = [left[one.address].pop(0) if left.get(one.address) else None for one in known]
+    kept = [(one, line) for one, line in zip(known, lines, strict=True) if line is not None]
+    gone = [one for one, line in zip(known, lines, strict=True) if line is None]
+    return kept, gone, [host for hosts in left.values() for host in hosts]

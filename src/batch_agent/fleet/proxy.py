@@ -43,20 +43,8 @@ ELSEWHERE = frozenset({429, 502, 503, 504})  # statuses of an overloaded server
 MOST_ENCODINGS = 4  # of a path, one inside the other
 PARENT = re.compile(r"(^|[/\\])\.\.([/\\;?#\s\0]|$)")  # a .. in a decoded path, as lenient servers read it
 HOP_BY_HOP = frozenset(
-    {
-        "connection",
-        "expect",
-        "host",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
+    ("connection", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection")
+) | {"te", "trailer", "transfer-encoding", "upgrade"}
 OWN_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # that the client library would add
 
 

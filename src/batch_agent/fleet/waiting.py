@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from batch_agent.errors import BackendError, SpecError
@@ -84,22 +85,19 @@ async def wait_until_ready(
             await asyncio.sleep(pause)
             pause = min(2 * pause, max(LONGEST_PAUSE, len(waited.endpoints) / PROBES_PER_SECOND))
 
-    async def follow() -> None:
-        while not waited.enough:
-            await news.wait()
-            news.clear()
-            changed(waited)
-
-    async def settle() -> None:
-        while not waited.asked:
-            await news.wait()
-            news.clear()
+    async def until(done: Callable[[], bool], seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not done():
+                    await news.wait()
+                    news.clear()
+                    changed(waited)
 
     tasks = [asyncio.create_task(watch(place)) for place in range(len(waited.endpoints))]
     try:
-        await _within(timeout, follow())
+        await until(lambda: waited.enough, timeout)
         if waited.enough:
-            await _within(SETTLE_SECONDS, settle())
+            await until(lambda: waited.asked, SETTLE_SECONDS)
     finally:
         for task in tasks:
             task.cancel()
@@ -107,12 +105,3 @@ async def wait_until_ready(
     for error in ended:
         if isinstance(error, Exception):
             raise error
-
-
-async def _within(seconds: float, work: Coroutine[None, None, None]) -> None:
-    """Awaits the work, for at most so many seconds."""
-    try:
-        async with asyncio.timeout(seconds):
-            await work
-    except TimeoutError:
-        pass

@@ -59,6 +59,9 @@ class Members:
         part._owns = False
         return part
 
+    def url(self, agent_index: int) -> str:
+        return self._lines[agent_index].endpoint.url
+
     def turn(self, index: int) -> int:
         """Returns the agent whose turn it is; -1 if the pool has none."""
         return index % self.size if self.size else -1

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Protocol, Unpack
+from dataclasses import replace
+from typing import Unpack
 
+from batch_agent.backends.base import Probe
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
@@ -20,16 +21,10 @@ from batch_agent.swarm.asking import Asking, Options
 from batch_agent.swarm.lines import TRIES, Lines
 from batch_agent.swarm.members import Members, texts_of
 from batch_agent.swarm.response import Response
-from batch_agent.swarm.run import scatter_run
+from batch_agent.swarm.run import AskOne, Call
 from batch_agent.swarm.scatter import Scatter, Sink
 
 __all__ = ["AgentPool", "Response"]
-
-
-class AskOne(Protocol):
-    async def __call__(
-        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int
-    ) -> list[Response]: ...
 
 
 class AgentPool(Members):
@@ -130,16 +125,14 @@ class AgentPool(Members):
         self, prompts: Sequence[str], max_tokens: int | None, asking: Asking, scatter: Scatter, ask: AskOne, path: str
     ) -> None:
         """Does the call as a run of the engine, which tries elsewhere what fails at one server."""
-        rows = [asking.row(prompt, index, sample) for index, prompt in enumerate(prompts) for sample in range(asking.n)]
-        call = _Call(self, ask, prompts, max_tokens, asking)
         facts = {"path": path, **self._facts(max_tokens, asking)}
-        await scatter_run(call, rows, facts, asking, scatter)
+        await Call(self, ask, prompts, max_tokens, asking, facts).run(scatter)
 
-    async def knock(self, agent_index: int) -> None:
-        """Raises a BackendError if the agent is unreachable. Any answer will do."""
+    async def probe(self, agent_index: int) -> Probe:
+        """Returns whether the agent is there. Any answer will do."""
         exchange = await self._net.ask(self._lines[agent_index], "/v1/models", None, self._timeout, tries=1)
-        if exchange.error is not None and exchange.error.status is None:
-            raise exchange.error
+        down = exchange.error is not None and exchange.error.status is None
+        return Probe("down", str(exchange.error)) if down else Probe("up")
 
     def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
         """Returns what an answer depends on beside its prompt and its seed."""
@@ -177,35 +170,3 @@ class AgentPool(Members):
             *(self._net.ask(line, self._path, body, self._timeout, tries=tries) for _ in range(asking.n))
         )
         return [asking.read(read_generated(exchange, agent_index)) for exchange in exchanges]
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call over many prompts, as a run sees it. A row is one answer."""
-
-    pool: AgentPool
-    one: AskOne
-    prompts: Sequence[str]
-    max_tokens: int | None
-    asking: Asking
-
-    @property
-    def size(self) -> int:
-        return self.pool.size
-
-    def name(self, agent_index: int) -> str:
-        return self.pool._lines[agent_index].endpoint.url
-
-    def home(self, row: int) -> int:
-        return self.pool.turn(row // self.asking.n)
-
-    async def ask(self, agent_index: int, row: int) -> Response:
-        index, sample = divmod(row, self.asking.n)
-        own = self.asking.sample(index, sample)
-        # In a balanced call the engine tries again, and elsewhere.
-        tries = 1 if self.asking.dispatch == "balanced" else TRIES
-        (response,) = await self.one(agent_index, self.prompts[index], self.max_tokens, own, tries=tries)
-        return response
-
-    async def knock(self, agent_index: int) -> None:
-        await self.pool.knock(agent_index)
