@@ -59,7 +59,8 @@ START_TASKS = {
     "swarm": "the requests of one call to many servers",
     "ticks": "thoughts that outlast their tick",
     "api.py": "run_sync inside a running loop",
-    "backends/generating.py": "many requests as one call, which awaits them",
+    "backends/base.py": "many requests as one call, which awaits them",
+    "backends/engines/lists.py": "many requests as one call, which awaits them",
 }
 STARTERS = {"create_task", "ensure_future", "gather", "TaskGroup"}
 # Class names that are there more than once, and why.

@@ -70,6 +70,10 @@ class ToldBackend(LocalBackend):
         super().__init__(Options("test-model", Path("test-model.gguf"), threads=1))
         self.engine = engine
 
+    @property
+    def pid(self) -> int:
+        return 1
+
     async def _engine(self) -> Any:
         if self._entered == 0:
             raise Unavailable("it is closed")

@@ -9,31 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from hashlib import blake2b
-from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 from weakref import WeakKeyDictionary
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import (
-    Backend,
-    Capabilities,
-    Facts,
-    Load,
-    Member,
-    ModelRequest,
-    OnToolCall,
-    Party,
-    Probe,
-    RequestShape,
-)
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache_store import ResponseStore
+from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.backends.http.wire import report_calls
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
@@ -45,9 +34,9 @@ def repeatable(temperature: float | None, seed: int | None) -> bool:
     return temperature == 0 or seed is not None
 
 
-class CachingBackend(Backend):
+class CachingBackend(ForwardingBackend):
     def __init__(self, inner: Backend, store: ResponseStore) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._store = store
         self._thread: ThreadPoolExecutor | None = None  # SQLite is used from one thread, beside the event loop
         self._entered = 0
@@ -56,50 +45,17 @@ class CachingBackend(Backend):
         self._asked: dict[bytes, asyncio.Future[Reply | BackendError | None]] = {}
 
     @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
     def capabilities(self) -> Capabilities:
-        return replace(self._inner.capabilities, batch=False)  # each answer is looked up by itself
+        return replace(self.inner.capabilities, batch=False)
 
-    def keep(self, directory: Path | None) -> None:
-        self._inner.keep(directory)
-
-    async def load(self, endpoint: str = "") -> Load | None:
-        return await self._inner.load(endpoint)
-
-    async def facts(self, model: str) -> Facts:
-        return await self._inner.facts(model)
-
-    async def probe(self, endpoint: str = "") -> Probe:
-        return await self._inner.probe(endpoint)
-
-    async def models(self) -> list[str]:
-        return await self._inner.models()
-
-    @property
-    def members(self) -> Sequence[Member]:
-        return self._inner.members
-
-    def join(self, party: Party) -> None:
-        self._inner.join(party)
-
-    def leave(self, party: Party) -> None:
-        self._inner.leave(party)
-
-    def want(self, party: Party, slots: float) -> None:
-        self._inner.want(party, slots)
-
-    async def locate(self, model: str) -> None:
-        await self._inner.locate(model)
+    infer_batch = Backend.infer_batch  # each answer is looked up by itself
 
     async def __aenter__(self) -> Self:
         if not self._entered:
             self._thread = ThreadPoolExecutor(1, "batch-agent cache")
             try:
                 await self._beside(self._store.open)
-                await self._inner.__aenter__()
+                await self.inner.__aenter__()
             except BaseException:
                 await self._close()
                 raise
@@ -112,17 +68,14 @@ class CachingBackend(Backend):
         self._entered -= 1
         if not self._entered:
             try:
-                await self._inner.__aexit__(kind, error, trace)
+                await self.inner.__aexit__(kind, error, trace)
             finally:
                 await self._close()
-
-    def check(self, shape: RequestShape) -> None:
-        self._inner.check(shape)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         shape = request.shape
         if not repeatable(shape.temperature, shape.seed):
-            return await self._inner.infer(request, on_tool_call)
+            return await self.inner.infer(request, on_tool_call)
         key = self._key(request)
         while (asked := self._asked.get(key)) is not None:
             # Shielded, because a waiter that is cancelled must not cancel what the others wait for.
@@ -151,7 +104,7 @@ class CachingBackend(Backend):
         known = await self._beside(lambda: self._store.get(key))
         if known is not None:
             return _again(known, on_tool_call)
-        reply = await self._inner.infer(request, on_tool_call)
+        reply = await self.inner.infer(request, on_tool_call)
         await self._beside(lambda: self._store.put(key, self.name, request.shape.model, reply))
         return reply
 

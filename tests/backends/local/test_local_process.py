@@ -119,7 +119,9 @@ async def test_a_request_that_kills_every_process_fails_as_data_and_the_others_g
         with pytest.raises(Unavailable, match="SIGKILL"):
             await peer.backend.infer(ask("die 99"))
         assert sum(line.startswith("born") for line in peer.heard()) == 3
+        assert (await peer.backend.probe()).state == "down", "until a request starts a new one"
         assert (await peer.backend.infer(ask("say hello"))).text == "hello"
+        assert (await peer.backend.probe()).state == "up"
 
 
 async def test_a_grammar_that_the_engine_refuses_fails_its_own_request_only(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import quote, unquote, urlsplit
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.bedrock.request import ConverseView, Head, build_head, check_shape, keeps_schemas
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient, Route
@@ -156,6 +156,9 @@ class BedrockBackend(HttpBackend[Head]):
             if error.status != MODEL_FAILED:
                 raise
             raise Unavailable(str(error), status=MODEL_FAILED) from None
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        return Probe("unknown", "Bedrock has no page that tells")
 
     async def models(self) -> list[str]:
         """Nothing of this address lists models: what an account may use is another service's to say."""

@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.probe import probe_server
 from batch_agent.backends.http.quota import read_quota
 from batch_agent.backends.http.transport import Receive
 from batch_agent.backends.http.wire import Naming, report_calls
-from batch_agent.errors import BackendError, Rejected
 from batch_agent.messages import Quota, Reply
 
 Head = TypeVar("Head")
@@ -124,12 +124,7 @@ class HttpBackend(Backend, Generic[Head]):
         return self._chat
 
     async def probe(self, endpoint: str = "") -> Probe:
-        try:
-            return Probe("up", models=tuple(await self.models()))
-        except Rejected as error:  # it is there, and keeps its models to itself
-            return Probe("up", str(error))
-        except BackendError as error:
-            return Probe("down", str(error))
+        return await probe_server(self._http)
 
     @property
     def client(self) -> HttpClient:

@@ -1,8 +1,7 @@
-"""``-v`` and ``--log-file``: what was sent to the model and what came back, for whoever wonders.
+"""``-v`` and ``--log-file``: a log of what was sent to the model and what came back.
 
-A backend is wrapped in one that tells of each exchange: in short for people, in full as lines of JSON for a file. Keys
-never come this way, since they are the inner backend's; where a prompt or an answer holds one all the same, it is cut
-out.
+The backend is wrapped in one that logs each exchange: in short for people, in full as lines of JSON for a file. API
+keys belong to the inner backend and never pass here. A key that a prompt or an answer contains is redacted.
 """
 
 from __future__ import annotations
@@ -16,21 +15,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
-from batch_agent.backends.base import (
-    Backend,
-    Capabilities,
-    Facts,
-    Load,
-    Member,
-    ModelRequest,
-    OnToolCall,
-    Party,
-    Probe,
-    RequestShape,
-)
+from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.cli.output.streams import say
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import BackendError, SpecError
@@ -47,7 +35,7 @@ Tell = Callable[[JsonObject], None]
 
 
 def logged(prepared: Prepared, *, verbose: bool, log_file: str | None, files: ExitStack) -> Prepared:
-    """The same run, with its exchanges told where that was asked for. ``files`` closes what is opened."""
+    """The same run, with its exchanges logged if ``verbose`` or ``log_file`` asks for it. ``files`` closes the file."""
     secrets = sorted(_secrets(prepared.spec.api_key, os.environ), key=len, reverse=True)
     tellers: list[Tell] = [partial(_say, secrets)] if verbose else []
     if log_file is not None:
@@ -61,61 +49,18 @@ def logged(prepared: Prepared, *, verbose: bool, log_file: str | None, files: Ex
     return replace(prepared, backend=LoggedBackend(prepared.backend, tellers))
 
 
-class LoggedBackend(Backend):
+class LoggedBackend(ForwardingBackend):
+    """Reports each exchange with the inner backend to all ``tellers``."""
+
     def __init__(self, inner: Backend, tellers: Sequence[Tell]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._tellers = tellers
 
     @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
     def capabilities(self) -> Capabilities:
-        return replace(self._inner.capabilities, batch=False)  # each exchange is told by itself
+        return replace(self.inner.capabilities, batch=False)
 
-    async def load(self, endpoint: str = "") -> Load | None:
-        return await self._inner.load(endpoint)
-
-    async def facts(self, model: str) -> Facts:
-        return await self._inner.facts(model)
-
-    async def probe(self, endpoint: str = "") -> Probe:
-        return await self._inner.probe(endpoint)
-
-    @property
-    def members(self) -> Sequence[Member]:
-        return self._inner.members
-
-    def join(self, party: Party) -> None:
-        self._inner.join(party)
-
-    def leave(self, party: Party) -> None:
-        self._inner.leave(party)
-
-    def want(self, party: Party, slots: float) -> None:
-        self._inner.want(party, slots)
-
-    async def locate(self, model: str) -> None:
-        await self._inner.locate(model)
-
-    def keep(self, directory: Path | None) -> None:
-        self._inner.keep(directory)
-
-    async def __aenter__(self) -> Self:
-        await self._inner.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._inner.__aexit__(kind, error, trace)
-
-    def check(self, shape: RequestShape) -> None:
-        self._inner.check(shape)
-
-    async def models(self) -> list[str]:
-        return await self._inner.models()
+    infer_batch = Backend.infer_batch  # each exchange is logged by itself
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         messages = request.conversation.messages
@@ -124,7 +69,7 @@ class LoggedBackend(Backend):
         self._tell({**who, "sent": [message.to_dict() for message in _new(messages)], **_shape(request.shape, turn)})
         began = time.monotonic()
         try:
-            reply = await self._inner.infer(request, on_tool_call)
+            reply = await self.inner.infer(request, on_tool_call)
         except BackendError as error:
             seconds = round(time.monotonic() - began, 3)
             self._tell({**who, "seconds": seconds, "error": {"type": error.type, "message": str(error)}})
@@ -141,13 +86,13 @@ class LoggedBackend(Backend):
 
 
 def _new(messages: Sequence[Message]) -> Sequence[Message]:
-    """Those that the model has not been sent before."""
+    """The messages that the model has not been sent before."""
     answers = [place for place, message in enumerate(messages) if message.role == "assistant"]
     return messages[answers[-1] + 1 :] if answers else messages
 
 
 def _shape(shape: RequestShape, turn: int) -> JsonObject:
-    """How it was asked, said once for each row."""
+    """The options of the request, logged once for each row."""
     if turn > 1:
         return {}
     said: JsonObject = {"model": shape.model}

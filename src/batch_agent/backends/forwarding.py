@@ -1,0 +1,87 @@
+"""ForwardingBackend: the base class of backends that wrap another one. A wrapper overrides only what it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from batch_agent.backends.base import (
+    Answers,
+    Backend,
+    Capabilities,
+    Facts,
+    Load,
+    Member,
+    ModelRequest,
+    OnToolCall,
+    Party,
+    Probe,
+    RequestShape,
+)
+from batch_agent.messages import Reply
+
+
+class ForwardingBackend(Backend):
+    """Passes everything on to ``inner``."""
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    async def __aenter__(self) -> Self:
+        await self.inner.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.inner.__aexit__(kind, error, trace)
+
+    def check(self, shape: RequestShape) -> None:
+        self.inner.check(shape)
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        return await self.inner.infer(request, on_tool_call)
+
+    async def infer_batch(self, requests: Sequence[ModelRequest]) -> Answers:
+        return await self.inner.infer_batch(requests)
+
+    async def models(self) -> list[str]:
+        return await self.inner.models()
+
+    async def facts(self, model: str) -> Facts:
+        return await self.inner.facts(model)
+
+    async def load(self, endpoint: str = "") -> Load | None:
+        return await self.inner.load(endpoint)
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        return await self.inner.probe(endpoint)
+
+    @property
+    def members(self) -> Sequence[Member]:
+        return self.inner.members
+
+    def join(self, party: Party) -> None:
+        self.inner.join(party)
+
+    def leave(self, party: Party) -> None:
+        self.inner.leave(party)
+
+    def want(self, party: Party, slots: float) -> None:
+        self.inner.want(party, slots)
+
+    async def locate(self, model: str) -> None:
+        await self.inner.locate(model)
+
+    def keep(self, directory: Path | None) -> None:
+        self.inner.keep(directory)
