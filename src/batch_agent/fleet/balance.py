@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import orjson
 from pydantic import JsonValue
 
+from batch_agent.backends.http.probe import Entries
 from batch_agent.fleet.following import changes
 from batch_agent.fleet.hostfile import AgentEndpoint, Traits
-from batch_agent.fleet.probe import Models
 from batch_agent.messages import JsonObject
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.routing import Router
@@ -37,7 +37,7 @@ class Place:
 
     host: AgentEndpoint
     endpoint: Endpoint
-    models: Models | None = None  # that it lists; None: not known
+    models: Entries | None = None  # that it lists; None: not known
     unknown: bool = True
     heard: float = 0.0  # when it last sent a byte, or got a request while it had none
     requests: int = 0
@@ -178,7 +178,7 @@ class Balance:
 
     # What probes and failures say
 
-    def came_up(self, place: Place, models: Models | None, now: float) -> None:
+    def came_up(self, place: Place, models: Entries | None, now: float) -> None:
         place.models, place.unknown = models, False
         place.endpoint.health.answered_after(0.0, now, now)
         self._set_traits(place)

@@ -20,7 +20,7 @@ from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, Rejected, SpecError, Truncated
 from batch_agent.fleet.hostfile import AgentEndpoint
-from batch_agent.fleet.probe import why
+from batch_agent.fleet.probe import without_address
 from batch_agent.messages import Conversation, Message, Usage
 
 STEPS = (16, 32, 64, 128, 256)
@@ -151,7 +151,7 @@ class Driver:
                     usage = await self.ask()
                 except BackendError as error:
                     step.failures += 1
-                    step.reason = why(self._endpoint, error)
+                    step.reason = without_address(str(error), self._endpoint)
                     await asyncio.sleep(PAUSE_SECONDS)
                 else:
                     step.answers.append(Answer(clock() - began, clock() - sent, usage))
@@ -183,7 +183,7 @@ async def bench_all(
             try:
                 await _bench(one, wanted, stepped, environ)
             except (BackendError, SpecError) as error:
-                one.reason = why(one.endpoint, error)
+                one.reason = without_address(str(error), one.endpoint)
             except TimeoutError:
                 one.reason = f"not one request was answered in {FIRST_SECONDS:g} s"
             if one.reason:

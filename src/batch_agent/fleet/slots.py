@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
-from batch_agent.errors import BackendError, Rejected, SpecError, Timeout
+from batch_agent.backends.http.probe import Entries
 from batch_agent.fleet.balance import Balance, Followed, Place
 from batch_agent.fleet.following import Hostfile
 from batch_agent.fleet.hostfile import AgentEndpoint
-from batch_agent.fleet.probe import Models, Prober, why
+from batch_agent.fleet.probe import Prober
 
 logger = logging.getLogger("batch_agent")
 
@@ -29,7 +29,7 @@ LOOK_SECONDS = 10.0  # between two probes of an endpoint that is up
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0  # ... that is down
 MISSES = 3  # probes without an answer after which an endpoint that sends bytes is down all the same
 SILENCE_SECONDS = 3.0  # without a byte from an endpoint with requests, after which it is probed
-FIRST_LOOK_SECONDS = 2.0  # for the first probes, before the first request is let in
+FIRST_LOOK_SECONDS = 1.0  # for the first probes, before the first request is let in
 
 
 class NobodyThere(Exception):
@@ -192,7 +192,7 @@ class Slots:
             self._went_down(place, words)
         self._doubts[place].set()
 
-    def _came_up(self, place: Place, models: Models | None) -> None:
+    def _came_up(self, place: Place, models: Entries | None) -> None:
         if not place.is_up and not place.unknown:
             logger.warning("%s is up", place.host.address)
         self.balance.came_up(place, models, _now())
@@ -239,26 +239,20 @@ class Slots:
         self._unseen.discard(place)
 
     async def _watch(self, place: Place) -> None:
-        """Probes the place as long as it gets or has requests. One that does not answer in time while it sends bytes to
-        its clients may just be busy."""
+        """Probes the place as long as it gets or has requests. One that fails a probe while it sends bytes may just be
+        busy."""
         doubt, misses, pause = self._doubts[place], 0, FIRST_PAUSE
         while True:
             doubt.clear()
-            wait = LOOK_SECONDS
-            try:
-                models = await self._prober.ready(place.host)
-            except Rejected:  # it is there, and does not list its models
-                self._came_up(place, None)
-                misses, pause = 0, FIRST_PAUSE
-            except (BackendError, SpecError) as error:
+            probe, models = await self._prober.probe(place.host)
+            if probe.state == "down":
                 misses += 1
-                busy = isinstance(error, Timeout) and place.endpoint.inflight and not self._is_silent(place)
-                if not busy or misses >= MISSES:
-                    self._went_down(place, why(place.host, error))
+                if misses >= MISSES or not place.endpoint.inflight or self._is_silent(place):
+                    self._went_down(place, probe.reason)
                 wait, pause = pause, min(LONGEST_PAUSE, 2 * pause)
             else:
-                self._came_up(place, models)
-                misses, pause = 0, FIRST_PAUSE
+                self._came_up(place, models or None)
+                misses, wait, pause = 0, LOOK_SECONDS, FIRST_PAUSE
             self._unseen.discard(place)
             if not self._unseen:
                 self._seen.set()

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from batch_agent.errors import BackendError, SpecError
+from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint
-from batch_agent.fleet.probe import Prober, why
+from batch_agent.fleet.probe import Prober
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds between two probes of one endpoint
 PROBES_PER_SECOND = 500  # at most: the pauses of a large fleet are longer
@@ -72,16 +72,13 @@ async def wait_until_ready(
     async def watch(place: int) -> None:
         endpoint, pause = waited.endpoints[place], FIRST_PAUSE
         while True:
-            try:
-                await prober.ready(endpoint)
-            except (BackendError, SpecError) as error:
-                waited.reasons[place] = why(endpoint, error)
-                news.set()
-            else:
+            probe, _ = await prober.probe(endpoint)
+            news.set()
+            if probe.state == "up":
                 waited.reasons.pop(place, None)
                 waited.up.add(place)
-                news.set()
                 return
+            waited.reasons[place] = probe.reason
             await asyncio.sleep(pause)
             pause = min(2 * pause, max(LONGEST_PAUSE, len(waited.endpoints) / PROBES_PER_SECOND))
 
