@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 
-from batch_agent.fleet.balance import Balance, Place, read_ask
+from batch_agent.fleet.balance import Balance, Followed, Place, read_ask
 from batch_agent.fleet.hostfile import parse_hosts
-from batch_agent.fleet.probe import Card
 
 
 def balance(*lines: str, max_inflight: int = 64) -> Balance:
+    """All endpoints are up."""
     made = Balance(max_inflight)
-    made.follow(parse_hosts("\n".join(lines), "test"))
+    follow(made, *lines)
     return made
+
+
+def follow(made: Balance, *lines: str) -> Followed:
+    followed = made.follow(parse_hosts("\n".join(lines), "test"))
+    for place in followed.came:
+        made.came_up(place, None, 0.0)
+    return followed
 
 
 def key_of(**fields: object) -> str:
@@ -71,7 +78,7 @@ def test_a_new_conversation_goes_to_the_least_busy_endpoint_and_home_where_all_a
     assert {chosen(made, f"key {number}").host.host for number in range(50)} == {"a", "b", "c"}
     made.take(home, "other", 0.0)
     assert chosen(made, "key") is not home
-    for number, place in enumerate(list(made.places.values())):
+    for number, place in enumerate(made.places):
         if place is not home:
             made.take(place, f"another {number}", 0.0)
     assert chosen(made, "key") is home
@@ -103,10 +110,11 @@ def test_full_endpoints_have_no_slot_and_weights_give_more() -> None:
 
 def test_an_endpoint_that_leaves_gets_nothing_more_and_is_dropped_when_it_is_idle() -> None:
     made = balance("a", "b")
-    leaving = next(place for place in made.places.values() if place.host.host == "a")
+    leaving = next(place for place in made.places if place.host.host == "a")
     made.take(leaving, "key", 0.0)
-    came, gone = made.follow(parse_hosts("b\nc", "test"))
-    assert ([place.host.host for place in came], gone) == (["c"], [leaving])
+    followed = follow(made, "b", "c")
+    assert [place.host.host for place in followed.came] == ["c"]
+    assert followed.gone == [leaving]
     assert {chosen(made, f"key {number}").host.host for number in range(50)} == {"b", "c"}
     assert chosen(made, "key") is not leaving
     made.release(leaving)
@@ -115,15 +123,15 @@ def test_an_endpoint_that_leaves_gets_nothing_more_and_is_dropped_when_it_is_idl
 
 def test_models_and_the_tag_model_decide_who_may_answer() -> None:
     made = balance("a", "b model=y")
-    first = next(iter(made.places.values()))
-    made.came_up(first, [Card("x", {"id": "x"})], 1.0)
+    first = made.places[0]
+    made.came_up(first, {"x": {"id": "x"}}, 1.0)
     assert {chosen(made, f"key {number}", "y").host.host for number in range(20)} == {"b"}
     assert {chosen(made, f"key {number}", "x").host.host for number in range(20)} == {"a"}
 
 
 def test_after_an_outage_an_endpoint_is_filled_step_by_step() -> None:
     made = balance("a")
-    [place] = made.places.values()
+    [place] = made.places
     made.take(place, "", 0.0)
     made.went_down(place, "gone", 1.0)
     made.release(place)
@@ -139,7 +147,36 @@ def test_after_an_outage_an_endpoint_is_filled_step_by_step() -> None:
 
 def test_the_one_to_avoid_is_taken_where_no_other_could_answer() -> None:
     made = balance("a model=x", "b model=y", "c model=y")
-    first, second, third = made.places.values()
+    first, second, third = made.places
     assert made.choose("key", "x", avoid=first) is first
     assert made.choose("key", "y", avoid=second) is third
     assert made.choose("key", "y", avoid=third) is second
+
+
+def test_an_unknown_endpoint_is_chosen_only_while_none_is_up() -> None:
+    made = Balance(2)
+    first, second = made.follow(parse_hosts("a\nb", "test")).came
+    made.take(first, "", 0.0)
+    assert made.choose("key", "") is second
+    made.came_up(first, None, 1.0)
+    assert {made.choose(f"key {number}", "") for number in range(20)} == {first}
+    made.take(first, "", 1.0)
+    assert made.choose("", "") is None
+    made.went_down(first, "gone", 2.0)
+    assert made.choose("", "") is second
+    made.went_down(second, "gone", 2.0)
+    assert made.is_hopeless
+
+
+def test_a_line_whose_tags_change_is_the_same_endpoint_with_other_facts() -> None:
+    made = balance("a", "b model=x", max_inflight=10)
+    first, second = made.places
+    made.came_up(second, {"x": {"id": "x"}, "y": {"id": "y"}}, 1.0)
+    made.take(first, "key", 0.0)
+    followed = follow(made, "a weight=2 role=worker", "b")
+    assert (followed.came, followed.gone, followed.updated) == ([], [], 2)
+    assert made.places == [first, second]
+    assert (first.endpoint.weight, first.endpoint.capacity.limit, first.endpoint.inflight) == (2.0, 20, 1)
+    assert first.host.tags == {"weight": "2", "role": "worker"}
+    assert second.endpoint.models == {"x", "y"}
+    assert follow(made, "a weight=2 role=worker", "b").updated == 0

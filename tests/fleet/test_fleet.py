@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, Fleet, SpecError
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, Load, ModelRequest, RequestShape
 from batch_agent.errors import RunUnreachable, Unavailable
 from batch_agent.events import Event, HealthChanged
-from batch_agent.fleet.backend import WATCH_SECONDS
 from batch_agent.job import AgentResult
 from batch_agent.messages import Conversation, Message, Reply
 from batch_agent.testing import (
@@ -31,6 +30,7 @@ from batch_agent.testing import (
     ToolUse,
     virtual_clock,
 )
+from fleet.proxies import nobody
 
 ROWS = [str(number) for number in range(300)]
 
@@ -50,13 +50,6 @@ def names(backend: Backend) -> tuple[str, ...]:
 async def finish(backend: object, **options: Any) -> list[AgentResult[str]]:
     known = {"task": "{input}", "inputs": ROWS, "model": "m", "max_inflight": 24} | options
     return list(await BatchAgent.run(backend=backend, **known))
-
-
-def nobody() -> str:
-    """A port at which nobody listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"vllm://127.0.0.1:{taken.getsockname()[1]}"
 
 
 @virtual_clock
@@ -126,7 +119,7 @@ def test_a_server_that_goes_away_takes_no_row_with_it(mode: str) -> None:
 async def test_a_server_that_is_not_there_yet_is_knocked_at_and_joins_when_it_comes() -> None:
     async with AsyncExitStack() as stack:
         (first,) = await servers(stack, "a", latency=0.5)
-        place = nobody()
+        place = f"vllm://{nobody()}"
         port = int(place.rpartition(":")[2])
 
         async def come_later() -> None:
@@ -154,7 +147,7 @@ async def test_a_server_that_never_answers_holds_a_row_no_longer_than_it_takes_t
 @virtual_clock
 async def test_when_no_server_answers_the_run_is_unreachable() -> None:
     with pytest.raises(RunUnreachable):
-        await finish([nobody(), nobody()], inputs=ROWS[:5])
+        await finish([f"vllm://{nobody()}", f"vllm://{nobody()}"], inputs=ROWS[:5])
 
 
 @virtual_clock
@@ -237,7 +230,7 @@ async def test_servers_join_and_leave_a_run_under_way() -> None:
 
 
 def test_no_endpoint_is_not_taken_for_the_usual_backend() -> None:
-    with pytest.raises(SpecError, match="None is no endpoint"):
+    with pytest.raises(SpecError, match="a NoneType is no endpoint"):
         Fleet(["vllm://a", None])  # type: ignore[list-item]
 
 
@@ -248,25 +241,6 @@ def test_what_cannot_be_removed_is_said() -> None:
     fleet.remove("vllm://a")
     with pytest.raises(SpecError, match="last endpoint"):
         fleet.remove("vllm://b")
-
-
-@virtual_clock
-async def test_a_hostfile_is_read_again_when_it_changes(tmp_path: Path) -> None:
-    async with AsyncExitStack() as stack:
-        first, second = await servers(stack, "a", "b")
-        hosts = tmp_path / "hosts.txt"
-        hosts.write_text(f"{first.address}\n")
-        async with Fleet.from_hostfile(hosts) as fleet:
-            hosts.write_text("what is this line\n")
-            await asyncio.sleep(2 * WATCH_SECONDS)
-            assert names(fleet) == (first.backend_url,), "a file that cannot be read changes nothing"
-            hosts.write_text(f"{first.address}\n{second.address} weight=2 context=4096 model=m\n")
-            await asyncio.sleep(2 * WATCH_SECONDS)
-            member = fleet.members[1]
-            assert (member.weight, member.context, member.models) == (2.0, 4096, frozenset({"m"}))
-            hosts.write_text(f"{second.address}\n")
-            await asyncio.sleep(2 * WATCH_SECONDS)
-            assert names(fleet) == (second.backend_url,)
 
 
 @virtual_clock
@@ -325,12 +299,33 @@ async def test_a_recorded_run_on_a_fleet_is_resumed_without_asking_again(tmp_pat
 async def test_a_request_that_was_granted_no_endpoint_goes_to_one_that_is_reached() -> None:
     async with AsyncExitStack() as stack:
         (server,) = await servers(stack, "a")
-        async with Fleet([nobody(), server.backend_url]) as fleet:
+        async with Fleet([f"vllm://{nobody()}", server.backend_url]) as fleet:
             replies = await fleet.generate_batch(["one", "two"], RequestShape("m"))
             assert [reply.text for reply in replies if isinstance(reply, Reply)] == ["a", "a"]
-            request = ModelRequest(RequestShape("m"), Conversation([Message("user", "x")]), "0", endpoint="gone")
             with pytest.raises(Unavailable, match="no longer part"):
-                await fleet.infer(request)
+                await fleet.infer(request_to("gone"))
+
+
+async def test_the_load_of_a_fleet_is_the_sum_of_those_that_report_it() -> None:
+    async with AsyncExitStack() as stack:
+        known = await servers(stack, "a", "b", latency=0.0)
+        fleet = await stack.enter_async_context(
+            Fleet([*(server.backend_url for server in known), f"vllm://{nobody()}"])
+        )
+        one = ScriptedBackend(saying("x"))
+        assert await fleet.load() == Load(running=0, waiting=0)
+        hanging = await stack.enter_async_context(ScriptedServer(lambda request: Hang()))
+        fleet.add(hanging.backend_url)
+        asking = asyncio.create_task(fleet.infer(request_to(hanging.backend_url)))
+        await hanging.wait_inflight(1)
+        assert await fleet.load() == Load(running=1, waiting=0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert await Fleet([one, one]).load() is None
+
+
+def request_to(endpoint: str) -> ModelRequest:
+    return ModelRequest(RequestShape("m"), Conversation([Message("user", "x")]), "0", endpoint=endpoint)
 
 
 async def test_proxies_of_the_environment_do_not_touch_servers_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,9 +349,9 @@ def test_keys_are_never_shown() -> None:
         ("fleet://hosts.txt", "list of endpoints"),
         (["fleet://hosts.txt"], "not of fleets"),
         ([["vllm://a"]], "not of fleets"),
-        ([{"url": "vllm://a", "weight": 0}], "weight of vllm://a"),
-        ([{"url": "vllm://a", "weight": "much"}], "weight of vllm://a"),
-        ([{"url": "vllm://a", "context": "long"}], "context of vllm://a"),
+        ([{"url": "vllm://a", "weight": 0}], "vllm://a: weight must be"),
+        ([{"url": "vllm://a", "weight": "much"}], "vllm://a: weight must be"),
+        ([{"url": "vllm://a", "context": "long"}], "vllm://a: context must be"),
         (["gpu-1"], "not a URL"),
         ([7], "backend is a int"),
     ],

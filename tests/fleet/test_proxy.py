@@ -5,95 +5,19 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import socket
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from batch_agent import BatchAgent
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import parse_hosts
-from batch_agent.fleet.proxy import MAX_INFLIGHT, serve_proxy
-from batch_agent.fleet.slots import LOOK_SECONDS, WATCH_SECONDS
+from batch_agent.fleet.proxy import serve_proxy
+from batch_agent.fleet.slots import LOOK_SECONDS
 from batch_agent.testing import Cut, Fail, Hang, Say, ScriptedServer, virtual_clock
-
-
-@asynccontextmanager
-async def proxy(*lines: str, hostfile: Path | None = None, max_inflight: int = MAX_INFLIGHT) -> AsyncIterator[str]:
-    """Its address, as ``host:port``."""
-    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(
-        serve_proxy(
-            parse_hosts("\n".join(lines), "test"),
-            host="127.0.0.1",
-            port=0,
-            ready=url.set_result,
-            hostfile=hostfile,
-            max_inflight=max_inflight,
-            environ={},
-        )
-    )
-    await asyncio.wait([serving, url], return_when=asyncio.FIRST_COMPLETED)
-    try:
-        yield (serving.result() or "") if serving.done() else url.result().removeprefix("http://")
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-
-
-def nobody() -> str:
-    """A place at which nobody listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{taken.getsockname()[1]}"
-
-
-async def servers(stack: AsyncExitStack, *names: str) -> list[ScriptedServer]:
-    return [
-        await stack.enter_async_context(ScriptedServer(lambda request, name=name: Say(name), models=["m"]))
-        for name in names
-    ]
-
-
-async def chat(place: str, text: str = "hello", **more: object) -> tuple[int, str]:
-    """The status, and what was said or what went wrong."""
-    body = {"model": "m", "messages": [{"role": "user", "content": text}], **more}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"http://{place}/v1/chat/completions", json=body) as answer,
-    ):
-        document = await answer.json()
-        return answer.status, (
-            document["choices"][0]["message"]["content"] if answer.ok else document["error"]["message"]
-        )
-
-
-async def get(place: str, path: str, **headers: str) -> tuple[int, dict[str, object]]:
-    async with aiohttp.ClientSession() as session, session.get(f"http://{place}{path}", headers=headers) as answer:
-        return answer.status, await answer.json()
-
-
-async def raw(place: str, request: bytes) -> bytes:
-    """All that comes back until the connection ends."""
-    host, _, port = place.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(request)
-    try:
-        return await reader.read()
-    finally:
-        writer.close()
-        await writer.wait_closed()
-
-
-def post(path: str, document: object, *headers: str) -> bytes:
-    body = json.dumps(document).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: proxy", "Connection: close", f"Content-Length: {len(body)}", *headers]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+from fleet.proxies import chat, get, nobody, post, proxy, raw, servers
 
 
 async def test_requests_are_spread_over_the_endpoints_and_those_that_begin_alike_stay_together() -> None:
@@ -364,22 +288,6 @@ async def test_a_taken_port_is_named() -> None:
 
 
 @virtual_clock
-async def test_hosts_join_and_leave_with_the_hostfile(tmp_path: Path) -> None:
-    hosts = tmp_path / "hosts.txt"
-    async with AsyncExitStack() as stack:
-        first, second = await servers(stack, "first", "second")
-        hosts.write_text(first.address)
-        address = await stack.enter_async_context(proxy(first.address, hostfile=hosts))
-        assert await chat(address) == (200, "first")
-        hosts.write_text(second.address)
-        await asyncio.sleep(2 * WATCH_SECONDS)
-        assert await chat(address) == (200, "second")
-        hosts.write_text("what [is this")
-        await asyncio.sleep(2 * WATCH_SECONDS)
-        assert await chat(address) == (200, "second")
-
-
-@virtual_clock
 async def test_an_endpoint_that_comes_back_is_used_again() -> None:
     async with AsyncExitStack() as stack:
         [server] = await servers(stack, "back")
@@ -390,31 +298,6 @@ async def test_an_endpoint_that_comes_back_is_used_again() -> None:
         await stack.enter_async_context(ScriptedServer(lambda request: Say("back"), port=port, models=["m"]))
         await asyncio.sleep(LOOK_SECONDS)
         assert await chat(address) == (200, "back")
-
-
-@virtual_clock
-async def test_what_waits_at_a_server_that_hangs_goes_elsewhere() -> None:
-    async with AsyncExitStack() as stack:
-        [other] = await servers(stack, "other")
-        silent = await stack.enter_async_context(Silent())
-        address = await stack.enter_async_context(proxy(silent.address, other.address))
-        silent.hangs = True
-        told = await asyncio.gather(*(chat(address, str(number)) for number in range(16)))
-    assert told == [(200, "other")] * 16
-    assert silent.received >= 1
-
-
-class Silent(ScriptedServer):
-    """Says that it is there, until it hangs."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda request: Hang(), models=["m"])
-        self.hangs = False
-
-    async def _health(self, http: web.Request) -> web.Response:
-        if self.hangs:
-            await asyncio.get_running_loop().create_future()
-        return await super()._health(http)
 
 
 async def test_our_own_backend_runs_through_it() -> None:

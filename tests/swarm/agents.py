@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -146,6 +147,42 @@ async def agents(*given: Agent) -> AsyncIterator[list[AgentEndpoint]]:
             await agent.start()
             stack.push_async_callback(agent.stop)
         yield [agent.endpoint for agent in given]
+
+
+class CountedSockets:
+    """Servers that answer a pool and count their open connections, idle ones included. They close none themselves."""
+
+    def __init__(self) -> None:
+        self.open = self.peak = self.accepted = 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        self.open += 1
+        self.peak = max(self.peak, self.open)
+        try:
+            while head := await self._head(reader):
+                length = re.search(rb"content-length: (\d+)", head)
+                await reader.readexactly(int(length[1]) if length else 0)
+                await asyncio.sleep(0.001)
+                body = b'{"response": "x", "choices": [{"index": 0, "text": "x", "message": {"content": "x"}}]}'
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        finally:
+            self.open -= 1
+            writer.close()
+
+    async def _head(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            return (await reader.readuntil(b"\r\n\r\n")).lower()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return b""
+
+    @asynccontextmanager
+    async def serve(self, count: int) -> AsyncIterator[list[AgentEndpoint]]:
+        async with AsyncExitStack() as stack:
+            servers = [
+                await stack.enter_async_context(await asyncio.start_server(self, "127.0.0.1", 0)) for _ in range(count)
+            ]
+            yield [AgentEndpoint("127.0.0.1", server.sockets[0].getsockname()[1]) for server in servers]
 
 
 @asynccontextmanager

@@ -73,12 +73,21 @@ async def test_an_answer_without_a_vector_is_a_failed_response(data: object) -> 
     assert response.error
 
 
-async def test_faults_are_responses_and_an_empty_pool_is_an_error() -> None:
+async def test_a_selection_without_endpoints_answers_with_a_failed_response_for_each_text() -> None:
     async with EmbeddingPool([dead()], "bge") as pool:
         assert "no agent 3" in ((await pool.embed_one(3, "a")).error or "")
         assert await pool.embed_all([]) == []
-        with pytest.raises(SpecError, match="no agents"):
-            await pool.by_tag("role", "embed").embed_all(["a"])
+        nobody = pool.by_tag("role", "embed")
+        responses = [*await nobody.embed_all(["a", "b"]), await nobody.embed_one(0, "c")]
+    assert [response.success for response in responses] == [False] * 3
+    assert all("the pool has no agents" in (response.error or "") for response in responses)
+
+
+def test_numbers_of_the_wrong_type_are_errors() -> None:
+    with pytest.raises(SpecError, match="concurrency is '8'"):
+        EmbeddingPool([dead()], "bge", concurrency="8")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="timeout is '8'"):
+        EmbeddingPool([dead()], "bge", timeout="8")  # type: ignore[arg-type]
 
 
 async def test_a_text_that_is_none_is_an_error_that_names_it() -> None:

@@ -188,9 +188,9 @@ async def test_leaving_the_loop_cancels_what_is_left() -> None:
 
 
 async def test_as_completed_raises_what_is_wrong_with_the_call() -> None:
-    async with AgentPool([]) as pool:
-        with pytest.raises(SpecError, match="no agents"):
-            _ = [response async for response in pool.as_completed(["a"])]
+    async with AgentPool([dead()]) as pool:
+        with pytest.raises(SpecError, match="deadline is 0"):
+            _ = [response async for response in pool.as_completed(["a"], deadline=0)]
 
 
 @pytest.mark.parametrize("options", [{}, {"dispatch": "balanced"}])

@@ -247,7 +247,7 @@ async def test_stages_may_have_agents_of_their_own_and_running_out_of_them_is_an
         asked = [len(agent.asked) for agent in given]
         with pytest.raises(SpecError, match="no agent is left for the stage 'three'"):
             await run_pipeline(pool, [*two, Stage("three", "{input}", 1)], "x", reuse_agents=False)
-        with pytest.raises(SpecError, match="n_agents 0"):
+        with pytest.raises(SpecError, match="n_agents of the stage 'none' is 0"):
             await run_pipeline(pool, [Stage("none", "{input}", 0)], "x")
     assert asked == [len(agent.asked) for agent in given] == [1, 1, 1]
 

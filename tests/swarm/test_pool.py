@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
 
 from batch_agent.errors import SpecError
-from batch_agent.swarm import AgentEndpoint, AgentPool, Response
+from batch_agent.swarm import AgentEndpoint, AgentPool, Response, VLLMPool
+from batch_agent.swarm.patterns.broadcast import broadcast_and_reduce
+from batch_agent.swarm.patterns.pipeline import Stage, fan_out_fan_in, run_pipeline
+from batch_agent.swarm.patterns.tree_reduce import tree_reduce
 from batch_agent.testing import virtual_clock
-from swarm.agents import Agent, Asked, agents, dead, hang
+from swarm.agents import Agent, Asked, CountedSockets, agents, dead, hang
 
 
 def test_a_response_has_the_known_fields_first() -> None:
@@ -142,25 +146,22 @@ async def test_concurrency_bounds_the_whole_tree_of_pools() -> None:
     assert agent.peak == 3
 
 
-async def test_connector_limit_bounds_too() -> None:
-    async def wait(asked: Asked) -> None:
-        await asyncio.sleep(0.01)
+@pytest.mark.parametrize(("concurrency", "limit"), [(64, 6), (6, 6), (3, 6), (16, 24)])
+async def test_connector_limit_bounds_the_open_sockets_of_the_whole_tree_of_pools(concurrency: int, limit: int) -> None:
+    sockets = CountedSockets()
+    async with sockets.serve(8) as endpoints, VLLMPool(endpoints, "m", 1, **bounds(concurrency, limit)) as pool:
+        for _ in range(2):
+            responses = await asyncio.gather(
+                pool.send_all(["a"] * 120), pool.slice(0, 2).send_all(["b"] * 60), pool.select([7]).send_all(["c"] * 30)
+            )
+            assert all(response.success for some in responses for response in some)
+        balanced = await pool.send_all(["d"] * 60, dispatch="balanced")
+        assert all(response.success for response in balanced)
+    assert min(concurrency, limit) <= sockets.peak <= limit
 
-    agent = Agent(wait)  # type: ignore[arg-type]
-    async with agents(agent) as endpoints, AgentPool(endpoints, connector_limit=2) as pool:
-        responses = await pool.send_all(["a"] * 6)
-    assert agent.peak == 2
-    assert all(response.success for response in responses)
 
-
-async def test_connections_that_stay_open_are_within_the_limit_too() -> None:
-    given = [Agent() for _ in range(6)]
-    async with agents(*given) as endpoints, AgentPool(endpoints, concurrency=1, connector_limit=3) as pool:
-        for _ in range(3):
-            assert all(response.success for response in await pool.send_all(["a"] * 12))
-        while sum(agent.connections for agent in given) > 2:
-            await asyncio.sleep(0)
-        assert [agent.connections for agent in given] == [1, 1, 0, 0, 0, 0]
+def bounds(concurrency: int, limit: int) -> Any:
+    return {"concurrency": concurrency, "connector_limit": limit}
 
 
 async def test_sub_pools_count_from_0_and_share_the_connections_of_their_parent() -> None:
@@ -209,30 +210,25 @@ async def test_what_a_pool_has_not_answered_when_it_is_closed_is_a_failed_respon
     assert "the pool was closed" in (second.error or "") and first.error
 
 
-def test_a_pool_can_be_used_in_one_event_loop_after_another() -> None:
-    pool = AgentPool([("127.0.0.1", 1)])
-
-    async def ask() -> Response:
-        async with agents(Agent()) as endpoints:
-            other = AgentPool(endpoints)
-            try:
-                return await other.post(0, "x")
-            finally:
-                await other.close()
-                await pool.post(0, "x", deadline=0.01)
-                await pool.close()
-
-    assert asyncio.run(ask()).success
-    assert asyncio.run(ask()).success
-
-
-async def test_an_empty_pool_is_a_clear_error() -> None:
-    async with AgentPool([]) as pool:
-        assert pool.size == 0
-        assert await pool.send_all([]) == []
-        for call in (pool.send_all(["x"]), pool.send_all_batched(["x"]), pool.broadcast_prompt("x"), pool.post(0, "x")):
-            with pytest.raises(SpecError, match="the pool has no agents"):
-                await call
+@pytest.mark.parametrize("pool", [AgentPool([]), VLLMPool([]), AgentPool([dead()]).by_tag("role", "none")])
+async def test_a_pool_without_agents_answers_with_a_failed_response_for_each_prompt(pool: AgentPool) -> None:
+    async with pool:
+        one = await pool.post(0, "x")
+        several = [
+            await pool.send_all(["x", "y"]),
+            await pool.send_all_batched(["x", "y"]),
+            await pool.send_all(["x", "y"], dispatch="balanced", deadline=5.0),
+        ]
+        if isinstance(pool, VLLMPool):
+            several.append(await pool.post_batch(0, ["x", "y"]))
+        assert await pool.broadcast_prompt("x") == []
+        summed = await broadcast_and_reduce(pool, "x", "{responses}")
+        reduced = await tree_reduce(pool, "{item}", "{responses}", items=["x", "y"])
+    assert [len(responses) for responses in several] == [2] * len(several)
+    for response in [one, *(each for responses in several for each in responses)]:
+        assert not response.success
+        assert "the pool has no agents" in (response.error or "")
+    assert (summed.success, reduced.success) == (False, False)
 
 
 async def test_a_text_in_place_of_a_list_is_an_error() -> None:
@@ -301,12 +297,37 @@ def test_thousands_of_endpoints_cost_nothing_until_they_are_asked() -> None:
         ({"temprature": 1.0}, "did you mean 'temperature'"),
         ({"n": 0}, "n is 0"),
         ({"deadline": 0}, "deadline is 0"),
+        ({"deadline": "5"}, "deadline is '5': give seconds above 0"),
+        ({"concurrency": "8"}, "concurrency is '8': give a whole number"),
+        ({"connector_limit": 2.5}, "connector_limit is 2.5"),
+        ({"timeout": "5"}, "timeout is '5'"),
+        ({"n": "2"}, "n is '2'"),
+        ({"inflight": True, "dispatch": "balanced"}, "inflight is True"),
+        ({"hedge": "1", "dispatch": "balanced"}, "hedge is '1'"),
+        ({"extra_body": "x"}, "extra_body is 'x'"),
         ({"extra_body": {"prompt": "x"}}, "extra_body cannot set 'prompt'"),
     ],
 )
 def test_an_argument_that_cannot_be_meant_is_an_error(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         AgentPool([("host", 1)], **arguments)  # type: ignore[arg-type]
+
+
+async def test_a_number_of_the_wrong_type_is_an_error_of_the_call_too() -> None:
+    async with AgentPool([dead()]) as pool:
+        calls = [
+            lambda: pool.post("0", "x"),  # type: ignore[arg-type]
+            lambda: pool.send_all(["x"], deadline="5"),  # type: ignore[arg-type]
+            lambda: broadcast_and_reduce(pool, "x", "{responses}", deadline="5"),  # type: ignore[arg-type]
+            lambda: tree_reduce(pool, "x", "{responses}", fanin="5"),  # type: ignore[arg-type]
+            lambda: fan_out_fan_in(pool, "x", "{responses}", n_workers="5"),  # type: ignore[arg-type]
+            lambda: run_pipeline(pool, [Stage("one", "{input}", "5")], "x"),  # type: ignore[arg-type]
+        ]
+        for call in calls:
+            with pytest.raises(SpecError, match="give"):
+                await call()
+        with pytest.raises(SpecError, match="give a whole number"):
+            pool.sample("3")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", [5, ("host",), ("", 8000), ("host", 0), ("host", 99999), AgentEndpoint("host", -4)])

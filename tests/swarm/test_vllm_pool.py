@@ -279,18 +279,34 @@ async def test_budgets_are_of_each_prompt_not_of_their_average() -> None:
     assert [response.text for response in responses] == ["<a>", f"<{long}>", "<b>"]
 
 
-async def test_a_list_that_never_arrives_is_tried_again() -> None:
-    agent = Agent()
-    await agent.start()
-    await agent.stop()  # the port is known, and nobody listens
-    async with VLLMPool([agent.endpoint], model_max_context=8192) as pool:
-        sending = asyncio.create_task(pool.post_batch(0, ["a", "b"]))
-        await asyncio.sleep(0.05)
-        await agent.start()
-        responses = await sending
-        await agent.stop()
-    assert [response.text for response in responses] == ["<a>", "<b>"]
-    assert responses[0].attempts > 1
+@virtual_clock
+async def test_a_list_for_a_server_that_comes_up_four_seconds_later_is_answered_and_holds_up_no_other() -> None:
+    late, told = Agent(name="late"), list[str]()
+    await late.start()
+    await late.stop()  # the port is known, and refuses connections
+
+    async def come_up() -> None:
+        await asyncio.sleep(4)
+        told.append("up")
+        await late.start()
+
+    async with agents(Agent()) as [other], VLLMPool([late.endpoint, other], model_max_context=8192) as pool:
+        coming = asyncio.create_task(come_up())
+        responses = await pool.send_all_batched(list("abcd"), on_result=lambda response: told.append(response.text))
+        await coming
+        await late.stop()
+    assert [response.text for response in responses] == ["late<a>", "<b>", "late<c>", "<d>"]
+    assert told[:3] == ["<b>", "<d>", "up"]
+    assert responses[0].attempts > 5
+
+
+@virtual_clock
+async def test_a_server_that_never_comes_up_is_given_up_at_the_time_limit() -> None:
+    began = asyncio.get_running_loop().time()
+    async with VLLMPool([dead()], batch_timeout_cap=30.0) as pool:
+        (response,) = await pool.post_batch(0, ["a"])
+    assert "refused" in (response.error or "")
+    assert 25 < asyncio.get_running_loop().time() - began <= 31  # of the virtual clock
 
 
 @virtual_clock
@@ -313,6 +329,21 @@ async def test_when_all_fails_there_is_a_failed_response_for_each_prompt() -> No
 )
 def test_a_list_has_time_for_its_waves(prompts: int, arguments: dict[str, Any], seconds: float) -> None:
     assert VLLMPool([dead()], **arguments)._list_limit(prompts) == seconds
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_concurrency": "8"},
+        {"batch_timeout_cap": "8"},
+        {"timeout_per_sequence": "8"},
+        {"max_tokens": "8"},
+        {"buffer": "8"},
+    ],
+)
+def test_a_number_of_the_wrong_type_is_an_error(arguments: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=f"{next(iter(arguments))} is '8': give"):
+        VLLMPool([dead()], **arguments)
 
 
 def test_the_time_of_a_sequence_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from batch_agent.backends.address import Address, check_known
 from batch_agent.backends.base import Backend
 from batch_agent.backends.schemes import FORMS, PROVIDERS, SCHEMES
 from batch_agent.errors import SpecError
+from batch_agent.scheduler.server import KnownServers
 
 if TYPE_CHECKING:
     from batch_agent.backends.http.transport import Transport
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
 
 FLEET = "batch_agent.fleet.backend:Fleet"
+IN_PROCESS = ("local", "simulated")  # each backend of these is a server of its own
+KNOWN = KnownServers()
+"""What this process knows of servers, by address: two runs that name one URL share its rate limits and its health."""
 
 
 def open_backend(
@@ -50,7 +54,10 @@ def open_backend(
         # A key of spaces is a variable that was not filled in.
         key = (api_key or "").strip() or None
         factory: Callable[[Address], Backend] = resolve_name(SCHEMES[scheme].factory)
-        return factory(Address(url, key, headers, environ, sends, model=model, transport=transport)), model
+        opened = factory(Address(url, key, headers, environ, sends, model=model, transport=transport))
+        if scheme not in IN_PROCESS and not opened.is_fleet:
+            opened.lend(KNOWN.server(opened.name, key))
+        return opened, model
     if isinstance(backend, list | tuple):
         fleet: Callable[..., Backend] = resolve_name(FLEET)
         return fleet(backend, api_key=api_key, environ=environ, sends=sends), model

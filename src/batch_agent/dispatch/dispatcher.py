@@ -336,6 +336,13 @@ class Dispatcher:
         self.scheduler.add(endpoint)
         self.slots.pump()
 
+    def retune(self, endpoint: Endpoint) -> None:
+        """What the backend says of the server has changed."""
+        terms, capacity = self.terms_of(endpoint.server), endpoint.capacity
+        if capacity.search is None and not self.terms.given and terms.ceiling != capacity.ceiling:
+            capacity.resize(terms.ceiling)
+        self.scheduler.touch(endpoint)
+
     def leave(self, endpoint: Endpoint) -> None:
         """Send nothing more there; what a dead endpoint has in flight is taken back."""
         self.scheduler.leave(endpoint)

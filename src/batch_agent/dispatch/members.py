@@ -31,7 +31,7 @@ class Following:
             if endpoint is None:
                 dispatcher.add(name, server)
             else:
-                dispatcher.scheduler.touch(endpoint)  # its weight, models or context may have changed
+                dispatcher.retune(endpoint)  # its weight, models or context may have changed
         for name, endpoint in known.items():
             if name not in servers and not endpoint.leaving:
                 dispatcher.leave(endpoint)

@@ -1,10 +1,10 @@
 """Fleet: many servers as one Backend.
 
-The engine grants each turn one of the fleet's endpoints (``scheduler.routing``), and this file sends it there. What a
-fleet owns are the servers: they share one transport, are entered when they are first needed, come and go (``add``,
-``remove``, a hostfile that changes), and their slots are shared by all runs that use them.
+The engine grants each turn one of the fleet's endpoints (``scheduler.routing``), and this file sends it there. A fleet
+owns its servers. They share one transport, are entered on first use, join and leave (``add``, ``remove``, a hostfile
+that changes), and their slots are shared by all runs that use them.
 
-Only what every server can do is said to be the fleet's capability: a run makes its requests once, for all of them.
+A capability of the fleet is one that every server has: a run builds its requests once, for all of them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 from urllib.parse import parse_qsl, unquote
 
 from batch_agent.backends.address import Address
@@ -34,24 +35,25 @@ from batch_agent.backends.base import (
 from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, SpecError, Unavailable
-from batch_agent.fleet.hostfile import AgentEndpoint, parse_hostfile
-from batch_agent.fleet.server import FACTS, Server, facts_of
+from batch_agent.fleet.following import Hostfile, Select, changes
+from batch_agent.fleet.hostfile import AgentEndpoint, Traits
+from batch_agent.fleet.one_loop import OneLoop
+from batch_agent.fleet.server import Server
 from batch_agent.messages import Reply
 from batch_agent.scheduler.server import Server as KnownServer
 
 logger = logging.getLogger("batch_agent")
 
-ASK_SECONDS = 2.0  # that servers have to say which models they serve, once one of them has
-WATCH_SECONDS = 2.0  # between two looks at the hostfile
-INSIDE = ("vllm", "sglang", "dynamo", "http")  # schemes of servers beside us, to which no proxy leads
+ASK_SECONDS = 2.0  # for the other servers to list their models, once one of them has
+INSIDE = ("vllm", "sglang", "dynamo", "http")  # schemes of servers in the cluster, never asked through a proxy
+TRAITS = tuple(each.name for each in fields(Traits))
 
 Given = str | AgentEndpoint | Mapping[str, object] | Backend
-Select = Mapping[str, Sequence[str]]
 
 
 class Fleet(Backend):
     """``endpoints`` are URLs, hostfile lines, mappings with a ``url`` (and ``api_key``, ``headers``, ``model``,
-    ``context``, ``weight``), or Backends. ``api_key`` and ``headers`` are for all that bring none of their own."""
+    ``context``, ``weight``), or Backends. ``api_key`` and ``headers`` are for those that bring none of their own."""
 
     def __init__(
         self,
@@ -67,14 +69,14 @@ class Fleet(Backend):
         self._inside, self._outside = Transport(proxies=False), Transport()
         self._servers: dict[str, Server] = {}
         self._listeners: list[Listener] = []
-        self._users = 0
-        self._hostfile: Path | None = None
-        self._select: Select = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop, self._users = OneLoop("fleet"), 0
+        self._hostfile: Hostfile | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()  # of servers that have left
         if isinstance(endpoints, str):
             raise SpecError("a fleet is given a list of endpoints; for a hostfile write fleet://hosts.txt")
         for given in endpoints:
-            self._add(given)
+            self._register(self._make(given))
         if not self._servers:
             raise SpecError("a fleet without endpoints has nobody to ask: give at least one")
         places = [server.name.partition("://")[2] for server in self._servers.values()]
@@ -92,19 +94,19 @@ class Fleet(Backend):
         environ: Mapping[str, str] = os.environ,
         sends: bool = True,
     ) -> Self:
-        """The endpoints of a hostfile, those with one of the wanted values for each tag of ``select``. While the fleet
-        is in use the file is read again when it changes."""
-        select = select or {}
-        wanted = "&".join(f"{key}={value}" for key, values in select.items() for value in values)
+        """Returns a fleet of the hostfile's endpoints that have one of the given values for each tag of ``select``.
+        While it is in use it follows the file."""
+        hostfile = Hostfile(path, select)
+        wanted = "&".join(f"{key}={value}" for key, values in hostfile.select.items() for value in values)
         fleet = cls(
-            _selected(parse_hostfile(path), select, str(path)),
+            hostfile.read(),
             api_key=api_key,
             headers=headers,
             environ=environ,
             sends=sends,
             name=f"fleet://{path}{'?' if wanted else ''}{wanted}",
         )
-        fleet._hostfile, fleet._select = Path(path), select
+        fleet._hostfile = hostfile
         return fleet
 
     def __repr__(self) -> str:
@@ -128,7 +130,7 @@ class Fleet(Backend):
             reports_load=any(one.reports_load for one in able),
         )
 
-    # Servers that come and go
+    # Servers that join and leave
 
     @property
     def _present(self) -> list[Server]:
@@ -146,14 +148,17 @@ class Fleet(Backend):
         context: int | None = None,
         weight: float | None = None,
     ) -> str:
-        """One more server, from now on; what it is called. It is used by the runs under way, too."""
-        server = self._add(url, {"model": model, "context": context, "weight": weight})
+        """Adds a server, also to the runs under way, and returns its name."""
+        self._loop.check()
+        server = self._make(url, {"model": model, "context": context, "weight": weight})
+        self._register(server)
         self._tell()
         return server.name
 
     def remove(self, url: str) -> None:
-        """The server gets nothing more and is let go when it has answered what it has. ``url`` is what it was added
-        with, or what it is called."""
+        """Removes a server: it gets no more requests, and is closed when it has answered those it has. ``url`` is what
+        it was added with, or its name."""
+        self._loop.check()
         gone = [server for server in self._present if url in (server.address, server.name)]
         if not gone:
             raise SpecError(f"the fleet has no endpoint {url.rpartition('@')[2]!r}")
@@ -162,47 +167,45 @@ class Fleet(Backend):
         self._remove(gone)
         self._tell()
 
-    def _add(self, given: Given, facts: Mapping[str, object] | None = None) -> Server:
-        if given is None:  # elsewhere it means the backend that runs have by default
-            raise SpecError("None is no endpoint of a fleet: give a URL")
-        tags: dict[str, object] = {name: value for name, value in (facts or {}).items() if value is not None}
+    def _make(self, given: Given, traits: Mapping[str, object] | None = None) -> Server:
+        """Returns a server that is not yet part of the fleet. SpecError for what cannot be one."""
+        tags = {name: value for name, value in (traits or {}).items() if value is not None}
         if isinstance(given, AgentEndpoint):
             tags = {**given.tags, **tags}
             given = given.address
-        key, headers = self._api_key, self._headers
+        if isinstance(given, str):
+            given = {"url": given}
+        if isinstance(given, list | tuple | None):  # elsewhere a fleet, and the usual backend
+            what = type(given).__name__
+            raise SpecError(f"a {what} is no endpoint of a fleet, which is made of servers, not of fleets: give a URL")
+        key, transport = None, self._outside
         if isinstance(given, Mapping):
-            tags = {**{name: given[name] for name in FACTS if given.get(name) is not None}, **tags}
-            key, headers = None if given.get("api_key") else key, {}
-            given = {
-                "headers": self._headers,
-                **{name: value for name, value in given.items() if name not in FACTS},
-            }
-            scheme = str(given.get("url")).partition("://")[0].lower()
-        elif isinstance(given, str):
-            scheme = given.partition("://")[0].lower()
-            given = {"url": given, "headers": headers} if headers else given
-        else:
-            scheme, key = "", None
-        if scheme == "fleet" or isinstance(given, list | tuple):
-            raise SpecError("a fleet is made of servers, not of fleets: list their endpoints")
-        transport = self._inside if scheme in INSIDE else self._outside
+            address = str(given.get("url"))
+            tags = {**{name: value for name, value in given.items() if name in TRAITS}, **tags}
+            own = {name: value for name, value in given.items() if name not in TRAITS}
+            given = {"headers": self._headers, **own}
+            key = None if own.get("api_key") else self._api_key
+            scheme = address.partition("://")[0].lower()
+            if scheme == "fleet":
+                raise SpecError("a fleet is made of servers, not of fleets: list their endpoints")
+            transport = self._inside if scheme in INSIDE else self._outside
         backend, _ = open_backend(
             given, model=None, api_key=key, environ=self._environ, sends=self._sends, transport=transport
         )
-        if isinstance(given, Mapping):
-            given = str(given["url"])
-        address = given if isinstance(given, str) else backend.name
-        server = Server(address, self._unused(backend.name), backend, **cast(Any, facts_of(tags, backend.name)))
-        self._servers[server.name] = server
-        return server
+        try:
+            read = Traits.read(tags)
+        except ValueError as error:
+            raise SpecError(f"{backend.name}: {error}") from None
+        return Server(address if isinstance(given, Mapping) else backend.name, backend.name, backend, read)
 
-    def _unused(self, name: str) -> str:
-        """Two may be of one name: engines in this process, a server that was removed and is not yet gone."""
-        number, free = 1, name
-        while free in self._servers:
+    def _register(self, server: Server) -> None:
+        """Makes the server part of the fleet, under a name that no other has: engines in this process are named alike,
+        and a server that was removed may still be at work."""
+        name, number = server.name, 1
+        while server.name in self._servers:
             number += 1
-            free = f"{name}#{number}"
-        return free
+            server.name = f"{name}#{number}"
+        self._servers[server.name] = server
 
     def _remove(self, servers: Iterable[Server]) -> None:
         for server in servers:
@@ -212,43 +215,24 @@ class Fleet(Backend):
 
     def _let_go(self, server: Server) -> None:
         if self._servers.pop(server.name, None) is not None and server.entered:
-            self._start(server.close())
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _watch(self, path: Path) -> None:
-        """A stat every few seconds; a file that cannot be read, or names nobody, changes nothing."""
-        seen = await asyncio.to_thread(_stamp, path)
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            now = await asyncio.to_thread(_stamp, path)
-            if now is None or now == seen:
-                continue
-            seen = now
-            try:
-                hosts = await asyncio.to_thread(parse_hostfile, path)
-                self._follow(_selected(hosts, self._select, str(path)))
-            except SpecError as error:
-                logger.warning("%s; the fleet stays as it was", error)
+            task = asyncio.get_running_loop().create_task(server.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     def _follow(self, hosts: Sequence[AgentEndpoint]) -> None:
-        """What the file says now: lines that are new join, those that are gone leave."""
-        left = list(hosts)
-        gone = []
-        for server in self._present:
-            line = next((host for host in left if host.address == server.address), None)
-            if line is None:
-                gone.append(server)
-            else:
-                left.remove(line)
-        for host in left:
-            self._add(host)
+        """Applies a new content of the hostfile. Requests under way stay where they are."""
+        kept, gone, lines = changes(self._present, hosts)
+        new = [self._make(host) for host in lines]  # raises before anything has changed
+        traits = [(server, Traits.read(host.tags)) for server, host in kept]
+        updated = [(server, read) for server, read in traits if server.traits != read]
+        for server, read in updated:
+            server.traits = read
+        for server in new:
+            self._register(server)
         self._remove(gone)
-        if left or gone:
-            logger.info("the hostfile has changed: %s endpoints joined, %s left", len(left), len(gone))
+        if updated or new or gone:
+            counts = len(new), len(gone), len(updated)
+            logger.info("the hostfile has changed: %s endpoints joined, %s left, %s were updated", *counts)
             self._tell()
 
     # Runs that share it
@@ -265,24 +249,41 @@ class Fleet(Backend):
 
     # A Backend
 
+    def _bind(self) -> None:
+        """Takes the running event loop. SpecError if the fleet is in use in another one."""
+        if self._loop.bind():
+            self._users = 0
+            self._listeners.clear()
+            self._closing.clear()
+            for server in self._servers.values():
+                server.forget_loop()
+
+    async def _enter(self, server: Server) -> None:
+        self._bind()
+        await server.enter()
+
     async def __aenter__(self) -> Self:
+        self._bind()
         if not self._users and self._hostfile is not None:
-            self._start(self._watch(self._hostfile))
+            self._watching = asyncio.get_running_loop().create_task(self._hostfile.follow(self._follow))
         self._users += 1
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._loop.check()
         self._users -= 1
         if self._users:
             return
-        for task in list(self._tasks):
-            task.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
+        await asyncio.gather(*self._closing, *filter(None, [self._watching]), return_exceptions=True)
         for server in list(self._servers.values()):
             await server.close()
             if server.leaving:
                 self._servers.pop(server.name, None)
+        self._loop.release()
 
     def check(self, shape: RequestShape) -> None:
         kinds = {type(server.backend): server.backend for server in self._present}
@@ -291,13 +292,10 @@ class Fleet(Backend):
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         if request.endpoint:
-            server = self._servers.get(request.endpoint)
-            if server is None:
-                raise Unavailable(f"{request.endpoint} is no longer part of {self._name}", unreached=True)
-            return await self._infer(server, request, on_tool_call)
-        # Nobody has granted an endpoint: the least busy one, and another where it is not reached.
+            return await self._infer(self._named(request.endpoint), request, on_tool_call)
+        # Without a granted endpoint: the least busy one, and the next if it is unreachable.
         serving = [server for server in self._present if server.serves(request.shape.model)] or self._present
-        for server in sorted(serving, key=lambda server: server.inflight / server.weight):
+        for server in sorted(serving, key=lambda server: server.inflight / server.traits.weight):
             try:
                 return await self._infer(server, request, on_tool_call)
             except BackendError as failure:
@@ -306,10 +304,16 @@ class Fleet(Backend):
                     break
         raise error
 
+    def _named(self, endpoint: str) -> Server:
+        server = self._servers.get(endpoint)
+        if server is None:
+            raise Unavailable(f"{endpoint} is no longer part of {self._name}", unreached=True)
+        return server
+
     async def _infer(self, server: Server, request: ModelRequest, on_tool_call: OnToolCall | None) -> Reply:
         server.inflight += 1
         try:
-            await server.enter()
+            await self._enter(server)
             return await server.backend.infer(request, on_tool_call)
         finally:
             server.inflight -= 1
@@ -317,7 +321,7 @@ class Fleet(Backend):
                 self._let_go(server)
 
     async def models(self) -> list[str]:
-        """Of all servers together; those that do not say so in time, once one has, are left out."""
+        """Returns the models of all servers together, without those that take much longer than the first to say."""
         answers = await self._ask(self._present)
         if not any(isinstance(answer, list) for answer in answers.values()):
             raise next(answer for answer in answers.values() if isinstance(answer, BackendError))
@@ -333,7 +337,7 @@ class Fleet(Backend):
             self._tell()
 
     async def _ask(self, servers: Sequence[Server]) -> dict[str, list[str] | BackendError]:
-        """Which models they serve, all asked at once."""
+        """Asks all servers at once for their models."""
         answers: dict[str, list[str] | BackendError] = {}
 
         async def ask(server: Server) -> None:
@@ -344,6 +348,7 @@ class Fleet(Backend):
             except BackendError as error:
                 answers[server.name] = error
 
+        self._bind()
         tasks = {asyncio.get_running_loop().create_task(ask(server)) for server in servers}
         try:
             pending = tasks
@@ -362,36 +367,40 @@ class Fleet(Backend):
         if server is None:
             return Probe("down", f"{endpoint} is no longer part of {self._name}") if endpoint else Probe("unknown")
         try:
-            await server.enter()
+            await self._enter(server)
         except BackendError as error:
             return Probe("down", str(error))
         return await server.backend.probe()
 
     async def load(self, endpoint: str = "") -> Load | None:
+        """Returns how busy the endpoint is; without one, the sum over all servers. None if that is not reported."""
+        if not endpoint:
+            return await self._whole_load()
         server = self._servers.get(endpoint)
         if server is None or not server.backend.capabilities.reports_load:
             return None
-        await server.enter()
+        await self._enter(server)
         return await server.backend.load()
 
-
-def _selected(hosts: Iterable[AgentEndpoint], select: Select, path: str) -> list[AgentEndpoint]:
-    hosts = list(hosts)
-    if not hosts:
-        raise SpecError(f"the hostfile {path!r} names no endpoint")
-    chosen = [host for host in hosts if all(host.tags.get(key) in values for key, values in select.items())]
-    if not chosen:
-        wanted = ", ".join(f"{key}={'|'.join(values)}" for key, values in select.items())
-        raise SpecError(f"no endpoint of the hostfile {path!r} has {wanted}")
-    return chosen
+    async def _whole_load(self) -> Load | None:
+        asked = [server.name for server in self._present if server.backend.capabilities.reports_load]
+        answers = await asyncio.gather(*map(self.load, asked), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, BackendError):
+                raise answer
+        return _sum([answer for answer in answers if isinstance(answer, Load)])
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
+def _sum(loads: Sequence[Load]) -> Load | None:
+    if not loads:
         return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    sums: dict[str, Any] = {}
+    for each in fields(Load):
+        known = [value for load in loads if (value := getattr(load, each.name)) is not None]
+        sums[each.name] = sum(known) if known else None
+    if sums["kv_usage"] is not None:  # a share: its mean says more
+        sums["kv_usage"] /= sum(load.kv_usage is not None for load in loads)
+    return Load(**sums)
 
 
 def from_address(address: Address) -> Fleet:

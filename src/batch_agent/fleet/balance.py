@@ -1,8 +1,10 @@
-"""Where each request of a proxy goes: the least busy endpoint that works, and the same for what begins alike. Pure.
+"""Where each request of a proxy goes: the least busy endpoint that is up, and the same for what begins alike. Pure.
 
 The router is the engine's (``scheduler.routing``), and so is what an endpoint can take. A new conversation begins at
 the home of its key, the same in every proxy, unless another endpoint is less busy. It stays where it was answered,
-unless that is clearly busier than another: one beginning which everybody shares does not keep the others idle.
+unless that is clearly busier than another: one beginning which all requests share does not keep the others idle.
+
+An endpoint is unknown until its first probe has come back. It gets requests only while no endpoint is up.
 """
 
 from __future__ import annotations
@@ -10,21 +12,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import orjson
 from pydantic import JsonValue
 
-from batch_agent.fleet.hostfile import AgentEndpoint
-from batch_agent.fleet.probe import Card
-from batch_agent.fleet.server import facts_of
+from batch_agent.backends.http.probe import Entries
+from batch_agent.fleet.following import changes
+from batch_agent.fleet.hostfile import AgentEndpoint, Traits
 from batch_agent.messages import JsonObject
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.routing import Router
 
 FEW = 8  # requests in flight that never make an endpoint too busy for a conversation that it knows
-BUSIER = 2.0  # times as busy as the least busy one: too busy
-MOST_KEYS = 100_000  # whose last place is remembered
+BUSIER = 2.0  # times as busy as the least busy one is too busy
+MOST_KEYS = 100_000  # of which the last place is remembered
 BEGINNING_CHARS = 1024  # of a first message
 SESSION_HEADER = "X-Session-Id"
 KEY_FIELDS = ("prompt_cache_key", "user")
@@ -36,20 +37,31 @@ class Place:
 
     host: AgentEndpoint
     endpoint: Endpoint
-    cards: Sequence[Card] | None = None  # the models it lists; None: nobody knows
+    models: Entries | None = None  # that it lists; None: not known
+    unknown: bool = True
+    heard: float = 0.0  # when it last sent a byte, or got a request while it had none
     requests: int = 0
     failures: int = 0
 
     @property
+    def address(self) -> str:
+        return self.host.address
+
+    @property
     def is_up(self) -> bool:
         return not self.endpoint.health.is_down
+
+    @property
+    def has_slot(self) -> bool:
+        limit = self.endpoint.capacity.limit
+        return limit is None or self.endpoint.inflight < limit
 
     def to_json(self) -> JsonObject:
         return {
             "endpoint": self.host.address,
             "tags": dict(self.host.tags),
             "up": self.is_up,
-            "models": None if self.cards is None else [card.name for card in self.cards],
+            "models": None if self.models is None else [*self.models],
             "in_flight": self.endpoint.inflight,
             "limit": self.endpoint.capacity.limit,
             "requests": self.requests,
@@ -58,42 +70,58 @@ class Place:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Followed:
+    came: Sequence[Place]
+    gone: Sequence[Place]
+    updated: int
+
+
 @dataclass(slots=True)
 class Balance:
     """``max_inflight`` is each endpoint's, times its weight."""
 
     max_inflight: int
-    places: dict[str, Place] = field(default_factory=dict)  # by line of the hostfile
+    places: list[Place] = field(default_factory=list)  # in the order they came
     router: Router = field(default_factory=Router)
     _by_endpoint: dict[Endpoint, Place] = field(default_factory=dict)
     _last: OrderedDict[str, Endpoint] = field(default_factory=OrderedDict)
 
-    def follow(self, hosts: Iterable[AgentEndpoint]) -> tuple[list[Place], list[Place]]:
-        """What the hostfile says now: who came and who is going. A SpecError changes nothing."""
-        wanted = {host.line: host for host in hosts}
-        came = {line: self._place(host) for line, host in wanted.items() if line not in self.places}
-        gone = [self.places.pop(line) for line in list(self.places) if line not in wanted]
-        for line, place in came.items():
-            self.places[line] = place
+    def follow(self, hosts: Iterable[AgentEndpoint], now: float = 0.0) -> Followed:
+        """Applies a new content of the hostfile."""
+        kept, gone, new = changes(self.places, hosts)
+        updated = [(place, host) for place, host in kept if place.host.tags != host.tags]
+        for place, host in updated:
+            place.host = host
+            self._set_traits(place)
+        came = []
+        for host in new:
+            place = Place(host, Endpoint(host.address, self.max_inflight))
+            place.endpoint.health.go_down(now)
+            place.endpoint.health.reason = "no probe has been answered yet"
             self._by_endpoint[place.endpoint] = place
             self.router.add(place.endpoint)
+            self._set_traits(place)
+            came.append(place)
+        self.places = [place for place, _ in kept] + came
         for place in gone:
             place.endpoint.leaving = True
             self.router.touch(place.endpoint)
             self._drop_idle(place)
-        return list(came.values()), gone
+        return Followed(came, gone, len(updated))
 
-    def _place(self, host: AgentEndpoint) -> Place:
-        facts = cast(Any, facts_of(host.tags, host.address))
-        weight = facts.get("weight", 1.0)
-        model = facts.get("model")
-        endpoint = Endpoint(
-            host.address,
-            max(1, round(self.max_inflight * weight)),
-            weight=weight,
-            models=None if model is None else frozenset({model}),
-        )
-        return Place(host, endpoint)
+    def _set_traits(self, place: Place) -> None:
+        """Sets what the hostfile's line says of the endpoint. Requests under way stay."""
+        traits, endpoint = Traits.read(place.host.tags), place.endpoint
+        limit = max(1, round(self.max_inflight * traits.weight))
+        if endpoint.capacity.ceiling != limit:
+            endpoint.capacity.resize(limit)
+        endpoint.weight = traits.weight
+        if traits.model is not None:
+            endpoint.models = frozenset({traits.model})
+        else:
+            endpoint.models = None if place.models is None else frozenset(place.models)
+        self.router.touch(endpoint)
 
     def _drop_idle(self, place: Place) -> None:
         if place.endpoint.leaving and not place.endpoint.inflight and place.endpoint in self._by_endpoint:
@@ -103,7 +131,10 @@ class Balance:
     # Requests
 
     def choose(self, key: str, model: str, avoid: Place | None = None) -> Place | None:
-        """None: nobody has a slot. The one to ``avoid`` is taken only where no other has."""
+        """Returns a place with a free slot, or None. The one to ``avoid`` is taken only if no other has one."""
+        if not self.router.working:
+            free = [place for place in self.places if place.unknown and place.has_slot]
+            return min(free, key=lambda place: (place is avoid, _busy(place.endpoint)), default=None)
         router, shunned = self.router, avoid.endpoint if avoid is not None else None
         best = router.best(model, 0, shunned) or router.best(model)
         last = self._last.get(key) if key else None
@@ -115,6 +146,8 @@ class Balance:
         return None if best is None else self._by_endpoint[best]
 
     def take(self, place: Place, key: str, now: float) -> None:
+        if not place.endpoint.inflight:
+            place.heard = now
         place.endpoint.take(now)
         place.requests += 1
         self.router.touch(place.endpoint)
@@ -129,7 +162,14 @@ class Balance:
         self.router.touch(place.endpoint)
         self._drop_idle(place)
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether every endpoint is known to be down."""
+        return not self.router.working and not any(place.unknown for place in self.places)
+
     def answered(self, place: Place, seconds: float, now: float) -> None:
+        if place.unknown:
+            self.came_up(place, None, now)
         self.router.answered(place.endpoint, seconds)
         place.endpoint.capacity.succeeded(now - seconds, seconds, 0, now)
 
@@ -138,15 +178,13 @@ class Balance:
 
     # What probes and failures say
 
-    def came_up(self, place: Place, cards: Sequence[Card] | None, now: float) -> None:
-        place.cards = cards
-        if cards is not None and "model" not in place.host.tags:
-            place.endpoint.models = frozenset(card.name for card in cards)
+    def came_up(self, place: Place, models: Entries | None, now: float) -> None:
+        place.models, place.unknown = models, False
         place.endpoint.health.answered_after(0.0, now, now)
-        self.router.touch(place.endpoint)
+        self._set_traits(place)
 
     def went_down(self, place: Place, reason: str, now: float) -> None:
-        place.endpoint.health.reason = reason
+        place.endpoint.health.reason, place.unknown = reason, False
         if place.is_up:
             place.endpoint.health.go_down(now)
             place.endpoint.go_down()
@@ -154,21 +192,21 @@ class Balance:
 
     @property
     def models(self) -> list[JsonObject]:
-        """Of all that are up, each once."""
-        known = [card for place in self.places.values() if place.is_up for card in place.cards or ()]
-        return list({card.name: card.entry for card in known}.values())
+        """Those of all places that are up, each once."""
+        known = {name: entry for place in self.places if place.is_up for name, entry in (place.models or {}).items()}
+        return list(known.values())
 
 
 def _busy(endpoint: Endpoint) -> float:
-    """With one request more, for its weight."""
+    """Requests in flight with one more, by weight."""
     return (endpoint.inflight + 1) / endpoint.weight
 
 
 def read_ask(headers: Mapping[str, str], body: bytes) -> tuple[str, str]:
-    """What a request is to stay together with, and the model that it names; "" where it says neither."""
+    """Returns the key of requests that belong together, and the model; "" for what the request does not say."""
     try:
         document: JsonValue = orjson.loads(body) if body else None
-    except orjson.JSONDecodeError:  # pictures, forms
+    except orjson.JSONDecodeError:  # images, forms
         document = None
     fields: Mapping[str, JsonValue] = document if isinstance(document, dict) else {}
     model = fields.get("model")
@@ -178,7 +216,7 @@ def read_ask(headers: Mapping[str, str], body: bytes) -> tuple[str, str]:
 
 
 def _beginning(fields: Mapping[str, JsonValue]) -> str:
-    """All that comes before the first user's message, and how that begins: the same for all turns of a conversation."""
+    """Returns what comes before the first user message and how that begins: the same in all turns of a conversation."""
     said = next((fields[name] for name in ("messages", "prompt", "input") if fields.get(name)), None)
     if not isinstance(said, list) or not all(isinstance(message, dict) for message in said):
         return _text(said)[:BEGINNING_CHARS]

@@ -1,8 +1,8 @@
-"""How much can each server take? Each is kept busy with so many requests in flight, one number after another.
+"""Measures the throughput of each server with different numbers of requests in flight.
 
-All requests are of one size and share no prefix. What a step brings is counted from its first wave of answers, which
-began all at once, to its last answer, so that neither the start nor the cut at its end counts. The knee is the fewest
-in flight that bring nearly the most.
+All requests are of one size and share no prefix. A step is measured from the end of its first wave of answers, which
+began all at once, to its last answer, so that neither its start nor its end counts. The knee is the smallest number in
+flight that brings nearly the highest throughput.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BackendError, Rejected, SpecError, Truncated
 from batch_agent.fleet.hostfile import AgentEndpoint
-from batch_agent.fleet.probe import why
+from batch_agent.fleet.probe import without_address
 from batch_agent.messages import Conversation, Message, Usage
 
 STEPS = (16, 32, 64, 128, 256)
 TOKENS_IN, TOKENS_OUT = 750, 150
-NEARLY = 0.9  # of the most that any step brought
+NEARLY = 0.9  # of the highest throughput
 PAUSE_SECONDS = 0.5  # after a failure
-FIRST_SECONDS = 60.0  # that the first answer may take
+FIRST_SECONDS = 60.0  # for the first answer
 WORDS = ("time", "year", "people", "day", "thing", "life", "world", "school", "state", "family", "group", "country")
 
 
@@ -40,16 +40,16 @@ class Answer:
 
 @dataclass(slots=True)
 class Step:
-    """So many in flight for a while."""
+    """One number of requests in flight, for a while."""
 
     inflight: int
-    answers: list[Answer] = field(default_factory=list)  # in the order they came
+    answers: list[Answer] = field(default_factory=list)  # in the order of arrival
     failures: int = 0
     reason: str = ""  # of the last failure
 
     @property
     def _first(self) -> int:
-        """How many are of the first wave; none where too few came later."""
+        """The size of the first wave; 0 if too few answers came after it."""
         return self.inflight if len(self.answers) >= 2 * self.inflight else 0
 
     @property
@@ -58,7 +58,7 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None where nothing was answered, or the server does not count tokens."""
+        """None if nothing was answered, or the server does not count tokens."""
         return self._rate(sum(answer.usage.completion_tokens for answer in self.answers[self._first :]))
 
     def _rate(self, total: int) -> float | None:
@@ -74,7 +74,7 @@ class Step:
 
 @dataclass(slots=True)
 class Bench:
-    """What was measured of one endpoint, as far as it came; ``reason`` says why it came no further."""
+    """The steps of one endpoint so far; ``reason`` says why there are no more."""
 
     endpoint: AgentEndpoint
     model: str = ""
@@ -88,7 +88,7 @@ class Bench:
 
 
 def knee(rates: Mapping[int, float | None]) -> int | None:
-    """The fewest in flight that bring nearly the most; None where nothing was measured."""
+    """Returns the smallest number in flight with nearly the highest rate; None if nothing was measured."""
     measured = {inflight: rate for inflight, rate in rates.items() if rate}
     if not measured:
         return None
@@ -107,17 +107,18 @@ class Wanted:
 
 
 class Driver:
-    """Requests of one size to one server."""
+    """Sends requests of one size to one server."""
 
     def __init__(self, backend: Backend, endpoint: AgentEndpoint, model: str, wanted: Wanted) -> None:
         self._backend, self._endpoint, self._words = backend, endpoint, wanted.tokens_in
-        self._seed = os.urandom(8).hex()  # nothing of an earlier bench is in the server's cache
+        self._seed = os.urandom(8).hex()  # so that no prompt of an earlier bench is in the server's cache
         self._tokens_in = wanted.tokens_in
         self._numbers = count()
         self._shape = RequestShape(model, max_tokens=wanted.tokens_out, extra_body={"ignore_eos": True})
 
     async def size(self) -> int:
-        """One request, from which it is seen how many words make so many tokens, and what the server takes."""
+        """Sends one request to learn how many words make ``tokens_in``, and whether the server takes ``ignore_eos``.
+        Returns the tokens of a prompt as the server counts them."""
         try:
             usage = await self.ask()
         except Rejected as error:
@@ -135,11 +136,11 @@ class Driver:
         conversation = Conversation([Message("user", " ".join(words))])
         try:
             return (await self._backend.infer(ModelRequest(self._shape, conversation, f"bench-{number}"))).usage
-        except Truncated as cut:  # as it should be
+        except Truncated as cut:  # as intended
             return cut.usage or Usage()
 
     async def keep(self, inflight: int, seconds: float) -> Step:
-        """So many in flight for so long; what is on its way then is given up."""
+        """Keeps so many requests in flight for so long, then cancels those under way."""
         step, clock = Step(inflight), asyncio.get_running_loop().time
         began = clock()
 
@@ -150,7 +151,7 @@ class Driver:
                     usage = await self.ask()
                 except BackendError as error:
                     step.failures += 1
-                    step.reason = why(self._endpoint, error)
+                    step.reason = without_address(str(error), self._endpoint)
                     await asyncio.sleep(PAUSE_SECONDS)
                 else:
                     step.answers.append(Answer(clock() - began, clock() - sent, usage))
@@ -174,7 +175,7 @@ async def bench_all(
     stepped: Callable[[Bench], None] = lambda bench: None,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Fills in the benches; ``stepped`` is told of each step, and of an endpoint that came no further."""
+    """Fills in the benches. ``stepped`` is called after each step, and when an endpoint fails."""
     turn = asyncio.Semaphore(wanted.parallel)
 
     async def bench(one: Bench) -> None:
@@ -182,7 +183,7 @@ async def bench_all(
             try:
                 await _bench(one, wanted, stepped, environ)
             except (BackendError, SpecError) as error:
-                one.reason = why(one.endpoint, error)
+                one.reason = without_address(str(error), one.endpoint)
             except TimeoutError:
                 one.reason = f"not one request was answered in {FIRST_SECONDS:g} s"
             if one.reason:
@@ -203,7 +204,7 @@ async def _bench(bench: Bench, wanted: Wanted, stepped: Callable[[Bench], None],
             bench.tokens_in = await driver.size()
         for inflight in wanted.steps:
             step = await driver.keep(inflight, wanted.seconds)
-            if len(step.answers) < inflight:  # not one wave: with more in flight there would be even less to count
+            if len(step.answers) < inflight:  # not one wave; with more in flight there would be even fewer
                 bench.reason = (
                     f"{len(step.answers):,} answers in {wanted.seconds:g} s are too few for {inflight} in flight"
                 )

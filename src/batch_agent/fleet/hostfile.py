@@ -1,4 +1,4 @@
-"""Hostfiles: one endpoint a line, as people and batch systems write them.
+"""Reads hostfiles: one endpoint a line, as people and batch systems write them.
 
     gpu-1                        # port 8000
     gpu-2   8001   role=worker   node=r1
@@ -7,9 +7,9 @@
     https://models.example.org/team
     sglang://gpu-4
 
-Fields are separated by TABs or spaces. PBS and Slurm list a host once per core or task: a bare host that comes again is
-the endpoint it was before, while a line that names a port or a tag is an endpoint of its own. What cannot be read is an
-error with the line's number, never a guess.
+Fields are separated by TABs or spaces. PBS and Slurm list a host once per core or task, so a repeated bare host is one
+endpoint; a line with a port or a tag is always an endpoint of its own. A line that cannot be read is an error with its
+number, never a guess.
 """
 
 from __future__ import annotations
@@ -32,8 +32,31 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 
 @dataclass(frozen=True, slots=True)
+class Traits:
+    """What a user says of a server: its model, its context in tokens, its share of the requests."""
+
+    model: str | None = None
+    context: int | None = None
+    weight: float = 1.0
+
+    @classmethod
+    def read(cls, tags: Mapping[str, object]) -> Traits:
+        """Reads ``model``, ``context`` and ``weight`` of the tags. ValueError for a value that cannot be meant."""
+        model, context, weight = tags.get("model") or None, tags.get("context"), tags.get("weight")
+        if context is not None and (not str(context).isdecimal() or int(str(context)) < 1):
+            raise ValueError(f"context must be a whole number of tokens above 0, not {context!r}")
+        try:
+            share = 1.0 if weight is None else float(str(weight))
+        except ValueError:
+            share = 0.0
+        if not 0 < share < 1e6:
+            raise ValueError(f"weight must be a number above 0, not {weight!r}")
+        return cls(None if model is None else str(model), None if context is None else int(str(context)), share)
+
+
+@dataclass(frozen=True, slots=True)
 class AgentEndpoint:
-    """One server's address. ``scheme`` is what its line began with; "" where it was a plain host."""
+    """One server's address. ``scheme`` is the one of its line, "" for a plain host."""
 
     host: str
     port: int
@@ -43,30 +66,30 @@ class AgentEndpoint:
 
     @property
     def place(self) -> str:
-        """Host and port, as they stand in a URL."""
+        """Host and port, as a URL has them."""
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def url(self) -> str:
-        """Where it is over HTTP."""
+        """Its HTTP address."""
         if self.scheme in ("http", "https") and self.port == PORTS[self.scheme]:
             return f"{self.scheme}://{self.place.rpartition(':')[0]}{self.path}"
         return f"{'https' if self.scheme == 'https' else 'http'}://{self.place}{self.path}"
 
     @property
     def address(self) -> str:
-        """As ``backend=`` takes it. A plain host is a vLLM server."""
+        """Its address as ``backend=`` takes it. A plain host is a vLLM server."""
         return self.url if self.scheme in ("http", "https") else f"{self.scheme or 'vllm'}://{self.place}{self.path}"
 
     @property
     def api(self) -> str:
-        """Where its API begins, as the backends have it: below the path that was given, in ``/v1`` where none was."""
+        """The base URL of its API, the same as the backends use: with ``/v1`` unless the line gave a path."""
         is_engine = self.scheme not in ("http", "https")
         return self.url + ("/v1" if not self.path or (is_engine and not self.path.endswith("/v1")) else "")
 
     @property
     def line(self) -> str:
-        """As it stands in a hostfile: ``parse_hosts`` reads the same from it."""
+        """Its line in a hostfile. ``parse_hosts`` reads the same endpoint from it."""
         place = self.place if ":" in self.host else f"{self.host}\t{self.port}"
         return "\t".join(
             [self.address if self.scheme else place, *(f"{key}={value}" for key, value in self.tags.items())]
@@ -74,17 +97,22 @@ class AgentEndpoint:
 
 
 def parse_hostfile(path: str | Path) -> list[AgentEndpoint]:
-    """The endpoints of a file, in its order. SpecError for one that cannot be read."""
+    """Returns the endpoints of a file, in its order. SpecError for a file that cannot be read."""
+    return parse_hosts(read_text(path), str(path))
+
+
+def read_text(path: str | Path) -> str:
+    """Returns the text of a hostfile. SpecError for a file that cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise SpecError(f"the hostfile {str(path)!r} cannot be read: {reason}") from None
-    return parse_hosts(text, str(path))
 
 
-def parse_hosts(text: str, source: str) -> list[AgentEndpoint]:
-    """The same of a file's text; ``source`` is what errors call it."""
+def parse_hosts(text: str, source: str, *, check_traits: bool = False) -> list[AgentEndpoint]:
+    """Returns the endpoints of a hostfile's text; errors name ``source`` and the line. With ``check_traits`` the tags
+    ``context`` and ``weight`` must have values that a fleet can use."""
     found: list[AgentEndpoint] = []
     bare: set[str] = set()
     for number, line in enumerate(text.splitlines(), start=1):
@@ -93,6 +121,8 @@ def parse_hosts(text: str, source: str) -> list[AgentEndpoint]:
             continue
         try:
             endpoint = _read(fields)
+            if check_traits:
+                Traits.read(endpoint.tags)
         except ValueError as error:
             raise SpecError(f"line {number} of the hostfile {source!r} cannot be read: {error}") from None
         if len(fields) == 1 and fields[0] in bare:
@@ -104,7 +134,7 @@ def parse_hosts(text: str, source: str) -> list[AgentEndpoint]:
 
 
 def _read(fields: list[str]) -> AgentEndpoint:
-    """Raises ValueError for people."""
+    """Reads one line. A ValueError says what is wrong with it."""
     first, rest = fields[0], fields[1:]
     own_port = None
     if rest and "=" not in rest[0]:
@@ -129,7 +159,7 @@ def _read_url(text: str) -> tuple[str, str, int | None, str]:
 
 
 def _read_place(text: str, own_port: int | None) -> tuple[str, int | None]:
-    """Host and port, where it has one. A login is not said again."""
+    """Returns the host, and the port if there is one. An error never repeats a login."""
     if "@" in text:
         raise ValueError("a hostfile holds no logins; give the key as api_key=")
     if text.startswith("["):

@@ -1,65 +1,51 @@
-"""Is a server there, what does it serve, how busy is it? Many are asked at once, and none is waited for long.
-
-A server is ready when ``/health`` says nothing else and ``/v1/models`` names a model: some are healthy long before.
-Sockets are bounded, and closed when a server has said what it was asked.
-"""
+"""Probes many servers at once: whether each is up, which models it serves, how busy it is. Sockets are bounded."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-import orjson
-
+from batch_agent.backends.base import Probe
 from batch_agent.backends.http.client import HttpClient
+from batch_agent.backends.http.probe import PROBE_SECONDS, Entries, probe_models
 from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.schemes import KEY_VARIABLE
-from batch_agent.errors import BackendError, BadResponse, Rejected, SpecError, Timeout, Unavailable
+from batch_agent.errors import BackendError, SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.fleet.told import Told, read_told, tokens_per_second
-from batch_agent.messages import JsonObject
 
-PROBE_SECONDS = 5.0
 MOST_SOCKETS = 1024
-OTHER_FILES = 100  # that this process may have open beside its sockets
-NO_SUCH_PAGE = (401, 403, 404, 405, 501)  # not every server has /health
-CLOSE = {"Connection": "close"}
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A model as a server lists it."""
-
-    name: str
-    entry: JsonObject
+OTHER_FILES = 100  # open files of this process that are left for other uses
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One endpoint at one time. ``reason`` says why it is not up."""
+    """The state of one endpoint at one time. ``reason`` says why it is not up."""
 
     endpoint: AgentEndpoint
     up: bool
     models: tuple[str, ...] = ()
     told: Told | None = None
-    at: float = 0.0  # when it told that
+    at: float = 0.0  # when ``told`` was read
     tokens_per_second: float | None = None
     reason: str = ""
 
 
 class Prober:
-    """Entered while it is used. ``api_key`` is for servers that want one, else the one of the environment."""
+    """Entered while in use. Servers get the key of the environment."""
 
-    def __init__(self, *, api_key: str | None = None, environ: Mapping[str, str] = os.environ) -> None:
-        self._api_key = api_key or (environ.get(KEY_VARIABLE) or "").strip() or None
-        self._inside, self._outside = Transport(proxies=False), Transport()
-        self._sockets = asyncio.Semaphore(most_sockets())
+    def __init__(self, *, environ: Mapping[str, str] = os.environ) -> None:
+        self._api_key = (environ.get(KEY_VARIABLE) or "").strip() or None
+        sockets = most_sockets()
+        self._inside = Transport(proxies=False, connections=sockets)
+        self._outside = Transport(connections=sockets)
+        self._turns = asyncio.Semaphore(sockets)
         self._entered = AsyncExitStack()
         self._clients: dict[str, HttpClient] = {}
 
@@ -72,44 +58,36 @@ class Prober:
         self._clients.clear()
         await self._entered.aclose()
 
-    async def ready(self, endpoint: AgentEndpoint) -> list[Card]:
-        """The models it serves, one at least; a BackendError says why it is not ready."""
-        async with self._sockets, _patience(endpoint):
-            return await self._ready(endpoint, CLOSE)
+    async def probe(self, endpoint: AgentEndpoint) -> tuple[Probe, Entries]:
+        """Returns whether the server is up, and its list of models. The reason leaves out the endpoint's address."""
+        async with self._turns:
+            return await self._probe(endpoint)
 
     async def look(self, endpoint: AgentEndpoint) -> Look:
-        """Never raises: what is down is told like what is up."""
-        try:
-            async with self._sockets, _patience(endpoint):
-                cards = await self._ready(endpoint)
-                told, at = await self._told(endpoint), _now()
-        except (BackendError, SpecError) as error:
-            return Look(endpoint, up=False, reason=why(endpoint, error))
-        return Look(endpoint, up=True, models=tuple(card.name for card in cards), told=told, at=at)
+        """Returns the endpoint's state with what it reports at ``/metrics``."""
+        async with self._turns:
+            probe, _ = await self._probe(endpoint)
+            if probe.state == "down":
+                return Look(endpoint, up=False, reason=probe.reason)
+            told, at = await self._told(endpoint), asyncio.get_running_loop().time()
+        return Look(endpoint, up=True, models=probe.models or (), told=told, at=at)
 
     async def look_at_all(self, endpoints: Iterable[AgentEndpoint]) -> list[Look]:
         return list(await asyncio.gather(*map(self.look, endpoints)))
 
-    async def _ready(self, endpoint: AgentEndpoint, headers: Mapping[str, str] | None = None) -> list[Card]:
-        client = await self._client(endpoint)
+    async def _probe(self, endpoint: AgentEndpoint) -> tuple[Probe, Entries]:
         try:
-            await client.send(client.route("GET", "/health", beside=True))
-        except Rejected as error:
-            if error.status not in NO_SUCH_PAGE:
-                raise
-        models = client.route("GET", "/models")
-        cards = _cards(await client.send(models, headers=headers) or b"")
-        if cards is None:
-            raise BadResponse(f"{models.faults.where} answered with no list of models")
-        if not cards:
-            raise Unavailable(f"{models.faults.where} names no model: it is not ready yet")
-        return cards
+            probe, entries = await probe_models(await self._client(endpoint))
+        except SpecError as error:  # a proxy of the environment that cannot be used
+            return Probe("down", str(error)), {}
+        return replace(probe, reason=without_address(probe.reason, endpoint)), entries
 
     async def _told(self, endpoint: AgentEndpoint) -> Told | None:
         client = await self._client(endpoint)
         try:
-            text = await client.send(client.route("GET", "/metrics", beside=True), headers=CLOSE) or b""
-        except Rejected:  # not every server has it
+            async with asyncio.timeout(PROBE_SECONDS):
+                text = await client.send(client.route("GET", "/metrics", beside=True)) or b""
+        except (BackendError, TimeoutError):  # a server without it
             return None
         return read_told(text.decode("utf-8", "replace"))
 
@@ -122,13 +100,13 @@ class Prober:
         return client
 
 
-def why(endpoint: AgentEndpoint, error: Exception) -> str:
-    """What went wrong there, without its address, which stands beside it."""
-    return re.sub(rf"\b(GET|POST) {re.escape(endpoint.url)}", "", str(error)).strip()
+def without_address(words: str, endpoint: AgentEndpoint) -> str:
+    """Returns an error's message without the endpoint's address, for a line that begins with it."""
+    return re.sub(rf"\b(GET|POST) {re.escape(endpoint.url)}", "", words).strip()
 
 
 def most_sockets() -> int:
-    """As many as this process may have open, less what else it needs."""
+    """Returns how many sockets probes may use: the limit of this process, less what else it needs."""
     try:
         import resource
     except ImportError:  # Windows
@@ -137,36 +115,8 @@ def most_sockets() -> int:
     return MOST_SOCKETS if soft < 0 else max(16, min(MOST_SOCKETS, soft - OTHER_FILES))
 
 
-@asynccontextmanager
-async def _patience(endpoint: AgentEndpoint) -> AsyncIterator[None]:
-    """Around what is asked of one server."""
-    try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            yield
-    except TimeoutError:
-        raise Timeout(f"no answer in {PROBE_SECONDS:g} s", unreached=True) from None
-
-
-def _cards(body: bytes) -> list[Card] | None:
-    """None where it is no list of models."""
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None
-    entries = document.get("data") if isinstance(document, dict) else None
-    if not isinstance(entries, list):
-        return None
-    return [
-        Card(entry["id"], entry) for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)
-    ]
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
 def with_rates(looks: Iterable[Look], earlier: Mapping[AgentEndpoint, Look]) -> list[Look]:
-    """The same with tokens per second, where an earlier look tells from where they count."""
+    """Returns the looks with tokens per second, for those that have an earlier look."""
     rated = []
     for look in looks:
         before = earlier.get(look.endpoint)

@@ -1,32 +1,33 @@
-"""Until enough servers of a fleet are up: all are probed at once, and those that are not ready are asked again.
+"""Waits until enough servers of a fleet are up.
 
-Each endpoint has a task of its own that ends when it is up. Whoever waits is woken by what changes, or by the deadline.
+All are probed at once, and those that are not ready again and again: each has a task that ends when it is up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from batch_agent.errors import BackendError, SpecError
+from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint
-from batch_agent.fleet.probe import Prober, why
+from batch_agent.fleet.probe import Prober
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds between two probes of one endpoint
-PROBES_PER_SECOND = 500  # of a large fleet, whose pauses are longer
-SETTLE_SECONDS = 1.0  # for probes under way when enough are up: a floor is no reason to leave out the others
+PROBES_PER_SECOND = 500  # at most: the pauses of a large fleet are longer
+SETTLE_SECONDS = 1.0  # for probes under way when enough are up: a floor does not leave out servers that are up too
 
 
 @dataclass(slots=True)
 class Waited:
-    """By place in the list: endpoints may come twice."""
+    """Which endpoints are up, by their place in the list: an endpoint may be listed twice."""
 
     endpoints: Sequence[AgentEndpoint]
     needed: int
     up: set[int] = field(default_factory=set)
-    reasons: dict[int, str] = field(default_factory=dict)  # why the others are not, as far as they have been asked
+    reasons: dict[int, str] = field(default_factory=dict)  # why others are not, once they were probed
 
     @property
     def enough(self) -> bool:
@@ -34,7 +35,7 @@ class Waited:
 
     @property
     def asked(self) -> bool:
-        """All of them, once at least."""
+        """Whether every endpoint was probed at least once."""
         return len(self.up) + len(self.reasons) == len(self.endpoints)
 
     @property
@@ -51,7 +52,7 @@ class Waited:
 
 
 def needed(total: int, min_hosts: int | None = None, min_fraction: float | None = None) -> int:
-    """How many of so many: all, unless a floor is given; both where both are. SpecError for one out of reach."""
+    """Returns how many of ``total`` must be up: all, or what the floors require. SpecError for one out of reach."""
     if not total:
         raise SpecError("there is no endpoint to wait for: the hostfile names none")
     if min_hosts is not None and min_hosts > total:
@@ -65,41 +66,35 @@ def needed(total: int, min_hosts: int | None = None, min_fraction: float | None 
 async def wait_until_ready(
     waited: Waited, prober: Prober, timeout: float, changed: Callable[[Waited], None] = lambda waited: None
 ) -> None:
-    """Ends when enough are up, or when the time is; ``waited`` tells which."""
+    """Returns when enough are up or the time is over. ``waited`` is kept up to date, and given to ``changed``."""
     news = asyncio.Event()
 
     async def watch(place: int) -> None:
         endpoint, pause = waited.endpoints[place], FIRST_PAUSE
         while True:
-            try:
-                await prober.ready(endpoint)
-            except (BackendError, SpecError) as error:
-                waited.reasons[place] = why(endpoint, error)
-                news.set()
-            else:
+            probe, _ = await prober.probe(endpoint)
+            news.set()
+            if probe.state == "up":
                 waited.reasons.pop(place, None)
                 waited.up.add(place)
-                news.set()
                 return
+            waited.reasons[place] = probe.reason
             await asyncio.sleep(pause)
             pause = min(2 * pause, max(LONGEST_PAUSE, len(waited.endpoints) / PROBES_PER_SECOND))
 
-    async def follow() -> None:
-        while not waited.enough:
-            await news.wait()
-            news.clear()
-            changed(waited)
-
-    async def settle() -> None:
-        while not waited.asked:
-            await news.wait()
-            news.clear()
+    async def until(done: Callable[[], bool], seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not done():
+                    await news.wait()
+                    news.clear()
+                    changed(waited)
 
     tasks = [asyncio.create_task(watch(place)) for place in range(len(waited.endpoints))]
     try:
-        await _within(timeout, follow())
+        await until(lambda: waited.enough, timeout)
         if waited.enough:
-            await _within(SETTLE_SECONDS, settle())
+            await until(lambda: waited.asked, SETTLE_SECONDS)
     finally:
         for task in tasks:
             task.cancel()
@@ -107,12 +102,3 @@ async def wait_until_ready(
     for error in ended:
         if isinstance(error, Exception):
             raise error
-
-
-async def _within(seconds: float, work: Coroutine[None, None, None]) -> None:
-    """To its end, or until its time is up."""
-    try:
-        async with asyncio.timeout(seconds):
-            await work
-    except TimeoutError:
-        pass

@@ -12,6 +12,7 @@ come an hour later.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from batch_agent.scheduler.blame import EndpointHistory
@@ -24,6 +25,7 @@ from batch_agent.scheduler.refusals import Refusals
 if TYPE_CHECKING:
     from batch_agent.scheduler.endpoint import Endpoint
 
+MOST_KNOWN = 10_000  # servers that are remembered while nobody uses them
 LEARN = 0.1  # the weight of the latest answer in the seconds per turn
 
 
@@ -144,3 +146,17 @@ class Server:
     def go_down(self) -> None:
         self.capacity.restart(self.most_in_flight)
         self.most_in_flight = 0
+
+
+class KnownServers:
+    """The servers that backends of one process were opened for."""
+
+    def __init__(self) -> None:
+        self._servers: dict[tuple[str, str], Server] = {}
+
+    def server(self, name: str, key: str | None) -> Server:
+        """What is known of the server of this name. Each key is an account of its own."""
+        if len(self._servers) >= MOST_KNOWN:
+            self._servers = {each: server for each, server in self._servers.items() if server.endpoints}
+        place = name, "" if not key else blake2b(key.encode(), digest_size=8).hexdigest()
+        return self._servers.setdefault(place, Server(name))

@@ -1,7 +1,6 @@
 """Many servers and a hostfile: pools of agents and the patterns in which they work together.
 
-The vocabulary of programs that were written for ``aurora_swarm``, on this package's own connections and engine. Nothing
-here decides which server is well or what is recorded; that is ``engine``'s.
+The vocabulary of programs that were written for ``aurora_swarm``, on this package's own connections and engine.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class FailureReport(TypedDict):
 
 
 def majority_vote(responses: Sequence[Response], include_failures: bool = False) -> tuple[str, float]:
-    """The commonest answer, stripped and in lower case, and its share of the votes; the first of several."""
+    """Returns the most common answer, stripped and in lower case, and its share. Of a tie, the first."""
     votes = Counter(response.text.strip().lower() for response in _counted(responses, include_failures))
     if not votes:
         return "", 0.0
@@ -45,20 +45,20 @@ def concat(responses: Sequence[Response], separator: str = "\n", include_failure
 
 
 def best_of(responses: Sequence[Response], score_fn: Score, include_failures: bool = False) -> Response:
-    """The one with the highest score; a failed one where there is none."""
+    """Returns the response with the highest score; a failed one if there is none."""
     nothing = Response(False, "", "there is no answer to choose from")
     return max(_counted(responses, include_failures), key=score_fn, default=nothing)
 
 
 def top_k(responses: Sequence[Response], k: int, score_fn: Score, include_failures: bool = False) -> list[Response]:
-    """The best first."""
+    """Returns the ``k`` responses with the highest scores, best first."""
     return nlargest(k, _counted(responses, include_failures), key=score_fn)
 
 
 def structured_merge(
     responses: Sequence[Response], include_failures: bool = False
 ) -> tuple[list[JsonValue], list[Fault]]:
-    """The answers read as JSON, lists among them laid out flat; and those that cannot be read."""
+    """Returns the answers read as JSON, with lists flattened, and the faults of those that are not JSON."""
     merged: list[JsonValue] = []
     unread: list[Fault] = []
     for response in _counted(responses, include_failures):
@@ -76,7 +76,7 @@ def statistics(
     extract_fn: Callable[[Response], float] | None = None,
     include_failures: bool = False,
 ) -> dict[str, float]:
-    """Of the numbers that the answers are, or that ``extract_fn`` finds in them; zeros where there is none."""
+    """Returns statistics of the answers as numbers, or of those from ``extract_fn``; zeros if there are none."""
     number = extract_fn or (lambda response: float(response.text.strip()))
     values = [number(response) for response in _counted(responses, include_failures)]
     return {

@@ -1,7 +1,7 @@
-"""What servers answered, as Responses: pure.
+"""Reads servers' answers as Responses. Pure.
 
-Of a list every prompt has its place: choices are found by their ``index``, one that is missing fails alone. A list's
-usage is one sum, of which each prompt gets its share.
+The choices of a list are found by their ``index``; a prompt without one fails alone. The usage of a list is one sum,
+of which each prompt gets its share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TextOf = Callable[[JsonObject], str | None]
 
 
 def read_generated(exchange: Exchange, agent_index: int) -> Response:
-    """The answer of ``/generate``."""
+    """Reads the answer of ``/generate``."""
     try:
         document = read_object(exchange)
         text = document.get("response", document.get("text", ""))
@@ -42,7 +42,7 @@ def read_generated(exchange: Exchange, agent_index: int) -> Response:
 def read_choices(
     exchange: Exchange, agent_index: int, prompts: Sequence[str], n: int, text_of: TextOf
 ) -> list[Response]:
-    """``n`` answers for each prompt, in order."""
+    """Reads ``n`` answers for each prompt, in order."""
     try:
         document = read_object(exchange)
         choices = _by_index(document.get("choices"), exchange.faults)
@@ -61,7 +61,7 @@ def read_choices(
 
 
 def chat_text(choice: JsonObject) -> str | None:
-    """What was said; where that is nothing, what was thought."""
+    """Returns the content of a choice, or its reasoning if there is no content; None if it has no message."""
     message = choice.get("message")
     if not isinstance(message, dict):
         return None
@@ -77,7 +77,7 @@ def completion_text(choice: JsonObject) -> str | None:
 
 
 def read_object(exchange: Exchange) -> JsonObject:
-    """Raises what kept it from being one."""
+    """Returns the JSON object of an answer. Raises the BackendError of one that failed or has none."""
     if exchange.error is not None:
         raise exchange.error
     try:
@@ -100,7 +100,7 @@ def read_usage(value: JsonValue) -> Usage | None:
 
 
 def indexed(items: JsonValue, what: str, faults: Faults) -> dict[int, JsonObject]:
-    """The entries of a list under their ``index``; under their place where they have none."""
+    """Returns the entries of a list by their ``index``, or by their place if they have none."""
     if not isinstance(items, list):
         raise faults.bad(f"the answer has no {what}")
     found: dict[int, JsonObject] = {}
@@ -135,7 +135,7 @@ def _read_choice(choice: JsonObject | None, exchange: Exchange, text_of: TextOf)
 
 
 def _share(usage: Usage | None, prompts: Sequence[str], responses: Sequence[Response]) -> None:
-    """Prompt tokens by the length of the prompts, completion tokens by that of the texts; nothing is lost between."""
+    """Divides prompt tokens by the prompts' lengths and completion tokens by the texts' lengths. Sums stay exact."""
     if usage is None:
         return
     asked = _shares(usage.prompt_tokens, [len(prompt) for prompt in prompts])

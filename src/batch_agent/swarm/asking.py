@@ -1,7 +1,6 @@
-"""How a call asks: everything that a pool or a pattern takes beyond its prompts, checked before anything is sent. Pure.
+"""The options of a call: what a pool or a pattern takes beside its prompts, checked before anything is sent. Pure.
 
-``Options`` are the names for users and type checkers, ``Asking`` is what they say when all of it is put together: the
-pool's own, and the call's over it.
+``Options`` are the names for users and type checkers. ``Asking`` is the pool's options with the call's over them.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import OutputError, SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.outputs.validate import parse_output
+from batch_agent.swarm.checks import above_zero, whole
 from batch_agent.swarm.response import Response
 
 Dispatch = Literal["round_robin", "balanced"]
@@ -27,7 +27,7 @@ OWN_FIELDS = frozenset(("model", "messages", "prompt", "max_tokens", "stream"))
 
 
 class Options(TypedDict, total=False):
-    """What a pool, its calls and the patterns take by name; docs/swarm.md says what each does."""
+    """What a pool, its calls and the patterns take by name; docs/swarm.md describes each."""
 
     dispatch: Dispatch
     chat: bool
@@ -67,7 +67,7 @@ class Asking:
     inflight: int | None = None
 
     def having(self, options: Mapping[str, object]) -> Asking:
-        """With what a call says over it. SpecError for what cannot be meant."""
+        """Returns these options with those of a call over them. SpecError for a wrong one."""
         if not options:
             return self
         known = [each.name for each in fields(self)]
@@ -82,17 +82,19 @@ class Asking:
     def _check(self) -> None:
         if self.dispatch not in ("round_robin", "balanced"):
             raise SpecError(f"dispatch is {self.dispatch!r}: it is round_robin or balanced")
-        if type(self.n) is not int or self.n < 1:
-            raise SpecError(f"n is {self.n!r}: give a whole number of samples, 1 or more")
-        if self.deadline is not None and not self.deadline > 0:
-            raise SpecError(f"deadline is {self.deadline!r}: give seconds above 0")
+        whole("n", self.n)
+        for name in ("deadline", "hedge"):
+            if getattr(self, name) is not None:
+                above_zero(name, getattr(self, name))
+        if self.inflight is not None:
+            whole("inflight", self.inflight)
         for name in ("affinity", "hedge", "inflight"):
             if getattr(self, name) is not None and self.dispatch != "balanced":
                 raise SpecError(f"{name} is about where a prompt goes: it needs dispatch='balanced'")
-        if self.inflight is not None and (type(self.inflight) is not int or self.inflight < 1):
-            raise SpecError(f"inflight is {self.inflight!r}: give a whole number of requests above 0")
         if self.on_result is not None and not callable(self.on_result):
             raise SpecError("on_result is not a function")
+        if not isinstance(self.extra_body, Mapping):
+            raise SpecError(f"extra_body is {self.extra_body!r}: give a mapping of fields to values")
         if taken := sorted(OWN_FIELDS & self.extra_body.keys()):
             raise SpecError(f"extra_body cannot set {taken[0]!r}: it is what a request is made of")
 
@@ -100,7 +102,7 @@ class Asking:
         return self.seed if isinstance(self.seed, int) or self.seed is None else self.seed[index]
 
     def check_lengths(self, prompts: int) -> None:
-        """What is given for each prompt is there for each."""
+        """Checks that options with a value for each prompt have as many."""
         if isinstance(self.seed, Sequence) and len(self.seed) != prompts:
             raise SpecError(f"seed has {len(self.seed)} numbers for {prompts} prompts: give one, or one for each")
         if self.affinity is not None and (isinstance(self.affinity, str) or len(self.affinity) != prompts):
@@ -108,16 +110,16 @@ class Asking:
 
     @property
     def is_chat(self) -> bool:
-        """Whether a list goes through the chat template; a system prompt has its place nowhere else."""
+        """Whether a list goes through the chat template. A system prompt needs it."""
         return self.chat or self.system is not None
 
     @property
     def runs(self) -> bool:
-        """Whether the engine does it: to find the best place for each prompt, or to record them."""
+        """Whether the call is a run of the engine: to balance its prompts, or to record them."""
         return self.dispatch == "balanced" or self.run_dir is not None
 
     def alone(self, index: int) -> Asking:
-        """How one prompt of a call is asked: with its own seed, and without what concerns the whole call."""
+        """Returns the options of one prompt: with its own seed, and without those of the whole call."""
         if self == _PLAIN:
             return self
         return replace(
@@ -133,12 +135,12 @@ class Asking:
         )
 
     def sample(self, index: int, sample: int) -> Asking:
-        """How one of the answers to a prompt is asked for by itself; each has a seed of its own, where there is one."""
+        """Returns the options of one of the ``n`` answers to a prompt. Each has a seed of its own, if there is one."""
         own = replace(self.alone(index), n=1)
         return replace(own, seed=own.seed + sample) if isinstance(own.seed, int) and sample else own
 
     def row(self, prompt: str, index: int, sample: int) -> JsonObject:
-        """The same answer as a row of a run: what tells it from others."""
+        """Returns the row of a run for one answer: what it depends on beside the options of the call."""
         row: JsonObject = {"prompt": mended(prompt)}
         if self.seed is not None:
             row["seed"] = self.seed_of(index)
@@ -150,7 +152,7 @@ class Asking:
         return cast(Options, {each.name: getattr(self, each.name) for each in fields(self)})
 
     def fields(self) -> JsonObject:
-        """What a request body has beyond its prompt and its budget: nothing, unless something was asked for."""
+        """Returns the fields of a request body beside its prompt and its budget: those that were asked for."""
         assert self.seed is None or isinstance(self.seed, int)
         named: JsonObject = {
             "temperature": self.temperature,
@@ -166,7 +168,7 @@ class Asking:
         return {name: value for name, value in named.items() if value is not None} | dict(self.extra_body)
 
     def read(self, response: Response) -> Response:
-        """The answer with its value, where a schema was given; a failed one where it has none."""
+        """Returns the response with its parsed value, or as a failed one, if a schema was given."""
         if self.schema is None or not response.success:
             return response
         try:

@@ -1,52 +1,56 @@
-"""How many tokens an answer may have: by the context of the server that is asked and the prompt it is for."""
+"""How many tokens an answer may have, by the context of its server and the length of its prompt."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Mapping
+from math import inf
 
-from batch_agent.errors import BackendError, SpecError, Timeout
-from batch_agent.swarm.answers import read_object
+from batch_agent.backends.openai.model_list import read_entries
+from batch_agent.errors import SpecError, Timeout
+from batch_agent.swarm.checks import above_zero
 from batch_agent.swarm.lines import Line, Lines
 
 DEFAULT_TOKENS = 512
-DEFAULT_CONTEXT = 131_072  # tokens, of a server that does not say
+DEFAULT_CONTEXT = 131_072  # tokens, of a server that does not tell
 DEFAULT_PER_SEQUENCE = 60.0
 LEAST_TOKENS = 128
 CHARACTERS_PER_TOKEN = 4
 LONGEST_QUESTION = 10.0  # seconds
-QUESTION_SHARE = 0.25  # of a request's time, at most: the rest is for the answer, whether the server told or not
+QUESTION_SHARE = 0.25  # of a request's time that the question for the context may take
 
 
 def from_environment(given: float | None, name: str, environ: Mapping[str, str] = os.environ) -> float | None:
-    """An argument, else a variable's number; None where there is neither."""
-    text = (environ.get(name) or "").strip()
+    """Returns an argument, or the number of its ``AURORA_SWARM_…`` variable; None if neither is given."""
+    variable = f"AURORA_SWARM_{name.upper()}"
+    text = (environ.get(variable) or "").strip()
     if given is None and text:
         try:
             given = float(text)
         except ValueError:
-            raise SpecError(f"{name} is {text!r}: give it a number") from None
-    if given is not None and not 0 < given < float("inf"):
-        raise SpecError(f"{name.removeprefix('AURORA_SWARM_').lower()} is {given:g}: give a number above 0")
+            raise SpecError(f"{variable} is {text!r}: give it a number") from None
+    if given is not None and above_zero(name, given, "a number") == inf:
+        raise SpecError(f"{name} is {given:g}: give a finite number")
     return given
 
 
-def whole(given: int | None, name: str) -> int | None:
+def whole_from_environment(given: int | None, name: str) -> int | None:
+    """The same for a whole number."""
     number = from_environment(given, name)
     if number is not None and number != int(number):
-        raise SpecError(f"{name.removeprefix('AURORA_SWARM_').lower()} is {number:g}: give a whole number")
+        raise SpecError(f"{name} is {number:g}: give a whole number")
     return None if number is None else int(number)
 
 
 def answer_tokens(most: int, context: int, characters: int, buffer: int) -> int:
-    """What the context leaves beside the prompt, a token being taken for four characters."""
+    """Returns the tokens that the context leaves beside the prompt, at most ``most``."""
     return min(most, max(LEAST_TOKENS, context - characters // CHARACTERS_PER_TOKEN - buffer))
 
 
 async def context_of(line: Line, lines: Lines, model: str, limit: float) -> int:
-    """The context of a server in tokens, asked for once, however many want to know. One that could not be reached is
-    asked again by the next who wants to know; one that does not say, or not in time, is not."""
+    """Returns the context of a server in tokens. It is asked once for all that want it at the same time, and again
+    after it was unreachable. A server that does not tell, or not in time, is not asked again."""
     if isinstance(line.context, int):
         return line.context
     if line.context is None or line.context.get_loop() is not asyncio.get_running_loop():
@@ -58,15 +62,14 @@ async def context_of(line: Line, lines: Lines, model: str, limit: float) -> int:
 
 
 async def _ask(line: Line, lines: Lines, model: str, limit: float) -> int | None:
+    """Returns None if the server was unreachable."""
     exchange = await lines.ask(line, "/v1/models", None, limit, tries=1)
-    try:
-        cards = read_object(exchange).get("data")
-    except BackendError as error:
-        silent = isinstance(error, Timeout) and not error.unreached
-        return DEFAULT_CONTEXT if error.status is not None or exchange.error is None or silent else None
-    found = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
-    named = [card for card in found if card.get("id") == model] or (found if len(found) == 1 else [])
-    length = named[0].get("max_model_len") if named else None
+    if exchange.error is not None:
+        silent = isinstance(exchange.error, Timeout) and not exchange.error.unreached
+        return DEFAULT_CONTEXT if exchange.error.status is not None or silent else None
+    entries = read_entries(exchange.body) or {}
+    entry = entries.get(model) or (next(iter(entries.values())) if len(entries) == 1 else {})
+    length = entry.get("max_model_len")
     return length if type(length) is int and length > 0 else DEFAULT_CONTEXT
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-from batch_agent.errors import BackendError, Rejected, SpecError
+from batch_agent.errors import BackendError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import indexed, read_object
+from batch_agent.swarm.checks import whole
 from batch_agent.swarm.lines import Exchange, Lines
 from batch_agent.swarm.lists import Item, halves
 from batch_agent.swarm.members import Members, texts_of
@@ -38,27 +39,23 @@ class EmbeddingPool(Members):
         *,
         api_key: str | None = None,
     ) -> None:
-        super().__init__(endpoints, Lines(concurrency, max(concurrency, CONNECTIONS), api_key), timeout)
+        super().__init__(
+            endpoints, Lines(concurrency, max(whole("concurrency", concurrency), CONNECTIONS), api_key), timeout
+        )
         self._model = model
 
     async def embed_one(self, agent_index: int, text: str) -> EmbeddingResponse:
         found: dict[int, EmbeddingResponse] = {}
-        self._check_not_empty()
         await self._embed(agent_index, [(0, text)], found)
         return found[0]
 
     async def embed_all(self, texts: Sequence[str], batch_size: int = 1) -> list[EmbeddingResponse]:
-        """Text i by agent i mod size, in the order of the texts; ``batch_size`` is how many of an agent's texts go out
-        in one request."""
-        if type(batch_size) is not int or batch_size < 1:
-            raise SpecError(f"batch_size is {batch_size!r}: give a whole number above 0")
-        texts = texts_of(texts, "texts")
-        if not texts:
-            return []
-        self._check_not_empty()
+        """Returns the embeddings in the order of the texts. Text i goes to agent i mod size; ``batch_size`` of an
+        agent's texts go out in one request."""
+        batch_size, texts = whole("batch_size", batch_size), texts_of(texts, "texts")
         groups: defaultdict[int, list[Item]] = defaultdict(list)
         for index, text in enumerate(texts):
-            groups[index % self.size].append((index, text))
+            groups[self.turn(index)].append((index, text))
         found: dict[int, EmbeddingResponse] = {}
         await asyncio.gather(
             *(
@@ -70,10 +67,9 @@ class EmbeddingPool(Members):
         return [found[index] for index in range(len(texts))]
 
     async def _embed(self, agent_index: int, items: Sequence[Item], found: dict[int, EmbeddingResponse]) -> None:
-        """A list that is refused is split, so that a text which cannot be embedded fails alone."""
-        if not 0 <= agent_index < self.size:
-            error = Rejected(f"there is no agent {agent_index}: the pool has {self.size}, counted from 0")
-            found.update({index: _failed(error, agent_index) for index, _ in items})
+        """Splits a list that is refused, so that a text which cannot be embedded fails alone."""
+        if missing := self._missing(agent_index):
+            found.update({index: _failed(missing, agent_index) for index, _ in items})
             return
         body: JsonObject = {"model": self._model, "input": [text for _, text in items]}
         exchange = await self._net.ask(self._lines[agent_index], "/v1/embeddings", body, self._timeout)

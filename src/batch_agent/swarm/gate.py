@@ -1,7 +1,7 @@
-"""How many requests of a pool and its sub-pools are on their way at once, shared fairly between servers.
+"""Bounds the requests in flight of a pool and its sub-pools, and shares them fairly between servers.
 
-A free slot goes to the server that has the fewest requests on their way. One that hangs therefore holds its share and
-no more, whatever waits for it.
+A free slot goes to the server with the fewest requests in flight. A server that hangs therefore holds no more than its
+share, however many requests wait for it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Gate:
     def __init__(self, limit: int) -> None:
         self._free = limit
         self._lanes: dict[Hashable, _Lane] = {}
-        # Lanes that somebody waits in, by what they have on their way; one that has changed since is passed over.
+        # Lanes with waiters, by their requests in flight. An entry whose number has changed since is passed over.
         self._queue: list[tuple[int, int, _Lane]] = []
         self._number = count()
 
     @asynccontextmanager
     async def hold(self, server: Hashable) -> AsyncIterator[None]:
-        """One slot, for one request. Timeout where the server was given up meanwhile."""
+        """Holds one slot for one request. Timeout if the server was given up meanwhile."""
         lane = self._lanes.get(server)
         if lane is None:
             lane = self._lanes[server] = _Lane()
@@ -50,7 +50,7 @@ class Gate:
             self._grant()
 
     def give_up(self, server: Hashable, why: str) -> None:
-        """Whoever waits to ask this server need not: it did not answer those before them."""
+        """Fails all requests that wait for this server: it did not answer those before them."""
         lane = self._lanes[server]
         for waiter in lane.waiting:
             if not waiter.done():

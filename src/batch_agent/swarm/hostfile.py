@@ -1,4 +1,4 @@
-"""Addresses, under the name that programs for swarms import them by; they are the fleet's."""
+"""The fleet's addresses, under the module name that programs for swarms import."""
 
 from __future__ import annotations
 

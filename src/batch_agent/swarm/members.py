@@ -1,7 +1,7 @@
 """The servers of a pool, and the sub-pools that are made of them.
 
-A sub-pool counts its servers from 0 and shares everything else with the pool that it came from: connections, the bound
-on requests, what is known of each server. Closing the pool closes them; leaving a sub-pool closes nothing.
+A sub-pool counts its servers from 0 and shares everything else with its pool: connections, the bound on requests, what
+is known of each server. Closing the pool closes them; leaving a sub-pool closes nothing.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
-from batch_agent.errors import SpecError
+from batch_agent.errors import Rejected, SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint
+from batch_agent.swarm.checks import above_zero, whole
 from batch_agent.swarm.lines import Line, Lines
 
 
 class Members:
     def __init__(self, endpoints: Sequence[AgentEndpoint | tuple[str, int]], lines: Lines, timeout: float) -> None:
-        if not timeout > 0:
-            raise SpecError(f"timeout is {timeout!r}: give seconds above 0")
         self._net = lines
         self._lines = [lines.line(_endpoint(given)) for given in endpoints]
-        self._timeout = timeout
+        self._timeout = above_zero("timeout", timeout)
         self._owns = True  # False: a sub-pool
 
     @property
@@ -42,12 +41,12 @@ class Members:
         return self._part(line for line in self._lines if line.endpoint.tags.get(key) == value)
 
     def sample(self, n: int) -> Self:
-        """So many, chosen at random; all of them where there are no more."""
-        return self._part(random.sample(self._lines, min(max(n, 0), self.size)))
+        """Returns a pool of ``n`` agents chosen at random, or of all if there are fewer."""
+        return self._part(random.sample(self._lines, min(max(whole("n", n, None), 0), self.size)))
 
     def select(self, indices: Sequence[int]) -> Self:
         for index in indices:
-            if not -self.size <= index < self.size:
+            if not -self.size <= whole("an index", index, None) < self.size:
                 raise SpecError(f"there is no agent {index}: the pool has {self.size}, counted from 0")
         return self._part(self._lines[index] for index in indices)
 
@@ -60,9 +59,20 @@ class Members:
         part._owns = False
         return part
 
-    def _check_not_empty(self) -> None:
-        if not self._lines:
-            raise SpecError("the pool has no agents: is the hostfile empty, or does no endpoint have that tag?")
+    def url(self, agent_index: int) -> str:
+        return self._lines[agent_index].endpoint.url
+
+    def turn(self, index: int) -> int:
+        """Returns the agent whose turn it is; -1 if the pool has none."""
+        return index % self.size if self.size else -1
+
+    def _missing(self, agent_index: int) -> Rejected | None:
+        """Returns why there is no such agent; None if there is."""
+        if 0 <= whole("agent_index", agent_index, None) < self.size:
+            return None
+        if not self.size:
+            return Rejected("the pool has no agents: is the hostfile empty, or does no endpoint have that tag?")
+        return Rejected(f"there is no agent {agent_index}: the pool has {self.size}, counted from 0")
 
     async def close(self) -> None:
         if self._owns:
@@ -79,7 +89,7 @@ class Members:
 
 
 def texts_of(given: Iterable[str], what: str = "prompts") -> list[str]:
-    """Of a list, or of a column of a table. SpecError for one text in its place, and for what is no text."""
+    """Returns the texts of a list or of a table's column. SpecError for a single text, and for what is no text."""
     if isinstance(given, str):
         raise SpecError(f"{what} is one text: give a list of them")
     found = list(given)
@@ -90,7 +100,7 @@ def texts_of(given: Iterable[str], what: str = "prompts") -> list[str]:
 
 
 def _endpoint(given: AgentEndpoint | tuple[str, int]) -> AgentEndpoint:
-    """SpecError for what no request could be sent to, before one is."""
+    """Returns the endpoint. SpecError for an address that no request could be sent to."""
     try:
         host, port = (given.host, given.port) if isinstance(given, AgentEndpoint) else given
         usable = bool(host) and 0 < int(port) < 65536

@@ -1,7 +1,7 @@
-"""AgentPool: prompts to many servers that answer ``/generate``, each to the one whose turn it is.
+"""AgentPool: sends prompts to many servers that answer ``/generate``.
 
-Prompt i goes to agent i mod size, and the answers come in the order of the prompts: programs count on both. Whatever is
-asked for by name (``asking.Options``) changes that for one call, or for the pool.
+Prompt i goes to agent i mod size, and responses are in the order of the prompts: programs count on both. Options
+(``asking.Options``) change that for one call, or for the pool.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Protocol, Unpack
+from dataclasses import replace
+from typing import Unpack
 
-from batch_agent.errors import Rejected, SpecError
+from batch_agent.backends.base import Probe
+from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import read_generated
@@ -20,16 +21,10 @@ from batch_agent.swarm.asking import Asking, Options
 from batch_agent.swarm.lines import TRIES, Lines
 from batch_agent.swarm.members import Members, texts_of
 from batch_agent.swarm.response import Response
-from batch_agent.swarm.run import scatter_run
+from batch_agent.swarm.run import AskOne, Call
 from batch_agent.swarm.scatter import Scatter, Sink
 
 __all__ = ["AgentPool", "Response"]
-
-
-class AskOne(Protocol):
-    async def __call__(
-        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int
-    ) -> list[Response]: ...
 
 
 class AgentPool(Members):
@@ -53,23 +48,22 @@ class AgentPool(Members):
 
     @property
     def answer_tokens(self) -> int | None:
-        """The most tokens of an answer; None where the wire has no budgets."""
+        """The most tokens of an answer; None if the wire has no budgets."""
         return None
 
     @property
     def aggregation_tokens(self) -> int | None:
-        """The same of an answer that sums others up."""
+        """The same for an answer that sums up others."""
         return None
 
     async def post(
         self, agent_index: int, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]
     ) -> Response:
-        """One prompt to one agent. The other calls ask through this one, so a pool may answer in its own way."""
+        """Sends one prompt to one agent. The other calls go through this one, so that a subclass may override it."""
         if options.get("n", 1) != 1:
             raise SpecError("post gives one answer: n is for calls that give a list")
         asking = replace(self._asking, n=1).having(options)
-        self._check_not_empty()
-        scatter = Scatter(len(texts_of([prompt])), self.size, asking)
+        scatter = Scatter(len(texts_of([prompt])), self.turn, asking)
         if asking.deadline is None and asking.on_result is None:
             await self._answer(scatter, agent_index, prompt, max_tokens, asking)
             (response,) = scatter.responses
@@ -81,28 +75,27 @@ class AgentPool(Members):
     async def send_all(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
-        """All at once, prompt i to agent i mod size; answers in the order of the prompts."""
+        """Sends all prompts at once, prompt i to agent i mod size; responses in the order of the prompts."""
         return await self._send_all(prompts, max_tokens, options)
 
     async def send_all_batched(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
-        """Here the same: ``/generate`` takes one prompt."""
+        """The same as ``send_all``: ``/generate`` takes one prompt."""
         return await self._send_all(prompts, max_tokens, options)
 
     async def broadcast_prompt(
         self, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
-        """The prompt to every agent, once."""
-        self._check_not_empty()
+        """Sends the prompt to every agent once."""
         placed: Options = {**options, "dispatch": "round_robin", "affinity": None, "hedge": None, "inflight": None}
         return await self._send_all([prompt] * self.size, max_tokens, placed)
 
     async def as_completed(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Response, None]:
-        """As ``send_all``, each answer as it comes; its ``index`` says which prompt it is for. Leaving the loop cancels
-        what is left."""
+        """Yields the responses of ``send_all`` as they come; ``index`` is the number of the prompt. Leaving the loop
+        cancels the rest."""
         ready: asyncio.Queue[Response | None] = asyncio.Queue()
         task = asyncio.get_running_loop().create_task(self._send_all(prompts, max_tokens, options, ready.put_nowait))
         task.add_done_callback(lambda _: ready.put_nowait(None))
@@ -122,7 +115,7 @@ class AgentPool(Members):
         if not prompts:
             return []
         scatter = self._scatter(prompts, asking, sink)
-        if asking.runs:
+        if asking.runs and self.size:
             return await scatter.run([self._run(prompts, max_tokens, asking, scatter, self.ask, self._path)])
         return await scatter.run(
             self._one(scatter, index, prompt, max_tokens, asking) for index, prompt in enumerate(prompts)
@@ -131,32 +124,29 @@ class AgentPool(Members):
     async def _run(
         self, prompts: Sequence[str], max_tokens: int | None, asking: Asking, scatter: Scatter, ask: AskOne, path: str
     ) -> None:
-        """All of it as a run of the engine, which tries again elsewhere what fails at one server."""
-        rows = [asking.row(prompt, index, sample) for index, prompt in enumerate(prompts) for sample in range(asking.n)]
-        call = _Call(self, ask, prompts, max_tokens, asking)
+        """Does the call as a run of the engine, which tries elsewhere what fails at one server."""
         facts = {"path": path, **self._facts(max_tokens, asking)}
-        await scatter_run(call, rows, facts, asking, scatter)
+        await Call(self, ask, prompts, max_tokens, asking, facts).run(scatter)
 
-    async def knock(self, agent_index: int) -> None:
-        """Is it there? A BackendError where it is not; whatever it answers will do."""
+    async def probe(self, agent_index: int) -> Probe:
+        """Returns whether the agent is there. Any answer will do."""
         exchange = await self._net.ask(self._lines[agent_index], "/v1/models", None, self._timeout, tries=1)
-        if exchange.error is not None and exchange.error.status is None:
-            raise exchange.error
+        down = exchange.error is not None and exchange.error.status is None
+        return Probe("down", str(exchange.error)) if down else Probe("up")
 
     def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
-        """What an answer depends on beside its prompt and its seed."""
+        """Returns what an answer depends on beside its prompt and its seed."""
         return replace(asking, seed=None).fields()
 
     def _scatter(self, prompts: Sequence[str], asking: Asking, sink: Sink | None = None) -> Scatter:
-        self._check_not_empty()
         asking.check_lengths(len(prompts))
-        return Scatter(len(prompts), self.size, asking, sink)
+        return Scatter(len(prompts), self.turn, asking, sink)
 
     async def _one(self, scatter: Scatter, index: int, prompt: str, max_tokens: int | None, asking: Asking) -> None:
-        agent_index, own = index % self.size, asking.alone(index)
+        agent_index, own = self.turn(index), asking.alone(index)
         if asking.n > 1:
             responses = await self.ask(agent_index, prompt, max_tokens, own)
-        elif own is asking:  # nothing was asked for by name
+        elif own is asking:  # no options: a subclass may take none
             responses = [await self.post(agent_index, prompt, *([] if max_tokens is None else [max_tokens]))]
         else:
             responses = [await self.post(agent_index, prompt, max_tokens, **own.options())]
@@ -170,49 +160,13 @@ class AgentPool(Members):
     async def ask(
         self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int = TRIES
     ) -> list[Response]:
-        """The answers to one prompt, ``asking.n`` of them, over this pool's wire. ``/generate`` has no budget."""
+        """Returns ``asking.n`` answers to one prompt, over this pool's wire. ``/generate`` has no budget."""
         if asking.chat or asking.system is not None:
             raise SpecError("/generate has no chat and no system prompt: use a VLLMPool")
-        if not 0 <= agent_index < self.size:
-            return [self._no_such_agent(agent_index) for _ in range(asking.n)]
+        if missing := self._missing(agent_index):
+            return [Response.failed(missing, agent_index) for _ in range(asking.n)]
         line, body = self._lines[agent_index], {"prompt": prompt, **replace(asking, n=1).fields()}
         exchanges = await asyncio.gather(
             *(self._net.ask(line, self._path, body, self._timeout, tries=tries) for _ in range(asking.n))
         )
         return [asking.read(read_generated(exchange, agent_index)) for exchange in exchanges]
-
-    def _no_such_agent(self, agent_index: int) -> Response:
-        said = f"there is no agent {agent_index}: the pool has {self.size}, counted from 0"
-        return Response.failed(Rejected(said), agent_index)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call over many prompts, as a run sees it: every row is one answer."""
-
-    pool: AgentPool
-    one: AskOne
-    prompts: Sequence[str]
-    max_tokens: int | None
-    asking: Asking
-
-    @property
-    def size(self) -> int:
-        return self.pool.size
-
-    def name(self, agent_index: int) -> str:
-        return self.pool._lines[agent_index].endpoint.url
-
-    def home(self, row: int) -> int:
-        return row // self.asking.n % self.pool.size
-
-    async def ask(self, agent_index: int, row: int) -> Response:
-        index, sample = divmod(row, self.asking.n)
-        own = self.asking.sample(index, sample)
-        # Balanced, it is the engine that tries again, and elsewhere.
-        tries = 1 if self.asking.dispatch == "balanced" else TRIES
-        (response,) = await self.one(agent_index, self.prompts[index], self.max_tokens, own, tries=tries)
-        return response
-
-    async def knock(self, agent_index: int) -> None:
-        await self.pool.knock(agent_index)

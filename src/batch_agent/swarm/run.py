@@ -1,15 +1,15 @@
-"""A scatter as a run of the engine: for ``dispatch="balanced"``, and for ``run_dir=``.
+"""A call as a run of the engine: for ``dispatch="balanced"``, and for ``run_dir=``.
 
-Each answer that is wanted is a row. Where it goes, what becomes of it when its server dies, what is recorded and what a
-resumed call finds again is the engine's part; the words on the wire are the pool's own. A row that the record has is
-not asked again.
+Each wanted answer is a row. The engine places, moves, records and resumes rows; the pool writes the requests. A row
+that is in the record is not asked again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import orjson
 
@@ -17,89 +17,101 @@ from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToo
 from batch_agent.engine.agent.context import AgentContext
 from batch_agent.engine.run.prepare import prepare
 from batch_agent.engine.run.run import Run
-from batch_agent.errors import BackendError, JobError, RunRejected, RunUnreachable, Unavailable
+from batch_agent.errors import JobError, RunRejected, RunUnreachable, Unavailable
 from batch_agent.fleet.backend import Fleet
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.spec import BatchSpec
 from batch_agent.swarm.asking import Asking
+from batch_agent.swarm.lines import TRIES
 from batch_agent.swarm.response import Response
 from batch_agent.swarm.scatter import Scatter
 
-MODEL = "swarm"  # to the engine; what the servers are asked for is the pool's to say
+if TYPE_CHECKING:
+    from batch_agent.swarm.pool import AgentPool
+
+MODEL = "swarm"  # for the engine; the pool names the model in its requests
 # A server gets its part of a small scatter in so many helpings, so that what a slow one has not begun can go elsewhere.
 HELPINGS = 8
-SMALLEST, LARGEST = 4, 64  # requests; where a helping would be larger, the engine finds the right number
+SMALLEST, LARGEST = 4, 64  # requests of a helping; for a larger one the engine finds the number
 
 
-class Seats(Protocol):
-    """A pool, as a run sees it."""
+class AskOne(Protocol):
+    async def __call__(
+        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int
+    ) -> list[Response]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call over many prompts. Each prompt has ``asking.n`` rows. ``facts`` are what answers depend on beside their
+    rows: answers that were recorded with other facts are not used."""
+
+    pool: AgentPool
+    ask: AskOne
+    prompts: Sequence[str]
+    max_tokens: int | None
+    asking: Asking
+    facts: JsonObject
 
     @property
-    def size(self) -> int: ...
-
-    def name(self, agent_index: int) -> str:
-        """Its address: keys stay with it whoever else comes or goes."""
-        ...
+    def is_balanced(self) -> bool:
+        return self.asking.dispatch == "balanced"
 
     def home(self, row: int) -> int:
-        """The agent whose turn it is."""
-        ...
+        """Returns the agent whose turn it is."""
+        return self.pool.turn(row // self.asking.n)
 
-    def ask(self, agent_index: int, row: int) -> Awaitable[Response]: ...
+    async def answer(self, agent_index: int, row: int) -> Response:
+        index, sample = divmod(row, self.asking.n)
+        own = self.asking.sample(index, sample)
+        tries = 1 if self.is_balanced else TRIES  # in a balanced call the engine tries again, and elsewhere
+        (response,) = await self.ask(agent_index, self.prompts[index], self.max_tokens, own, tries=tries)
+        return response
 
-    def knock(self, agent_index: int) -> Awaitable[None]:
-        """A BackendError where the agent is not there."""
-        ...
+    async def run(self, scatter: Scatter) -> None:
+        """Puts an answer for each row."""
+        asking, n = self.asking, self.asking.n
+        rows = [asking.row(prompt, index, sample) for index, prompt in enumerate(self.prompts) for sample in range(n)]
+        spec = BatchSpec(
+            task="{prompt}",
+            inputs=rows,
+            backend=self._backend(len(rows)),
+            model=MODEL,
+            extra_body={"swarm": self.facts},
+            no_hoist=True,
+            timeout_per_turn=None,
+            affinity=None if asking.affinity is None else "affinity",
+            hedge=asking.hedge,
+            run_dir=asking.run_dir,
+            resume=asking.run_dir is not None,
+        )
+        left = set(range(len(rows)))
+        why = "the run ended before this prompt was done"
+        try:
+            async with Run[object](prepare(spec), worker=_answer) as run:
+                async for result in run.results():
+                    left.discard(result.index)
+                    response = _response(result, -1 if self.is_balanced else self.home(result.index))
+                    await scatter.put(result.index // n, [asking.read(response)], result.index % n)
+        except (RunRejected, RunUnreachable) as error:
+            why = str(error)
+        for row in sorted(left):
+            await scatter.put(row // n, [Response.failed(Unavailable(why))], row % n)
 
-
-async def scatter_run(
-    seats: Seats, rows: Sequence[JsonObject], facts: JsonObject, asking: Asking, scatter: Scatter
-) -> None:
-    """Puts an answer for each row, of which every prompt has ``n``. ``facts`` are what answers depend on beside their
-    rows: one that was recorded under others is not taken for one of these."""
-    spec = BatchSpec(
-        task="{prompt}",
-        inputs=rows,
-        backend=_backend(seats, len(rows), asking),
-        model=MODEL,
-        extra_body={"swarm": facts},
-        no_hoist=True,
-        timeout_per_turn=None,
-        affinity=None if asking.affinity is None else "affinity",
-        hedge=asking.hedge,
-        run_dir=asking.run_dir,
-        resume=asking.run_dir is not None,
-    )
-    balanced = asking.dispatch == "balanced"
-    left = set(range(len(rows)))
-    why = "the run ended before this prompt was done"
-    try:
-        async with Run[object](prepare(spec), worker=_answer) as run:
-            async for result in run.results():
-                left.discard(result.index)
-                response = asking.read(_response(result, -1 if balanced else seats.home(result.index)))
-                await scatter.put(result.index // asking.n, [response], result.index % asking.n)
-    except (RunRejected, RunUnreachable) as error:
-        why = str(error)
-    for place in sorted(left):
-        await scatter.put(place // asking.n, [Response.failed(Unavailable(why))], place % asking.n)
-
-
-def _backend(seats: Seats, rows: int, asking: Asking) -> Backend:
-    able = Capabilities(streaming=False)
-    if asking.dispatch != "balanced":
-        return _Seat(seats, None, able)
-    helping = asking.inflight
-    if helping is None and asking.affinity is None:  # else what has its home there would be sent away
-        helping = max(SMALLEST, ceil(rows / seats.size / HELPINGS))
-    if helping is not None and (helping < LARGEST or asking.inflight is not None):
-        able = Capabilities(streaming=False, default_inflight=helping)
-    return Fleet([_Seat(seats, place, able) for place in range(seats.size)], name=f"swarm of {seats.size}")
+    def _backend(self, rows: int) -> Backend:
+        able, size, helping = Capabilities(streaming=False), self.pool.size, self.asking.inflight
+        if not self.is_balanced:
+            return _Seat(self, None, able)
+        if helping is None and self.asking.affinity is None:  # a small number would send keys away from their home
+            helping = max(SMALLEST, ceil(rows / size / HELPINGS))
+        if helping is not None and (helping < LARGEST or self.asking.inflight is not None):
+            able = Capabilities(streaming=False, default_inflight=helping)
+        return Fleet([_Seat(self, place, able) for place in range(size)], name=f"swarm of {size}")
 
 
 async def _answer(row: object, context: AgentContext) -> object:
-    """The one turn of a row. What came with the answer is part of it, so that a record holds it too."""
+    """Returns the answer with all that came with it, so that a record holds that too."""
     value: object = orjson.loads((await context.ask()).text)
     return value
 
@@ -113,17 +125,17 @@ def _response(result: AgentResult[object], home: int) -> Response:
 
 
 class _Seat(Backend):
-    """One agent as a backend, whose faults are the engine's to see to. Without a ``place`` it is all of them: each row
-    goes where its number says, and what fails there has failed."""
+    """One agent as a backend; the engine handles its faults. Without a ``place`` it is all agents: each row goes to its
+    own, and what fails there has failed."""
 
-    def __init__(self, seats: Seats, place: int | None, capabilities: Capabilities) -> None:
-        self._seats = seats
-        self._place = place
-        self._capabilities = capabilities
+    def __init__(self, call: Call, place: int | None, capabilities: Capabilities) -> None:
+        self._call, self._place, self._capabilities = call, place, capabilities
 
     @property
     def name(self) -> str:
-        return f"swarm of {self._seats.size}" if self._place is None else self._seats.name(self._place)
+        """The agent's address: keys stay with it when other agents come or go."""
+        pool = self._call.pool
+        return f"swarm of {pool.size}" if self._place is None else pool.url(self._place)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -133,17 +145,11 @@ class _Seat(Backend):
         return [MODEL]
 
     async def probe(self, endpoint: str = "") -> Probe:
-        if self._place is None:
-            return Probe("unknown")
-        try:
-            await self._seats.knock(self._place)
-        except BackendError as error:
-            return Probe("down", str(error))
-        return Probe("up")
+        return Probe("unknown") if self._place is None else await self._call.pool.probe(self._place)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        place = self._seats.home(request.agent) if self._place is None else self._place
-        response = await self._seats.ask(place, request.agent)
+        place = self._call.home(request.agent) if self._place is None else self._place
+        response = await self._call.answer(place, request.agent)
         if response.fault is not None:
             raise JobError(str(response.error)) if self._place is None else response.fault
         said = {"text": response.text, "finish_reason": response.finish_reason, "agent_index": place}

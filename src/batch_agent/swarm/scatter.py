@@ -1,4 +1,4 @@
-"""One call over many prompts: every answer in its place, told of as it comes, until all are there or time is up."""
+"""One call over many prompts: collects the responses in their order, until all are there or the deadline has passed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ Sink = Callable[[Response], object]
 
 
 class Scatter:
-    """``n`` answers for each prompt, one behind the other; ``put`` is told of a prompt when it is done."""
+    """Has ``n`` responses for each prompt, one behind the other. ``turn`` says which agent a prompt is for."""
 
-    def __init__(self, prompts: int, size: int, asking: Asking, sink: Sink | None = None) -> None:
+    def __init__(self, prompts: int, turn: Callable[[int], int], asking: Asking, sink: Sink | None = None) -> None:
         self._asking = asking
-        self._size = size
+        self._turn = turn
         self._sink = sink
         self._found: list[Response | None] = [None] * (prompts * asking.n)
         self._reported = False
 
     @property
     def responses(self) -> list[Response]:
-        """Those that are there."""
+        """The responses so far."""
         return [response for response in self._found if response is not None]
 
     async def put(self, index: int, responses: Sequence[Response], first: int = 0) -> None:
-        """The answers to one prompt; ``first`` is the number of the first of them, where they come singly."""
+        """Takes the responses to one prompt, and reports them; ``first`` is the number of the first sample."""
         for sample, response in enumerate(responses, start=first):
             response.index = index
             self._found[index * self._asking.n + sample] = response
@@ -42,7 +42,7 @@ class Scatter:
                 self._sink(response)
 
     async def run(self, work: Iterable[Coroutine[object, object, None]]) -> list[Response]:
-        """Does the work, all at once. What is not done at the deadline is given up, and says so."""
+        """Does all work at once and returns the responses. What is not done at the deadline has failed."""
         limit = asyncio.timeout(self._asking.deadline)
         try:
             async with limit, asyncio.TaskGroup() as tasks:
@@ -57,12 +57,12 @@ class Scatter:
         for place in late:
             index, sample = divmod(place, self._asking.n)
             error = Timeout(f"not done by the deadline, {self._asking.deadline} s")
-            agent_index = -1 if self._asking.dispatch == "balanced" else index % self._size
+            agent_index = -1 if self._asking.dispatch == "balanced" else self._turn(index)
             await self.put(index, [Response.failed(error, agent_index)], sample)
         return self.responses
 
     async def _tell(self, on_result: Sink, response: Response) -> None:
-        """A function of the user's own must not fail the others."""
+        """Calls the user's function. Its errors are logged once, and fail nothing."""
         try:
             outcome = on_result(response)
             if inspect.isawaitable(outcome):

@@ -1,7 +1,7 @@
 """VLLMPool: the same pool over servers that speak OpenAI's API, vLLM above all.
 
-Single prompts are chat requests; ``send_all_batched`` sends each agent one list (``lists``). Budgets are of each prompt
-and the server it goes to (``budget``).
+Single prompts are chat requests; ``send_all_batched`` sends each agent one list (``lists``). The budget of a prompt
+depends on its length and on its server's context (``budget``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from math import ceil
 from typing import Unpack
 
-from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import chat_text, completion_text, read_choices
@@ -23,8 +22,9 @@ from batch_agent.swarm.budget import (
     answer_tokens,
     context_of,
     from_environment,
-    whole,
+    whole_from_environment,
 )
+from batch_agent.swarm.checks import above_zero, whole
 from batch_agent.swarm.lines import TRIES, Exchange, Line
 from batch_agent.swarm.lists import CHAT, COMPLETIONS, NOT_THERE, Item, chat_messages, settle
 from batch_agent.swarm.members import texts_of
@@ -34,7 +34,7 @@ from batch_agent.swarm.scatter import Scatter
 
 
 class VLLMPool(AgentPool):
-    """An argument that is not given comes from its ``AURORA_SWARM_…`` variable, else it has its default."""
+    """An argument that is not given has the value of its ``AURORA_SWARM_…`` variable, else its default."""
 
     _path = "/v1/chat/completions"
 
@@ -58,21 +58,20 @@ class VLLMPool(AgentPool):
         **options: Unpack[Options],
     ) -> None:
         super().__init__(endpoints, concurrency, connector_limit, timeout, api_key=api_key, **options)
-        if batch_concurrency < 1:
-            raise SpecError(f"batch_concurrency is {batch_concurrency!r}: give a whole number above 0")
-        if batch_timeout_cap is not None and not batch_timeout_cap > 0:
-            raise SpecError(f"batch_timeout_cap is {batch_timeout_cap!r}: give seconds above 0")
         self._model = model
-        self._max_tokens = whole(max_tokens, "AURORA_SWARM_MAX_TOKENS") or DEFAULT_TOKENS
-        aggregation = whole(max_tokens_aggregation, "AURORA_SWARM_MAX_TOKENS_AGGREGATION")
+        self._max_tokens = whole_from_environment(max_tokens, "max_tokens") or DEFAULT_TOKENS
+        aggregation = whole_from_environment(max_tokens_aggregation, "max_tokens_aggregation")
         self._max_tokens_aggregation = aggregation or 2 * self._max_tokens
-        self._context = whole(model_max_context, "AURORA_SWARM_MODEL_MAX_CONTEXT")
-        self._buffer = buffer
+        self._context = whole_from_environment(model_max_context, "model_max_context")
+        self._buffer = whole("buffer", buffer, None)
         self._use_batch = use_batch
-        self._batch_concurrency = batch_concurrency
-        per_sequence = from_environment(timeout_per_sequence, "AURORA_SWARM_TIMEOUT_PER_SEQUENCE")
-        self._timeout_per_sequence = per_sequence or DEFAULT_PER_SEQUENCE
-        self._batch_timeout_cap = batch_timeout_cap
+        self._batch_concurrency = whole("batch_concurrency", batch_concurrency)
+        self._timeout_per_sequence = (
+            from_environment(timeout_per_sequence, "timeout_per_sequence") or DEFAULT_PER_SEQUENCE
+        )
+        self._batch_timeout_cap = (
+            None if batch_timeout_cap is None else above_zero("batch_timeout_cap", batch_timeout_cap)
+        )
 
     @property
     def answer_tokens(self) -> int:
@@ -85,8 +84,8 @@ class VLLMPool(AgentPool):
     async def post_batch(
         self, agent_index: int, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
-        """A list of prompts to one agent in one request. Those whose budgets or seeds differ go out in lists of their
-        own; one that the server refuses fails alone."""
+        """Sends a list of prompts to one agent in one request. Prompts whose budgets or seeds differ go out in lists of
+        their own; a prompt that the server refuses fails alone."""
         asking, prompts = self._asking.having(options), texts_of(prompts)
         if not prompts:
             return []
@@ -96,20 +95,17 @@ class VLLMPool(AgentPool):
     async def send_all_batched(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
-        """Grouped by i mod size, one list for each agent; answers in the order of the prompts."""
+        """Sends each agent one list, of the prompts i mod size; responses in the order of the prompts."""
         asking, prompts = self._asking.having(options), texts_of(prompts)
         if not self._use_batch or not prompts:
             return await self._send_all(prompts, max_tokens, options)
         scatter = self._scatter(prompts, asking)
-        if asking.runs:
-            if asking.is_chat:
-                return await scatter.run([self._run(prompts, max_tokens, asking, scatter, self.ask, self._path)])
-            return await scatter.run(
-                [self._run(prompts, max_tokens, asking, scatter, self._complete, COMPLETIONS.path)]
-            )
+        if asking.runs and self.size:
+            ask, path = (self.ask, self._path) if asking.is_chat else (self._complete, COMPLETIONS.path)
+            return await scatter.run([self._run(prompts, max_tokens, asking, scatter, ask, path)])
         groups: defaultdict[int, list[Item]] = defaultdict(list)
         for index, prompt in enumerate(prompts):
-            groups[index % self.size].append((index, prompt))
+            groups[self.turn(index)].append((index, prompt))
         return await scatter.run(
             self._post_list(scatter, agent_index, items, max_tokens, asking) for agent_index, items in groups.items()
         )
@@ -117,9 +113,9 @@ class VLLMPool(AgentPool):
     async def ask(
         self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int = TRIES
     ) -> list[Response]:
-        """By a chat request."""
-        if not 0 <= agent_index < self.size:
-            return [self._no_such_agent(agent_index) for _ in range(asking.n)]
+        """Asks by a chat request."""
+        if missing := self._missing(agent_index):
+            return [Response.failed(missing, agent_index) for _ in range(asking.n)]
         line, began = self._lines[agent_index], asyncio.get_running_loop().time()
         (budget,) = await self._budgets(line, [prompt], max_tokens, asking)
         spent = asyncio.get_running_loop().time() - began
@@ -132,7 +128,7 @@ class VLLMPool(AgentPool):
     async def _complete(
         self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int = TRIES
     ) -> list[Response]:
-        """The same without the chat template, as a list of one."""
+        """Asks without the chat template, by a list of one."""
         line = self._lines[agent_index]
         (budget,) = await self._budgets(line, [prompt], max_tokens, asking)
         body = COMPLETIONS.body(self._model, [prompt], None, budget) | asking.fields()
@@ -143,10 +139,10 @@ class VLLMPool(AgentPool):
     async def _post_list(
         self, scatter: Scatter, agent_index: int, items: Sequence[Item], max_tokens: int | None, asking: Asking
     ) -> None:
-        """One agent's prompts, in as few requests as they can go in."""
-        if not 0 <= agent_index < self.size:
+        """Sends one agent its prompts, in as few requests as possible."""
+        if missing := self._missing(agent_index):
             for index, _ in items:
-                await scatter.put(index, [self._no_such_agent(agent_index) for _ in range(asking.n)])
+                await scatter.put(index, [Response.failed(missing, agent_index) for _ in range(asking.n)])
             return
         line, began = self._lines[agent_index], asyncio.get_running_loop().time()
         budgets = await self._budgets(line, [prompt for _, prompt in items], max_tokens, asking)

@@ -35,8 +35,8 @@ Receive = Callable[[bytes], bool]
 
 class Transport:
     """Entered as often as it has users; the first opens the session, the last closes it. ``proxies`` says whether those
-    of the environment are used: between the nodes of a cluster they are not meant. ``connections`` is the most there
-    are at once; 0: no end of them."""
+    of the environment are used: between the nodes of a cluster they are not meant. ``connections`` is the most that are
+    open at once; 0: no limit."""
 
     def __init__(self, *, proxies: bool = True, connections: int = 0) -> None:
         self._proxies = proxies
@@ -73,8 +73,13 @@ class Transport:
             await session.close()
 
     def _open(self) -> aiohttp.ClientSession:
+        # aiohttp's limit leaves out idle connections, so under a limit there are none.
+        if self._connections:
+            connector = aiohttp.TCPConnector(limit=self._connections, force_close=True)
+        else:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=KEEPALIVE_SECONDS),
+            connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
             skip_auto_headers=("Accept",),

@@ -112,12 +112,9 @@ def fleet_command(options: argparse.Namespace) -> int:
 
 
 def read_hosts(path: str) -> list[AgentEndpoint]:
-    from batch_agent.fleet.hostfile import parse_hostfile
+    from batch_agent.fleet.following import Hostfile
 
-    hosts = parse_hostfile(path)
-    if not hosts:
-        raise SpecError(f"the hostfile {path!r} names no endpoint")
-    return hosts
+    return Hostfile(path).read()
 
 
 # wait

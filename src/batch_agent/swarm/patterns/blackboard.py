@@ -1,4 +1,4 @@
-"""A board that agents of different roles write on, round after round."""
+"""A board on which agents of different roles write, round after round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Snapshot(TypedDict):
 
 
 class Blackboard:
-    """``prompt_fn(role, board)`` is what the agents of a role are asked, given what is on the board."""
+    """``prompt_fn(role, board)`` returns the prompt for the agents of a role."""
 
     def __init__(self, sections: Sequence[str], prompt_fn: Callable[[str, Board], str]) -> None:
         self._board: Board = {section: [] for section in sections}
@@ -33,11 +33,11 @@ class Blackboard:
 
     @property
     def round(self) -> int:
-        """Rounds that were completed."""
+        """The number of completed rounds."""
         return self._round
 
     def snapshot(self) -> Snapshot:
-        """A copy that later rounds do not change."""
+        """Returns a copy that later rounds do not change."""
         return {"round": self._round, "board": copy.deepcopy(self._board)}
 
     async def run(
@@ -47,8 +47,8 @@ class Blackboard:
         convergence_fn: Callable[[Board], bool] | None = None,
         **options: Unpack[Options],
     ) -> Board:
-        """In each round every section in turn gets what the agents tagged ``role=section`` say. It ends after
-        ``max_rounds``, or after a round with which ``convergence_fn`` is content."""
+        """Returns the board after ``max_rounds``, or after a round for which ``convergence_fn`` returns True. In each
+        round the answers of the agents tagged ``role=section`` are appended to each section in turn."""
         if options.get("run_dir") is not None:
             raise SpecError("a blackboard cannot be resumed from a run_dir: what it asks depends on the board")
         sections = {section: pool.by_tag("role", section) for section in self._board}

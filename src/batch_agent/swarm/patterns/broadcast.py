@@ -1,4 +1,4 @@
-"""The same prompt to every agent; and one agent who sums up what they said."""
+"""Sends the same prompt to every agent, and has one agent sum up the answers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from batch_agent.swarm.response import Response
 
 
 async def broadcast(pool: AgentPool, prompt: str, **options: Unpack[Options]) -> list[Response]:
-    """Each agent once, in their order."""
+    """Returns the response of each agent, in their order."""
     return await pool.broadcast_prompt(prompt, **options)
 
 
 async def broadcast_and_reduce(
     pool: AgentPool, prompt: str, reduce_prompt: str, reducer_agent_index: int = 0, **options: Unpack[Options]
 ) -> Response:
-    """The answers that came are put for ``{responses}`` of ``reduce_prompt``, which one agent then answers."""
+    """Returns one agent's answer to ``reduce_prompt``, with the answers of all in place of ``{responses}``."""
     steps = Steps(options)
     responses = await pool.broadcast_prompt(prompt, **steps.first())
     return await collect(pool, reducer_agent_index, reduce_prompt, responses, steps)

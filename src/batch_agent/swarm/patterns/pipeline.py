@@ -1,4 +1,4 @@
-"""Stages of agents, each of which is given what the one before made."""
+"""Stages of agents; each gets the output of the one before."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from batch_agent.errors import SpecError
 from batch_agent.swarm.aggregators import concat
 from batch_agent.swarm.asking import Options
+from batch_agent.swarm.checks import whole
 from batch_agent.swarm.patterns.steps import Steps, collect, filled
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
@@ -16,8 +17,8 @@ from batch_agent.swarm.response import Response
 
 @dataclass
 class Stage:
-    """``{input}`` of the template is what the stage is given. Its answers are filtered, then transformed; without a
-    transform those that came are joined by newlines."""
+    """The input of the stage takes the place of ``{input}``. Its answers are filtered, then transformed; without a
+    transform the successful ones are joined by newlines."""
 
     name: str
     prompt_template: str
@@ -32,9 +33,9 @@ async def run_pipeline(
     initial_input: object,
     reuse_agents: bool = True,
     **options: Unpack[Options],
-) -> Any:  # whatever the last transform gives
-    """What the last stage made. A stage asks the first ``n_agents`` of the pool; without ``reuse_agents`` the first of
-    those that no stage before it has asked."""
+) -> Any:  # the type of the last transform's value
+    """Returns the output of the last stage. A stage asks the first ``n_agents`` of the pool; without ``reuse_agents``
+    the first of those that no stage before it has asked."""
     if options.get("n", 1) != 1 or options.get("run_dir") is not None:
         raise SpecError("a pipeline takes no n and no run_dir: BatchAgent's Pipeline has stages that are recorded")
     steps = Steps(options)
@@ -52,22 +53,19 @@ async def run_pipeline(
 async def fan_out_fan_in(
     pool: AgentPool, prompt: str, collect_prompt: str, n_workers: int | None = None, **options: Unpack[Options]
 ) -> Response:
-    """The first ``n_workers`` answer, and agent 0 answers ``collect_prompt`` with theirs put for ``{responses}``."""
-    if n_workers is not None and n_workers < 1:
-        raise SpecError(f"n_workers is {n_workers}: give 1 or more, or None for all")
+    """Returns agent 0's answer to ``collect_prompt``, with those of the first ``n_workers`` in place of
+    ``{responses}``."""
+    workers = pool if n_workers is None else pool.slice(0, whole("n_workers", n_workers))
     steps = Steps(options)
-    workers = pool if n_workers is None else pool.slice(0, n_workers)
     responses = await workers.broadcast_prompt(prompt, **steps.first())
     return await collect(pool, 0, collect_prompt, responses, steps)
 
 
 def _agents(pool: AgentPool, stages: Sequence[Stage], reuse: bool) -> list[AgentPool]:
-    """Who works on each stage. SpecError, before anybody is asked, where a stage would have nobody."""
+    """Returns the agents of each stage. SpecError if a stage would have none."""
     parts, begin = [], 0
     for stage in stages:
-        if stage.n_agents < 1:
-            raise SpecError(f"the stage {stage.name!r} has n_agents {stage.n_agents}: give 1 or more")
-        part = pool.slice(begin, begin + stage.n_agents)
+        part = pool.slice(begin, begin + whole(f"n_agents of the stage {stage.name!r}", stage.n_agents))
         if not part.size:
             raise SpecError(
                 f"no agent is left for the stage {stage.name!r}: the pool has {pool.size}, and each serves one stage; "

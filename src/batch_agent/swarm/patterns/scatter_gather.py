@@ -1,4 +1,4 @@
-"""Different prompts to different agents."""
+"""Sends different prompts to different agents."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from batch_agent.swarm.response import Response
 
 
 async def scatter_gather(pool: AgentPool, prompts: Sequence[str], **options: Unpack[Options]) -> list[Response]:
-    """Prompt i to agent i mod size, in the order of the prompts."""
+    """Returns the responses in the order of the prompts. Prompt i goes to agent i mod size."""
     return await pool.send_all_batched(prompts, **options)
 
 
 async def map_gather(
     pool: AgentPool, items: Sequence[object], prompt_template: str, **options: Unpack[Options]
 ) -> list[Response]:
-    """Each item is put for ``{item}`` of the template."""
+    """Does the same with prompts made of the template: each item takes the place of ``{item}``."""
     return await scatter_gather(pool, [filled(prompt_template, item=item) for item in items], **options)

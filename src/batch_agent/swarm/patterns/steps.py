@@ -1,4 +1,4 @@
-"""What the patterns have in common: one deadline over several steps, answers put into a template, the last request."""
+"""What the patterns share: one deadline over several steps, templates, the request that sums up."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from collections.abc import Sequence
 from typing import cast
 
 from batch_agent.swarm.asking import Options
+from batch_agent.swarm.checks import above_zero
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
 
 BETWEEN = "\n---\n"
-LEAST_SECONDS = 0.001  # a step that has no time left is still asked for, and says so
-# What is about the first step alone, where a pattern has another: how many samples, and the record.
+LEAST_SECONDS = 0.001  # for a step after the deadline: it fails with a message that says so
+# Options of the first step alone, if a pattern has several: the number of samples, and the record.
 _FIRST = ("n", "run_dir")
 
 
 class Steps:
-    """The options of a pattern, as each of its steps is given them. ``schema`` is what the pattern's own answer must
-    keep to, so the last step has it."""
+    """The options of each step of a pattern. The last step has ``schema``: it is about the pattern's own answer."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         deadline = options.get("deadline")
-        self._ends = None if deadline is None else asyncio.get_running_loop().time() + deadline
+        seconds = None if deadline is None else above_zero("deadline", deadline)
+        self._ends = None if seconds is None else asyncio.get_running_loop().time() + seconds
 
     def first(self) -> Options:
         return self._timed({name: value for name, value in self._options.items() if name != "schema"})
 
     def between(self) -> Options:
-        """Neither the first nor the last."""
+        """Returns the options of a step that is neither the first nor the last."""
         own = {name: value for name, value in self._options.items() if name not in (*_FIRST, "schema")}
         if isinstance(own.get("seed"), Sequence):
             del own["seed"]
@@ -49,7 +50,7 @@ class Steps:
 
 
 def filled(template: str, **values: object) -> str:
-    """``{name}`` in the template only: what is put in may have braces of its own."""
+    """Returns the template with values in place of ``{name}``. Braces in a value are left alone."""
     pattern = re.compile(r"\{(" + "|".join(values) + r")\}")
     return pattern.sub(lambda match: str(values[match[1]]), template)
 
@@ -57,7 +58,7 @@ def filled(template: str, **values: object) -> str:
 async def collect(
     pool: AgentPool, agent_index: int, template: str, responses: Sequence[Response], steps: Steps
 ) -> Response:
-    """One answer made of those that there are, with the budget for that. Where there is none nobody is asked."""
+    """Returns one answer made of the successful ones, with the aggregation budget. Without any, a failed response."""
     texts = [response.text for response in responses if response.success]
     if not texts:
         why = responses[0].error if responses else "nobody was asked"

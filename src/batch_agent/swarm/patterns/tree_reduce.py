@@ -1,7 +1,7 @@
-"""Many answers summed up, level by level, until one is left; and what that one is made of.
+"""Sums up many answers, level by level, until one is left, and records which leaves are in it.
 
-A level's groups have at most ``fanin`` answers each. With ``max_context`` they also have no more than fit a request of
-so many tokens, and an answer that is alone in its group goes up to the next level as it is.
+The groups of a level have at most ``fanin`` answers each. With ``max_context`` a group also fits a request of so many
+tokens, and an answer that is alone in its group goes up to the next level unchanged.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
 from batch_agent.swarm.asking import Options
 from batch_agent.swarm.budget import CHARACTERS_PER_TOKEN, DEFAULT_TOKENS
+from batch_agent.swarm.checks import whole
 from batch_agent.swarm.patterns.steps import BETWEEN, Steps, filled
 from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
@@ -23,7 +24,7 @@ from batch_agent.swarm.response import Response
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Which of the leaves are in the answer, and why the others are not, by their numbers."""
+    """Which leaves are in the answer, and why the others are not, by their numbers."""
 
     leaves: int
     included: tuple[int, ...]
@@ -32,8 +33,8 @@ class Coverage:
 
 @dataclass
 class Reduced(Response):
-    """``usage`` is that of all requests. ``levels`` are kept where they were asked for: first the leaves, then what
-    each level made of the one before."""
+    """``usage`` is that of all requests. ``levels``, kept with ``keep_levels``, are the leaves, then each level's
+    responses."""
 
     coverage: Coverage = field(default_factory=lambda: Coverage(0, (), {}))
     levels: list[list[Response]] = field(default_factory=list)
@@ -56,10 +57,9 @@ async def tree_reduce(
     keep_levels: bool = False,
     **options: Unpack[Options],
 ) -> Reduced:
-    """With ``items`` each is put for ``{item}`` of the prompt; else every agent is asked the prompt. In
-    ``reduce_prompt`` there are ``{responses}`` and ``{level}``, from 1."""
-    if fanin < 2:
-        raise SpecError(f"fanin is {fanin}: groups of fewer than 2 never come to an end")
+    """Returns the sum of the leaves. With ``items`` each takes the place of ``{item}`` in the prompt; without, every
+    agent gets the prompt. ``reduce_prompt`` has ``{responses}`` and may have ``{level}``, from 1."""
+    whole("fanin", fanin, least=2)  # groups of one never come to an end
     if "{responses}" not in reduce_prompt:
         raise SpecError("reduce_prompt has no {responses}: nothing of the answers would be in it")
     steps = Steps(options)
@@ -96,7 +96,7 @@ class _Tree:
     def grow(
         self, groups: Sequence[Sequence[_Node]], responses: Sequence[Response], alone: Sequence[Sequence[_Node]]
     ) -> None:
-        """The next level: an answer for each group, and those that go up as they are, in the order of their leaves."""
+        """Makes the next level: an answer for each group, and those that go up unchanged, in the order of leaves."""
         where = f"level {len(self.levels)}: "
         self.levels.append(list(responses))
         self.nodes = [node for group in alone for node in group]
@@ -112,7 +112,7 @@ class _Tree:
             self._lost.update(dict.fromkeys(leaves, f"{where}{why}"))
 
     def result(self, problem: str, keep_levels: bool) -> Reduced:
-        """The one that is left; ``problem`` is why there is none."""
+        """Returns the answer that is left, or a failed one with ``problem``."""
         whole = self.nodes[0] if len(self.nodes) == 1 else None
         for node in self.nodes if whole is None else ():
             self._lost.update(dict.fromkeys(node.leaves, problem))
@@ -136,7 +136,7 @@ class _Tree:
 
 
 def _room(max_context: int, template: str, pool: AgentPool) -> int:
-    """Characters of answers that fit one request, beside its own words and its answer."""
+    """Returns how many characters of answers fit one request, beside the template and the answer."""
     answer = pool.answer_tokens or DEFAULT_TOKENS
     room = (max_context - answer) * CHARACTERS_PER_TOKEN - len(template)
     if room <= 0:

@@ -1,4 +1,4 @@
-"""Semantic entropy: answers that mean the same are one; how many different ones are there, and how evenly?"""
+"""Semantic entropy: the entropy of the clusters of answers that mean the same."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from scipy.spatial.distance import squareform
 
 from batch_agent.swarm.uq.vectors import cosines, rows
 
-ROUNDING = 1e-12  # two answers that are exactly as alike as the threshold are together
+ROUNDING = 1e-12  # two answers whose similarity is exactly the threshold are in one cluster
 
 
 def cluster_embeddings(
     embeddings: ArrayLike, similarity_threshold: float = 0.9, method: str = "average"
 ) -> NDArray[np.int64]:
-    """A label for each row, from 1: rows of one cluster are at least so alike, by the linkage that ``method`` names."""
+    """Returns the cluster of each row, from 1. ``method`` is the linkage of hierarchical clustering."""
     matrix = rows(embeddings)
     if len(matrix) < 2:
         return np.ones(len(matrix), dtype=np.int64)
@@ -29,7 +29,7 @@ def cluster_embeddings(
 def semantic_entropy(
     embeddings: ArrayLike, similarity_threshold: float = 0.9, linkage_method: str = "average"
 ) -> float:
-    """In nats; 0 for one answer or none."""
+    """Returns the entropy in nats; 0 for fewer than two answers."""
     labels = cluster_embeddings(embeddings, similarity_threshold, linkage_method)
     if len(labels) < 2:
         return 0.0

@@ -11,7 +11,7 @@ Matrix = NDArray[np.float64]
 
 
 def rows(embeddings: ArrayLike) -> Matrix:
-    """One row for each answer."""
+    """Returns a matrix with one row for each answer."""
     matrix = np.asarray(embeddings, dtype=np.float64)
     if matrix.ndim != 2 and matrix.size:
         raise SpecError(f"embeddings have the shape {matrix.shape}: give one row for each answer")
@@ -21,7 +21,7 @@ def rows(embeddings: ArrayLike) -> Matrix:
 
 
 def cosines(matrix: Matrix) -> Matrix:
-    """The similarity of each row to each; a row of zeros is like none."""
+    """Returns the cosine similarity of every two rows; 0 for a row of zeros."""
     lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
     unit = matrix / np.where(lengths == 0.0, 1.0, lengths)
     return np.clip(unit @ unit.T, -1.0, 1.0)

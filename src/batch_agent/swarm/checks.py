@@ -1,0 +1,27 @@
+"""Checks of the numbers that users give: a SpecError says which one is wrong, and what to give."""
+
+from __future__ import annotations
+
+from numbers import Real
+from operator import index
+
+from batch_agent.errors import SpecError
+
+
+def whole(name: str, value: object, least: int | None = 1) -> int:
+    """Returns the value as a whole number of at least ``least``; None: of any size."""
+    try:
+        number = None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        more = "" if least is None else f", {least} or more"
+        raise SpecError(f"{name} is {value!r}: give a whole number{more}")
+    return number
+
+
+def above_zero(name: str, value: object, what: str = "seconds") -> float:
+    """Returns the value as a number above 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise SpecError(f"{name} is {value!r}: give {what} above 0")
+    return float(value)
