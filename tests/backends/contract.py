@@ -477,8 +477,8 @@ class BackendContract(Terms):
     async def test_it_has_a_name_and_a_probe_finds_it_up(self) -> None:
         async with self.peer(Say("a")) as peer:
             assert peer.backend.name
-            [member] = peer.backend.members
-            assert (await peer.backend.probe(member.name)).state != "down"
+            [endpoint] = peer.backend.servers
+            assert (await peer.backend.probe(endpoint)).state != "down"
 
     def test_what_is_declared_has_a_name_that_the_contract_knows(self) -> None:
         assert self.refuses <= REFUSABLE

@@ -97,7 +97,7 @@ async def test_a_fleet_asks_the_member_that_is_named() -> None:
     away.health = Probe("down", "scripted so")
     server = WireServer(paths(HEALTHY, MODELS))
     async with server, Fleet([OpenAIBackend(server.url), away, Mute()]) as fleet:
-        found = [await fleet.probe(member.name) for member in fleet.members]
+        found = [await fleet.probe(name) for name in fleet.servers]
         gone = await fleet.probe("vllm://gone:8000")
     assert found == [Probe("up", models=("m", "n")), away.health, Probe("unknown")]
     assert gone.state == "down"
