@@ -77,7 +77,7 @@ async def test_a_run_under_way_follows_weights_and_loses_nothing(tmp_path: Path)
 @virtual_clock
 async def test_a_weight_moves_the_limit_of_a_server_that_has_a_number() -> None:
     fleet = Fleet([ScriptedBackend(lambda request: Say("x"), capabilities=Capabilities(default_inflight=8))])
-    assert list(fleet.servers.values())[0].default_inflight == 8
+    assert next(iter(fleet.servers.values())).default_inflight == 8
     fleet.add(ScriptedBackend(capabilities=Capabilities(default_inflight=8)), weight=2)
     assert list(fleet.servers.values())[1].default_inflight == 16
 
@@ -100,7 +100,7 @@ def test_a_bad_line_changes_nothing_and_is_warned_of_once(
             await look()
             _, status = await get(address, "/status")
         assert list(fleet.servers) == ["vllm://a:8000", "vllm://b:8000"]
-        assert list(fleet.servers.values())[0].weight == 1.0
+        assert next(iter(fleet.servers.values())).weight == 1.0
         assert [(place["endpoint"], place["tags"]) for place in status["endpoints"]] == [  # type: ignore[attr-defined]
             ("vllm://a:8000", {}),
             ("vllm://b:8000", {}),

@@ -68,7 +68,7 @@ class Fleet(Backend):
         self._api_key, self._headers, self._environ, self._sends = api_key, dict(headers or {}), environ, sends
         self._inside, self._outside = Transport(proxies=False), Transport()
         self._servers: dict[str, Server] = {}
-        self._listeners: list[Listener] = []
+        self._listeners: dict[Listener, None] = {}
         self._loop, self._users = OneLoop("fleet"), 0
         self._hostfile: Hostfile | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -238,10 +238,10 @@ class Fleet(Backend):
     # Runs that share it
 
     def join(self, listener: Listener) -> None:
-        self._listeners.append(listener)
+        self._listeners[listener] = None
 
     def leave(self, listener: Listener) -> None:
-        self._listeners.remove(listener)
+        self._listeners.pop(listener, None)
 
     def _tell(self) -> None:
         for listener in tuple(self._listeners):
