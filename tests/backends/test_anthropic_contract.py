@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import orjson
 
+from backends.contract import smoke
 from backends.http_contract import HttpContract
 from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say
 from backends.wire import Exchange, Step, answer, dumped, half_of, parsed, stream
@@ -172,6 +173,7 @@ class TestAnthropicBackend(MessagesContract):
     pass
 
 
+@smoke
 class TestAnthropicBackendOfTheNewVersion(MessagesContract):
     refuses: ClassVar[frozenset[str]] = frozenset({"seed", "temperature", "top_p"})
 
