@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Self
@@ -89,10 +90,26 @@ async def _read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
     return Exchange(method, path, headers, body, reader, writer)
 
 
+def dumped(value: object) -> bytes:
+    """As JSON, also where a text has half of a surrogate pair, as some models write one."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return json.dumps(value).encode()
+
+
+def parsed(arguments: str) -> object:
+    """What a server makes of a model's arguments; {} of broken ones."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
+
+
 def answer(
     body: object = b"", status: int = 200, headers: dict[str, str] | None = None, kind: str = "application/json"
 ) -> Step:
-    data = body if isinstance(body, bytes) else orjson.dumps(body)
+    data = body if isinstance(body, bytes) else dumped(body)
     lines = {"Content-Type": kind, "Content-Length": str(len(data))} | (headers or {})
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
 
@@ -134,7 +151,7 @@ def stream(*parts: object, end: bool = True, done: bool = True) -> Step:
             if isinstance(part, asyncio.Event):
                 await part.wait()
             else:
-                await exchange.event(part if isinstance(part, bytes) else b"data: " + orjson.dumps(part) + b"\n\n")
+                await exchange.event(part if isinstance(part, bytes) else b"data: " + dumped(part) + b"\n\n")
         if done:
             await exchange.event(b"data: [DONE]\n\n")
         if end:

@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 
 from batch_agent.backends.http.quota import read_quota
+from batch_agent.backends.http.wire import json_of
 from batch_agent.errors import (
     BackendError,
     BadResponse,
@@ -103,10 +104,8 @@ class ServerError:
 
     @classmethod
     def in_body(cls, body: bytes) -> ServerError:
-        try:
-            return cls.of(orjson.loads(body))
-        except orjson.JSONDecodeError:
-            return cls(body[: 64 * SHOWN_CHARS].decode("utf-8", "replace"))
+        document = json_of(body)
+        return cls(body[: 64 * SHOWN_CHARS].decode("utf-8", "replace")) if document is None else cls.of(document)
 
     def is_overflow(self, wording: Wording) -> bool:
         told = (self.code, self.kind, self.message)
