@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.generating import Generates
 from batch_agent.backends.http.client import HttpClient, Route
+from batch_agent.backends.http.connection import Receive
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.quota import read_quota
-from batch_agent.backends.http.transport import Receive
 from batch_agent.backends.http.wire import Naming, report_calls
 from batch_agent.messages import Quota, Reply
 
