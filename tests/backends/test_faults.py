@@ -169,7 +169,7 @@ REFUSED = ConnectionRefusedError(111, "Connection refused")
         (BrokenOff("closed in the body"), Unavailable, "the answer broke off: closed in the body", False),
         (ssl.SSLError(1, "bad record"), Unavailable, "the connection broke: ", False),
         (NotHttp("Expected HTTP/"), BadResponse, "not HTTP that can be read: Expected HTTP/", False),
-        (TooLarge(64), BadResponse, "more than 64 bytes, which is the limit", False),
+        (TooLarge(64), BadResponse, "more than 64 bytes; it was cut off at this limit", False),
     ],
 )
 def test_a_failure_of_the_transport_is_an_error_of_its_type(

@@ -27,8 +27,7 @@ from batch_agent.errors import SpecError
 
 LARGE_BODY_BYTES = 1024 * 1024
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-# An event of a stream has many times the bytes of its token, and the stream is not kept.
-MAX_STREAM_BYTES = 4 * MAX_ANSWER_BYTES
+STREAM_ALLOWANCE = 4  # an event has many times the bytes of its token, and a stream is not kept as it came
 
 Sign = Callable[[str, URL, Mapping[str, str], bytes], Mapping[str, str]]
 """Of a method, URL, headers and body: the headers that show whose request it is. For servers that want no key in the
@@ -44,7 +43,7 @@ class Route:
     headers: CIMultiDict[str] = field(repr=False)
     faults: Faults
     head: bytes = field(repr=False)  # of a request, without the headers and the length of its own
-    max_bytes: int = MAX_ANSWER_BYTES  # of an answer that is not streamed
+    max_bytes: int = MAX_ANSWER_BYTES  # of an answer; of a streamed one, STREAM_ALLOWANCE times that
     once: bool = False  # a server must not get it twice
     sign: Sign | None = field(default=None, repr=False)
 
@@ -133,7 +132,7 @@ class HttpClient:
                     return None
                 if on_headers is not None:
                     on_headers(response.headers)
-                streamed, response.limit_bytes = True, max(route.max_bytes, MAX_STREAM_BYTES)
+                streamed, response.limit_bytes = True, STREAM_ALLOWANCE * route.max_bytes
                 return lambda chunk: run(taking, chunk)
 
         try:

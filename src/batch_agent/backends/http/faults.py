@@ -183,7 +183,7 @@ class Faults:
             case NotHttp():
                 return self.bad(f"what came back is not HTTP that can be read: {said}")
             case TooLarge():
-                return self.bad(f"the answer was cut off: {said}, which is the limit")
+                return self.bad(f"the answer has {said}; it was cut off at this limit")
             case BadAddress():
                 return Rejected(f"{self.where} is not an address that can be asked")
             case _:

@@ -101,7 +101,7 @@ class ResponseParser:
         data = bytes(self._buffer)
         self._buffer.clear()
         if self._decoder is None:
-            return data
+            return b"" if self._bodyless else data
         return self._decoder.feed(data, self.limit_bytes, last=self.complete)
 
     def close(self) -> None:
@@ -127,7 +127,10 @@ class ResponseParser:
             self._fields.clear()
             return
         # Exact only where it can matter; what came in one read may hold much of the body.
-        if self._size > MAX_HEAD_BYTES and sum(len(name) + len(value) for name, value in self._fields) > MAX_HEAD_BYTES:
+        if (
+            self._size > MAX_HEAD_BYTES
+            and sum(len(name) + len(value) + 4 for name, value in self._fields) > MAX_HEAD_BYTES
+        ):
             raise NotHttp(f"a head of more than {MAX_HEAD_BYTES:,} bytes")
         self.status = status
         self.headers = headers = CIMultiDict(self._fields)
@@ -142,3 +145,7 @@ class ResponseParser:
         elif not self.complete:
             self.complete = True
             self.reusable = self._parser.should_keep_alive()
+
+
+def _line_bytes(field: tuple[str, str]) -> int:
+    return len(field[0]) + len(field[1]) + 4

@@ -102,6 +102,8 @@ class Transport:
                 connection, fresh = None, True
             except BaseException:
                 connection.abandon(response)
+                if done.done() and not done.cancelled():
+                    done.exception()  # an upload that was cancelled has not looked at it
                 raise
 
     def open(
