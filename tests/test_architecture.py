@@ -142,7 +142,7 @@ def test_what_the_command_line_prints_knows_no_spec_and_neither_knows_a_command(
         for file, tree in TREES.items()
         for module in imports_of(tree)
         if file.startswith("cli/") and (folder := file.split("/")[1]) in order and module[0] == "cli"
-        if module[1] in order and order.index(module[1]) > order.index(folder)
+        if len(module) > 1 and module[1] in order and order.index(module[1]) > order.index(folder)
     ]
     none_of(wrong)
 

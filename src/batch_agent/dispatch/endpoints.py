@@ -18,6 +18,7 @@ from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
 from batch_agent.dispatch.deadlines import Deadline, Deadlines
 from batch_agent.dispatch.probing import probe
+from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import (
@@ -77,6 +78,7 @@ class EndpointMonitor:
         self._broke_alone: dict[Endpoint, Ticket] = {}  # the latest trial that broke, with too few rows to tell
         self._patient: dict[Endpoint, Ticket] = {}  # the trial that is waited for beside the next ones
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
+        self._mark: RateMark | None = None
         self._seen: dict[Endpoint, str] = {}  # the health that was last reported
         self._tail_timer: asyncio.TimerHandle | None = None
         self._alarms = Alarms(self._look)
@@ -118,6 +120,8 @@ class EndpointMonitor:
             endpoint.capacity.ramp(endpoint.server.inflight, ticket.sent_at)
             self.arm(endpoint)
         if endpoint.server.rates is not None:
+            if self._mark is not None:
+                self._mark.mark()
             ticket.lease = endpoint.server.rates.begin(ticket.sent_at)
             self.arm(endpoint)
         elif ticket.trial or endpoint not in self._alarms:
@@ -138,6 +142,15 @@ class EndpointMonitor:
             flights = self._flights[endpoint] = {}
         flights[ticket] = deadline
         return deadline
+
+    def keep_rates(self, mark: RateMark) -> None:
+        """Keep the user's rate limits over a kill: what an earlier session may have used counts."""
+        self._mark = mark
+        left = mark.seconds_left()
+        for endpoint in self._all if left else ():
+            if endpoint.server.rates is not None:
+                endpoint.server.rates.fill(_now() + left)
+                self.arm(endpoint)
 
     def released(self, ticket: Ticket) -> None:
         """The ticket has given its slot back."""

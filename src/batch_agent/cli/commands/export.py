@@ -10,6 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import cast
 
+from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import say, writing
 from batch_agent.cli.spec.recorded import read_by
@@ -71,7 +72,7 @@ def export_command(options: argparse.Namespace) -> int:
         say(f"batch-agent: left out {counted(records.torn, 'line')} that {_are(records.torn)} not complete")
     if kind == MESSAGES and records.failed:
         say(f"batch-agent: left out {counted(records.failed, 'row')} that failed; --format jsonl has them")
-    return 0
+    return ALL_OK
 
 
 def _kind_of(output: Path | None) -> str:
