@@ -21,12 +21,12 @@ from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.dispatch.endpoints import EndpointMonitor, OnHealth, OnLimit
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.hedging import hedged
-from batch_agent.dispatch.policy import Observer, Policy, Question
+from batch_agent.dispatch.policy import Observer, Policy, Question, Questions, Replies
 from batch_agent.dispatch.slots import Slots
 from batch_agent.dispatch.spending import Call, Spending
-from batch_agent.errors import BackendError, Interrupted, Timeout, Unavailable
+from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Unavailable
 from batch_agent.events import Ended
-from batch_agent.messages import Reply
+from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Verdict
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
@@ -72,6 +72,24 @@ class ModelCall:
     def again(self) -> ModelCall:
         """The same for another endpoint; tools are started by the first request alone."""
         return ModelCall(self.backend, replace(self.request, said=[]))
+
+
+class _Together(Question):
+    """Several questions as one. ``answers`` are those of the latest attempt."""
+
+    def __init__(self, questions: Questions) -> None:
+        self._questions = questions
+        self.answers: Replies = ()
+
+    async def send(self, endpoint: str) -> Reply:
+        """What they took together. Raises one of their errors if all failed."""
+        self.answers = ()
+        self.answers = answers = await self._questions.send(endpoint)
+        replies = [answer for answer in answers if isinstance(answer, Reply)]
+        if not replies:
+            errors = [answer for answer in answers if isinstance(answer, JobError)]
+            raise next((error for error in errors if isinstance(error, BackendError)), errors[0])
+        return Reply("", usage=sum((reply.usage for reply in replies), Usage()))
 
 
 class Dispatcher:
@@ -150,6 +168,9 @@ class Dispatcher:
                 cost = None if call is None else call.fail(error)
                 verdict = self.endpoints.failed(ticket, error)
                 scope = self.endpoints.scope(ticket, error)
+            except Exception:
+                self.endpoints.not_sent(ticket)
+                raise
             else:
                 observer.answered(reply, loop.time() - sent, cost)
                 return reply
@@ -158,7 +179,7 @@ class Dispatcher:
                     call.fail()
                 self.slots.release(ticket)
             retryable = error.retryable or scope in ("confirm", "all")
-            step = await self.endpoints.decision(ticket, policy.max_retries, retryable=retryable)
+            step = await self.endpoints.decision(ticket, policy.max_retries, retryable=retryable, wait=policy.wait_out)
             delay = (
                 None if step == "fail" or not self._is_worth(policy, ticket) else self._delay(ticket, verdict, error)
             )
@@ -166,6 +187,17 @@ class Dispatcher:
             if delay is None:
                 raise error
             await self.slots.again(ticket, delay)
+
+    async def ask_many(self, questions: Questions, policy: Policy, *, progress: Progress | None = None) -> Replies:
+        """The answers to questions that are one request, with one slot; one that failed is an error in its own place.
+        Raises the BackendError of a request that failed as a whole."""
+        together = _Together(questions)
+        try:
+            await self.ask(together, policy, progress=progress)
+        except JobError:
+            if not together.answers:
+                raise
+        return together.answers
 
     async def attempt(self, question: Question, ticket: Ticket, timeout: float | None) -> Reply:
         """Send the question once, with the slot that the ticket holds, and learn from the answer."""
@@ -258,9 +290,12 @@ class Dispatcher:
     def _health_changed(self, endpoint: Endpoint, now: float) -> None:
         self._on_health(endpoint, now)
         if endpoint.health.state == "down":
-            for ticket in tuple(self._impatient):
-                if self._is_down(ticket):
-                    self.slots.reject(ticket, self._outage(ticket))
+            self._reject_impatient()
+
+    def _reject_impatient(self) -> None:
+        for ticket in tuple(self._impatient):
+            if self._is_down(ticket):
+                self.slots.reject(ticket, self._outage(ticket))
 
     # Agents
 
@@ -349,6 +384,7 @@ class Dispatcher:
         if endpoint.inflight:
             self.endpoints.probe(endpoint)
         self.slots.pump()
+        self._reject_impatient()
 
     def close(self) -> None:
         self.endpoints.close()
