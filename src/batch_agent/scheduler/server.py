@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 from batch_agent.scheduler.blame import EndpointHistory
@@ -48,6 +49,7 @@ class Server:
     __slots__ = (
         "__weakref__",
         "_terms",
+        "_thread",
         "capacity",
         "context",
         "default_inflight",
@@ -81,6 +83,7 @@ class Server:
         self.rates: Rates | None = None  # None while no rate limit is known
         self.endpoints: list[Endpoint] = []  # of the dispatchers that use it now
         self._terms: list[Terms] = []
+        self._thread = 0  # of the dispatchers that use it now
         self._forget()
 
     def _forget(self) -> None:
@@ -93,6 +96,17 @@ class Server:
         self.held_until = 0.0  # the server asked for no request before this time
         self.refused_since: float | None = None  # it has refused every request for load since then
         self.seconds = 0.0  # per turn; 0 until it has answered
+
+    def in_this_thread(self) -> Server:
+        """The server itself; if dispatchers of another thread use it now, another object for it, since a dispatcher can
+        be woken in its own event loop only."""
+        if self.endpoints and self._thread != get_ident():
+            weight, models, context = self.weight, self.models, self.context
+            return Server(
+                self.name, weight=weight, models=models, context=context, default_inflight=self.default_inflight
+            )
+        self._thread = get_ident()
+        return self
 
     def join(self, endpoint: Endpoint, terms: Terms) -> None:
         """A dispatcher starts to use the server."""
