@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
@@ -110,7 +111,7 @@ class Dispatcher:
     ) -> None:
         self.backend = backend
         self.terms = Terms(max_inflight) if terms is None else terms
-        endpoints = [Endpoint(server, self.terms_of(server), name) for name, server in (servers or {}).items()]
+        endpoints = [self._endpoint(name, server) for name, server in (servers or {}).items()]
         self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint(None, self.terms)])
         self._on_health = on_health
         self.endpoints = EndpointMonitor(self.scheduler, backend, max_outage, self._health_changed, on_limit, self._end)
@@ -123,6 +124,9 @@ class Dispatcher:
         self._impatient: set[Ticket] = set()  # those that do not wait out an outage
         self._tools_waited_for: set[asyncio.Future[None]] = set()
         self._chance: Callable[[], float] = random.random
+
+    def _endpoint(self, name: str, server: Server) -> Endpoint:
+        return Endpoint(server.lent_to(get_ident()), self.terms_of(server), name)
 
     def terms_of(self, server: Server) -> Terms:
         """A server that brings a number of its own keeps it, unless the user gave one."""
@@ -366,7 +370,7 @@ class Dispatcher:
 
     def add(self, name: str, server: Server) -> None:
         """One more server, from now on."""
-        endpoint = Endpoint(server, self.terms_of(server), name)
+        endpoint = self._endpoint(name, server)
         self.endpoints.attach(endpoint)
         self.scheduler.add(endpoint)
         self.slots.pump()

@@ -31,7 +31,7 @@ class Endpoint:
     )
 
     def __init__(self, server: Server | None = None, terms: Terms | None = None, name: str = "") -> None:
-        self.server = Server() if server is None else server.in_this_thread()
+        self.server = Server() if server is None else server
         self.name = name  # as the backend calls it
         self.inflight = 0
         self.given_up = ""  # why it gets no more requests of this dispatcher

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from threading import get_ident
 from typing import TYPE_CHECKING
 
 from batch_agent.scheduler.blame import EndpointHistory
@@ -97,15 +96,13 @@ class Server:
         self.refused_since: float | None = None  # it has refused every request for load since then
         self.seconds = 0.0  # per turn; 0 until it has answered
 
-    def in_this_thread(self) -> Server:
-        """The server itself; if dispatchers of another thread use it now, another object for it, since a dispatcher can
-        be woken in its own event loop only."""
-        if self.endpoints and self._thread != get_ident():
-            weight, models, context = self.weight, self.models, self.context
-            return Server(
-                self.name, weight=weight, models=models, context=context, default_inflight=self.default_inflight
-            )
-        self._thread = get_ident()
+    def lent_to(self, thread: int) -> Server:
+        """The server itself; if dispatchers of another thread use it now, another object for it: a dispatcher can be
+        woken in its own thread only."""
+        if self.endpoints and self._thread != thread:
+            weight, models, context, most = self.weight, self.models, self.context, self.default_inflight
+            return Server(self.name, weight=weight, models=models, context=context, default_inflight=most)
+        self._thread = thread
         return self
 
     def join(self, endpoint: Endpoint, terms: Terms) -> None:
