@@ -105,14 +105,17 @@ async def test_a_server_that_slows_down_for_all_is_not_asked_for_everything_twic
 
 @virtual_clock
 async def test_a_request_that_the_server_refused_for_a_while_is_not_taken_for_lost() -> None:
-    def script(request: Request) -> Say | Fail:
-        return Fail(429, headers={"Retry-After": "4"}) if len(backend.requests) == 4 else says(latency=0.1)
+    times: list[float] = []
 
-    backend = ScriptedBackend(script)
-    async with registered(AgentRuntime(backend=backend, deadline=0.5), *IDS) as runtime:
-        for tick in range(1, 10):
-            await tick_all(runtime, tick)
-    assert sum(agent_in(request) == "a" for request in backend.requests) == 2
+    def script(request: Request) -> Say | Fail:
+        times.append(asyncio.get_running_loop().time())
+        return Fail(429, headers={"Retry-After": "4"}) if len(times) == 4 else says(latency=0.1)
+
+    async with registered(AgentRuntime(backend=ScriptedBackend(script), deadline=0.5), *IDS) as runtime:
+        for tick in range(1, 12):
+            found = await tick_all(runtime, tick)
+    assert len([at for at in times if times[3] < at < times[3] + 4]) == 0
+    assert found == dict.fromkeys(IDS, ("answer", 11))
 
 
 @virtual_clock

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall
@@ -21,12 +22,12 @@ from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.dispatch.endpoints import EndpointMonitor, OnHealth, OnLimit
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.hedging import hedged
-from batch_agent.dispatch.policy import Observer, Policy, Question
+from batch_agent.dispatch.policy import Observer, Policy, Question, Questions, Replies
 from batch_agent.dispatch.slots import Slots
 from batch_agent.dispatch.spending import Call, Spending
-from batch_agent.errors import BackendError, Interrupted, Timeout, Unavailable
+from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Unavailable
 from batch_agent.events import Ended
-from batch_agent.messages import Reply
+from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Verdict
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
@@ -74,6 +75,24 @@ class ModelCall:
         return ModelCall(self.backend, replace(self.request, said=[]))
 
 
+class _Together(Question):
+    """Several questions as one. ``answers`` are those of the latest attempt."""
+
+    def __init__(self, questions: Questions) -> None:
+        self._questions = questions
+        self.answers: Replies = ()
+
+    async def send(self, endpoint: str) -> Reply:
+        """What they took together. Raises one of their errors if all failed."""
+        self.answers = ()
+        self.answers = answers = await self._questions.send(endpoint)
+        replies = [answer for answer in answers if isinstance(answer, Reply)]
+        if not replies:
+            errors = [answer for answer in answers if isinstance(answer, JobError)]
+            raise next((error for error in errors if isinstance(error, BackendError)), errors[0])
+        return Reply("", usage=sum((reply.usage for reply in replies), Usage()))
+
+
 class Dispatcher:
     """One backend's endpoints for one run, or for runs that share them. ``max_inflight`` is at all endpoints together,
     ``terms`` are those of each."""
@@ -92,7 +111,7 @@ class Dispatcher:
     ) -> None:
         self.backend = backend
         self.terms = Terms(max_inflight) if terms is None else terms
-        endpoints = [Endpoint(server, self.terms_of(server), name) for name, server in (servers or {}).items()]
+        endpoints = [self._endpoint(name, server) for name, server in (servers or {}).items()]
         self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint(None, self.terms)])
         self._on_health = on_health
         self.endpoints = EndpointMonitor(self.scheduler, backend, max_outage, self._health_changed, on_limit, self._end)
@@ -105,6 +124,9 @@ class Dispatcher:
         self._impatient: set[Ticket] = set()  # those that do not wait out an outage
         self._tools_waited_for: set[asyncio.Future[None]] = set()
         self._chance: Callable[[], float] = random.random
+
+    def _endpoint(self, name: str, server: Server) -> Endpoint:
+        return Endpoint(server.lent_to(get_ident()), self.terms_of(server), name)
 
     def terms_of(self, server: Server) -> Terms:
         """A server that brings a number of its own keeps it, unless the user gave one."""
@@ -150,6 +172,9 @@ class Dispatcher:
                 cost = None if call is None else call.fail(error)
                 verdict = self.endpoints.failed(ticket, error)
                 scope = self.endpoints.scope(ticket, error)
+            except Exception:
+                self.endpoints.not_sent(ticket)
+                raise
             else:
                 observer.answered(reply, loop.time() - sent, cost)
                 return reply
@@ -158,7 +183,7 @@ class Dispatcher:
                     call.fail()
                 self.slots.release(ticket)
             retryable = error.retryable or scope in ("confirm", "all")
-            step = await self.endpoints.decision(ticket, policy.max_retries, retryable=retryable)
+            step = await self.endpoints.decision(ticket, policy.max_retries, retryable=retryable, wait=policy.wait_out)
             delay = (
                 None if step == "fail" or not self._is_worth(policy, ticket) else self._delay(ticket, verdict, error)
             )
@@ -166,6 +191,17 @@ class Dispatcher:
             if delay is None:
                 raise error
             await self.slots.again(ticket, delay)
+
+    async def ask_many(self, questions: Questions, policy: Policy, *, progress: Progress | None = None) -> Replies:
+        """The answers to questions that are one request, with one slot; one that failed is an error in its own place.
+        Raises the BackendError of a request that failed as a whole."""
+        together = _Together(questions)
+        try:
+            await self.ask(together, policy, progress=progress)
+        except JobError:
+            if not together.answers:
+                raise
+        return together.answers
 
     async def attempt(self, question: Question, ticket: Ticket, timeout: float | None) -> Reply:
         """Send the question once, with the slot that the ticket holds, and learn from the answer."""
@@ -258,9 +294,12 @@ class Dispatcher:
     def _health_changed(self, endpoint: Endpoint, now: float) -> None:
         self._on_health(endpoint, now)
         if endpoint.health.state == "down":
-            for ticket in tuple(self._impatient):
-                if self._is_down(ticket):
-                    self.slots.reject(ticket, self._outage(ticket))
+            self._reject_impatient()
+
+    def _reject_impatient(self) -> None:
+        for ticket in tuple(self._impatient):
+            if self._is_down(ticket):
+                self.slots.reject(ticket, self._outage(ticket))
 
     # Agents
 
@@ -331,7 +370,7 @@ class Dispatcher:
 
     def add(self, name: str, server: Server) -> None:
         """One more server, from now on."""
-        endpoint = Endpoint(server, self.terms_of(server), name)
+        endpoint = self._endpoint(name, server)
         self.endpoints.attach(endpoint)
         self.scheduler.add(endpoint)
         self.slots.pump()
@@ -349,6 +388,7 @@ class Dispatcher:
         if endpoint.inflight:
             self.endpoints.probe(endpoint)
         self.slots.pump()
+        self._reject_impatient()
 
     def close(self) -> None:
         self.endpoints.close()

@@ -54,7 +54,8 @@ OnOver = Callable[["Ended", str], None]
 
 
 class EndpointMonitor:
-    """``on_over`` is told how and why the run ends when no endpoint is left."""
+    """``on_over`` is told how and why the run ends when no endpoint is left. ``max_outage`` None waits for ever for an
+    endpoint that has answered, ``inf`` also for one that never did."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class EndpointMonitor:
         self._scheduler, self._all = scheduler, scheduler.endpoints
         self._backend = backend
         self._max_outage = inf if max_outage is None else max_outage
+        self._max_silence = inf if max_outage == inf else min(self._max_outage, NEVER_REACHED)  # before the first word
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
         self._slots: Slots | None = None
         self._probes: dict[Endpoint, asyncio.Task[None]] = {}
@@ -262,13 +264,13 @@ class EndpointMonitor:
 
     # Rows that wait for a decision
 
-    async def decision(self, ticket: Ticket, max_retries: int, *, retryable: bool) -> Step:
-        """What becomes of a row whose attempt failed, once that can be decided. Raises Interrupted when the run is
-        over."""
+    async def decision(self, ticket: Ticket, max_retries: int, *, retryable: bool, wait: bool = True) -> Step:
+        """What becomes of a row whose attempt failed, once that can be decided; with ``wait`` off, as far as it is
+        decided now. Raises Interrupted when the run is over."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         step = next_step(ticket.row, max_retries, retryable=retryable)
-        while not endpoint.given_up and (step == "wait" or (step == "fail" and self._is_unclear(ticket))):
+        while wait and not endpoint.given_up and (step == "wait" or (step == "fail" and self._is_unclear(ticket))):
             decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             self._waiting[ticket] = decided
             try:
@@ -284,7 +286,9 @@ class EndpointMonitor:
                     endpoint.server.history.give_up_on(ticket.row)
             elif on_probe:
                 break
-        return "retry" if endpoint.given_up else step
+        if endpoint.given_up:
+            return "retry"
+        return "fail" if step == "wait" else step
 
     def _is_unclear(self, ticket: Ticket) -> bool:
         assert ticket.endpoint is not None
@@ -440,6 +444,17 @@ class EndpointMonitor:
             self._lose_patience(endpoint, self._what_was_tried(endpoint, now))
         self.arm(endpoint)
 
+    def not_sent(self, ticket: Ticket) -> None:
+        """The request could not be made. If it was a trial, the next one is."""
+        if ticket.trial and ticket.endpoint is not None:
+            self._try_next(ticket.endpoint, _now())
+
+    def _try_next(self, endpoint: Endpoint, now: float) -> None:
+        endpoint.health.trial_over()
+        endpoint.health.next_trial = now
+        if self.others_work(endpoint):
+            self._scheduler.router.trials.append(endpoint)
+
     def _lose_patience(self, endpoint: Endpoint, why: str) -> None:
         """An endpoint is given up only when no other works; until then it is probed now and then."""
         if not endpoint.given_up and not self.others_work(endpoint):
@@ -486,7 +501,7 @@ class EndpointMonitor:
     def _patience_ends(self, endpoint: Endpoint) -> float:
         health = endpoint.health
         known = health.answered or health.reached
-        return health.down_since + (self._max_outage if known else min(self._max_outage, NEVER_REACHED))
+        return health.down_since + (self._max_outage if known else self._max_silence)
 
     def _look(self, due: list[Endpoint]) -> None:
         now = _now()
@@ -562,9 +577,7 @@ class EndpointMonitor:
             if alone is not None:
                 broke_alone(alone.row, now)
             if self.others_work(endpoint):
-                health.trial_over()
-                health.next_trial = now
-                self._scheduler.router.trials.append(endpoint)
+                self._try_next(endpoint, now)
         else:
             health.reached = health.reached or found.state == "up"
             self._is_slow(endpoint, now)

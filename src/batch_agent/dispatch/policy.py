@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from batch_agent.backends.base import ModelRequest
-from batch_agent.errors import BackendError
+from batch_agent.errors import BackendError, JobError
 from batch_agent.messages import Reply
+
+Replies: TypeAlias = Sequence[Reply | JobError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +25,17 @@ class Policy:
 
 
 class Question(Protocol):
-    """One thing to ask of any endpoint."""
+    """One thing to ask of any endpoint. A class derived from it has these defaults, and writes ``send``."""
 
     @property
     def request(self) -> ModelRequest | None:
         """What is priced; None for a request that costs nothing."""
-        ...
+        return None
 
     @property
     def text(self) -> str:
         """What has come of a streamed answer so far."""
-        ...
+        return ""
 
     async def send(self, endpoint: str) -> Reply:
         """Sends it once. Raises BackendError."""
@@ -41,10 +43,19 @@ class Question(Protocol):
 
     def lost(self) -> None:
         """Another request answered it."""
-        ...
+        return
 
     def again(self) -> Question:
         """The same question as a second request beside the first."""
+        return self
+
+
+class Questions(Protocol):
+    """Several things to ask in one request."""
+
+    async def send(self, endpoint: str) -> Replies:
+        """The answers in order; one that failed is an error in its own place. Raises BackendError when the request as a
+        whole failed."""
         ...
 
 

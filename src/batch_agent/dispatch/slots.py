@@ -93,6 +93,7 @@ class Slots:
         """It waits for a slot, and does not get one."""
         waiter = self._waiters.pop(ticket, None)
         if waiter is not None and not waiter.done():
+            self.scheduler.give_back(ticket)
             waiter.set_exception(error)
 
     async def again(self, ticket: Ticket, delay: float) -> None:

@@ -48,6 +48,7 @@ class Server:
     __slots__ = (
         "__weakref__",
         "_terms",
+        "_thread",
         "capacity",
         "context",
         "default_inflight",
@@ -81,6 +82,7 @@ class Server:
         self.rates: Rates | None = None  # None while no rate limit is known
         self.endpoints: list[Endpoint] = []  # of the dispatchers that use it now
         self._terms: list[Terms] = []
+        self._thread = 0  # of the dispatchers that use it now
         self._forget()
 
     def _forget(self) -> None:
@@ -93,6 +95,15 @@ class Server:
         self.held_until = 0.0  # the server asked for no request before this time
         self.refused_since: float | None = None  # it has refused every request for load since then
         self.seconds = 0.0  # per turn; 0 until it has answered
+
+    def lent_to(self, thread: int) -> Server:
+        """The server itself; if dispatchers of another thread use it now, another object for it: a dispatcher can be
+        woken in its own thread only."""
+        if self.endpoints and self._thread != thread:
+            weight, models, context, most = self.weight, self.models, self.context, self.default_inflight
+            return Server(self.name, weight=weight, models=models, context=context, default_inflight=most)
+        self._thread = thread
+        return self
 
     def join(self, endpoint: Endpoint, terms: Terms) -> None:
         """A dispatcher starts to use the server."""

@@ -1,80 +1,63 @@
-"""Questions to one backend, under the engine's own limiter: how many at once, who goes first, who is down.
+"""Questions of ticks to one backend, through the dispatcher.
 
-A tick wants an answer now or not at all. So, unlike a run, nobody waits here for a server that is down: while every
-endpoint is, one question at a time is its trial and all others fail at once, with the reason. What is asked is made
-when its slot is there and not before, so that it tells of the newest there is to tell.
+A tick wants an answer now or not at all, so no question waits for a server that is down: while every endpoint is down,
+one question at a time is the trial and all others fail at once. A question is made when its slot is granted, so it has
+the newest observation.
 
-Where a backend of the user's answers many in one call, the questions of one moment are one call.
+If a backend of the user's answers many prompts in one call, the questions that wait for a slot are one call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from math import inf
 
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
-from batch_agent.dispatch.cancellation import cancelled_by_us
-from batch_agent.dispatch.limiter import Limiter
-from batch_agent.dispatch.members import endpoints_of, following
-from batch_agent.errors import (
-    BackendError,
-    BatchAgentError,
-    Interrupted,
-    JobError,
-    SpecError,
-    Timeout,
-    Truncated,
-    Unavailable,
-)
+from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.dispatch.members import following
+from batch_agent.dispatch.policy import Policy, Question, Replies
+from batch_agent.errors import BackendError, JobError, SpecError, Timeout, Truncated
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolSpec, Usage
-from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.endpoint import Endpoint, Terms
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.limit_search import START
 from batch_agent.scheduler.ordering import LAST
-from batch_agent.scheduler.retry import retry_delay
+from batch_agent.scheduler.server import Terms
 from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.users_backend import UsersBackend
 
 RETRIES = 2
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One question, as it leaves."""
+    """One question as it is sent."""
 
     conversation: Conversation
     job_id: str
     agent: int
     schema: JsonObject | None = None
-    schema_text: str = ""  # by which questions with one schema are known
+    schema_text: str = ""  # equal for questions with the same schema
     tools: tuple[ToolSpec, ...] = ()
     seed: int | None = None
-    temperature: float | None = None  # None: as all are asked
+    temperature: float | None = None  # None: that of the runtime
     max_tokens: int | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Question:
-    """``ask`` is called when the question leaves, and may be called again where it is repeated. ``wants_again`` is
-    called when a request has failed, and says whether it is worth repeating."""
+class Inquiry:
+    """``make`` is called for each attempt, when it is sent. ``wants_again`` is called when an attempt has failed, and
+    returns whether another one is worth it."""
 
     progress: Progress  # its agent's
-    ask: Callable[[], Asked]
+    make: Callable[[], Asked]
     wants_again: Callable[[], bool] = lambda: True
 
 
-Passenger = tuple[Question, asyncio.Future[Reply]]
-
-
 class Asking:
-    """One backend, opened when it is first asked and open until ``close``. ``timeout``: seconds for one request."""
+    """One backend, opened when it is first asked and open until ``close``. ``timeout`` is seconds for one request."""
 
     def __init__(
         self, backend: Backend, model: str | None, sampling: Sampling, max_inflight: int | None, timeout: float | None
@@ -82,42 +65,45 @@ class Asking:
         self.backend = backend
         self._model, self._sampling, self._timeout = model, sampling, timeout
         self._max_inflight = max_inflight
-        self._opening: asyncio.Task[None] | None = None
+        # A server that batches by itself does better with single requests: in a list the slowest holds the others.
+        self._together = isinstance(backend, UsersBackend) and backend.capabilities.batch
+        self._opening: asyncio.Task[Dispatcher] | None = None
         self._entered = False
-        self._limiter: Limiter | None = None
-        self._following = ExitStack()  # where its endpoints come and go
+        self._open_things = ExitStack()
         self._takes_seeds = False
         self._shapes: dict[object, RequestShape] = {}  # by what tells questions apart
-        self._waiting: set[asyncio.Timeout] = set()  # of those who wait for a slot
-        self._together: list[Passenger] = []  # what the next request answers
-        self._flights: set[asyncio.Task[None]] = set()
-
-    @property
-    def _asks_together(self) -> bool:
-        """A server that batches by itself does better with single requests, each answered when it is ready: in a list
-        the slowest would hold the others."""
-        return isinstance(self.backend, UsersBackend) and self.backend.capabilities.batch
+        self._group: _Group | None = None  # takes more questions, until it has a slot
+        self._calls: set[asyncio.Task[Replies]] = set()
 
     # Opening and closing
 
-    async def open(self) -> None:
-        """Enter the backend and learn its model's name, once for all who ask; tried again after a failure."""
+    async def open(self) -> Dispatcher:
+        """Enter the backend and learn its model's name, once for all who ask. After a failure it is tried again."""
         opening = self._opening
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception() is not None)):
             opening = self._opening = asyncio.get_running_loop().create_task(self._open())
             opening.add_done_callback(lambda task: task.cancelled() or task.exception())
-        await asyncio.shield(opening)
+        return await asyncio.shield(opening)
 
-    async def _open(self) -> None:
+    async def _open(self) -> Dispatcher:
+        backend = self.backend
         if not self._entered:
-            await self.backend.__aenter__()
+            await backend.__aenter__()
             self._entered = True
         if self._model is None:
             names = await self.models()
             if len(names) != 1:
-                raise SpecError(f"{self.backend.name} serves {', '.join(names) or 'no model'}: name one with model=")
+                raise SpecError(f"{backend.name} serves {', '.join(names) or 'no model'}: name one with model=")
             [self._model] = names
-        self._takes_seeds = not self._asks_together and self._accepts(RequestShape(self._model, seed=0))
+        self._takes_seeds = not self._together and self._accepts(RequestShape(self._model, seed=0))
+        inflight = self._max_inflight or backend.capabilities.default_inflight
+        terms = Terms(inflight, START if inflight is None else None, given=self._max_inflight is not None)
+        dispatcher = Dispatcher(backend, inflight, servers=backend.servers, terms=terms, max_outage=inf)
+        self._open_things.callback(dispatcher.close)
+        follower = self._open_things.enter_context(following(backend, dispatcher))
+        if follower is not None:
+            follower.use([self._model])
+        return dispatcher
 
     async def models(self) -> list[str]:
         """What the backend serves, asked now; it must be entered."""
@@ -128,31 +114,7 @@ class Asking:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise Timeout(f"{self.backend.name} did not say in {self._timeout:g} s what it serves") from None
-
-    def _working_limiter(self) -> Limiter:
-        """A limiter gives a server up that has not answered for long, as a run should; ticks go on, with a new one."""
-        if self._limiter is None or self._limiter.over is not None:
-            self._release_limiter()
-            backend, able, given = self.backend, self.backend.capabilities, self._max_inflight is not None
-            inflight = self._max_inflight or able.default_inflight
-            terms = Terms(inflight, START if inflight is None else None)
-            self._limiter = Limiter(
-                inflight,
-                endpoints=endpoints_of(backend, terms, given=given),
-                terms=terms,
-                on_health=self._health_changed,
-                knock=backend.probe if backend.is_fleet else None,
-            )
-            party = self._following.enter_context(following(backend, self._limiter, given=given))
-            if party is not None and self._model:
-                party.use([self._model])
-        return self._limiter
-
-    def _release_limiter(self) -> None:
-        self._following.close()
-        if self._limiter is not None:
-            self._limiter.close()
+            raise Timeout(f"{self.backend.name} did not list its models in {self._timeout:g} s") from None
 
     def _accepts(self, shape: RequestShape) -> bool:
         try:
@@ -162,164 +124,64 @@ class Asking:
         return True
 
     async def close(self) -> None:
-        for task in (self._opening, *self._flights):
+        for task in (self._opening, *self._calls):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
-        self._release_limiter()
+        self._open_things.close()
         if self._entered:
             self._entered = False
             await self.backend.__aexit__(None, None, None)
 
     # Asking
 
-    async def ask(self, question: Question) -> Reply:
-        """The answer, cut off or not; or the error that could not be helped in time."""
-        await self.open()
-        if self._asks_together:
+    async def ask(self, inquiry: Inquiry) -> Reply:
+        """The answer, cut off or not. Raises the error that could not be helped in time."""
+        dispatcher = await self.open()
+        if self._together:
             try:
-                return await self._ask_together(question)
-            except BackendError:  # what was wrong may have been a neighbour's
-                if not question.wants_again():
+                return await self._ask_together(dispatcher, inquiry)
+            except BackendError:  # another question of the call may have caused it
+                if not inquiry.wants_again():
                     raise
-        limiter = self._working_limiter()
-        ticket = limiter.claim(question.progress, LAST)
-        while True:
-            try:
-                return await self._ask_alone(limiter, question, ticket)
-            except Truncated as error:
-                return Reply(error.text, usage=error.usage or Usage(), finish_reason="length")
-            except BackendError as error:
-                hopeless = not error.retryable or ticket.failures > RETRIES or _is_down(limiter)
-                if hopeless or not question.wants_again():
-                    raise
-                elsewhere = ticket.endpoint is not None and ticket.endpoint.health.is_down
-                delay = 0.0 if elsewhere else retry_delay(ticket.failures or 1, error.retry_after, random.random())
-            await limiter.again(ticket, delay)
+        policy = Policy(RETRIES, wait_out=False, timeout=self._timeout, wanted=inquiry.wants_again)
+        return await dispatcher.ask(_Alone(self, inquiry), policy, progress=inquiry.progress)
 
-    async def _ask_alone(self, limiter: Limiter, question: Question, ticket: Ticket) -> Reply:
-        await self._hold(limiter, ticket)
+    async def _ask_together(self, dispatcher: Dispatcher, inquiry: Inquiry) -> Reply:
+        """Ask with the others that wait for a slot. The call is cancelled when none of its agents waits any more."""
+        group = self._group
+        if group is None:
+            group = self._group = _Group(self)
+            policy = Policy(0, wait_out=False, timeout=self._timeout)
+            call = dispatcher.ask_many(group, policy, progress=Progress(LAST))
+            group.call = asyncio.get_running_loop().create_task(call)
+            self._calls.add(group.call)
+            group.call.add_done_callback(self._calls.discard)
+        assert group.call is not None
+        group.waiting[inquiry] = None
         try:
-            request = self._request(question.ask(), ticket)
-            return await self._timed(limiter, ticket, self.backend.infer(request), lambda reply: reply)
+            answers = await asyncio.shield(group.call)
         finally:
-            limiter.release(ticket)
-
-    async def _ask_together(self, question: Question) -> Reply:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Reply] = loop.create_future()
-        if not self._together:
-            loop.call_soon(self._take_off)
-        self._together.append((question, answer))
-        return await answer
-
-    def _take_off(self) -> None:
-        """All that was asked in this turn of the event loop leaves as one request."""
-        asked, self._together = self._together, []
-        flight = asyncio.get_running_loop().create_task(self._fly(asked))
-        self._flights.add(flight)
-        flight.add_done_callback(self._flights.discard)
-
-        def left(answer: asyncio.Future[Reply]) -> None:
-            if answer.cancelled() and all(other.done() for _, other in asked):
-                flight.cancel()  # nobody waits for it
-
-        for _, answer in asked:
-            answer.add_done_callback(left)
-
-    async def _fly(self, asked: Sequence[Passenger]) -> None:
-        limiter = self._working_limiter()
-        ticket = limiter.claim(asked[0][0].progress, LAST)
-        try:
-            await self._hold(limiter, ticket)
-            shapes: dict[RequestShape, list[tuple[ModelRequest, asyncio.Future[Reply]]]] = {}
-            for question, answer in asked:
-                if not answer.done():
-                    try:
-                        request = self._request(question.ask(), ticket)
-                        shapes.setdefault(request.shape, []).append((request, answer))
-                    except BatchAgentError as error:  # it cannot be asked, and takes nobody with it
-                        answer.set_exception(error)
-            for group in shapes.values():
-                requests = [request for request, _ in group]
-                replies = await self._timed(limiter, ticket, self._infer_batch(requests), _as_one)
-                for (_, answer), reply in zip(group, replies, strict=True):
-                    _settle(answer, reply)
-        except (BackendError, Interrupted) as error:
-            for _, answer in asked:
-                _settle(answer, error)
-        finally:
-            limiter.release(ticket)
-            for _, answer in asked:
-                answer.cancel()  # whatever happened, no agent is left waiting
-
-    async def _infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
-        replies = await self.backend.infer_batch(requests)
-        failures = [reply for reply in replies if isinstance(reply, BackendError)]
-        if len(failures) == len(requests):  # it was the backend, not one of them
-            raise failures[0]
-        return replies
-
-    # Slots
-
-    async def _hold(self, limiter: Limiter, ticket: Ticket) -> None:
-        """Until the ticket has its slot; an Unavailable where there is none to be had."""
-        if ticket.state != "held" and _is_down(limiter):
-            limiter.release(ticket)
-            raise self._outage(limiter)
-        limit = asyncio.timeout(None)
-        self._waiting.add(limit)
-        try:
-            async with limit:
-                await limiter.hold(ticket)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise self._outage(limiter) from None
-        finally:
-            self._waiting.discard(limit)
-
-    async def _timed(self, limiter: Limiter, ticket: Ticket, answering: Awaitable[T], told: Callable[[T], Reply]) -> T:
-        """What the backend says in the time it may take; and what that tells of its health."""
-        loop = asyncio.get_running_loop()
-        limit = limiter.endpoints.limit(ticket, self._timeout)
-        try:
-            try:
-                async with limit:
-                    answer = await answering
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                seconds = loop.time() - ticket.sent_at
-                raise Timeout(f"{self.backend.name} gave no answer in {seconds:.3g} s") from None
-            except asyncio.CancelledError:
-                if cancelled_by_us():
-                    raise
-                raise Unavailable(f"{self.backend.name} gave the call up") from None
-        except BackendError as error:
-            limiter.endpoints.failed(ticket, error)
-            raise
-        finally:
-            limiter.endpoints.finished(ticket)
-        limiter.answered(ticket, loop.time() - ticket.sent_at, told(answer))
+            del group.waiting[inquiry]
+            if not group.waiting:
+                self.leaves(group)
+                group.call.cancel()
+        answer = answers[group.places[inquiry]]
+        if isinstance(answer, JobError):
+            raise answer
         return answer
 
-    def _outage(self, limiter: Limiter) -> Unavailable:
-        reasons = dict.fromkeys(endpoint.health.reason for endpoint in limiter.scheduler.endpoints)
-        return Unavailable(f"{self.backend.name} is down: {'; '.join(filter(None, reasons)) or 'it does not answer'}")
-
-    def _health_changed(self, endpoint: Endpoint, now: float) -> None:
-        if endpoint.health.state == "down" and self._limiter is not None and _is_down(self._limiter):
-            for limit in self._waiting:
-                limit.reschedule(now)
+    def leaves(self, group: _Group) -> None:
+        """The group takes no more questions."""
+        if self._group is group:
+            self._group = None
 
     # Requests
 
-    def _request(self, asked: Asked, ticket: Ticket) -> ModelRequest:
+    def request(self, asked: Asked, endpoint: str) -> ModelRequest:
         shape = self._shape(asked)
         if asked.seed is not None and self._takes_seeds:
             shape = replace(shape, seed=asked.seed)
-        endpoint = ticket.endpoint.name if ticket.endpoint is not None else ""
         return ModelRequest(shape, asked.conversation, asked.job_id, agent=asked.agent, endpoint=endpoint)
 
     def _shape(self, asked: Asked) -> RequestShape:
@@ -329,7 +191,7 @@ class Asking:
         key = asked.schema_text, capabilities.native_schema, asked.temperature, asked.max_tokens
         if known := self._shapes.get(key):
             return known
-        offers_tools = not capabilities.native_schema and not self._asks_together and asked.tools
+        offers_tools = not capabilities.native_schema and not self._together and asked.tools
         shape = RequestShape(
             model=self._model or "",
             max_tokens=sampling.max_tokens if asked.max_tokens is None else asked.max_tokens,
@@ -346,23 +208,37 @@ class Asking:
         return shape
 
 
-def _is_down(limiter: Limiter) -> bool:
-    return not any(_works(endpoint) for endpoint in limiter.scheduler.endpoints)
+class _Alone(Question):
+    def __init__(self, asking: Asking, inquiry: Inquiry) -> None:
+        self._asking, self._inquiry = asking, inquiry
+
+    async def send(self, endpoint: str) -> Reply:
+        request = self._asking.request(self._inquiry.make(), endpoint)
+        try:
+            return await self._asking.backend.infer(request)
+        except Truncated as error:
+            return Reply(error.text, usage=error.usage or Usage(), finish_reason="length")
 
 
-def _works(endpoint: Endpoint) -> bool:
-    return not (endpoint.health.is_down or endpoint.given_up or endpoint.leaving)
+class _Group:
+    """Questions that are one call. ``places`` are those of the questions that were sent, in the answers."""
 
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
+        self.call: asyncio.Task[Replies] | None = None
+        self.waiting: dict[Inquiry, None] = {}
+        self.places: dict[Inquiry, int] = {}
 
-def _as_one(replies: Sequence[Reply | BackendError]) -> Reply:
-    """What a request for many took in all."""
-    return Reply("", usage=sum((reply.usage for reply in replies if isinstance(reply, Reply)), Usage()))
+    async def send(self, endpoint: str) -> Replies:
+        self._asking.leaves(self)
+        self.places = {inquiry: place for place, inquiry in enumerate(self.waiting)}
+        made = [self._made(inquiry, endpoint) for inquiry in self.waiting]
+        requests = [request for request in made if isinstance(request, ModelRequest)]
+        replies = iter(await self._asking.backend.infer_batch(requests) if requests else ())
+        return [next(replies) if isinstance(request, ModelRequest) else request for request in made]
 
-
-def _settle(answer: asyncio.Future[Reply], reply: Reply | JobError) -> None:
-    if answer.done():
-        return
-    if isinstance(reply, JobError):
-        answer.set_exception(reply)
-    else:
-        answer.set_result(reply)
+    def _made(self, inquiry: Inquiry, endpoint: str) -> ModelRequest | JobError:
+        try:
+            return self._asking.request(inquiry.make(), endpoint)
+        except JobError as error:
+            return error

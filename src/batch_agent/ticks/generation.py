@@ -45,7 +45,7 @@ class GeneratesMany(Protocol):
 def failed(why: str) -> BadResponse:
     """Return an error that is not retried and says nothing about other prompts: the user's code would fail again."""
     error = BadResponse(why)
-    error.retryable = False
+    error.retryable, error.second_hand = False, True
     return error
 
 

@@ -19,7 +19,7 @@ from batch_agent.messages import Conversation, Message
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.ticks.action_space import ActionSpace
-from batch_agent.ticks.asking import Asked, Asking, Question
+from batch_agent.ticks.asking import Asked, Asking, Inquiry
 from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.generation import GenerationResult
 from batch_agent.ticks.plain import encodable
@@ -119,7 +119,7 @@ class TextBackend:
 
     async def _ask(self, asked: Asked) -> GenerationResult:
         try:
-            reply = await self._asking().ask(Question(Progress(LAST), lambda: asked))
+            reply = await self._asking().ask(Inquiry(Progress(LAST), lambda: asked))
         except InternalError:
             raise
         except BatchAgentError as error:

@@ -19,7 +19,7 @@ from batch_agent.foreign import describe
 from batch_agent.messages import Conversation, Message
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.agent import Agent
-from batch_agent.ticks.asking import Asked, Asking, Question
+from batch_agent.ticks.asking import Asked, Asking, Inquiry
 from batch_agent.ticks.guard import guarded
 from batch_agent.ticks.mind import Mind, Sent, Thought
 from batch_agent.ticks.patience import Patience
@@ -123,7 +123,7 @@ class Thinker:
         said: list[Message] = []  # answers that were no action, each with the problem that the model was shown
         patience = self._patience.get(asking) or self._patience.setdefault(asking, Patience(self._deadline))
 
-        def ask() -> Asked:
+        def make() -> Asked:
             asked = guarded("its prompt", lambda: self._asked(mind, thought, said))
             thought.sent = Sent(loop.time(), patience)
             return asked
@@ -132,10 +132,10 @@ class Thinker:
             thought.sent = None  # it was answered, with an error
             return thought.awaited
 
-        question = Question(mind.progress, ask, wants_again)
+        inquiry = Inquiry(mind.progress, make, wants_again)
         while True:
             try:
-                reply = await asking.ask(question)
+                reply = await asking.ask(inquiry)
             finally:
                 sent, thought.sent = thought.sent, None
             if sent is not None:
