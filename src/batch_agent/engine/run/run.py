@@ -377,7 +377,8 @@ class Run(Generic[T]):
         self.shared.session = self._session
         spec = prepared.spec
         if spec.run_dir is not None and (spec.rpm is not None or spec.tpm is not None):
-            self.shared.dispatcher.endpoints.keep_rates(RateMark(Path(spec.run_dir)))
+            dispatcher = self.shared.dispatcher
+            dispatcher.endpoints.budgets.keep(RateMark(Path(spec.run_dir)), dispatcher.scheduler.endpoints)
         return self._session
 
     def _record_of_parts(self, prepared: Prepared) -> Record | None:
