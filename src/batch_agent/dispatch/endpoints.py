@@ -385,7 +385,7 @@ class EndpointMonitor:
 
     def _dues(self, endpoint: Endpoint) -> tuple[float, ...]:
         health, server = endpoint.health, endpoint.server
-        if endpoint.given_up:
+        if endpoint.given_up or (endpoint.leaving and not endpoint.inflight):
             return ()
         if health.state == "on trial":
             return (health.trial_ends,)
@@ -477,6 +477,8 @@ class EndpointMonitor:
             else:
                 health.trial_over()
                 self._trial_failed(endpoint, now)
+            if self.trust_probes:
+                self.flights.recall_all(endpoint, now)
         elif health.is_down and self.trust_probes:
             health.reached = True
             health.recover()
