@@ -52,7 +52,7 @@ def two(max_inflight: int = 8, **options: object) -> tuple[Dispatcher, Endpoint,
 
 
 def claim(dispatcher: Dispatcher, endpoint: Endpoint) -> Ticket:
-    return dispatcher.slots.claim(Progress(), LAST, pinned=endpoint)
+    return dispatcher.slots.claim(Progress(LAST), LAST, pinned=endpoint)
 
 
 async def ask(dispatcher: Dispatcher, endpoint: Endpoint, answer: Answer, policy: Policy | None = None) -> str:

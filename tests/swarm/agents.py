@@ -190,8 +190,10 @@ async def silent() -> AsyncIterator[AgentEndpoint]:
     """A server that takes every connection and says nothing."""
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
+        try:
+            await reader.read()
+        finally:
+            writer.close()
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with server:

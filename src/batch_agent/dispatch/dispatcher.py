@@ -153,7 +153,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         queued = loop.time()
         if ticket is None:
-            ticket = self.slots.claim(Progress() if progress is None else progress, LAST)
+            ticket = self.slots.claim(Progress(LAST) if progress is None else progress, LAST)
         while True:
             if ticket.state != "held" or self.slots.stopped:
                 await self._hold(ticket, policy)

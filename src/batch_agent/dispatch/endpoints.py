@@ -159,7 +159,7 @@ class EndpointMonitor:
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # a lone request cannot be too many: the server, or this row, has another problem
         attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, left)
-        others, few = self.others_work(endpoint), self._few_rows
+        others, few = self.others_work(endpoint) and ticket.pinned is None, self._few_rows
         verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
         server.history.add(attempt, verdict)
         ticket.avoid = endpoint if verdict.move else None

@@ -53,6 +53,10 @@ class Flights:
         flights[ticket] = deadline
         return deadline
 
+    def within(self, seconds: float) -> Deadline:
+        """A time limit for a part of a request."""
+        return self._deadlines.after(seconds)
+
     def end(self, ticket: Ticket) -> None:
         endpoint = ticket.endpoint
         assert endpoint is not None

@@ -141,7 +141,7 @@ class Proxy:
             return await _drop(request, _refusal(408, f"no more of the body came for {self._patience:g} s"))
         key, model = read_ask(request.headers, body)
         model = model or request.path.partition("/v1/models/")[2]
-        progress = Progress(model=model)
+        progress = Progress(LAST, model=model)
         progress.home = self._homes.find(key, model)
         ticket = self._dispatcher.slots.claim(progress, LAST)
         forward = Forward(self._upstreams, self._transport, self._homes, request, body, key, ticket)

@@ -23,7 +23,6 @@ from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.spec import BatchSpec
 from batch_agent.swarm.asking import Asking
-from batch_agent.swarm.lines import TRIES
 from batch_agent.swarm.response import Response
 from batch_agent.swarm.scatter import Scatter
 
@@ -38,7 +37,7 @@ SMALLEST, LARGEST = 4, 64  # requests of a helping; for a larger one the engine 
 
 class AskOne(Protocol):
     async def __call__(
-        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int
+        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, once: bool
     ) -> list[Response]: ...
 
 
@@ -65,8 +64,8 @@ class Call:
     async def answer(self, agent_index: int, row: int) -> Response:
         index, sample = divmod(row, self.asking.n)
         own = self.asking.sample(index, sample)
-        tries = 1 if self.is_balanced else TRIES  # in a balanced call the engine tries again, and elsewhere
-        (response,) = await self.ask(agent_index, self.prompts[index], self.max_tokens, own, tries=tries)
+        once = self.is_balanced  # then the engine tries again, and elsewhere
+        (response,) = await self.ask(agent_index, self.prompts[index], self.max_tokens, own, once=once)
         return response
 
     async def run(self, scatter: Scatter) -> None:
