@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -46,14 +46,7 @@ class Asked:
     max_tokens: int | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Inquiry:
-    """``make`` is called for each attempt, when it is sent. ``wants_again`` is called when an attempt has failed, and
-    returns whether another one is worth it."""
-
-    progress: Progress  # its agent's
-    make: Callable[[], Asked]
-    wants_again: Callable[[], bool] = lambda: True
+Make = Callable[[], Asked]  # called for each attempt, when it is sent
 
 
 class Asking:
@@ -72,7 +65,7 @@ class Asking:
         self._open_things = ExitStack()
         self._takes_seeds = False
         self._shapes: dict[object, RequestShape] = {}  # by what tells questions apart
-        self._group: _Group | None = None  # takes more questions, until it has a slot
+        self.group: _Group | None = None  # takes more questions, until it has a slot
         self._calls: set[asyncio.Task[Replies]] = set()
 
     # Opening and closing
@@ -95,7 +88,9 @@ class Asking:
             if len(names) != 1:
                 raise SpecError(f"{backend.name} serves {', '.join(names) or 'no model'}: name one with model=")
             [self._model] = names
-        self._takes_seeds = not self._together and self._accepts(RequestShape(self._model, seed=0))
+        with suppress(SpecError):
+            backend.check(RequestShape(self._model, seed=0))
+            self._takes_seeds = not self._together
         inflight = self._max_inflight or backend.capabilities.default_inflight
         terms = Terms(inflight, START if inflight is None else None, given=self._max_inflight is not None)
         dispatcher = Dispatcher(backend, inflight, servers=backend.servers, terms=terms, max_outage=inf)
@@ -107,21 +102,10 @@ class Asking:
 
     async def models(self) -> list[str]:
         """What the backend serves, asked now; it must be entered."""
-        limit = asyncio.timeout(self._timeout)
         try:
-            async with limit:
-                return await self.backend.models()
+            return await asyncio.wait_for(self.backend.models(), self._timeout)
         except TimeoutError:
-            if not limit.expired():
-                raise
-            raise Timeout(f"{self.backend.name} did not list its models in {self._timeout:g} s") from None
-
-    def _accepts(self, shape: RequestShape) -> bool:
-        try:
-            self.backend.check(shape)
-        except SpecError:
-            return False
-        return True
+            raise Timeout(f"{self.backend.name} did not list its models in {self._timeout or 0:g} s") from None
 
     async def close(self) -> None:
         for task in (self._opening, *self._calls):
@@ -135,46 +119,43 @@ class Asking:
 
     # Asking
 
-    async def ask(self, inquiry: Inquiry) -> Reply:
-        """The answer, cut off or not. Raises the error that could not be helped in time."""
+    async def ask(self, make: Make, wants_again: Callable[[], bool] = lambda: True) -> Reply:
+        """The answer, cut off or not. Raises the error that could not be helped in time. ``wants_again`` is called when
+        an attempt has failed, and returns whether another one is worth it."""
         dispatcher = await self.open()
         if self._together:
             try:
-                return await self._ask_together(dispatcher, inquiry)
+                return await self._ask_together(dispatcher, make)
             except BackendError:  # another question of the call may have caused it
-                if not inquiry.wants_again():
+                if not wants_again():
                     raise
-        policy = Policy(RETRIES, wait_out=False, timeout=self._timeout, wanted=inquiry.wants_again)
-        return await dispatcher.ask(_Alone(self, inquiry), policy, progress=inquiry.progress)
+        policy = Policy(RETRIES, wait_out=False, timeout=self._timeout, wanted=wants_again)
+        return await dispatcher.ask(_Alone(self, make), policy, progress=Progress(LAST))
 
-    async def _ask_together(self, dispatcher: Dispatcher, inquiry: Inquiry) -> Reply:
+    async def _ask_together(self, dispatcher: Dispatcher, make: Make) -> Reply:
         """Ask with the others that wait for a slot. The call is cancelled when none of its agents waits any more."""
-        group = self._group
+        group = self.group
         if group is None:
-            group = self._group = _Group(self)
+            group = self.group = _Group(self)
             policy = Policy(0, wait_out=False, timeout=self._timeout)
             call = dispatcher.ask_many(group, policy, progress=Progress(LAST))
             group.call = asyncio.get_running_loop().create_task(call)
             self._calls.add(group.call)
             group.call.add_done_callback(self._calls.discard)
         assert group.call is not None
-        group.waiting[inquiry] = None
+        me = object()
+        group.waiting[me] = make
         try:
             answers = await asyncio.shield(group.call)
         finally:
-            del group.waiting[inquiry]
+            del group.waiting[me]
             if not group.waiting:
-                self.leaves(group)
+                group.leave()
                 group.call.cancel()
-        answer = answers[group.places[inquiry]]
+        answer = answers[group.sent.index(me)]
         if isinstance(answer, JobError):
             raise answer
         return answer
-
-    def leaves(self, group: _Group) -> None:
-        """The group takes no more questions."""
-        if self._group is group:
-            self._group = None
 
     # Requests
 
@@ -209,11 +190,13 @@ class Asking:
 
 
 class _Alone(Question):
-    def __init__(self, asking: Asking, inquiry: Inquiry) -> None:
-        self._asking, self._inquiry = asking, inquiry
+    """A question that is one request."""
+
+    def __init__(self, asking: Asking, make: Make) -> None:
+        self._asking, self._make = asking, make
 
     async def send(self, endpoint: str) -> Reply:
-        request = self._asking.request(self._inquiry.make(), endpoint)
+        request = self._asking.request(self._make(), endpoint)
         try:
             return await self._asking.backend.infer(request)
         except Truncated as error:
@@ -221,24 +204,29 @@ class _Alone(Question):
 
 
 class _Group:
-    """Questions that are one call. ``places`` are those of the questions that were sent, in the answers."""
+    """Questions that are one call. ``sent`` are those that were, in the order of their answers."""
 
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
         self.call: asyncio.Task[Replies] | None = None
-        self.waiting: dict[Inquiry, None] = {}
-        self.places: dict[Inquiry, int] = {}
+        self.waiting: dict[object, Make] = {}
+        self.sent: list[object] = []
 
     async def send(self, endpoint: str) -> Replies:
-        self._asking.leaves(self)
-        self.places = {inquiry: place for place, inquiry in enumerate(self.waiting)}
-        made = [self._made(inquiry, endpoint) for inquiry in self.waiting]
+        self.leave()
+        self.sent = list(self.waiting)
+        made = [self._made(make, endpoint) for make in self.waiting.values()]
         requests = [request for request in made if isinstance(request, ModelRequest)]
         replies = iter(await self._asking.backend.infer_batch(requests) if requests else ())
         return [next(replies) if isinstance(request, ModelRequest) else request for request in made]
 
-    def _made(self, inquiry: Inquiry, endpoint: str) -> ModelRequest | JobError:
+    def leave(self) -> None:
+        """Take no more questions."""
+        if self._asking.group is self:
+            self._asking.group = None
+
+    def _made(self, make: Make, endpoint: str) -> ModelRequest | JobError:
         try:
-            return self._asking.request(inquiry.make(), endpoint)
+            return self._asking.request(make(), endpoint)
         except JobError as error:
             return error

@@ -318,13 +318,8 @@ class TickRuntime(Generic[A]):
                 self.running = True
                 for mind in self._minds.values():
                     mind.forget()
-                thinker = Thinker(
-                    system_prompt=self._system_prompt,
-                    seed=self._sampling.seed,
-                    deadline=self.deadline,
-                    timeout=self._timeout,
-                    workers=self._workers,
-                )
+                seed = self._sampling.seed
+                thinker = Thinker(self._system_prompt, seed, self.deadline, self._timeout, self._workers)
                 scope = self._scope = LoopScope(thinker)
         return scope
 
@@ -370,10 +365,8 @@ def _cancel(thoughts: Iterable[Thought]) -> None:
 def _snapshot(observation: object) -> object:
     """Return a copy of the observation, or the observation itself if it cannot be copied."""
     try:
-        return deepcopy(observation)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+        return guarded("deepcopy", lambda: deepcopy(observation))
+    except BatchAgentError:
         return observation
 
 

@@ -14,12 +14,10 @@ from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from batch_agent.backends.registry import open_backend
-from batch_agent.errors import BatchAgentError, InternalError, Rejected, SpecError
+from batch_agent.errors import JobError, Rejected, SpecError
 from batch_agent.messages import Conversation, Message
-from batch_agent.scheduler.forecast import Progress
-from batch_agent.scheduler.ordering import LAST
 from batch_agent.ticks.action_space import ActionSpace
-from batch_agent.ticks.asking import Asked, Asking, Inquiry
+from batch_agent.ticks.asking import Asked, Asking
 from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.generation import GenerationResult
 from batch_agent.ticks.plain import encodable
@@ -115,14 +113,12 @@ class TextBackend:
         self.close()
 
     async def _ask_all(self, asked: Sequence[Asked]) -> list[GenerationResult]:
-        return list(await asyncio.gather(*map(self._ask, asked)))
+        return await asyncio.gather(*map(self._ask, asked))
 
     async def _ask(self, asked: Asked) -> GenerationResult:
         try:
-            reply = await self._asking().ask(Inquiry(Progress(LAST), lambda: asked))
-        except InternalError:
-            raise
-        except BatchAgentError as error:
+            reply = await self._asking().ask(lambda: asked)
+        except (JobError, SpecError) as error:
             return GenerationResult("", 0, "error", {"error": str(error), "type": type(error).__name__})
         usage = reply.usage
         tokens = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
@@ -133,13 +129,10 @@ class TextBackend:
         asking = self._asking()
         try:
             await asking.open()
-            try:
-                await asking.models()
-            except Rejected as error:
-                return error.status == NOT_FOUND  # it answers, but has no list of models
-        except InternalError:
-            raise
-        except BatchAgentError:
+            await asking.models()
+        except Rejected as error:
+            return error.status == NOT_FOUND  # it answers, but has no list of models
+        except (JobError, SpecError):
             return False
         return True
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Self
 
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall
-from batch_agent.dispatch.cancellation import cancelled_by_us
-from batch_agent.errors import BackendError, Unavailable
+from batch_agent.errors import BackendError, JobError, Unavailable
 from batch_agent.foreign import describe
 from batch_agent.messages import Reply, Usage, content_text
 from batch_agent.ticks.generation import GeneratesMany, GeneratesOne, arguments_for, failed, result_of
-from batch_agent.ticks.guard import guarded
+from batch_agent.ticks.guard import called, guarded
 from batch_agent.tools.threads import Threads
 
 Asked = tuple[str, dict[str, object]]  # the prompt, and the other arguments
@@ -100,16 +100,11 @@ class UsersBackend(Backend):
     async def _call(self, method: Callable[..., object], options: Mapping[str, object], *given: object) -> object:
         """Call the user's code. Whatever it raises becomes a BackendError."""
         try:
-            if inspect.iscoroutinefunction(method):
-                return await method(*given, **options)
-            value = await self._threads.run(lambda: method(*given, **options))
-            return await value if inspect.isawaitable(value) else value
-        except (BackendError, KeyboardInterrupt):
+            return await called(self._threads, self.name, partial(method, *given, **options))
+        except BackendError:
             raise
-        except BaseException as error:
-            if not isinstance(error, Exception) and cancelled_by_us():
-                raise
-            raise failed(f"{self.name} raised {describe(error)}") from error
+        except JobError as error:
+            raise failed(str(error)) from error
 
     def _reply(self, value: object) -> Reply:
         result = result_of(value)
