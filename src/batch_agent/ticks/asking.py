@@ -10,9 +10,9 @@ If a backend of the user's answers many prompts in one call, the questions that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from math import inf
 
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
@@ -22,7 +22,7 @@ from batch_agent.dispatch.policy import Policy, Question, Replies
 from batch_agent.errors import BackendError, JobError, SpecError, Timeout, Truncated
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolSpec, Usage
 from batch_agent.scheduler.forecast import Progress
-from batch_agent.scheduler.limit_search import START
+from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.server import Terms
 from batch_agent.ticks.config import Sampling
@@ -31,22 +31,7 @@ from batch_agent.ticks.users_backend import UsersBackend
 RETRIES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One question as it is sent."""
-
-    conversation: Conversation
-    job_id: str
-    agent: int
-    schema: JsonObject | None = None
-    schema_text: str = ""  # equal for questions with the same schema
-    tools: tuple[ToolSpec, ...] = ()
-    seed: int | None = None
-    temperature: float | None = None  # None: that of the runtime
-    max_tokens: int | None = None
-
-
-Make = Callable[[], Asked]  # called for each attempt, when it is sent
+Make = Callable[[], ModelRequest]  # called for each attempt, when it is sent
 
 
 class Asking:
@@ -61,8 +46,7 @@ class Asking:
         # A server that batches by itself does better with single requests: in a list the slowest holds the others.
         self._together = isinstance(backend, UsersBackend) and backend.capabilities.batch
         self._opening: asyncio.Task[Dispatcher] | None = None
-        self._entered = False
-        self._open_things = ExitStack()
+        self._stack = AsyncExitStack()  # what is open
         self._takes_seeds = False
         self._shapes: dict[object, RequestShape] = {}  # by what tells questions apart
         self.group: _Group | None = None  # takes more questions, until it has a slot
@@ -79,25 +63,25 @@ class Asking:
         return await asyncio.shield(opening)
 
     async def _open(self) -> Dispatcher:
-        backend = self.backend
-        if not self._entered:
-            await backend.__aenter__()
-            self._entered = True
-        if self._model is None:
-            names = await self.models()
-            if len(names) != 1:
-                raise SpecError(f"{backend.name} serves {', '.join(names) or 'no model'}: name one with model=")
-            [self._model] = names
-        with suppress(SpecError):
-            backend.check(RequestShape(self._model, seed=0))
-            self._takes_seeds = not self._together
-        inflight = self._max_inflight or backend.capabilities.default_inflight
-        terms = Terms(inflight, START if inflight is None else None, given=self._max_inflight is not None)
-        dispatcher = Dispatcher(backend, inflight, servers=backend.servers, terms=terms, max_outage=inf)
-        self._open_things.callback(dispatcher.close)
-        follower = self._open_things.enter_context(following(backend, dispatcher))
-        if follower is not None:
-            follower.use([self._model])
+        async with AsyncExitStack() as stack:
+            backend = await stack.enter_async_context(self.backend)
+            if self._model is None:
+                names = await self.models()
+                if len(names) != 1:
+                    raise SpecError(f"{backend.name} serves {', '.join(names) or 'no model'}: name one with model=")
+                [self._model] = names
+            with suppress(SpecError):
+                backend.check(RequestShape(self._model, seed=0))
+                self._takes_seeds = not self._together
+            one, most = len(backend.servers) == 1, self._max_inflight or backend.capabilities.default_inflight
+            start = None if most is not None else START if one else FLEET_START
+            terms = Terms(most, start, by_clock=one, given=self._max_inflight is not None)
+            dispatcher = Dispatcher(backend, most, servers=backend.servers, terms=terms, max_outage=inf)
+            stack.callback(dispatcher.close)
+            follower = stack.enter_context(following(backend, dispatcher))
+            if follower is not None:
+                follower.use([self._model])
+            self._stack = stack.pop_all()
         return dispatcher
 
     async def models(self) -> list[str]:
@@ -112,10 +96,7 @@ class Asking:
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
-        self._open_things.close()
-        if self._entered:
-            self._entered = False
-            await self.backend.__aexit__(None, None, None)
+        await self._stack.aclose()
 
     # Asking
 
@@ -159,34 +140,42 @@ class Asking:
 
     # Requests
 
-    def request(self, asked: Asked, endpoint: str) -> ModelRequest:
-        shape = self._shape(asked)
-        if asked.seed is not None and self._takes_seeds:
-            shape = replace(shape, seed=asked.seed)
-        return ModelRequest(shape, asked.conversation, asked.job_id, agent=asked.agent, endpoint=endpoint)
-
-    def _shape(self, asked: Asked) -> RequestShape:
-        """The answer is held to the schema by a grammar, or else by tools of which one must be called."""
-        capabilities, sampling = self.backend.capabilities, self._sampling
-        # A server may be found out not to keep to schemas.
-        key = asked.schema_text, capabilities.native_schema, asked.temperature, asked.max_tokens
-        if known := self._shapes.get(key):
-            return known
-        offers_tools = not capabilities.native_schema and not self._together and asked.tools
-        shape = RequestShape(
-            model=self._model or "",
-            max_tokens=sampling.max_tokens if asked.max_tokens is None else asked.max_tokens,
-            temperature=sampling.temperature if asked.temperature is None else asked.temperature,
-            top_p=sampling.top_p,
-            tools=asked.tools if offers_tools else (),
-            tool_choice="required" if offers_tools else None,
-            schema=asked.schema if capabilities.native_schema else None,
-            schema_name="action",
-            extra_body=sampling.extra_body,
-        )
-        self.backend.check(shape)
-        self._shapes[key] = shape
-        return shape
+    def request(
+        self,
+        conversation: Conversation,
+        job_id: str,
+        agent: int = 0,
+        *,
+        schema: JsonObject | None = None,
+        schema_text: str = "",  # equal for equal schemas
+        tools: Iterable[ToolSpec] = (),
+        seed: int | None = None,
+        temperature: float | None = None,  # None: that of the runtime
+        max_tokens: int | None = None,
+    ) -> ModelRequest:
+        """One request to the backend, which is open. The answer is held to the schema by a grammar, or else by tools of
+        which one must be called."""
+        native = self.backend.capabilities.native_schema  # a server may be found out not to keep to schemas
+        key = schema_text, native, temperature, max_tokens
+        shape = self._shapes.get(key)
+        if shape is None:
+            sampling, offered = self._sampling, () if native or self._together else tuple(tools)
+            shape = RequestShape(
+                model=self._model or "",
+                max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
+                temperature=sampling.temperature if temperature is None else temperature,
+                top_p=sampling.top_p,
+                tools=offered,
+                tool_choice="required" if offered else None,
+                schema=schema if native else None,
+                schema_name="action",
+                extra_body=sampling.extra_body,
+            )
+            self.backend.check(shape)
+            self._shapes[key] = shape
+        if seed is not None and self._takes_seeds:
+            shape = replace(shape, seed=seed)
+        return ModelRequest(shape, conversation, job_id, agent=agent)
 
 
 class _Alone(Question):
@@ -196,7 +185,8 @@ class _Alone(Question):
         self._asking, self._make = asking, make
 
     async def send(self, endpoint: str) -> Reply:
-        request = self._asking.request(self._make(), endpoint)
+        request = self._make()
+        request.endpoint = endpoint
         try:
             return await self._asking.backend.infer(request)
         except Truncated as error:
@@ -215,7 +205,7 @@ class _Group:
     async def send(self, endpoint: str) -> Replies:
         self.leave()
         self.sent = list(self.waiting)
-        made = [self._made(make, endpoint) for make in self.waiting.values()]
+        made = [_made(make) for make in self.waiting.values()]
         requests = [request for request in made if isinstance(request, ModelRequest)]
         replies = iter(await self._asking.backend.infer_batch(requests) if requests else ())
         return [next(replies) if isinstance(request, ModelRequest) else request for request in made]
@@ -225,8 +215,9 @@ class _Group:
         if self._asking.group is self:
             self._asking.group = None
 
-    def _made(self, make: Make, endpoint: str) -> ModelRequest | JobError:
-        try:
-            return self._asking.request(make(), endpoint)
-        except JobError as error:
-            return error
+
+def _made(make: Make) -> ModelRequest | JobError:
+    try:
+        return make()
+    except JobError as error:
+        return error

@@ -14,12 +14,13 @@ from functools import lru_cache
 from hashlib import blake2b
 from math import inf
 
+from batch_agent.backends.base import ModelRequest
 from batch_agent.errors import BatchAgentError, OutputError, Timeout, WorkerFailed
 from batch_agent.foreign import describe
 from batch_agent.messages import Conversation, Message
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.agent import Agent
-from batch_agent.ticks.asking import Asked, Asking
+from batch_agent.ticks.asking import Asking
 from batch_agent.ticks.guard import called, guarded
 from batch_agent.ticks.mind import Mind, Thought
 from batch_agent.ticks.patience import Patience
@@ -111,10 +112,10 @@ class Thinker:
         said: list[Message] = []  # answers that were no action, each with the problem that the model was shown
         patience = thought.patience = self._patience.setdefault(asking, Patience(self.deadline))
 
-        def make() -> Asked:
-            asked = guarded("its prompt", lambda: self._asked(mind, thought, said))
+        def make() -> ModelRequest:
+            request = guarded("its prompt", lambda: self._request(mind, thought, said, asking))
             thought.sent_at = loop.time()
-            return asked
+            return request
 
         def wants_again() -> bool:
             thought.sent_at = inf  # it was answered, with an error
@@ -138,7 +139,7 @@ class Thinker:
                 problem = f"That is no action: {error}\nAnswer again, with the corrected JSON alone."
                 said += [Message("assistant", thought.answer), Message("user", problem)]
 
-    def _asked(self, mind: Mind, thought: Thought, said: list[Message]) -> Asked:
+    def _request(self, mind: Mind, thought: Thought, said: list[Message], asking: Asking) -> ModelRequest:
         agent = mind.agent
         if not thought.left:
             context = guarded("_build_context", agent._build_context)
@@ -146,12 +147,12 @@ class Thinker:
                 raise WorkerFailed(f"_build_context returned a {type(context).__name__}, not text")
             thought.prompt, thought.left = encodable(context), True
         system = encodable(agent.system_text(self.system_prompt))
-        return Asked(
+        return asking.request(
             Conversation([Message("user", thought.prompt), *said], parent=self._prefix(system) if system else None),
             f"{encodable(agent.agent_id)}@{thought.tick}",
             mind.number,
-            agent.schema,
-            agent.schema_text,
-            tuple(agent.action_space.specs) if agent.schema is not None else (),
-            None if self.seed is None else seed_of(self.seed, agent.agent_id, thought.tick),
+            schema=agent.schema,
+            schema_text=agent.schema_text,
+            tools=agent.action_space.specs if agent.schema is not None else (),
+            seed=None if self.seed is None else seed_of(self.seed, agent.agent_id, thought.tick),
         )
