@@ -60,7 +60,7 @@ def test_the_thinking_before_an_action_is_its_reasoning() -> None:
 
 
 def test_a_bare_name_after_action_needs_no_parameters() -> None:
-    assert read_call("THINKING: nothing to do\nACTION: idle").tool == "idle"
+    assert read_call("THINKING: nothing to do\nACTION: idle").tool_name == "idle"
 
 
 @pytest.mark.parametrize("text", ["", "I would go north.", "[]", "{}", '{"tool": 3}', '{"params": {}}', "ACTION:"])
@@ -70,7 +70,7 @@ def test_words_without_an_action_are_an_error(text: str) -> None:
 
 
 def test_the_last_of_several_actions_counts() -> None:
-    assert read_call('Maybe {"tool": "a", "params": {}}? No: {"tool": "b", "params": {}}').tool == "b"
+    assert read_call('Maybe {"tool": "a", "params": {}}? No: {"tool": "b", "params": {}}').tool_name == "b"
 
 
 def test_parameters_are_read_as_the_function_declares_them() -> None:

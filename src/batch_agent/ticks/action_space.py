@@ -48,13 +48,13 @@ class ActionSpace:
 
     def read(self, text: str) -> Action:
         """Return the action in an answer. Raises NotJSON or Invalid if there is none with these tools."""
-        call = read_call(text)
-        params = call.params
-        if call.tool in self._tools:
-            params = self._tools[call.tool][1](params)
-        elif self._tools and call.tool != IDLE:  # which needs no tool
-            raise Invalid(f"tool: there is no tool {call.tool!r}; there are {', '.join(self._tools)}")
-        return Action(call.tool, dict(params), call.reasoning)
+        action = read_call(text)
+        name = action.tool_name
+        if name in self._tools:
+            action.parameters = dict(self._tools[name][1](action.parameters))
+        elif self._tools and name != IDLE:  # which needs no tool
+            raise Invalid(f"tool: there is no tool {name!r}; there are {', '.join(self._tools)}")
+        return action
 
 
 def _described(tool: object) -> tuple[ToolSpec, Check]:
