@@ -10,7 +10,7 @@ If a backend of the user's answers many prompts in one call, the questions that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from math import inf
@@ -20,15 +20,17 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.policy import Policy, Question, Replies
 from batch_agent.errors import BackendError, JobError, SpecError, Timeout, Truncated
-from batch_agent.messages import Conversation, JsonObject, Reply, ToolSpec, Usage
+from batch_agent.messages import Conversation, Reply, Usage
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.server import Terms
+from batch_agent.ticks.action_space import AnswerForm
 from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.users_backend import UsersBackend
 
 RETRIES = 2
+ANY_FORM = AnswerForm()
 
 
 Make = Callable[[], ModelRequest]  # called for each attempt, when it is sent
@@ -145,10 +147,8 @@ class Asking:
         conversation: Conversation,
         job_id: str,
         agent: int = 0,
+        form: AnswerForm = ANY_FORM,
         *,
-        schema: JsonObject | None = None,
-        schema_text: str = "",  # equal for equal schemas
-        tools: Iterable[ToolSpec] = (),
         seed: int | None = None,
         temperature: float | None = None,  # None: that of the runtime
         max_tokens: int | None = None,
@@ -156,10 +156,10 @@ class Asking:
         """One request to the backend, which is open. The answer is held to the schema by a grammar, or else by tools of
         which one must be called."""
         native = self.backend.capabilities.native_schema  # a server may be found out not to keep to schemas
-        key = schema_text, native, temperature, max_tokens
+        key = form.text, native, temperature, max_tokens
         shape = self._shapes.get(key)
         if shape is None:
-            sampling, offered = self._sampling, () if native or self._together else tuple(tools)
+            sampling, offered = self._sampling, () if native or self._together else form.tools
             shape = RequestShape(
                 model=self._model or "",
                 max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
@@ -167,7 +167,7 @@ class Asking:
                 top_p=sampling.top_p,
                 tools=offered,
                 tool_choice="required" if offered else None,
-                schema=schema if native else None,
+                schema=form.schema if native else None,
                 schema_name="action",
                 extra_body=sampling.extra_body,
             )

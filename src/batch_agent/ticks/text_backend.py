@@ -86,8 +86,7 @@ class TextBackend:
         """Return an answer that is a call of one of the tools, as JSON: ``{"tool": …, "params": {…}}``."""
         space = ActionSpace(tools)
         asked = [_conversation(prompt, space.instructions)]
-        held = {"schema": space.schema, "schema_text": space.schema_text, "tools": space.specs}
-        return self._run(lambda: self._ask_all(asked, temperature=temperature, **held))[0]
+        return self._run(lambda: self._ask_all(asked, temperature=temperature, form=space.form))[0]
 
     def is_available(self) -> bool:
         """Return whether the backend can be opened and answers."""

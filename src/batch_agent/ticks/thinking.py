@@ -151,8 +151,6 @@ class Thinker:
             Conversation([Message("user", thought.prompt), *said], parent=self._prefix(system) if system else None),
             f"{encodable(agent.agent_id)}@{thought.tick}",
             mind.number,
-            schema=agent.schema,
-            schema_text=agent.schema_text,
-            tools=agent.action_space.specs if agent.schema is not None else (),
+            agent.form,
             seed=None if self.seed is None else seed_of(self.seed, agent.agent_id, thought.tick),
         )

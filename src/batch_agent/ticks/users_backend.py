@@ -6,9 +6,10 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Self
 
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall
+from batch_agent.backends.base import Answers, Backend, Capabilities, ModelRequest, OnToolCall
 from batch_agent.errors import BackendError, BadResponse, JobError, Unavailable, WorkerFailed
 from batch_agent.messages import Reply, Usage, content_text
 from batch_agent.ticks.generation import GeneratesMany, GeneratesOne, arguments_for, result_of
@@ -68,36 +69,33 @@ class UsersBackend(Backend):
         except JobError as error:
             raise _failed(error) from error
 
-    async def infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
+    async def infer_batch(self, requests: Sequence[ModelRequest]) -> Answers:
         """Return an answer or an error for each request. Requests that differ in more than their prompts, such as
         the system prompt where the method takes one, are calls of their own: at the same time if the method is async,
         else one after the other, since many models cannot be used by two threads."""
         assert self._many is not None
-        groups: dict[object, dict[int, Arguments]] = {}  # by what they have in common, then by place
-        for place, request in enumerate(requests):
-            asked = _arguments(self._many, request)
-            key = tuple((name, value) for name, value in asked[1].items() if name != "system_prompts")
-            groups.setdefault(key, {})[place] = asked
-        if inspect.iscoroutinefunction(self._many):
-            answered = await asyncio.gather(*map(self._infer_group, groups.values()))
-        else:
-            answered = [await self._infer_group(group) for group in groups.values()]
-        answers = {place: answer for group in answered for place, answer in group.items()}
+        asked = [_arguments(self._many, request) for request in requests]
+        groups: dict[object, list[int]] = {}  # places, by what the requests have in common
+        for place, (_, options) in enumerate(asked):
+            key = tuple((name, value) for name, value in options.items() if name != "system_prompts")
+            groups.setdefault(key, []).append(place)
+        calls = (self._infer_group(self._many, [asked[place] for place in group]) for group in groups.values())
+        at_once = inspect.iscoroutinefunction(self._many)
+        answered = await asyncio.gather(*calls) if at_once else [await call for call in calls]
+        answers = dict(zip(chain(*groups.values()), chain(*answered), strict=True))
         return [answers[place] for place in range(len(requests))]
 
-    async def _infer_group(self, group: Mapping[int, Arguments]) -> dict[int, Reply | BackendError]:
-        assert self._many is not None
-        asked = list(group.values())
+    async def _infer_group(self, method: Callable[..., object], asked: Sequence[Arguments]) -> Answers:
         prompts, options = [prompt for prompt, _ in asked], asked[0][1]
         if "system_prompts" in options:
             options = {**options, "system_prompts": [one["system_prompts"][0] for _, one in asked]}  # type: ignore[index]
         try:
-            answers = _listed(await called(self._threads, self.name, partial(self._many, prompts, **options)))
+            answers = _listed(await called(self._threads, self.name, partial(method, prompts, **options)))
             if len(answers) != len(asked):
                 raise WorkerFailed(f"{self.name} gave {len(answers)} answers to {len(asked)} prompts")
         except JobError as error:
-            return dict.fromkeys(group, _failed(error))
-        return dict(zip(group, map(self._reply_or_error, answers), strict=True))
+            return [_failed(error)] * len(asked)
+        return [self._reply_or_error(answer) for answer in answers]
 
     def _reply(self, value: object) -> Reply:
         result = result_of(value)
