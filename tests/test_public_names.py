@@ -166,32 +166,33 @@ SLOW = ["aiohttp", "docstring_parser", "json_repair", "jsonschema_rs", "openvino
 OURS = ["batch_agent.backends.local", "batch_agent.backends.openai.chat", "batch_agent.backends.simulated"]
 
 
-def loaded_by(code: str) -> set[str]:
-    """The modules that a fresh Python has after this."""
-    command = [sys.executable, "-c", f"{code}\nimport sys; print('\\n', *sys.modules)"]
+def loaded_by(*steps: str) -> list[set[str]]:
+    """The modules that a fresh Python has after each of these."""
+    shown = "\nimport sys; print('\\n', *sys.modules)\n"
+    command = [sys.executable, "-c", "".join(step + shown for step in steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(done.stdout.rpartition("\n ")[2].split())
+    return [set(line.split()) for line in done.stdout.split("\n") if "sys" in line.split()]
 
 
-@pytest.mark.parametrize(
-    ("code", "unneeded"),
-    [
-        ("import batch_agent", ["asyncio", "pydantic"]),
-        ("from batch_agent import BatchAgent", ["pydantic", "batch_agent.engine"]),
-        ("from batch_agent import BatchAgent, BatchSpec, Tool", ["batch_agent.engine"]),
-        (
-            "from batch_agent import BatchAgent; BatchAgent.plan(task='x', inputs=[], backend='simulated://')",
-            ["aiohttp", "rich", "yaml", "batch_agent.backends.local"],
-        ),
-        ("from batch_agent.cli.main import main\ntry: main(['--version'])\nexcept SystemExit: pass", ["pydantic"]),
-        ("from batch_agent.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass", ["pydantic"]),
-        ("from batch_agent.cli.main import main\ntry: main(['run', '--help'])\nexcept SystemExit: pass", ["asyncio"]),
-    ],
-)
-def test_nothing_is_imported_before_it_is_needed(code: str, unneeded: list[str]) -> None:
-    if "plan" not in code:
-        unneeded = [*unneeded, *SLOW, *OURS]
-    assert loaded_by(code).isdisjoint(unneeded)
+def command(*arguments: str) -> str:
+    return f"from batch_agent.cli.main import main\ntry: main({list(arguments)})\nexcept SystemExit: pass"
+
+
+def test_nothing_is_imported_before_it_is_needed() -> None:
+    package, version, listed, flags = loaded_by(
+        "import batch_agent", command("--version"), command("--help"), command("run", "--help")
+    )
+    assert package.isdisjoint(["asyncio", "pydantic"])
+    assert version.isdisjoint(["asyncio", "pydantic"]) and listed.isdisjoint(["asyncio", "pydantic"])
+    assert flags.isdisjoint(["asyncio", *SLOW, *OURS])
+    agent, names, plan = loaded_by(
+        "from batch_agent import BatchAgent",
+        "from batch_agent import BatchSpec, Tool",
+        "BatchAgent.plan(task='x', inputs=[], backend='simulated://')",
+    )
+    assert agent.isdisjoint(["pydantic", "batch_agent.engine", *SLOW, *OURS])
+    assert names.isdisjoint(["batch_agent.engine", *SLOW, *OURS])
+    assert plan.isdisjoint(["aiohttp", "rich", "yaml", "batch_agent.backends.local"])
 
 
 def test_every_public_name_is_where_the_package_says() -> None:

@@ -232,7 +232,7 @@ class BatchSpec(BaseModel):
     max_outage: Annotated[TimeLimit, Scope.WHOLE, Flag("SECONDS", "how long a server may be unreachable")] = Field(
         900.0,
         description="Seconds that a server may be unreachable before the run ends as `unreachable`, to be resumed; "
-        "`None`: for ever. A server that never answered is given up after 15 s.",
+        "`None`: for ever. A server that no request ever reached is given up after 30 s.",
     )
     affinity: OptionalText = Field(
         None,

@@ -7,10 +7,13 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from backends.contract import BackendContract
+import orjson
+
+from backends.contract import HALF, BackendContract, both, listener
 from backends.peer import BreakOff, Disconnect, ErrorInside, Hang, Heard, Item, Refuse, Say
 from backends.wire import Exchange, Step, WireServer, answer, hang
 from batch_agent.backends.base import Backend
+from batch_agent.messages import ToolCall
 
 
 def is_turn(exchange: Exchange) -> bool:
@@ -98,6 +101,14 @@ class HttpContract(BackendContract):
                 await self.say(item, streamed)(exchange)
 
         return step
+
+    @both
+    async def test_half_of_a_surrogate_pair_in_an_answer_is_read(self, streamed: bool) -> None:
+        call = ToolCall("call_a", "search", '{"query":"\\ud83d"}')
+        async with self.peer(Say(HALF, [call])) as peer:
+            reply = await peer.backend.infer(self.ask(), listener(streamed))
+        assert reply.text == HALF.replace("\ud83d", "\ufffd")
+        assert [orjson.loads(call.arguments) for call in reply.tool_calls] == [{"query": "\ufffd"}]
 
     @asynccontextmanager
     async def peer(self, *script: Item) -> AsyncIterator[HttpPeer]:

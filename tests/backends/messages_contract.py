@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import orjson
 
 from backends.http_contract import HttpContract
 from backends.messages_wire import MARK, MessagesBackend
 from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say
-from backends.wire import Exchange, Step, answer, half_of, stream
+from backends.wire import Exchange, Step, answer, half_of, parsed, stream
 from batch_agent.backends.base import Backend
 from batch_agent.messages import Image, Message, ToolCall, ToolSpec, Usage
 
@@ -22,7 +22,7 @@ def whole_blocks(say: Say) -> list[dict]:
     if say.text:
         blocks.append({"type": "text", "text": say.text})
     for call in say.calls:
-        known = {"id": call.id, "name": call.name, "input": _object(call.arguments)}
+        known = {"id": call.id, "name": call.name, "input": parsed(call.arguments)}
         blocks.append({"type": "tool_use", **known})
     return blocks
 
@@ -61,7 +61,6 @@ def in_pieces(say: Say) -> Iterator[object]:
 class MessagesContract(HttpContract):
     lacks: ClassVar[frozenset[str]] = frozenset({"broken_whole"})
     reserved = ("system", "messages", "streamed")
-    models = ("test-model",)
 
     def backend(self, url: str) -> Backend:
         return MessagesBackend(url)
@@ -133,10 +132,3 @@ def _part(block: dict) -> str | Image:
     if block["type"] == "text":
         return str(block["text"])
     return Image(f"data:{block['source']['media_type']};base64,{block['source']['data']}")
-
-
-def _object(arguments: str) -> Any:
-    try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return {}

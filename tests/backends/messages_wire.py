@@ -15,7 +15,8 @@ from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, Re
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.backends.http.sse import SSEParser
-from batch_agent.backends.http.wire import Naming, counted, echoed_object, usage_of, written, written_options
+from batch_agent.backends.http.wire import Naming, counted, echoed_object, object_of, usage_of, written, written_options
+from batch_agent.backends.openai.model_list import read_models
 from batch_agent.errors import Truncated
 from batch_agent.messages import Image, JsonObject, Message, Reply, Sealed, ToolCall, Usage
 
@@ -91,7 +92,7 @@ class MessagesBackend(HttpBackend):
         self._models = http.route("GET", "/models")
 
     async def models(self) -> list[str]:
-        return [str(name) for name in orjson.loads(await self._http.send(self._models) or b"[]")]
+        return read_models(await self._http.send(self._models) or b"") or []
 
     def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
         fields: dict[str, object] = {
@@ -180,10 +181,7 @@ class MessagesStream:
 
 
 def _document(data: bytes, naming: Naming) -> dict:
-    try:
-        document = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        raise naming.faults.bad("the answer is not JSON") from None
+    document = object_of(data, naming.faults)
     if document.get("type") == "error":
         raise naming.faults.reported(document["error"])
     return document

@@ -6,6 +6,7 @@ import orjson
 
 from backends.peer import Heard, Say
 from backends.strict_mode import Refused, judge
+from backends.wire import dumped
 from batch_agent.messages import Image, Message, ToolCall, ToolSpec
 
 FIELDS = {
@@ -109,7 +110,7 @@ def events_of(say: Say) -> list[object]:
 def as_bytes(events: list[object]) -> list[object]:
     numbered = enumerate(events)
     return [
-        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), orjson.dumps(event | {"sequence_number": number}))
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), dumped(event | {"sequence_number": number}))
         if isinstance(event, dict)
         else event
         for number, event in numbered

@@ -66,6 +66,7 @@ class Terms:
     lacks: ClassVar[frozenset[str]] = frozenset()
     reserved: ClassVar[Sequence[str]] = ("messages", "stream")  # what extra_body may not set
     refusals: ClassVar[Mapping[Refuse, type[BackendError]]] = REFUSALS  # those that the peer can give
+    choices: ClassVar[Sequence[str]] = ("auto", "none", "required", "search")  # of tools, that the wire knows
     patience: ClassVar[float] = 10.0  # seconds, for what would otherwise never end
 
     def needs(self, name: str) -> None:

@@ -6,9 +6,10 @@ from typing import ClassVar
 
 import orjson
 
+from backends.contract import smoke
 from backends.http_contract import HttpContract
 from backends.peer import BreakOff, ErrorInside, Heard, Refuse, Say
-from backends.wire import Exchange, Step, answer, half_of, stream
+from backends.wire import Exchange, Step, answer, dumped, half_of, parsed, stream
 from batch_agent.backends.anthropic.messages import VERSIONS, AnthropicBackend
 from batch_agent.backends.anthropic.request import MARK
 from batch_agent.backends.base import Backend
@@ -45,22 +46,15 @@ def stop_of(say: Say) -> str:
 
 def whole(say: Say) -> dict:
     blocks = [
-        block | {"input": _parsed(block["input"])} if block["type"] == "tool_use" else block for block in blocks_of(say)
+        block | {"input": parsed(block["input"])} if block["type"] == "tool_use" else block for block in blocks_of(say)
     ]
     return {"type": "message", "role": "assistant", "content": blocks, "stop_reason": stop_of(say)} | {
         "usage": usage_of(say)
     }
 
 
-def _parsed(arguments: str) -> object:
-    try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return {}
-
-
 def event(kind: str, **fields: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), dumped({"type": kind, **fields}))
 
 
 def in_pieces(say: Say) -> list[object]:
@@ -179,6 +173,7 @@ class TestAnthropicBackend(MessagesContract):
     pass
 
 
+@smoke
 class TestAnthropicBackendOfTheNewVersion(MessagesContract):
     refuses: ClassVar[frozenset[str]] = frozenset({"seed", "temperature", "top_p"})
 

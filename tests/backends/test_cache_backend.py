@@ -13,7 +13,7 @@ from typing import Any, Self
 import pytest
 
 from backends.chat_contract import ChatContract
-from backends.contract import SEARCH, Item, ask
+from backends.contract import SEARCH, Item, ask, smoke
 from backends.http_contract import HttpPeer
 from batch_agent.backends.base import Backend, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache import CachingBackend
@@ -50,6 +50,7 @@ class Seeded:
         return await self._inner.infer(replace(request, shape=shape), on_tool_call)
 
 
+@smoke
 class TestCachingBackend(ChatContract):
     @pytest.fixture(autouse=True)
     def somewhere(self, tmp_path: Path) -> None:

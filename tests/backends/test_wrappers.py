@@ -20,21 +20,18 @@ from batch_agent.cli.output.request_log import LoggedBackend
 from batch_agent.errors import BackendError
 from batch_agent.fleet.backend import Fleet
 from batch_agent.messages import Conversation, Message
+from batch_agent.scheduler.server import Server
 from batch_agent.testing import Say, ScriptedBackend, ScriptedServer
 from batch_agent.testing.job_server import JobServer
 
 SHAPE = RequestShape("m", temperature=0.0)
 REQUEST = ModelRequest(SHAPE, Conversation([Message("user", "hello")]), "0")
 METHODS = sorted(name for name in vars(Backend) if not name.startswith("_"))
-BECOMES = {"is_fleet": {"members"}, "generate_batch": {"infer", "infer_batch"}, "infer_batch": {"infer"}}
+BECOMES = {"is_fleet": {"servers"}, "generate_batch": {"infer", "infer_batch"}, "infer_batch": {"infer"}}
 
 
-class Party:
-    slots = None
-
+class Listening:
     def changed(self) -> None: ...
-
-    def share(self, slots: int | None) -> None: ...
 
 
 # An argument for each parameter of the methods of Backend, by its name.
@@ -45,8 +42,8 @@ ARGUMENTS: dict[str, object] = {
     "prompts": ["hello"],
     "model": "m",
     "endpoint": "",
-    "party": Party(),
-    "slots": 1.0,
+    "listener": Listening(),
+    "server": Server(),
     "directory": None,
     "on_tool_call": None,
 }
@@ -115,7 +112,7 @@ async def test_wrappers_around_each_other_keep_what_the_inner_backend_says_of_it
 
     inner = Busy()
     outer = logged(cached(inner, tmp_path), tmp_path)
-    assert (outer.name, outer.members, outer.capabilities) == (inner.name, inner.members, inner.capabilities)
+    assert (outer.name, outer.servers, outer.capabilities) == (inner.name, inner.servers, inner.capabilities)
     assert await outer.load() == Load(running=3)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Self
@@ -37,22 +39,25 @@ Step = Callable[[Exchange], Awaitable[None]]
 
 
 class WireServer:
-    """Answers request n with step n of the script; the last step serves all that follow."""
+    """Answers request n with step n of the script; the last step serves all that follow. ``open`` are the connections
+    that there are now, ``connections`` all that there were."""
 
-    def __init__(self, *script: Step) -> None:
+    def __init__(self, *script: Step, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
         self.script = list(script)
         self.requests: list[Exchange] = []
-        self.connections = 0
+        self.connections = self.open = self.most_open = 0
+        self._host, self._tls = host, tls
         self.asked = asyncio.Event()
         self.client_gone = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http{'s' if self._tls else ''}://{host}:{self.port}/v1"
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._connection, self._host, 0, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -66,6 +71,8 @@ class WireServer:
         task = asyncio.current_task()
         self._tasks.add(task)
         self.connections += 1
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
         try:
             while not writer.is_closing():
                 exchange = await _read_request(reader, writer)
@@ -77,6 +84,7 @@ class WireServer:
         except asyncio.CancelledError:
             pass  # the test is over
         finally:
+            self.open -= 1
             self._tasks.discard(task)
             writer.close()
 
@@ -89,10 +97,26 @@ async def _read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
     return Exchange(method, path, headers, body, reader, writer)
 
 
+def dumped(value: object) -> bytes:
+    """As JSON, also where a text has half of a surrogate pair, as some models write one."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return json.dumps(value).encode()
+
+
+def parsed(arguments: str) -> object:
+    """What a server makes of a model's arguments; {} of broken ones."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return {}
+
+
 def answer(
     body: object = b"", status: int = 200, headers: dict[str, str] | None = None, kind: str = "application/json"
 ) -> Step:
-    data = body if isinstance(body, bytes) else orjson.dumps(body)
+    data = body if isinstance(body, bytes) else dumped(body)
     lines = {"Content-Type": kind, "Content-Length": str(len(data))} | (headers or {})
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
 
@@ -134,7 +158,7 @@ def stream(*parts: object, end: bool = True, done: bool = True) -> Step:
             if isinstance(part, asyncio.Event):
                 await part.wait()
             else:
-                await exchange.event(part if isinstance(part, bytes) else b"data: " + orjson.dumps(part) + b"\n\n")
+                await exchange.event(part if isinstance(part, bytes) else b"data: " + dumped(part) + b"\n\n")
         if done:
             await exchange.event(b"data: [DONE]\n\n")
         if end:

@@ -68,7 +68,7 @@ async def test_draining_tells_the_feed_that_no_room_will_come() -> None:
     assert await feed is False
 
 
-async def test_a_paused_limiter_grants_nothing_until_resumed() -> None:
+async def test_a_paused_dispatcher_grants_nothing_until_resumed() -> None:
     dispatcher = Dispatcher(None, 2)
     dispatcher.pause()
     waiter = asyncio.create_task(hold(dispatcher))

@@ -61,6 +61,7 @@ def test_a_fleet_that_was_left_open_in_a_loop_that_is_closed_can_be_used_again(u
 
     asyncio.run(leave_open())
     asyncio.run(leave_open())
+    fleet.remove(urls[0])
     results = BatchAgent.run_sync(task="{input}", inputs=["a", "b"], backend=fleet, model="m")
     assert [result.output for result in results] == ["yes", "yes"]
     gc.collect()  # the warnings of what was left open belong to this test

@@ -32,12 +32,12 @@ async def test_lines_join_leave_and_change_a_fleet(tmp_path: Path) -> None:
     hosts.write_text("b weight=2 context=4096 model=m\nc\n")  # before it is in use
     async with fleet:
         await look()
-        assert [member.name for member in fleet.members] == ["vllm://b:8000", "vllm://c:8000"]
-        member = fleet.members[0]
+        assert list(fleet.servers) == ["vllm://b:8000", "vllm://c:8000"]
+        member = next(iter(fleet.servers.values()))
         assert (member.weight, member.context, member.models) == (2.0, 4096, frozenset({"m"}))
         hosts.write_text("b\nc\n")
         await look()
-        member = fleet.members[0]
+        member = next(iter(fleet.servers.values()))
         assert (member.weight, member.context, member.models) == (1.0, None, None)
 
 
@@ -48,7 +48,7 @@ async def test_a_line_that_no_longer_has_the_selected_tag_leaves(tmp_path: Path)
     async with Fleet.from_hostfile(hosts, {"role": ["worker"]}) as fleet:
         hosts.write_text("a role=worker\nb role=critic\n")
         await look()
-        assert [member.name for member in fleet.members] == ["vllm://a:8000"]
+        assert list(fleet.servers) == ["vllm://a:8000"]
 
 
 @virtual_clock
@@ -77,9 +77,9 @@ async def test_a_run_under_way_follows_weights_and_loses_nothing(tmp_path: Path)
 @virtual_clock
 async def test_a_weight_moves_the_limit_of_a_server_that_has_a_number() -> None:
     fleet = Fleet([ScriptedBackend(lambda request: Say("x"), capabilities=Capabilities(default_inflight=8))])
-    assert fleet.members[0].inflight == 8
+    assert next(iter(fleet.servers.values())).default_inflight == 8
     fleet.add(ScriptedBackend(capabilities=Capabilities(default_inflight=8)), weight=2)
-    assert fleet.members[1].inflight == 16
+    assert list(fleet.servers.values())[1].default_inflight == 16
 
 
 @pytest.mark.parametrize("bad", BAD_LINES)
@@ -99,8 +99,8 @@ def test_a_bad_line_changes_nothing_and_is_warned_of_once(
             hosts.touch()
             await look()
             _, status = await get(address, "/status")
-        assert [member.name for member in fleet.members] == ["vllm://a:8000", "vllm://b:8000"]
-        assert fleet.members[0].weight == 1.0
+        assert list(fleet.servers) == ["vllm://a:8000", "vllm://b:8000"]
+        assert next(iter(fleet.servers.values())).weight == 1.0
         assert [(place["endpoint"], place["tags"]) for place in status["endpoints"]] == [  # type: ignore[attr-defined]
             ("vllm://a:8000", {}),
             ("vllm://b:8000", {}),
@@ -122,10 +122,10 @@ async def test_a_file_that_goes_away_or_is_empty_changes_nothing(tmp_path: Path)
         await look()
         hosts.write_text("# nobody\n")
         await look()
-        assert [member.name for member in fleet.members] == ["vllm://a:8000"]
+        assert list(fleet.servers) == ["vllm://a:8000"]
         hosts.write_text("b\n")
         await look()
-        assert [member.name for member in fleet.members] == ["vllm://b:8000"]
+        assert list(fleet.servers) == ["vllm://b:8000"]
 
 
 @virtual_clock

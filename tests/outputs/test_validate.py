@@ -90,6 +90,11 @@ def test_what_is_nearly_json_is_mended_and_marked(text: str) -> None:
     assert parse(text) == Parsed(A, repaired=True)
 
 
+def test_half_of_a_surrogate_pair_costs_its_own_character_and_nothing_else() -> None:
+    text = '{"file": "a \\ud83d b \\ud83d\\ude00 \\\\ud800"}'
+    assert parse(text) == Parsed(Review(file="a \ufffd b 😀 \\ud800"), repaired=True)
+
+
 def test_quotes_and_braces_inside_strings_survive_mending() -> None:
     parsed = parse('{"file": "it\'s {a}, [b]: \\"c\\" // d",}')
     assert parsed == Parsed(Review(file='it\'s {a}, [b]: "c" // d'), repaired=True)

@@ -47,8 +47,8 @@ async def two(folder: Path) -> AsyncIterator[Path]:
         yield hosts
         return
     async with Prober() as prober:
-        [model, *_] = await prober.ready(parse_hostfile(hosts)[0])
-    async with SimulatedServer(EngineModel(name=model.name)) as simulated:
+        _, models = await prober.probe(parse_hostfile(hosts)[0])
+    async with SimulatedServer(EngineModel(name=next(iter(models)))) as simulated:
         hosts.write_text(f"{hosts.read_text()}{simulated.address} kind=simulated\n")
         yield hosts
 

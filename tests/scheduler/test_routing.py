@@ -13,10 +13,22 @@ from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.routing import PrefixCost, Router
+from batch_agent.scheduler.server import Server, Terms
+
+
+def serving(
+    name: str,
+    ceiling: int | None = None,
+    *,
+    weight: float = 1.0,
+    models: frozenset[str] | None = None,
+    context: int | None = None,
+) -> Endpoint:
+    return Endpoint(Server(name, weight=weight, models=models, context=context), Terms(ceiling), name)
 
 
 def fleet(count: int, ceiling: int | None = 4, **limits: int) -> Scheduler:
-    return Scheduler(endpoints=[Endpoint(f"e{number}", ceiling) for number in range(count)], **limits)
+    return Scheduler(endpoints=[serving(f"e{number}", ceiling) for number in range(count)], **limits)
 
 
 def ask(scheduler: Scheduler, progress: Progress | None = None, turns: int = 0) -> Ticket:
@@ -35,8 +47,16 @@ def granted(scheduler: Scheduler, now: float = 0.0) -> list[Ticket]:
 
 def answer(scheduler: Scheduler, ticket: Ticket, seconds: float = 1.0, tokens: int = 1000, cached: int = 0) -> None:
     usage = Usage(prompt_tokens=tokens, cached_tokens=cached)
+    assert ticket.endpoint is not None
+    ticket.endpoint.server.learn(seconds)
     scheduler.answered(ticket, seconds, usage, now=0.0)
     scheduler.give_back(ticket)
+
+
+def has_answered(scheduler: Scheduler, endpoint: Endpoint, seconds: float, times: int = 1) -> None:
+    for _ in range(times):
+        endpoint.server.learn(seconds)
+        scheduler.router.answered(endpoint, seconds)
 
 
 def places(tickets: list[Ticket]) -> Counter[str]:
@@ -63,7 +83,7 @@ def test_a_fast_endpoint_has_more_on_its_way_than_a_slow_one() -> None:
 
 
 def test_a_weight_is_a_share() -> None:
-    scheduler = Scheduler(endpoints=[Endpoint("a", None, weight=3.0), Endpoint("b", None)])
+    scheduler = Scheduler(endpoints=[serving("a", None, weight=3.0), serving("b", None)])
     for _ in range(40):
         ask(scheduler)
     assert places(granted(scheduler)) == {"a": 30, "b": 10}
@@ -161,7 +181,7 @@ def test_turns_that_wait_for_an_endpoint_that_goes_down_go_elsewhere() -> None:
     home = last.endpoint
     assert home is not None
     home.health.go_down(0.0)
-    home.go_down()
+    home.server.go_down()
     scheduler.touch(home)
     assert granted(scheduler) == [waits]
     assert waits.endpoint is not home
@@ -188,24 +208,24 @@ def moved(before: Router, after: Router) -> float:
 
 def test_one_endpoint_less_moves_only_its_share_of_the_keys() -> None:
     names = [f"vllm://gpu-{number}:8000" for number in range(100)]
-    share = moved(Router(map(Endpoint, names)), Router(map(Endpoint, names[:50] + names[51:])))
+    share = moved(Router(map(serving, names)), Router(map(serving, names[:50] + names[51:])))
     assert 0.003 < share <= 0.02
 
 
 def test_one_endpoint_more_moves_only_its_share_of_the_keys() -> None:
     names = [f"vllm://gpu-{number}:8000" for number in range(50)]
-    assert moved(Router(map(Endpoint, names)), Router(map(Endpoint, [*names, "new"]))) <= 0.04
+    assert moved(Router(map(serving, names)), Router(map(serving, [*names, "new"]))) <= 0.04
 
 
 def test_a_heavy_endpoint_is_home_to_more_keys() -> None:
-    router = Router([Endpoint("heavy", weight=3.0), Endpoint("light")])
+    router = Router([serving("heavy", weight=3.0), serving("light")])
     homes = Counter(home.name for number in range(4000) if (home := router.home(str(number))) is not None)
     assert 0.7 < homes["heavy"] / 4000 < 0.8
 
 
 def test_a_model_goes_only_where_it_is_served() -> None:
     small, large = frozenset({"small"}), frozenset({"large"})
-    endpoints = [Endpoint("a", None, models=small), Endpoint("b", None, models=large), Endpoint("c", 1, models=large)]
+    endpoints = [serving("a", None, models=small), serving("b", None, models=large), serving("c", 1, models=large)]
     scheduler = Scheduler(endpoints=endpoints)
     for _ in range(6):
         scheduler.start_agent()
@@ -213,8 +233,8 @@ def test_a_model_goes_only_where_it_is_served() -> None:
     assert set(places(granted(scheduler))) == {"b", "c"}
 
 
-def test_who_waits_for_a_model_that_has_no_free_endpoint_holds_up_nobody() -> None:
-    endpoints = [Endpoint("a", 2, models=frozenset({"small"})), Endpoint("b", 1, models=frozenset({"large"}))]
+def test_a_turn_that_waits_for_a_model_without_a_free_endpoint_holds_up_no_other() -> None:
+    endpoints = [serving("a", 2, models=frozenset({"small"})), serving("b", 1, models=frozenset({"large"}))]
     scheduler = Scheduler(endpoints=endpoints)
     first, second = (ask(scheduler, Progress(model="large")) for _ in range(2))
     small = ask(scheduler, Progress(model="small"))
@@ -225,7 +245,7 @@ def test_who_waits_for_a_model_that_has_no_free_endpoint_holds_up_nobody() -> No
 
 
 def test_a_long_conversation_goes_where_the_context_is_long_enough() -> None:
-    scheduler = Scheduler(endpoints=[Endpoint("short", None, context=1000), Endpoint("long", None, context=9000)])
+    scheduler = Scheduler(endpoints=[serving("short", None, context=1000), serving("long", None, context=9000)])
     progress = Progress()
     progress.tokens = 5000
     scheduler.start_agent()
@@ -242,8 +262,7 @@ def test_the_end_of_a_batch_does_not_wait_for_an_endpoint_that_is_much_slower() 
     for ticket in granted(scheduler):
         answer(scheduler, ticket, seconds=8.0 if ticket.endpoint is scheduler.endpoints[0] else 1.0)
         scheduler.end_agent(ticket.progress, 1)
-    for _ in range(50):
-        scheduler.router.answered(scheduler.endpoints[1], 1.0)
+    has_answered(scheduler, scheduler.endpoints[1], 1.0, times=50)
     both = [ask(scheduler) for _ in range(2)]
     assert len(granted(scheduler)) == 2, "there is much to do"
     for ticket in both:
@@ -263,10 +282,8 @@ def test_a_slow_endpoint_is_asked_when_it_is_the_only_one_left() -> None:
     scheduler = fleet(2, ceiling=1)
     scheduler.forecast.rows = 0
     slow, fast = scheduler.endpoints
-    for endpoint, seconds in ((slow, 8.0), (fast, 1.0), (fast, 1.0)):
-        scheduler.router.answered(endpoint, seconds)
-    for _ in range(50):
-        scheduler.router.answered(fast, 1.0)
+    has_answered(scheduler, slow, 8.0)
+    has_answered(scheduler, fast, 1.0, times=50)
     fast.health.go_down(0.0)
     scheduler.touch(fast)
     ticket = ask(scheduler)
@@ -279,7 +296,7 @@ def test_endpoints_join_and_leave_while_turns_are_in_flight() -> None:
     (only,) = scheduler.endpoints
     first = [ask(scheduler) for _ in range(4)]
     assert len(granted(scheduler)) == 2
-    joined = Endpoint("new", 2)
+    joined = serving("new", 2)
     scheduler.add(joined)
     assert [ticket.endpoint for ticket in granted(scheduler)] == [joined, joined]
     scheduler.leave(only)
@@ -330,10 +347,10 @@ def test_in_any_order_of_events_limits_hold_and_nobody_is_lost(steps: list[tuple
             scheduler.give_back(ticket)
         elif step in ("down", "up"):
             endpoint = scheduler.endpoints[number % len(scheduler.endpoints)]
-            endpoint.health.state = "down" if step == "down" else "works"
+            endpoint.health.state = "down" if step == "down" else "healthy"
             scheduler.touch(endpoint)
         elif step == "join":
-            scheduler.add(Endpoint(f"new {now}", 2))
+            scheduler.add(serving(f"new {now}", 2))
         elif step == "leave" and sum(not endpoint.leaving for endpoint in scheduler.endpoints) > 1:
             scheduler.leave(next(endpoint for endpoint in scheduler.endpoints if not endpoint.leaving))
         for ticket in granted(scheduler, float(now)):
@@ -347,7 +364,7 @@ def test_in_any_order_of_events_limits_hold_and_nobody_is_lost(steps: list[tuple
             # A trial goes beside what is lost there.
             assert sum(not ticket.trial for ticket in there) <= 2
     for endpoint in scheduler.endpoints:
-        endpoint.health.state = "works"
+        endpoint.health.state = "healthy"
         scheduler.touch(endpoint)
     while held or waiting:
         for ticket in granted(scheduler, 1e9):

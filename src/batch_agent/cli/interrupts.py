@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Protocol, Self
 
+from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import say
+
+
+def serve(serving: Coroutine[object, object, None]) -> int:
+    """Serves until Ctrl-C."""
+    try:
+        asyncio.run(serving)
+    except KeyboardInterrupt:
+        say("stopped")
+    return ALL_OK
 
 
 class Stoppable(Protocol):

@@ -182,11 +182,14 @@ class Dispatcher:
                 if call is not None:
                     call.fail()
                 self.slots.release(ticket)
-            retryable = error.retryable or scope in ("confirm", "all")
-            step = await self.endpoints.decision(ticket, policy.max_retries, retryable=retryable, wait=policy.wait_out)
-            delay = (
-                None if step == "fail" or not self._is_worth(policy, ticket) else self._delay(ticket, verdict, error)
+            step = await self.endpoints.decisions.decide(
+                ticket,
+                policy.max_retries,
+                retryable=error.retryable or scope in ("confirm", "all"),
+                wait=policy.wait_out,
             )
+            gives_up = step == "fail" or not self._is_worth(policy, ticket)
+            delay = None if gives_up else self._delay(ticket, verdict, error)
             observer.failed(error, seconds, cost, delay)
             if delay is None:
                 raise error
@@ -208,7 +211,7 @@ class Dispatcher:
         endpoint = ticket.endpoint
         assert endpoint is not None
         began = asyncio.get_running_loop().time()
-        deadline = self.endpoints.deadline(ticket, timeout)
+        deadline = self.endpoints.flights.begin(ticket, timeout)
         try:
             with deadline:
                 reply = await question.send(endpoint.name)
@@ -221,7 +224,7 @@ class Dispatcher:
                 raise
             raise Unavailable(f"{self.name} gave the call up: something it waited for was cancelled") from None
         finally:
-            self.endpoints.finished(ticket)
+            self.endpoints.flights.end(ticket)
         if reply.saved is None:
             self.endpoints.answered(ticket, asyncio.get_running_loop().time() - began, reply)
         else:
@@ -273,7 +276,7 @@ class Dispatcher:
 
     def _too_late(self, ticket: Ticket, began: float, timeout: float | None) -> str:
         seconds = asyncio.get_running_loop().time() - began
-        if self.endpoints.is_recalled(ticket):
+        if ticket.recalled:
             return f"{self.name} was taken back after {seconds:.3g} s, to be sent elsewhere or later"
         allowed = f"{seconds:.3g} s, on trial after an outage" if ticket.trial else f"timeout_per_turn, {timeout:g} s"
         return f"{self.name} gave no complete answer in {allowed}"

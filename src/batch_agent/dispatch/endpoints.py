@@ -1,7 +1,8 @@
 """The endpoints of a dispatcher over time: what attempts say about them, trials, probes, silence, the end of patience.
 
 ``scheduler.blame`` judges each attempt and ``scheduler.health`` knows the timing; this file applies the verdicts and
-turns due times into timers. Rows whose retries are used up wait here until their last failures are decided.
+turns due times into timers. ``flights`` has the requests in flight, ``decisions`` the rows whose last failures are not
+decided yet.
 
 While one of several endpoints is down, no row waits for it: it is probed, and gets a trial when the probe finds it up.
 """
@@ -16,19 +17,17 @@ from typing import TYPE_CHECKING
 from batch_agent.backends.base import Backend
 from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
-from batch_agent.dispatch.deadlines import Deadline, Deadlines
+from batch_agent.dispatch.decisions import Decisions
+from batch_agent.dispatch.flights import Flights
 from batch_agent.dispatch.probing import probe
-from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
+from batch_agent.errors import BackendError, ContextOverflow, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import (
     Attempt,
     Outcome,
-    Step,
     Verdict,
-    after_probe,
     broke_alone,
     judge,
-    next_step,
     outcome_of,
 )
 from batch_agent.scheduler.core import Scheduler, Ticket
@@ -43,9 +42,6 @@ if TYPE_CHECKING:
     from batch_agent.events import Ended
 
 NEVER_REACHED = 30.0  # seconds after which an endpoint is given up that no request has ever reached
-TAIL_FACTOR = 1.5  # times what an idle endpoint takes: what a request must still take where it is, to be taken back
-SHORTEST_TAIL = 0.05  # seconds between two looks at the end of a batch
-UNKNOWN_FACTOR = 3.0  # times the usual seconds, after which a request at an endpoint that never answered is taken back
 
 OnHealth = Callable[[Endpoint, float], None]
 OnLimit = Callable[[Endpoint, str], None]
@@ -72,17 +68,12 @@ class EndpointMonitor:
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
         self._slots: Slots | None = None
         self._probes: dict[Endpoint, asyncio.Task[None]] = {}
-        self._waiting: dict[Ticket, asyncio.Future[bool]] = {}  # rows to be decided; True: on the word of a probe
-        self._flights: dict[Endpoint, dict[Ticket, Deadline]] = {}
-        self._recalled: set[Ticket] = set()  # in flight, taken back by us
-        self._tried_elsewhere: set[Ticket] = set()  # taken back once at the end of the batch
         self._broke_alone: dict[Endpoint, Ticket] = {}  # the latest trial that broke, with too few rows to tell
-        self._patient: dict[Endpoint, Ticket] = {}  # the trial that is waited for beside the next ones
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
         self._seen: dict[Endpoint, str] = {}  # the health that was last reported
-        self._tail_timer: asyncio.TimerHandle | None = None
         self._alarms = Alarms(self._look)
-        self._deadlines = Deadlines()
+        self.flights = Flights(scheduler.router, self._pump)
+        self.decisions = Decisions(self._pump, self.probe)
         self.budgets = Budgets(self.arm)
 
     def start(self, slots: Slots) -> None:
@@ -99,9 +90,7 @@ class EndpointMonitor:
 
     def close(self) -> None:
         self._alarms.close()
-        self._deadlines.close()
-        if self._tail_timer is not None:
-            self._tail_timer.cancel()
+        self.flights.close()
         for task in self._probes.values():
             task.cancel()
         for endpoint in self._all:
@@ -120,26 +109,9 @@ class EndpointMonitor:
             endpoint.capacity.ramp(endpoint.server.inflight, ticket.sent_at)
             self.arm(endpoint)
         if endpoint.server.rates is not None:
-            ticket.lease = endpoint.server.rates.begin(ticket.sent_at)
-            self.arm(endpoint)
+            self.budgets.begin(ticket)
         elif ticket.trial or endpoint not in self._alarms:
             self.arm(endpoint)
-
-    def deadline(self, ticket: Ticket, seconds: float | None) -> Deadline:
-        """The time limit of one request; ``finished`` must follow. A trial has to be answered in the time that the
-        endpoint usually takes."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None
-        if ticket.trial and (trial := endpoint.health.trial_seconds(ticket.sent_at)) is not None:
-            if self._patient.setdefault(endpoint, ticket) is ticket:
-                trial = endpoint.health.patient_seconds(ticket.sent_at)
-            seconds = min(trial, inf if seconds is None else seconds)
-        deadline = self._deadlines.after(seconds)
-        flights = self._flights.get(endpoint)
-        if flights is None:
-            flights = self._flights[endpoint] = {}
-        flights[ticket] = deadline
-        return deadline
 
     def released(self, ticket: Ticket) -> None:
         """The ticket has given its slot back."""
@@ -148,19 +120,10 @@ class EndpointMonitor:
         if ticket.trial and ticket.endpoint is not None:
             self.arm(ticket.endpoint)  # for the next trial, if this one was withdrawn
 
-    def finished(self, ticket: Ticket) -> None:
-        endpoint = ticket.endpoint
-        assert endpoint is not None
-        self._flights[endpoint].pop(ticket, None)
-        if ticket.trial and self._patient.get(endpoint) is ticket:
-            del self._patient[endpoint]
-
     def answered(self, ticket: Ticket, seconds: float, reply: Reply) -> None:
         endpoint, now = ticket.endpoint, _now()
         assert endpoint is not None
         server = endpoint.server
-        self._recalled.discard(ticket)
-        self._tried_elsewhere.discard(ticket)
         self._scheduler.answered(ticket, seconds, reply.usage, now)
         server.learn(seconds)
         server.refused_since = None
@@ -172,8 +135,8 @@ class EndpointMonitor:
         server.refusals.answered(ticket.sent_at)
         if server.history.open:
             server.history.add(Attempt(ticket.row, ticket.sent_at, now, "answered", ticket.trial), _GOOD)
-        if self._waiting:
-            self._decide()
+        if self.decisions:
+            self.decisions.look()
         if not endpoint.health.is_down:
             tokens = reply.usage.completion_tokens
             self._say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, now))
@@ -187,8 +150,7 @@ class EndpointMonitor:
         free = error.usage is None and (error.status is not None or error.unreached or error.paid_elsewhere)
         self.budgets.settle(ticket, Usage() if free else error.usage)
         outcome: Outcome = outcome_of(error)
-        if ticket in self._recalled:
-            self._recalled.discard(ticket)
+        if ticket.recalled:
             outcome = "recalled"
         if outcome == "overloaded" and is_spent(error.quota):
             outcome = "recalled"  # it is known when there will be more: neither side is to blame
@@ -233,9 +195,9 @@ class EndpointMonitor:
                 self._trial_failed(endpoint, now)
                 if outcome in ("broken", "silent") and self._few_rows:
                     self._broke_alone[endpoint] = ticket
-                    self._probe(endpoint)
+                    self.probe(endpoint)
         if verdict.probe:
-            self._probe(endpoint)
+            self.probe(endpoint)
 
     def scope(self, ticket: Ticket, error: BackendError) -> str:
         """Whom a refusal concerns: ``confirm`` asks for the same request once more. May end the run."""
@@ -249,71 +211,20 @@ class EndpointMonitor:
             self._give_up(endpoint, "failed", f"the run stopped at a refusal that concerns every row: {error}")
         return scope
 
-    # Rows that wait for a decision
-
-    async def decision(self, ticket: Ticket, max_retries: int, *, retryable: bool, wait: bool = True) -> Step:
-        """What becomes of a row whose attempt failed, once that can be decided; with ``wait`` off, as far as it is
-        decided now. Raises Interrupted when the run is over."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None
-        step = next_step(ticket.row, max_retries, retryable=retryable)
-        while wait and not endpoint.given_up and (step == "wait" or (step == "fail" and self._is_unclear(ticket))):
-            decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            self._waiting[ticket] = decided
-            try:
-                assert self._slots is not None
-                self._slots.pump()
-                on_probe = await decided
-            finally:
-                self._waiting.pop(ticket, None)
-            step = next_step(ticket.row, max_retries, retryable=retryable)
-            if on_probe and step == "wait":
-                step = after_probe(ticket.row, max_retries, _now())
-                if step == "fail":
-                    endpoint.server.history.give_up_on(ticket.row)
-            elif on_probe:
-                break
-        if endpoint.given_up:
-            return "retry"
-        return "fail" if step == "wait" else step
-
-    def _is_unclear(self, ticket: Ticket) -> bool:
-        assert ticket.endpoint is not None
-        return ticket.endpoint.server.refusals.is_unclear(ticket.progress)
-
-    def _decide(self, *, over: Interrupted | None = None) -> None:
-        """Wake the rows whose failures are decided now; with ``over``, all of them."""
-        for ticket, decided in tuple(self._waiting.items()):
-            endpoint = ticket.endpoint
-            assert endpoint is not None
-            if decided.done():
-                continue
-            if over is not None:
-                decided.set_exception(over)
-            elif endpoint.given_up or not (ticket.row.undecided or self._is_unclear(ticket)):
-                decided.set_result(False)
+    # The end
 
     def idle(self) -> None:
-        """Nothing is in flight that could decide anything: probe where rows wait."""
-        for ticket, decided in tuple(self._waiting.items()):
-            if ticket.row.undecided:
-                assert ticket.endpoint is not None
-                self._probe(ticket.endpoint)
-            elif not decided.done():
-                decided.set_result(True)
+        """Nothing is in flight and nothing can start."""
+        self.decisions.idle()
 
-    @property
-    def waiting(self) -> list[asyncio.Future[bool]]:
-        return list(self._waiting.values())
+    def spare(self) -> None:
+        """Every turn has its slot, and slots stay idle."""
+        self.flights.even_out(_now())
 
     def interrupt(self, why: str) -> None:
         """Nothing more is sent: rows that wait are interrupted, requests at endpoints that are down are taken back."""
-        self._decide(over=Interrupted(why))
-        now = _now()
-        for endpoint, flights in self._flights.items():
-            if endpoint.health.is_down:
-                for ticket in flights:
-                    self._recall(ticket, now)
+        self.decisions.interrupt(why)
+        self.flights.recall_down(_now())
 
     # What is known of endpoints
 
@@ -348,6 +259,9 @@ class EndpointMonitor:
 
     def _wake(self, endpoint: Endpoint) -> None:
         self._scheduler.touch(endpoint)
+        self._pump()
+
+    def _pump(self) -> None:
         assert self._slots is not None
         self._slots.pump()
 
@@ -358,7 +272,7 @@ class EndpointMonitor:
             self._report(endpoint, _now())
             if was_down and not endpoint.health.is_down:
                 self._scheduler.rejoin()
-            self._decide()
+            self.decisions.look()
         self.arm(endpoint)
         self._wake(endpoint)
 
@@ -373,9 +287,9 @@ class EndpointMonitor:
         if not endpoint.health.answer(seconds, ticket.sent_at, now):
             return
         endpoint.server.held_until = 0.0
-        for other in self._flights.get(endpoint, ()):
-            if other.overdue or (other.sent_at < began and other not in self._recalled):
-                self._recall(other, now + endpoint.health.grace)
+        for other in self.flights.at(endpoint):
+            if other.overdue or (other.sent_at < began and not other.recalled):
+                self.flights.recall(other, now + endpoint.health.grace)
         self._scheduler.touch(endpoint)
         self._report(endpoint, now)
         self._scheduler.rejoin()
@@ -421,7 +335,7 @@ class EndpointMonitor:
         self._scheduler.touch(endpoint)
         self._on_limit(endpoint, "the server is down")
         self._report(endpoint, now)
-        self._decide()
+        self.decisions.look()
         self.arm(endpoint)
         endpoint.tell_others()
 
@@ -455,7 +369,7 @@ class EndpointMonitor:
         self._scheduler.touch(endpoint)
         if all(other.given_up or other.leaving for other in self._all):
             self._on_over(ended, why)
-        self._decide()
+        self.decisions.look()
 
     # Time
 
@@ -515,10 +429,10 @@ class EndpointMonitor:
                 self._lose_patience(endpoint, self._what_was_tried(endpoint, now))
             if now >= health.next_trial and not endpoint.given_up and self.others_work(endpoint):
                 health.try_now(now)
-                self._probe(endpoint)
+                self.probe(endpoint)
         elif endpoint.inflight and not self.budgets.short and now >= self._silent_at(endpoint):
             if self.others_work(endpoint):
-                self._probe(endpoint)
+                self.probe(endpoint)
             elif health.is_silent(server.inflight, now):
                 self._is_silent(endpoint, now)
 
@@ -528,18 +442,14 @@ class EndpointMonitor:
         endpoint.health.reason = why or silent
         self._goes_down(endpoint, now)
         if not self.others_work(endpoint):
-            self._recall_oldest(endpoint, now)
-            return
-        for ticket in self._flights.get(endpoint, ()):
-            self._recall(ticket, now)
+            self.flights.recall_oldest(endpoint, now)
+        else:
+            self.flights.recall_all(endpoint, now)
 
     # Probes
 
     def probe(self, endpoint: Endpoint) -> None:
-        """Probe an endpoint that is leaving: what a dead one has in flight is taken back at once."""
-        self._probe(endpoint)
-
-    def _probe(self, endpoint: Endpoint) -> None:
+        """Ask the endpoint whether it is there; what it says is applied when it comes."""
         if endpoint not in self._probes and self._backend is not None:
             task = asyncio.get_running_loop().create_task(self._probing(self._backend, endpoint))
             self._probes[endpoint] = task
@@ -568,9 +478,7 @@ class EndpointMonitor:
         else:
             health.reached = health.reached or found.state == "up"
             self._is_slow(endpoint, now)
-            for ticket, decided in tuple(self._waiting.items()):
-                if ticket.endpoint is endpoint and not decided.done():
-                    decided.set_result(True)
+            self.decisions.probed(endpoint)
         self._wake(endpoint)
 
     def _is_slow(self, endpoint: Endpoint, now: float) -> None:
@@ -581,71 +489,14 @@ class EndpointMonitor:
         endpoint.health.heard = now
         self.arm(endpoint)
 
-    # Requests that are taken back
-
     def _wait_beside(self, endpoint: Endpoint, now: float) -> None:
         """The trial takes longer than usual. It goes on if it may, while others are tried."""
-        ticket = self._patient.get(endpoint)
+        ticket = self.flights.patient(endpoint)
         if ticket is not None and not ticket.overdue:
             ticket.overdue = True
             endpoint.health.trial_over()
-            self._recall_oldest(endpoint, now)
+            self.flights.recall_oldest(endpoint, now)
             self._trial_failed(endpoint, now)
-
-    def _recall_oldest(self, endpoint: Endpoint, now: float) -> None:
-        """Take back one request from before the outage, to be the trial: all slots may be theirs."""
-        began = endpoint.health.down_since
-        flights = self._flights.get(endpoint, ())
-        waiting = [ticket for ticket in flights if ticket.sent_at < began and ticket not in self._recalled]
-        if waiting:
-            self._recall(min(waiting, key=lambda ticket: ticket.sent_at), now)
-
-    def _recall(self, ticket: Ticket, at: float) -> None:
-        assert ticket.endpoint is not None
-        deadline = self._flights[ticket.endpoint][ticket]
-        if not deadline.expired:
-            self._recalled.add(ticket)
-            deadline.reschedule(min(deadline.when, at))
-
-    def spare(self) -> None:
-        """Every turn has its slot and slots stay idle: take back what a much slower endpoint still has, once for each
-        turn, and look again soon."""
-        if self._tail_timer is not None:
-            return
-        now, router = _now(), self._scheduler.router
-        best = router.best()
-        fast = 0.0 if best is None else router.seconds(best)
-        if not fast:
-            return
-        slow: list[tuple[float, Ticket]] = []
-        for endpoint, flights in self._flights.items():
-            if endpoint is not best and not endpoint.health.is_down:
-                slow += [(self._seconds_left(endpoint, ticket, now), ticket) for ticket in flights]
-        slow = [(left, ticket) for left, ticket in slow if left > TAIL_FACTOR * fast and self._may_recall(ticket)]
-        slow.sort(key=lambda item: -item[0])
-        for _, ticket in slow[: int(min(router.spare, len(slow)))]:
-            self._tried_elsewhere.add(ticket)
-            self._recall(ticket, now)
-        pause = max(SHORTEST_TAIL, fast / 2)
-        self._tail_timer = asyncio.get_running_loop().call_later(pause, self._look_at_tail)
-
-    def _look_at_tail(self) -> None:
-        self._tail_timer = None
-        assert self._slots is not None
-        self._slots.pump()
-
-    def _seconds_left(self, endpoint: Endpoint, ticket: Ticket, now: float) -> float:
-        """What a request is still expected to take where it is."""
-        waited, seconds = now - ticket.sent_at, endpoint.server.seconds
-        if seconds:
-            return seconds - waited
-        return inf if waited > UNKNOWN_FACTOR * self._scheduler.router.usual else 0.0
-
-    def _may_recall(self, ticket: Ticket) -> bool:
-        return not (ticket.trial or ticket.pinned or ticket in self._tried_elsewhere or ticket in self._recalled)
-
-    def is_recalled(self, ticket: Ticket) -> bool:
-        return ticket in self._recalled
 
     def _what_was_tried(self, endpoint: Endpoint, now: float) -> str:
         health = endpoint.health

@@ -24,6 +24,7 @@ class Feed:
         self.rows: int | None = None  # still to be started; None: unknown
         self.channel: RowChannel | None = None  # set when its rows come from runs that share this dispatcher
         self.room: asyncio.Future[None] | None = None
+        self.reading = False  # it waits for its next input
 
     async def wait_room(self) -> bool:
         """Wait until another agent may start. False: none will."""
@@ -42,6 +43,13 @@ class Feed:
         """Whether it leaves its room to other feeds."""
         channel = self.channel
         return channel is not None and channel.patient and (slots is None or channel.waiting + 1 < slots)
+
+    @property
+    def is_hungry(self) -> bool:
+        """It would start another agent if there was a slot."""
+        if self.closed or self.ended or self.reading:
+            return False
+        return self.channel is None or self.channel.waiting > 0
 
     @property
     def is_fed(self) -> bool:

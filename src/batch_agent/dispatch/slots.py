@@ -154,10 +154,15 @@ class Slots:
     @property
     def is_hungry(self) -> bool:
         """Whether another slot would be used now."""
-        scheduler = self.scheduler
-        if scheduler.paused or self.refusal:
+        scheduler, most = self.scheduler, self.scheduler.max_inflight
+        if scheduler.paused or self.refusal or (most is not None and scheduler.inflight >= most):
             return False
-        return scheduler.wanted or any(feed.room is not None for feed in self._feeds)
+        if scheduler.wanted:
+            return True
+        agents = scheduler.max_agents
+        if scheduler.closed or scheduler.backlogged or (agents is not None and scheduler.agents >= agents):
+            return False
+        return any(feed.is_hungry for feed in self._feeds)
 
     # Control
 

@@ -68,7 +68,7 @@ class Fleet(Backend):
         self._api_key, self._headers, self._environ, self._sends = api_key, dict(headers or {}), environ, sends
         self._inside, self._outside = Transport(proxies=False), Transport()
         self._servers: dict[str, Server] = {}
-        self._listeners: list[Listener] = []
+        self._listeners: dict[Listener, None] = {}
         self._loop, self._users = OneLoop("fleet"), 0
         self._hostfile: Hostfile | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -149,7 +149,7 @@ class Fleet(Backend):
         weight: float | None = None,
     ) -> str:
         """Adds a server, also to the runs under way, and returns its name."""
-        self._loop.check()
+        self._check_loop()
         server = self._make(url, {"model": model, "context": context, "weight": weight})
         self._register(server)
         self._tell()
@@ -158,7 +158,7 @@ class Fleet(Backend):
     def remove(self, url: str) -> None:
         """Removes a server: it gets no more requests, and is closed when it has answered those it has. ``url`` is what
         it was added with, or its name."""
-        self._loop.check()
+        self._check_loop()
         gone = [server for server in self._present if url in (server.address, server.name)]
         if not gone:
             raise SpecError(f"the fleet has no endpoint {url.rpartition('@')[2]!r}")
@@ -238,10 +238,10 @@ class Fleet(Backend):
     # Runs that share it
 
     def join(self, listener: Listener) -> None:
-        self._listeners.append(listener)
+        self._listeners[listener] = None
 
     def leave(self, listener: Listener) -> None:
-        self._listeners.remove(listener)
+        self._listeners.pop(listener, None)
 
     def _tell(self) -> None:
         for listener in tuple(self._listeners):
@@ -252,11 +252,19 @@ class Fleet(Backend):
     def _bind(self) -> None:
         """Takes the running event loop. SpecError if the fleet is in use in another one."""
         if self._loop.bind():
-            self._users = 0
-            self._listeners.clear()
-            self._closing.clear()
-            for server in self._servers.values():
-                server.forget_loop()
+            self._forget_loop()
+
+    def _check_loop(self) -> None:
+        if self._loop.check():
+            self._forget_loop()
+
+    def _forget_loop(self) -> None:
+        """Drops what belongs to an event loop that is closed."""
+        self._users = 0
+        self._listeners.clear()
+        self._closing.clear()
+        for server in self._servers.values():
+            server.forget_loop()
 
     async def _enter(self, server: Server) -> None:
         self._bind()
@@ -272,7 +280,8 @@ class Fleet(Backend):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loop.check()
+        if self._loop.check():
+            return self._forget_loop()
         self._users -= 1
         if self._users:
             return

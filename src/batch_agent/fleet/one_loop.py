@@ -17,30 +17,32 @@ class OneLoop:
         self._lock = threading.Lock()  # two threads may come at the same time
 
     def bind(self) -> bool:
-        """Takes the running loop. True if it was in use in one that is closed by now: what that one left is void."""
+        """Takes the running loop. SpecError if another one has it. True if the one that had it was closed: what it left
+        is void."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            if self._loop is loop:
-                return False
-            self._refuse_if_taken()
-            was_open = self._loop is not None
+            void = self._release_from(loop)
             self._loop = loop
-            return was_open
+            return void
 
-    def check(self) -> None:
-        """SpecError if another loop has it; also where no loop is running."""
+    def check(self) -> bool:
+        """The same without taking a loop; also where none is running."""
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
             running = None
-        if self._loop is not running:
-            self._refuse_if_taken()
+        with self._lock:
+            return self._release_from(running)
 
     def release(self) -> None:
         self._loop = None
 
-    def _refuse_if_taken(self) -> None:
-        if self._loop is not None and not self._loop.is_closed():
+    def _release_from(self, running: asyncio.AbstractEventLoop | None) -> bool:
+        if self._loop is None or self._loop is running:
+            return False
+        if not self._loop.is_closed():
             raise SpecError(
                 f"the {self._what} is in use in another event loop: close it there first, or make one for each loop"
             )
+        self._loop = None
+        return True

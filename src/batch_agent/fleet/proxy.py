@@ -29,7 +29,7 @@ from batch_agent.backends.http.transport import Transport
 from batch_agent.errors import SpecError
 from batch_agent.fleet.balance import Place, read_ask
 from batch_agent.fleet.hostfile import AgentEndpoint
-from batch_agent.fleet.slots import Exchange, NobodyThere, Slots
+from batch_agent.fleet.slots import NobodyThere, Slots, Transfer
 from batch_agent.messages import JsonObject
 
 logger = logging.getLogger("batch_agent")
@@ -188,13 +188,13 @@ class Proxy:
         failed before the client has seen anything."""
         try:
             async with asyncio.timeout(None) as limit:
-                with self._slots.exchange(place, limit) as exchange:
-                    return await self._pass(exchange, request, body, last=last)
+                with self._slots.transfer(place, limit) as transfer:
+                    return await self._pass(transfer, request, body, last=last)
         except TimeoutError:
             error = Broken("it stopped answering", unreached=False)
         except Broken as raised:
             error = raised
-        if not exchange.begun:
+        if not transfer.begun:
             raise error
         self._slots.failed(place, str(error), unreached=False)
         if request.transport is not None:
@@ -202,17 +202,17 @@ class Proxy:
         return web.Response()  # it goes nowhere
 
     async def _pass(
-        self, exchange: Exchange, request: web.Request, body: bytes, *, last: bool
+        self, transfer: Transfer, request: web.Request, body: bytes, *, last: bool
     ) -> web.StreamResponse | None:
-        place, slots, clock = exchange.place, self._slots, asyncio.get_running_loop().time
+        place, slots, clock = transfer.place, self._slots, asyncio.get_running_loop().time
         began, generation = clock(), place.endpoint.capacity.generation
         response, chunk = await self._begin(place, request, body)
         async with response:
-            slots.heard(exchange)
+            slots.heard(transfer)
             if response.status in ELSEWHERE and not last and slots.balance.router.working > 1:
                 slots.balance.overloaded(place, generation)
                 return None
-            exchange.begun = True
+            transfer.begun = True
             answer = web.StreamResponse(
                 status=response.status, reason=response.reason, headers=_passing(response.headers)
             )
@@ -223,7 +223,7 @@ class Proxy:
                     chunk = await response.content.readany()
                 except (aiohttp.ClientError, OSError) as error:
                     raise Broken(_words(error), unreached=False) from None
-                slots.heard(exchange)
+                slots.heard(transfer)
             if response.status < 500:
                 slots.balance.answered(place, clock() - began, clock())
             return answer

@@ -37,7 +37,7 @@ class NobodyThere(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Exchange:
+class Transfer:
     """One request at one place. ``limit`` ends it when the place goes down."""
 
     place: Place
@@ -70,7 +70,7 @@ class Slots:
         self._waiters: deque[Waiter] = deque()
         self._watches: dict[Place, asyncio.Task[None]] = {}
         self._doubts: dict[Place, asyncio.Event] = {}
-        self._exchanges: dict[Place, set[Exchange]] = {}
+        self._transfers: dict[Place, set[Transfer]] = {}
         self._silences: dict[Place, asyncio.TimerHandle] = {}
         self._unseen: set[Place] = set()  # not probed yet
         self._seen = asyncio.Event()  # all of them, once
@@ -149,23 +149,23 @@ class Slots:
     # How requests fare
 
     @contextmanager
-    def exchange(self, place: Place, limit: asyncio.Timeout) -> Iterator[Exchange]:
+    def transfer(self, place: Place, limit: asyncio.Timeout) -> Iterator[Transfer]:
         """One request at the place. Its time is up when the place goes down: at once while nothing of its answer has
         come, else when no byte has come for ``SILENCE_SECONDS``."""
-        exchange = Exchange(place, limit)
-        exchanges = self._exchanges.setdefault(place, set())
-        exchanges.add(exchange)
+        transfer = Transfer(place, limit)
+        transfers = self._transfers.setdefault(place, set())
+        transfers.add(transfer)
         try:
-            yield exchange
+            yield transfer
         finally:
-            exchanges.discard(exchange)
+            transfers.discard(transfer)
 
-    def heard(self, exchange: Exchange) -> None:
+    def heard(self, transfer: Transfer) -> None:
         """A byte of the answer has come."""
-        place, now = exchange.place, _now()
-        place.heard = exchange.heard = now
-        if exchange.limit.when() is not None:
-            exchange.end_at(now + SILENCE_SECONDS)
+        place, now = transfer.place, _now()
+        place.heard = transfer.heard = now
+        if transfer.limit.when() is not None:
+            transfer.end_at(now + SILENCE_SECONDS)
 
     def _listen(self, place: Place, since: float) -> None:
         """Has the place probed if it sends no byte for ``SILENCE_SECONDS`` while another endpoint is up."""
@@ -196,8 +196,8 @@ class Slots:
         if not place.is_up and not place.unknown:
             logger.warning("%s is up", place.host.address)
         self.balance.came_up(place, models, _now())
-        for exchange in self._exchanges.get(place, ()):
-            exchange.end_at(None)
+        for transfer in self._transfers.get(place, ()):
+            transfer.end_at(None)
         self._grant()
 
     def _went_down(self, place: Place, reason: str) -> None:
@@ -205,8 +205,8 @@ class Slots:
         if place.is_up:
             logger.warning("%s is down: %s", place.host.address, reason)
         self.balance.went_down(place, reason, now)
-        for exchange in self._exchanges.get(place, ()):
-            exchange.end_at(max(now, exchange.heard + SILENCE_SECONDS) if exchange.begun else now)
+        for transfer in self._transfers.get(place, ()):
+            transfer.end_at(max(now, transfer.heard + SILENCE_SECONDS) if transfer.begun else now)
         self._grant()
 
     # Endpoints
@@ -235,7 +235,7 @@ class Slots:
         """Drops a place that has left the fleet and has answered its last request."""
         self._watches.pop(place).cancel()
         self._doubts.pop(place, None)
-        self._exchanges.pop(place, None)
+        self._transfers.pop(place, None)
         self._unseen.discard(place)
 
     async def _watch(self, place: Place) -> None:

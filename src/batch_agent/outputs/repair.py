@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterable, Iterator
 
 import jiter
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import NotJSON, OutputError
 from batch_agent.outputs.extract import TOKEN, Region
+from batch_agent.outputs.surrogates import read_json
 
 # json-repair searches back and forth: its time grows with the square of hostile text, and faster with nesting. The
 # characters are counted over all it is given of one answer.
@@ -30,7 +31,7 @@ def mended(found: Iterable[Region]) -> Iterator[tuple[Region, bytes]]:
     """Each region with JSON that it may have been meant to be, the more faithful reading first."""
     left = REPAIR_CHARS
     for region in found:
-        readers = [_exact, _completed]
+        readers = [read_json, _completed]
         left -= len(region.text)
         if left >= 0 and region.depth <= REPAIR_DEPTH:
             readers.append(_repaired)
@@ -54,11 +55,6 @@ def _tidied(token: re.Match[str]) -> str:
 
 def _requoted(part: re.Match[str]) -> str:
     return {"\\'": "'", '"': '\\"'}.get(part[0], part[0])
-
-
-def _exact(text: str) -> object:
-    value: object = from_json(text, allow_inf_nan=False)
-    return value
 
 
 def _completed(text: str) -> object:

@@ -61,6 +61,8 @@ class Ticket:
     generation: int = 0  # of the endpoint's capacity when it was sent
     trial: bool = False  # the endpoint was down; this request finds out
     overdue: bool = False  # a trial that took too long; it is waited for beside the next
+    recalled: bool = False  # taken back by the dispatcher
+    moved: bool = False  # taken back once at the end of the batch
     lease: Lease | None = None  # of the endpoint's rate limits, while it is in flight
 
     @property
@@ -237,7 +239,7 @@ class Scheduler:
         ticket.endpoint = endpoint
         ticket.sent_at = now
         ticket.generation = endpoint.capacity.generation
-        ticket.trial, ticket.overdue, ticket.anywhere = endpoint.take(now), False, False
+        ticket.trial, ticket.overdue, ticket.recalled, ticket.anywhere = endpoint.take(now), False, False, False
         self.inflight += 1
         if len(self.endpoints) > 1:
             self.router.touch(endpoint)

@@ -59,6 +59,12 @@ class Budget:
         """Set the user's limit; None lifts it."""
         self._limit = limit
 
+    def fill(self, until: float) -> None:
+        """Take the user's whole limit as used, until that time."""
+        if self._limit is not None:
+            self._used += self._limit
+            self._window.append((until, self._limit))
+
     def free_at(self, amount: int, now: float) -> float:
         """When so much may be taken; ``now`` or earlier: at once."""
         return max(self._free_of_window(amount, now), self._free_of_quota(amount, now))
@@ -196,6 +202,11 @@ class Rates:
         for kind, limit in (("requests", rpm), ("tokens", tpm)):
             if limit is not None or kind in self._budgets:
                 self._budgets.setdefault(kind, Budget()).restrict(limit)
+
+    def fill(self, until: float) -> None:
+        """Take the user's limits as used up until that time: an earlier process may have done so."""
+        for budget in self._budgets.values():
+            budget.fill(until)
 
     @property
     def counts_tokens(self) -> bool:

@@ -13,11 +13,11 @@ from typing import Literal, TypedDict, cast
 from pydantic import JsonValue
 
 from batch_agent.backends.address import check_known
-from batch_agent.backends.http.wire import mended
 from batch_agent.backends.openai.schema import engine_form
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import OutputError, SpecError
 from batch_agent.messages import JsonObject
+from batch_agent.outputs.surrogates import mended
 from batch_agent.outputs.validate import parse_output
 from batch_agent.swarm.checks import above_zero, whole
 from batch_agent.swarm.response import Response

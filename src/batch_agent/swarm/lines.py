@@ -83,7 +83,7 @@ class Lines:
         return self._gate
 
     async def close(self) -> None:
-        if self._loop.bind():  # what a closed loop left cannot be closed any more
+        if self._loop.check():  # what a closed loop left cannot be closed any more
             self._gate = None
         if self._gate is not None:
             self._gate = None

@@ -19,6 +19,7 @@ from batch_agent.backends.address import Address
 from batch_agent.backends.base import Capabilities, Load, ModelRequest, RequestShape, only_model
 from batch_agent.backends.engines.exposition import Exposition
 from batch_agent.backends.http.client import Route
+from batch_agent.backends.http.wire import object_of
 from batch_agent.backends.openai.chat import OpenAIBackend
 from batch_agent.backends.openai.server import Tail
 from batch_agent.errors import BackendError, Truncated
@@ -111,13 +112,7 @@ class EngineBackend(OpenAIBackend):
 
     async def ask_bytes(self, route: Route, question: bytes | None) -> JsonObject:
         body = await self._http.send(route, question) or b""
-        try:
-            answer: JsonValue = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            answer = None
-        if not isinstance(answer, dict):
-            raise route.faults.bad("the answer is not a JSON object")
-        return answer
+        return object_of(body, route.faults)
 
     async def ask_if_there(self, route: Route, question: JsonObject | None = None) -> JsonObject:
         """The same; nothing where the server does not have it, or does not answer it soon: nobody waits for that."""

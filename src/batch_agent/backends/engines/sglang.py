@@ -19,7 +19,7 @@ from batch_agent.backends.address import Address
 from batch_agent.backends.base import Answers, Facts, Load, ModelRequest, RequestShape
 from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
 from batch_agent.backends.engines.lists import infer_in_lists
-from batch_agent.backends.http.wire import Naming
+from batch_agent.backends.http.wire import Naming, json_of
 from batch_agent.backends.openai.chat_answer import read_answer
 from batch_agent.backends.openai.server import Tail
 from batch_agent.errors import BackendError, SpecError
@@ -107,10 +107,7 @@ class SglangBackend(EngineBackend):
             question["extra_key"] = self._extra_key
         faults = self._generate.faults
         body = await self._http.send(self._generate, orjson.dumps(question)) or b""
-        try:
-            told: JsonValue = orjson.loads(body)
-        except orjson.JSONDecodeError:
-            told = None
+        told = json_of(body)
         if not isinstance(told, list) or len(told) != len(texts):
             raise faults.bad(f"the answer is not a list of {len(texts)}")
         answers: Answers = []

@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from batch_agent.backends.base import OnToolCall, RequestShape
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject, Message, Reply, ToolCall, Usage
+from batch_agent.outputs.surrogates import mended_all, read_json, readable_json
 
 if TYPE_CHECKING:  # an HTTP client would come along
     from batch_agent.backends.http.faults import Faults
@@ -53,7 +54,7 @@ class Naming:
     def call(self, call_id: str, name: str, arguments: str) -> ToolCall:
         if not name:
             raise self.faults.bad("the answer has a tool call without a name")
-        return ToolCall(self._ids.take(call_id), name, arguments if arguments.strip() else "{}")
+        return ToolCall(self._ids.take(call_id), name, readable_json(arguments) if arguments.strip() else "{}")
 
 
 def report_calls(reply: Reply, on_tool_call: OnToolCall | None) -> None:
@@ -66,24 +67,12 @@ def report_calls(reply: Reply, on_tool_call: OnToolCall | None) -> None:
 def echoed_object(arguments: str) -> JsonObject:
     """A model's arguments as servers take them back: they parse them, and refuse a conversation with a broken one. What
     the model really wrote is in the tool's error message."""
-    try:
-        value = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    return mapping(json_of(arguments))
 
 
 def echoed(arguments: str) -> str:
     """The same as text, verbatim where it can be."""
-    try:
-        return arguments if isinstance(orjson.loads(arguments), dict) else "{}"
-    except orjson.JSONDecodeError:
-        return "{}"
-
-
-def mended(text: str) -> str:
-    """Without halves of surrogate pairs, from a file read with errors ignored: no JSON reader would take them."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return readable_json(arguments) if isinstance(json_of(arguments), dict) else "{}"
 
 
 def written(value: object) -> bytes:
@@ -91,15 +80,7 @@ def written(value: object) -> bytes:
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
-        return orjson.dumps(_mended_all(value))
-
-
-def _mended_all(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _mended_all(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_mended_all(part) for part in value]
-    return mended(value) if isinstance(value, str) else value
+        return orjson.dumps(mended_all(value))
 
 
 def written_options(shape: RequestShape, fields: Mapping[str, object], reserved: Sequence[str]) -> bytes:
@@ -136,13 +117,12 @@ def mapping(value: JsonValue) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-def json_of(data: bytes) -> JsonValue:
+def json_of(data: bytes | str) -> JsonValue:
     """None for what is no JSON."""
     try:
-        value: JsonValue = orjson.loads(data)
-    except orjson.JSONDecodeError:
+        return read_json(data)
+    except ValueError:
         return None
-    return value
 
 
 def object_of(data: bytes, faults: Faults) -> JsonObject:

@@ -6,8 +6,7 @@ import difflib
 import re
 from collections.abc import Sequence
 
-import orjson
-
+from batch_agent.backends.http.wire import json_of
 from batch_agent.errors import Rejected
 from batch_agent.messages import JsonObject
 
@@ -26,15 +25,12 @@ def read_models(body: bytes) -> list[str] | None:
 
 def read_entries(body: bytes) -> dict[str, JsonObject] | None:
     """Returns the entries of a list of models by name; None if the body is no list of models."""
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return None
+    document = json_of(body)
     entries = document.get("data") if isinstance(document, dict) else document
     if not isinstance(entries, list):
         return None
     found = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
-    return {entry["id"]: entry for entry in found}
+    return {str(entry["id"]): entry for entry in found}
 
 
 def may_be_unknown(refusal: Rejected) -> bool:

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.schema.visitor import Inexpressible, SchemaVisitor, listed, named, without
 from batch_agent.messages import JsonObject
+from batch_agent.outputs.surrogates import read_json
 
 WRAPPER = "answer"  # the one property of an object around a root that is none
 
@@ -82,8 +83,8 @@ def unwrapped(text: str) -> str:
     if found := _WRAPPED.fullmatch(text):
         inner = found[1].strip()
         try:
-            orjson.loads(inner)
-        except orjson.JSONDecodeError:
+            read_json(inner)
+        except ValueError:
             return text
         return inner
     return text

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-import orjson
-
 from batch_agent.errors import ContextOverflow, OutputError, Rejected
 from batch_agent.messages import JsonObject
 from batch_agent.outputs.extract import strip_reasoning
+from batch_agent.outputs.surrogates import read_json
 
 _NAMED = re.compile(
     r"response_?format|json_?schema|text\.format|structured.?output|guided|grammar|not support\w* .*schema",
@@ -30,8 +29,8 @@ def blamed(refusal: Rejected) -> Literal["surely", "perhaps", "no"]:
 def is_kept(text: str, schema: JsonObject) -> bool:
     """Whether a complete answer looks as if the schema had been kept to: what a grammar would have made sure of."""
     try:
-        value = orjson.loads(strip_reasoning(text.strip()))
-    except (orjson.JSONDecodeError, OutputError):
+        value = read_json(strip_reasoning(text.strip()))
+    except (ValueError, OutputError):
         return False
     schema = _root(schema)
     match schema.get("type"):

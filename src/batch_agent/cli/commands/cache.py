@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
 
 from batch_agent.backends.cache_store import CachedModel, ResponseStore, cache_file
+from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put
+from batch_agent.cli.spec.numbers import number
 from batch_agent.observe.text import amount, harmless
 
 DAY = 86_400.0
@@ -21,9 +24,10 @@ def add_cache_arguments(cache: argparse.ArgumentParser) -> None:
     actions = cache.add_subparsers(dest="action", required=True, metavar="ACTION")
     listed = actions.add_parser("list", help="how many answers of which model, and when they were last used")
     listed.add_argument("--json", action="store_true", help="as one JSON object")
+    from_zero = number(float, lambda value: 0 <= value < math.inf, "a number from 0 up")
     prune = actions.add_parser("prune", help="drop what was not used for 30 days, or as said")
-    prune.add_argument("--unused-days", type=_number, metavar="N", help="answers not used for N days")
-    prune.add_argument("--max-megabytes", type=_number, metavar="N", help="the least recently used above N MB")
+    prune.add_argument("--unused-days", type=from_zero, metavar="N", help="answers not used for N days")
+    prune.add_argument("--max-megabytes", type=from_zero, metavar="N", help="the least recently used above N MB")
     clear = actions.add_parser("clear", help="drop everything")
     for action in (listed, prune, clear):
         action.add_argument("--cache", metavar="DIR", help="the directory (default: BATCH_AGENT_CACHE, or your cache)")
@@ -39,7 +43,7 @@ def cache_command(options: argparse.Namespace) -> int:
         else:
             dropped = _drop(store, options) if store else 0
             put(f"{path}: dropped {dropped:,} answers", sys.stdout)
-    return 0
+    return ALL_OK
 
 
 def _drop(store: ResponseStore, options: argparse.Namespace) -> int:
@@ -72,10 +76,3 @@ def _text(path: Path, models: list[CachedModel]) -> str:
         what = f"{model.answers:,} answers, {amount(model.size_bytes)}B, last used {used}"
         lines.append(f"  {harmless(model.model)} at {harmless(model.backend)}: {what}")
     return "\n".join(lines)
-
-
-def _number(text: str) -> float:
-    number = float(text) if text.replace(".", "", 1).isdecimal() else -1.0
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 up, not {text!r}")
-    return number

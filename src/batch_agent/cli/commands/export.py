@@ -10,9 +10,10 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import cast
 
+from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import say, writing
-from batch_agent.cli.spec.recorded import read_by
+from batch_agent.cli.spec.recorded import files_read_by
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.transcripts import prepared_again, transcript_lines
 from batch_agent.errors import BatchAgentError, SpecError
@@ -58,7 +59,7 @@ def export_command(options: argparse.Namespace) -> int:
     facts = read_run(directory)
     if output is not None:
         refuse_in_run_directory(output, directory)
-        for what, path in read_by(facts):
+        for what, path in files_read_by(facts):
             refuse_overwriting(output, path, what)
     records = RunRecords(directory)
     if kind == MESSAGES:
@@ -71,7 +72,7 @@ def export_command(options: argparse.Namespace) -> int:
         say(f"batch-agent: left out {counted(records.torn, 'line')} that {_are(records.torn)} not complete")
     if kind == MESSAGES and records.failed:
         say(f"batch-agent: left out {counted(records.failed, 'row')} that failed; --format jsonl has them")
-    return 0
+    return ALL_OK
 
 
 def _kind_of(output: Path | None) -> str:

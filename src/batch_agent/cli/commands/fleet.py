@@ -18,8 +18,9 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from batch_agent.cli.exit_status import ALL_OK, UNREACHABLE
+from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.streams import flush_words, put, say
-from batch_agent.cli.spec.arguments import amount, port_number, positive
+from batch_agent.cli.spec.numbers import add_address, amount, fraction, positive
 from batch_agent.errors import SpecError
 from batch_agent.observe.text import clock, counted, cut, harmless, terminal_width
 
@@ -54,7 +55,12 @@ def _add_hostfile(parser: argparse.ArgumentParser, does: str) -> None:
 def _add_wait(parser: argparse.ArgumentParser) -> None:
     _add_hostfile(parser, "fleet:wait")
     parser.add_argument("--min-hosts", type=positive, metavar="N", help="so many are enough (default: all)")
-    parser.add_argument("--min-fraction", type=_fraction, metavar="F", help="such a part is enough, 0 to 1")
+    parser.add_argument(
+        "--min-fraction",
+        type=fraction,
+        metavar="F",
+        help="such a part is enough, 0 to 1",
+    )
     parser.add_argument(
         "--timeout", type=amount, default=600, metavar="SECONDS", help="how long to wait (default %(default)s)"
     )
@@ -92,8 +98,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 def _add_proxy(parser: argparse.ArgumentParser) -> None:
     _add_hostfile(parser, "fleet:proxy")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=port_number, default=8000, help="0 takes a free one (default %(default)s)")
+    add_address(parser, 8000)
     parser.add_argument(
         "--max-inflight",
         type=positive,
@@ -212,24 +217,7 @@ def proxy(options: argparse.Namespace) -> int:
         hostfile=Path(options.hostfile),
         max_inflight=options.max_inflight,
     )
-    try:
-        asyncio.run(serving)
-    except KeyboardInterrupt:
-        say("stopped")
-    return ALL_OK
-
-
-# What arguments may be
-
-
-def _fraction(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text!r}")
-    return number
+    return serve(serving)
 
 
 def _steps(text: str) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from rich.progress import Progress as ProgressBar
 
 from batch_agent.backends.local import weights
 from batch_agent.backends.local.weights import Model, Progress, Stage, Weights
+from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
@@ -41,10 +42,10 @@ def models_command(options: argparse.Namespace) -> int:
         with _shown(known, sys.stderr) as progress:
             path = weights.fetch_again(known, progress=progress)
         print(path)
-        return 0
+        return ALL_OK
     models = weights.available()
     print(to_json(_record(models)).decode() if options.json else _text(models))
-    return 0
+    return ALL_OK
 
 
 def fetch_missing(backend_name: str, stream: TextIO) -> None:

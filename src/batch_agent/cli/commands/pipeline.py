@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import sys
 from contextlib import closing, nullcontext
-from pathlib import Path
 from typing import TextIO
 
 from batch_agent.cli.commands.models import fetch_missing
@@ -17,7 +16,6 @@ from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.results import ResultWriter
 from batch_agent.cli.output.streams import put
-from batch_agent.cli.spec.envfile import load_env_file
 from batch_agent.cli.spec.load import inputs_of, overrides_of, rows_of, spec_file
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.specfile import STAGES
@@ -48,8 +46,6 @@ def run_stages(options: argparse.Namespace, stdout: TextIO) -> int:
 
 def _load(options: argparse.Namespace) -> Flow:
     """The pipeline of the file, with what the command line says in its place."""
-    if options.env_file is not None:
-        load_env_file(Path(options.env_file))
     file = spec_file(options)
     pipeline = read_stages(file, inputs_of(file, options), lambda named: rows_of(file, named, options))
     whole = {name: value for name, value in file.options.items() if name not in (STAGES, "inputs")}

@@ -18,10 +18,9 @@ from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.run import run_command
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put, say
-from batch_agent.cli.spec.load import load_spec, says_stages, settings_beside, take_settings
-from batch_agent.cli.spec.recorded import KEPT, command_again, refuse_left_out
+from batch_agent.cli.spec.load import is_pipeline, load_spec, settings_beside, take_settings
+from batch_agent.cli.spec.recorded import KEPT, command_again, matched, recorded_command, refuse_left_out
 from batch_agent.cli.spec.rows import STDIN
-from batch_agent.engine.run.prepare import with_model
 from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.read import LazyRows
@@ -32,12 +31,11 @@ from batch_agent.store.rundir import RESULTS, RunView
 
 def resume_command(options: argparse.Namespace) -> int:
     view = RunView.of(Path(options.run_dir))
-    command = view.facts.get("command")
-    if not isinstance(command, dict):
-        raise SpecError(
-            f"{view.path} was not started by the command line, so its spec is not known here; start it again from "
-            "Python with resume=True"
-        )
+    command = recorded_command(
+        view.facts,
+        f"{view.path} was not started by the command line, so its spec is not known here; start it again from "
+        "Python with resume=True",
+    )
     asked_for = options.output is not None or options.command == "retry-failed" or options.force_resume
     merged = _merged(options, command)
     recorded = view.glance.sessions > 0  # or the journal is gone
@@ -64,19 +62,17 @@ def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> ar
 
 def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
     rows = view.facts.get("rows")
-    if options.inputs == STDIN or says_stages(options) or not isinstance(rows, dict) or rows.get("failed"):
+    if options.inputs == STDIN or is_pipeline(options) or not isinstance(rows, dict) or rows.get("failed"):
         return False
     prepared = BatchAgent.plan(load_spec(options))
     inputs = prepared.spec.inputs
     with closing(inputs) if isinstance(inputs, LazyRows) else nullcontext():
         if not isinstance(inputs, Iterable):
             return False
-        if prepared.model is None:
-            prepared = with_model(prepared, str(view.facts.get("model")))
-        fingerprint = fingerprint_of(prepared)
-        if fingerprint.hex() != view.facts.get("fingerprint"):
+        prepared, same = matched(prepared, view.facts)
+        if not same:
             return False
-        keys, plan = Keys(fingerprint), prepared.plan
+        keys, plan = Keys(fingerprint_of(prepared)), prepared.plan
         try:
             for index, value in enumerate(inputs):
                 if not index:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from batch_agent.cli.commands.export import RunRecords
@@ -103,7 +104,7 @@ def _chosen(
         records = [record for record in records if options.row in (record.get("job_id"), str(record.get("index")))]
         records = [record for record in records if record.get("job_id") == options.row] or records
     else:
-        records = _first(records)
+        records = islice(records, FIRST)
     found = False
     for record in records:
         found = True
@@ -111,13 +112,6 @@ def _chosen(
         yield ShownRow(record, past, _prompts(prepared, record.get("input")))
     if options.row is not None and not found:
         yield from _unfinished(view.facts, journal, prepared, wanted=options.row)
-
-
-def _first(records: Iterable[Record]) -> Iterator[Record]:
-    for number, record in enumerate(records):
-        if number >= FIRST:
-            return
-        yield record
 
 
 def _seconds(record: Record) -> float:

@@ -6,22 +6,21 @@ Its flags are the fields of EngineModel, so they cannot drift from it.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from batch_agent.backends.simulated import EngineModel
+from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.streams import say
-from batch_agent.cli.spec.arguments import port_number
+from batch_agent.cli.spec.numbers import add_address
 from batch_agent.testing import serve_simulated
 
 NO_LIMIT = "none"
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=port_number, default=8000, help="0 takes a free one (default %(default)s)")
+    add_address(parser, 8000)
     engine = parser.add_argument_group("the engine", "durations in seconds, lengths in tokens")
     types_by_name = get_type_hints(EngineModel, include_extras=True)
     for field in dataclasses.fields(EngineModel):
@@ -49,11 +48,7 @@ def _int_or_none(text: str) -> int | None:
 
 def simulate_command(options: argparse.Namespace) -> int:
     engine = EngineModel(**{field.name: getattr(options, field.name) for field in dataclasses.fields(EngineModel)})
-    try:
-        asyncio.run(serve_simulated(host=options.host, port=options.port, engine=engine, ready=_announce))
-    except KeyboardInterrupt:
-        say("stopped")
-    return 0
+    return serve(serve_simulated(host=options.host, port=options.port, engine=engine, ready=_announce))
 
 
 def _announce(url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,49 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from batch_agent.backends.address import check_known
+from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.streams import say
-from batch_agent.cli.spec.arguments import port_number
+from batch_agent.cli.spec.numbers import add_address
 from batch_agent.cli.spec.specfile import SpecFile, read_specfile
 from batch_agent.errors import SpecError
 from batch_agent.ticks import Action, Agent, AgentRuntime
 from batch_agent.ticks.server import TickServer
 
-RUNTIME_OPTIONS = (
-    "backend",
-    "model",
-    "api_key",
-    "backend_config",
-    "deadline",
-    "system_prompt",
-    "temperature",
-    "max_tokens",
-    "seed",
-    "timeout",
-    "max_workers",
-    "max_inflight",
-    "overlap",
-    "skip_unchanged",
-    "repeat_last",
-    "trace",
-    "replay",
-)
-AGENT_OPTIONS = ("agent_id", "tools", "goals", "priority", "fallback", "system_prompt", "backend")
+RUNTIME_OPTIONS = tuple(inspect.signature(AgentRuntime).parameters)
+AGENT_OPTIONS = tuple(name for name in inspect.signature(Agent).parameters if name != "memory")  # a Python object
 SHARED_OPTIONS = ("tools", "goals", "fallback")  # of all agents that do not say otherwise
 
 
 def add_ticks_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    serve = actions.add_parser(
+    server = actions.add_parser(
         "serve", help="serve agents over HTTP", description="Serve agents over HTTP: /tick, /observe, /health."
     )
-    serve.add_argument("--agents", type=Path, required=True, metavar="FILE", help="the agents, in YAML, TOML or JSON")
-    serve.add_argument("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
-    serve.add_argument("--port", type=port_number, default=5000, help="0 takes a free one (default %(default)s)")
-    serve.add_argument("--backend", metavar="URL", help="in place of the file's")
-    serve.add_argument("--model", help="in place of the file's")
-    serve.add_argument("--deadline", type=float, metavar="SECONDS", help="what a tick may take, in place of the file's")
-    serve.add_argument("--trace", type=Path, metavar="FILE", help="add each decision to this file, as a line of JSON")
-    serve.add_argument("--replay", type=Path, metavar="FILE", help="such a file, which decides in place of a model")
+    server.add_argument("--agents", type=Path, required=True, metavar="FILE", help="the agents, in YAML, TOML or JSON")
+    add_address(server, 5000)
+    server.add_argument("--backend", metavar="URL", help="in place of the file's")
+    server.add_argument("--model", help="in place of the file's")
+    server.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="what a tick may take, in place of the file's"
+    )
+    server.add_argument("--trace", type=Path, metavar="FILE", help="add each decision to this file, as a line of JSON")
+    server.add_argument("--replay", type=Path, metavar="FILE", help="such a file, which decides in place of a model")
 
 
 def ticks_command(options: argparse.Namespace) -> int:
@@ -61,11 +46,7 @@ def ticks_command(options: argparse.Namespace) -> int:
     runtime = runtime_of(
         read_specfile(options.agents), {name: value for name, value in given.items() if value is not None}
     )
-    try:
-        asyncio.run(_serve(runtime, options.host, options.port))
-    except KeyboardInterrupt:  # where there are no signal handlers
-        say("stopped")
-    return 0
+    return serve(_serve(runtime, options.host, options.port))
 
 
 async def _serve(runtime: AgentRuntime, host: str, port: int) -> None:

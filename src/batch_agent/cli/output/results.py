@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Protocol, Self
+from typing import IO, Self
 
 from batch_agent.blocking import in_thread
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
@@ -28,28 +29,33 @@ from batch_agent.job import AgentResult
 STDOUT_DESCRIPTOR = 1
 
 
-class ResultWriter(Protocol):
-    @property
-    def destination(self) -> str:
-        """For people: where the results are."""
-        ...
+class ResultWriter(ABC):
+    destination = ""  # for people: where the results are
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
+    @abstractmethod
     def __exit__(self, *exception: object) -> None: ...
 
+    @abstractmethod
     async def write(self, result: AgentResult[object]) -> bool:
         """Whether its line says what the result does; False when the line is that of a failed row, because the output
         cannot be written."""
-        ...
 
 
-class LineWriter(ResultWriter, Protocol):
-    async def write_line(self, line: bytes) -> None: ...
+class LineWriter(ResultWriter):
+    async def write(self, result: AgentResult[object]) -> bool:
+        line, faithful = _line(result)
+        await self.write_line(line)
+        return faithful
 
+    async def write_line(self, line: bytes) -> None:
+        self.write_now(line)
+
+    @abstractmethod
     def write_now(self, line: bytes) -> None:
         """The same when no event loop is to be kept going."""
-        ...
 
 
 def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
@@ -62,11 +68,11 @@ def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
     return OrderedWriter(writer, path) if ordered else writer
 
 
-class FileWriter:
+class FileWriter(LineWriter):
     """Results in a file. What was in it goes when the first result comes, not when a run fails to start."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self.destination = path, str(path)
         self._codec = Codec(path)
         self._stream: IO[bytes] | None = None
         try:
@@ -74,27 +80,12 @@ class FileWriter:
         except OSError as error:
             raise SpecError(f"cannot write the results to {path}: {error.strerror}") from None
 
-    @property
-    def destination(self) -> str:
-        return str(self._path)
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         with self._file:
             if exception[0] is None:  # a run without a single row leaves an empty file, not an old one
                 self._start()
             if self._stream is not None:
                 self._in_words(self._stream.close)
-
-    async def write(self, result: AgentResult[object]) -> bool:
-        line, faithful = _line(result)
-        self.write_now(line)
-        return faithful
-
-    async def write_line(self, line: bytes) -> None:
-        self.write_now(line)
 
     def write_now(self, line: bytes) -> None:
         self._in_words(lambda: _write_all(self._start(), line))
@@ -113,7 +104,7 @@ class FileWriter:
             raise BatchAgentError(f"cannot write the results to {self._path}: {error.strerror}") from None
 
 
-class TableWriter:
+class TableWriter(LineWriter):
     """Results in a table, which is made when the run is over. Until then they are lines in a file beside it, and stay
     there if the table cannot be made."""
 
@@ -121,17 +112,10 @@ class TableWriter:
         check_table(path)
         if path.is_dir():
             raise SpecError(f"cannot write the results to {path}: it is a directory")
-        self._table = path
+        self._table, self.destination = path, str(path)
         self._partial = path.with_name(f"{path.name}.partial.jsonl")
         self._lines: FileWriter | None = None
         _check_place(self._partial)
-
-    @property
-    def destination(self) -> str:
-        return str(self._table)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if exception[0] is None:  # a run without a single row leaves an empty table, not an old one
@@ -147,12 +131,6 @@ class TableWriter:
             ) from None
         self._partial.unlink(missing_ok=True)
 
-    async def write(self, result: AgentResult[object]) -> bool:
-        return await self._start().write(result)
-
-    async def write_line(self, line: bytes) -> None:
-        self.write_now(line)
-
     def write_now(self, line: bytes) -> None:
         self._start().write_now(line)
 
@@ -165,26 +143,16 @@ class TableWriter:
         return self._lines
 
 
-class StdoutWriter:
+class StdoutWriter(LineWriter):
     """Results on standard output. A reader that is slow makes results wait, not agents that are under way; a reader
     that is gone raises BrokenPipeError."""
-
-    destination = ""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         pass
-
-    async def write(self, result: AgentResult[object]) -> bool:
-        line, faithful = _line(result)
-        await self.write_line(line)
-        return faithful
 
     async def write_line(self, line: bytes) -> None:
         if self._regular:
@@ -203,21 +171,17 @@ class StdoutWriter:
             raise BatchAgentError(f"cannot write the results to standard output: {error.strerror}") from None
 
 
-class OrderedWriter:
+class OrderedWriter(ResultWriter):
     """Results in the order of their rows. Those that finish too early wait in a file beside the output, or, for
     standard output, in a temporary one."""
 
     def __init__(self, writer: LineWriter, path: Path | None) -> None:
-        self._writer = writer
+        self._writer, self.destination = writer, writer.destination
         self._waiting_path = path and path.with_name(f"{path.name}.waiting.jsonl")
         self._files = ExitStack()
         self._order: InputOrder | None = None
         if self._waiting_path is not None:
             _check_place(self._waiting_path)
-
-    @property
-    def destination(self) -> str:
-        return self._writer.destination
 
     def __enter__(self) -> Self:
         self._writer.__enter__()

@@ -1,14 +1,13 @@
-"""The arguments of ``run``, ``resume`` and ``retry-failed``, and what those of others have in common. The flags of
-options are made from BatchSpec."""
+"""The arguments of ``run``, ``resume`` and ``retry-failed``. The flags of options are made from BatchSpec."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from batch_agent.cli.spec.numbers import positive
 from batch_agent.documented import first_sentence
 from batch_agent.errors import SpecError
 from batch_agent.option import Flag, FlagGroup, kinds, notes
@@ -221,26 +220,3 @@ def _add_words(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--log-file", metavar="FILE", help="append what is sent and received to a file, in full, secrets cut out"
     )
-
-
-def positive(text: str) -> int:
-    number = int(text) if text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
-    return number
-
-
-def amount(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return number
-
-
-def port_number(text: str) -> int:
-    if not (text.isdecimal() and int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"must be 0 to 65535, not {text!r}")
-    return int(text)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from batch_agent.cli.spec.textfile import read_text
 from batch_agent.errors import SpecError
 
 LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)")
@@ -17,13 +18,7 @@ LINE = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)")
 
 def load_env_file(path: Path) -> None:
     """SpecError, which names the line and not what is on it, for a file that is none."""
-    try:
-        text = path.read_text("utf-8-sig")
-    except OSError as error:
-        raise SpecError(f"cannot read the env file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise SpecError(f"{path} is not UTF-8") from None
-    for name, value in list(_variables(text, path)):
+    for name, value in list(_variables(read_text(path, "the env file"), path)):
         os.environ.setdefault(name, value)
 
 

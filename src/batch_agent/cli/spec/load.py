@@ -43,7 +43,7 @@ def take_settings(options: argparse.Namespace) -> None:
     options.set = left or None
 
 
-def settle(options: argparse.Namespace) -> None:
+def resolve_paths(options: argparse.Namespace) -> None:
     """Decide what a path without a flag is, and that ``-`` as output is standard output."""
     if options.spec_path is not None and (options.spec is not None or options.task is not None):
         if options.inputs is not None:
@@ -60,8 +60,6 @@ def settle(options: argparse.Namespace) -> None:
 
 def load_spec(options: argparse.Namespace) -> BatchSpec:
     """The file's spec, with what the command line says in its place."""
-    if options.env_file is not None:
-        load_env_file(Path(options.env_file))
     file = spec_file(options)
     overrides = {"inputs": inputs_of(file, options), **overrides_of(file, options)}
     if "images" in overrides or "images" in file.options:
@@ -82,7 +80,7 @@ def overrides_of(file: SpecFile, options: argparse.Namespace) -> dict[str, objec
     return given_options(options) | recording_of(options, file)
 
 
-def says_stages(options: argparse.Namespace) -> bool:
+def is_pipeline(options: argparse.Namespace) -> bool:
     """Whether the spec file says a pipeline."""
     return options.spec is not None and STAGES in read_specfile(Path(options.spec)).options
 
@@ -108,7 +106,9 @@ def rows_of(file: SpecFile, named: object, options: argparse.Namespace) -> objec
 
 
 def spec_file(options: argparse.Namespace) -> SpecFile:
-    """The file that is named; or nothing but a place, where modules and files are looked up."""
+    """The file that is named, its ``--env-file`` loaded; or nothing but a place, where modules and files are found."""
+    if options.env_file is not None:
+        load_env_file(Path(options.env_file))
     if options.spec is not None:
         return read_specfile(Path(options.spec))
     return SpecFile(_directory(options) / name_of_run(options), "", {})

@@ -13,6 +13,8 @@ from pydantic import JsonValue
 from batch_agent.cli.spec.arguments import FLAGS, RUNS
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.specfile import SpecFile, read_specfile
+from batch_agent.engine.run.prepare import Prepared, with_model
+from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.option import kinds
@@ -86,7 +88,7 @@ def refuse_left_out(command: Mapping[str, JsonValue], options: argparse.Namespac
             )
 
 
-def read_by(facts: JsonObject) -> list[tuple[str, Path]]:
+def files_read_by(facts: JsonObject) -> list[tuple[str, Path]]:
     """What the command of a recorded run read, as far as that can still be told: its spec and its inputs."""
     command = facts.get("command")
     if not isinstance(command, dict):
@@ -99,6 +101,21 @@ def read_by(facts: JsonObject) -> list[tuple[str, Path]]:
     if isinstance(inputs, str) and inputs != STDIN:
         read.append(("inputs", Path(inputs)))
     return read
+
+
+def recorded_command(facts: JsonObject, otherwise: str) -> JsonObject:
+    """The command of a recorded run; a SpecError says ``otherwise`` where Python started it."""
+    command = facts.get("command")
+    if not isinstance(command, dict):
+        raise SpecError(otherwise)
+    return command
+
+
+def matched(prepared: Prepared, facts: JsonObject) -> tuple[Prepared, bool]:
+    """The run with the model that was recorded, where none is named; and whether it asks what the record did."""
+    if prepared.model is None:
+        prepared = with_model(prepared, str(facts.get("model")))
+    return prepared, fingerprint_of(prepared).hex() == facts.get("fingerprint")
 
 
 def command_again(command: Mapping[str, JsonValue]) -> argparse.Namespace:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from batch_agent.cli.spec.recorded import matched
 from batch_agent.cli.spec.transcripts import open_journal
 from batch_agent.engine.run.dryrun import DryRun
-from batch_agent.engine.run.prepare import Prepared, with_model
+from batch_agent.engine.run.prepare import Prepared
 from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.files.results import to_json
@@ -91,17 +92,15 @@ def forecast(prepared: Prepared, *, force: bool) -> str:
         view = RunView.of(directory)
     except BatchAgentError:  # there is none yet, or it is damaged, of which the run itself will tell
         return ""
-    if prepared.model is None:
-        prepared = with_model(prepared, str(view.facts.get("model")))
-    edited = fingerprint_of(prepared).hex() != view.facts.get("fingerprint")
-    if not edited and view.state != "complete":
+    prepared, same = matched(prepared, view.facts)
+    if same and view.state != "complete":
         return ""
-    lines = [f"  {line}" for line in _edits(view, prepared)] if edited else []
+    lines = [f"  {line}" for line in _edits(view, prepared)] if not same else []
     if lines:
         lines.insert(0, f"since {directory} was recorded, this has changed:")
     inputs = prepared.spec.inputs
     if isinstance(inputs, list) and inputs and (directory / JOURNAL).exists():
-        by_row = force or (bool(view.facts.get("forced")) and not edited)
+        by_row = force or (bool(view.facts.get("forced")) and same)
         lines.append(_forecast(prepared, inputs, directory, by_row=by_row))
     return "\n".join(lines)
 

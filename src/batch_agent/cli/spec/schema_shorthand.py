@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from batch_agent.cli.spec.textfile import read_text
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 
@@ -33,12 +34,7 @@ def schema_of(text: str, directory: Path) -> JsonObject | str:
         value = _parse(text, "")
     elif text.endswith(".json"):
         path = directory / text
-        try:
-            value = _parse(path.read_text("utf-8-sig"), f"{path}: ")
-        except OSError as error:
-            raise SpecError(f"cannot read {path}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise SpecError(f"{path} is not UTF-8") from None
+        value = _parse(read_text(path), f"{path}: ")
     else:
         return text
     if not isinstance(value, dict):

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from batch_agent.cli.spec.rows import STDIN
+from batch_agent.cli.spec.textfile import read_text
 from batch_agent.errors import SpecError
 from batch_agent.foreign import describe
 from batch_agent.option import NotSettable, kinds, notes
@@ -100,13 +101,7 @@ class SpecFile:
     def _text(self, value: object) -> object:
         if not (isinstance(value, dict) and value.keys() == {"file"}):
             return value
-        path = self.path.parent / str(value["file"])
-        try:
-            return path.read_text("utf-8-sig")
-        except OSError as error:
-            raise SpecError(f"cannot read {path}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise SpecError(f"{path} is not UTF-8") from None
+        return read_text(self.path.parent / str(value["file"]))
 
     def _directory(self, value: object) -> object:
         return self.path.parent / value if isinstance(value, str | Path) else value
@@ -151,12 +146,7 @@ def read_specfile(path: Path) -> SpecFile:
     parse = parsers.get(path.suffix.lower())
     if parse is None:
         raise SpecError(f"{path}: a spec file ends in {', '.join(parsers)}")
-    try:
-        text = path.read_text("utf-8-sig")
-    except OSError as error:
-        raise SpecError(f"cannot read the spec {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise SpecError(f"{path} is not UTF-8") from None
+    text = read_text(path, "the spec")
     try:
         options = parse(text)
     except SpecError as error:

@@ -15,9 +15,9 @@ from typing import cast
 
 from batch_agent.api import BatchAgent
 from batch_agent.cli.spec.load import load_spec
-from batch_agent.cli.spec.recorded import command_again
+from batch_agent.cli.spec.recorded import command_again, matched, recorded_command
 from batch_agent.engine.agent.transcript import transcript
-from batch_agent.engine.run.prepare import Prepared, with_model
+from batch_agent.engine.run.prepare import Prepared
 from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.columns import Record
@@ -34,20 +34,19 @@ AT_ONCE = 256  # rows looked up in the journal together
 
 def prepared_again(directory: Path, facts: JsonObject) -> Prepared:
     """The run as it was prepared when it was recorded. SpecError when that cannot be told any more."""
-    command = facts.get("command")
-    if not isinstance(command, dict):
-        raise SpecError(
+    options = command_again(
+        recorded_command(
+            facts,
             f"{directory} was not started by the command line, so its prompts are not known here; in Python, "
-            "result.messages has the conversation of each result, also after resume=True"
+            "result.messages has the conversation of each result, also after resume=True",
         )
-    options = command_again(command)
+    )
     options.output, options.no_run_dir, options.dry_run = None, True, True
     prepared = BatchAgent.plan(load_spec(options))
     if isinstance(prepared.spec.inputs, LazyRows):
         prepared.spec.inputs.close()  # only a list has a part in the shared prompt
-    if prepared.model is None:
-        prepared = with_model(prepared, str(facts.get("model")))
-    if fingerprint_of(prepared).hex() != facts.get("fingerprint"):
+    prepared, same = matched(prepared, facts)
+    if not same:
         raise SpecError(
             f"the task, model, schema or tools in {options.spec or 'its modules'} have changed since {directory} was "
             "recorded, so its prompts cannot be told any more"

@@ -103,7 +103,10 @@ class AgentContext:
         that is not the usual one."""
         self._go_on()
         try:
-            reply = await self._next_answer(shape)
+            reply = self._replayed()
+            if reply is None:
+                reply = await self._send_fitting(self._next_shape(shape))
+                self._answer = reply if self._trail.records else None
         except JobError as error:
             self.failure = error
             raise
@@ -178,23 +181,26 @@ class AgentContext:
 
     # Asking
 
-    async def _next_answer(self, shape: RequestShape | None) -> Reply:
+    def _replayed(self) -> Reply | None:
+        """The answer that an earlier session recorded; None: the model is to be asked."""
         if (compacted := self._trail.compacted) is not None:
             self.tally.pay(compacted.usage, None)
             self._history.compact(compacted.cut)
         past = self._trail.next_turn()
-        if past is not None:
-            self.tally.follow(past.reply, past.spent)
-            return past.reply
+        if past is None:
+            return None
+        self.tally.follow(past.reply, past.spent)
+        return past.reply
+
+    def _next_shape(self, shape: RequestShape | None) -> RequestShape:
+        """The kind of the next request. Raises LimitExceeded when there is none."""
         self._leave_record()
         if self._out_of_turns and not self.tally.again:  # an answer that is asked for again comes on top
             raise LimitExceeded(f"after max_turns, {self._r.max_turns}, the agent asks again")
+        self.close()
         if shape is None:
             shape = self.shapes.later if self.tally.turns else self.shapes.first
-        self.close()
-        reply = await self._send_fitting(shape)
-        self._answer = reply if self._trail.records else None
-        return reply
+        return shape
 
     async def _send_fitting(self, shape: RequestShape) -> Reply:
         """Cut what is about to outgrow the context; what the server finds too long all the same is sent once more."""

@@ -29,6 +29,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.policy import Policy
+from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.agent.agent import bounded
 from batch_agent.engine.agent.compaction import open_compactor
@@ -372,6 +373,10 @@ class Run(Generic[T]):
             on_backlog=partial(self._backlog, "journal"),
         )
         self.shared.session = self._session
+        spec = prepared.spec
+        if spec.run_dir is not None and (spec.rpm is not None or spec.tpm is not None):
+            dispatcher = self.shared.dispatcher
+            dispatcher.endpoints.budgets.keep(RateMark(Path(spec.run_dir)), dispatcher.scheduler.endpoints)
         return self._session
 
     def _record_of_parts(self, prepared: Prepared) -> Record | None:

@@ -1,0 +1,63 @@
+"""Lone halves of surrogate pairs: models write them as escapes, and strict readers and writers of JSON refuse them.
+
+A half has no meaning by itself, so it becomes a replacement character, and the rest of the answer is read as it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import cast
+
+import orjson
+from pydantic import JsonValue
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+
+
+def read_json(data: bytes | str) -> JsonValue:
+    """The value of a JSON text, with lone halves mended. Raises ValueError if it is no JSON."""
+    try:
+        value: JsonValue = orjson.loads(data)
+        return value
+    except orjson.JSONDecodeError:
+        text = data if isinstance(data, str) else data.decode("utf-8", "replace")
+        if not _HALF.search(text):
+            raise
+    try:
+        return cast("JsonValue", mended_all(json.loads(mended(text), parse_constant=_refuse)))
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+def readable_json(text: str) -> str:
+    """The same JSON, verbatim if strict readers take it. What is no JSON at all stays as it is."""
+    if not _HALF.search(text):
+        return text
+    try:
+        orjson.loads(text)
+        return text
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return orjson.dumps(read_json(text)).decode()
+    except ValueError:
+        return text
+
+
+def mended(text: str) -> str:
+    """The text without lone halves."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def mended_all(value: object) -> object:
+    """The same for every text of a JSON value."""
+    if isinstance(value, dict):
+        return {mended(name): mended_all(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [mended_all(part) for part in value]
+    return mended(value) if isinstance(value, str) else value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

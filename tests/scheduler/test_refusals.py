@@ -1,0 +1,64 @@
+"""Whether a denial concerns one row or every row."""
+
+from __future__ import annotations
+
+from batch_agent.scheduler.refusals import MANY, SEVERAL, Refusals
+
+
+def denied(refusals: Refusals, row: object, status: int, said: str = "no", at: float = 0.0, others: int = 0) -> str:
+    """``others`` are in flight."""
+    return refusals.scope(row, status, said, at, others)
+
+
+def test_a_wrong_key_or_path_concerns_all_before_the_first_answer() -> None:
+    for status in (401, 402, 429, 404, 405):
+        assert denied(Refusals(), "a", status, others=64) == "all"
+
+
+def test_a_wrong_key_after_answers_is_confirmed_by_a_second_request() -> None:
+    refusals = Refusals()
+    refusals.answered(1.0)
+    assert denied(refusals, "a", 401, at=2.0) == "confirm"
+    refusals.answered(2.0)
+    assert not refusals.is_unclear("a"), "one mistake of a gateway"
+    assert denied(refusals, "a", 401, at=3.0) == "confirm"
+    assert denied(refusals, "a", 401, at=4.0) == "unclear", "the same row proves no more"
+    assert denied(refusals, "b", 401, at=4.0) == "all"
+
+
+def test_a_wrong_path_after_answers_concerns_all_once_several_rows_are_denied() -> None:
+    refusals = Refusals()
+    refusals.answered(1.0)
+    assert [denied(refusals, row, 404, at=2.0) for row in range(SEVERAL)] == ["unclear"] * (SEVERAL - 1) + ["all"]
+
+
+def test_a_forbidden_row_is_unclear_until_several_are_denied_or_one_is_answered() -> None:
+    refusals = Refusals()
+    assert [denied(refusals, row, 403, f"row {row}") for row in "aab"] == ["unclear"] * 3
+    assert refusals.is_unclear("a")
+    assert denied(refusals, "c", 403) == "all"
+    refusals.answered(0.0)
+    assert not refusals.is_unclear("a")
+    assert [denied(refusals, row, 403) for row in range(SEVERAL)] == ["unclear"] * (SEVERAL - 1) + ["all"]
+
+
+def test_an_answer_proves_nothing_about_requests_that_were_sent_after_it() -> None:
+    refusals = Refusals()
+    denied(refusals, "early", 403, at=1.0)
+    denied(refusals, "late", 403, at=3.0)
+    refusals.answered(2.0)
+    assert [refusals.is_unclear(row) for row in ("early", "late")] == [False, True]
+
+
+def test_denials_that_come_before_the_answers_do_not_concern_all() -> None:
+    refusals = Refusals()
+    assert {denied(refusals, row, 403, others=64 - row) for row in range(20)} == {"unclear"}
+    assert denied(refusals, 22, 403, others=42) == "all"
+
+
+def test_the_same_words_to_many_rows_concern_all_whatever_numbers_and_quotations_they_have() -> None:
+    refusals = Refusals()
+    scopes = [denied(refusals, n, 400, f"field 'f{n}' is unknown at line {n}") for n in range(MANY)]
+    assert scopes == ["unclear"] * (MANY - 1) + ["all"]
+    different = Refusals()
+    assert {denied(different, n, 400, "x" * (n % 2 + 1)) for n in range(10 * MANY)} == {"unclear"}
