@@ -69,7 +69,7 @@ from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.tools.pool import ToolPool, ToolStatistics
 
-FLEET_START = 16  # requests in flight at each of many servers, until its answers show how many it takes
+FLEET_START = 40  # requests in flight at each of many servers, until its answers show how many it takes
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
