@@ -15,10 +15,9 @@ import sys
 
 from benchmarks import environments, report
 from benchmarks.server import Server, serving
-from benchmarks.throughput import LOOP, OURS, Cell, Contender, Costs, cpu_ratio, median, run_once
+from benchmarks.throughput import LOOP, OURS, RECORDED, Cell, Costs, cpu_ratio, median, run_once
 from benchmarks.workload import Work
 
-RECORDED = Contender("with journal", "benchmarks.contenders.ours_recorded")
 LOOP_BAR, BARE_BAR, GAP_BAR_MS = 2.0, 1.4, 20.0
 CELLS = (Cell(2_000, 1), Cell(2_000, 2, stream=True), Cell(2_000, 2))
 

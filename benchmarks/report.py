@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("batch-agent", "aiohttp", "orjson", "pydantic")
+PACKAGES = ("batch-agent", "aiohttp", "httptools", "orjson", "pydantic")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,25 @@
 from __future__ import annotations
 
 import re
+import socket
+import ssl
 
 import pytest
 
+from batch_agent.backends.http.failures import (
+    BadAddress,
+    BrokenOff,
+    ClosedEarly,
+    ConnectFailed,
+    ConnectTimedOut,
+    NotHttp,
+    ProxyRefused,
+    ProxyUnreachable,
+    TooLarge,
+    TransportError,
+)
 from batch_agent.backends.http.faults import Faults, ServerError, Wording, retry_after
-from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, Unavailable
+from batch_agent.errors import BackendError, BadResponse, ContextOverflow, RateLimited, Rejected, Timeout, Unavailable
 
 FAULTS = Faults("POST http://host/v1", ["sk-secret-value", "sk-secret", "abc"])
 
@@ -132,3 +146,40 @@ def test_the_wait_is_on_the_error() -> None:
 def test_an_error_that_comes_in_a_list_is_read() -> None:
     said = ServerError.of([{"error": {"code": 400, "message": "Unknown name", "status": "INVALID_ARGUMENT"}}])
     assert (said.message, said.code) == ("Unknown name", "400")
+
+
+REFUSED = ConnectionRefusedError(111, "Connection refused")
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "words", "unreached"),
+    [
+        (ConnectTimedOut(), Timeout, "no connection in time", True),
+        (TimeoutError(110, "Connection timed out"), Timeout, "timed out", False),
+        (ConnectFailed(REFUSED), Unavailable, "connection refused; is the server running?", True),
+        (ConnectFailed(socket.gaierror(-2, "Name unknown")), Unavailable, "host name was not found (DNS)", True),
+        (ConnectFailed(ssl.SSLCertVerificationError(1, "self-signed")), Unavailable, "certificate could not be", True),
+        (ConnectFailed(ssl.SSLError(1, "wrong version")), Unavailable, "TLS handshake failed", True),
+        (ConnectFailed(OSError(113, "No route to host")), Unavailable, "no connection: [Errno 113] No route", True),
+        (ProxyUnreachable(REFUSED), Unavailable, "proxy of the environment could not be reached", True),
+        (ProxyRefused(407), Unavailable, "the proxy refused the connection with status 407", True),
+        (BadAddress("x"), Rejected, "not an address that can be asked", False),
+        (ClosedEarly(), Unavailable, "closed the connection before it answered", False),
+        (ClosedEarly("Connection reset by peer"), Unavailable, "the connection broke: Connection reset", False),
+        (BrokenOff("closed in the body"), Unavailable, "the answer broke off: closed in the body", False),
+        (ssl.SSLError(1, "bad record"), Unavailable, "the connection broke: ", False),
+        (NotHttp("Expected HTTP/"), BadResponse, "not HTTP that can be read: Expected HTTP/", False),
+        (TooLarge(64), BadResponse, "more than 64 bytes; it was cut off at this limit", False),
+    ],
+)
+def test_a_failure_of_the_transport_is_an_error_of_its_type(
+    failure: TransportError | OSError, kind: type[BackendError], words: str, unreached: bool
+) -> None:
+    error = FAULTS.raised(failure)
+    assert type(error) is kind
+    assert words in str(error)
+    assert error.unreached is unreached
+
+
+def test_what_the_transport_says_shows_no_secret() -> None:
+    assert "sk-secret" not in str(FAULTS.raised(NotHttp("Authorization: sk-secret-value")))

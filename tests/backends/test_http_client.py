@@ -2,17 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import ssl
 from collections.abc import Mapping
 
-import aiohttp
 import pytest
 from yarl import URL
 
 from backends.wire import Exchange, WireServer, answer, hang, raw
+from batch_agent.backends.http.beat import FEW_STREAMS
 from batch_agent.backends.http.client import HttpClient
-from batch_agent.backends.http.faults import Faults
-from batch_agent.backends.http.transport import FEW_STREAMS, Transport
+from batch_agent.backends.http.transport import Transport
 from batch_agent.errors import BadResponse, Rejected, SpecError, Timeout, Unavailable
 
 PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -42,17 +40,16 @@ async def test_the_first_user_opens_and_the_last_closes() -> None:
         assert server.connections == 2
 
 
-async def test_clients_that_share_a_transport_share_its_session_and_the_last_closes_it() -> None:
-    async with WireServer(answer({"a": 1})) as server:
+async def test_clients_that_share_a_transport_share_its_connections_and_the_last_closes_them() -> None:
+    async with WireServer(answer({"a": 1})) as server, asyncio.timeout(10):
         transport = Transport()
         clients = [HttpClient(server.url, transport=transport) for _ in range(3)]
         for client in clients:
             await client.__aenter__()
-        session = transport.session
         for client in clients:
             assert await client.send(client.route("GET", "/models"))
             await client.__aexit__(None, None, None)
-        assert session.closed
+        await server.client_gone.wait()
         assert server.connections == 1
 
 
@@ -205,30 +202,6 @@ async def test_a_head_that_is_not_http_is_a_bad_response() -> None:
     async with WireServer(raw(b"HTTP/1.1 2x0 OK\r\n\r\n")) as server:
         with pytest.raises(BadResponse, match="not HTTP"):
             await get(server.url)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "words"),
-    [
-        (aiohttp.ConnectionTimeoutError("Connection timeout to host http://h"), Timeout, "no connection in time"),
-        (aiohttp.SocketTimeoutError(), Timeout, "timed out"),
-        (ConnectionResetError(104, "Connection reset by peer"), Unavailable, "reset by peer"),
-        (ssl.SSLError(1, "bad record"), Unavailable, "TLS"),
-        (aiohttp.ClientError("odd"), Unavailable, "odd"),
-    ],
-)
-def test_transport_exceptions_have_their_types(error: Exception, kind: type, words: str) -> None:
-    made = Faults("GET http://h").raised(error)
-    assert type(made) is kind
-    assert words in str(made)
-
-
-async def test_an_untrusted_certificate_is_named() -> None:
-    key = aiohttp.client_reqrep.ConnectionKey("h", 443, True, True, None, None, None)
-    cause = ssl.SSLCertVerificationError(1, "self-signed certificate")
-    made = Faults("GET https://h").raised(aiohttp.ClientConnectorCertificateError(key, cause))
-    assert "TLS certificate" in str(made)
-    assert "self-signed" in str(made)
 
 
 @pytest.mark.parametrize("url", ["", "host:80", "ftp://host", "http://", "http://[::1", "http://host:port/v1"])

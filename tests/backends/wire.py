@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Self
@@ -38,22 +39,25 @@ Step = Callable[[Exchange], Awaitable[None]]
 
 
 class WireServer:
-    """Answers request n with step n of the script; the last step serves all that follow."""
+    """Answers request n with step n of the script; the last step serves all that follow. ``open`` are the connections
+    that there are now, ``connections`` all that there were."""
 
-    def __init__(self, *script: Step) -> None:
+    def __init__(self, *script: Step, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
         self.script = list(script)
         self.requests: list[Exchange] = []
-        self.connections = 0
+        self.connections = self.open = self.most_open = 0
+        self._host, self._tls = host, tls
         self.asked = asyncio.Event()
         self.client_gone = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http{'s' if self._tls else ''}://{host}:{self.port}/v1"
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._connection, self._host, 0, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -67,6 +71,8 @@ class WireServer:
         task = asyncio.current_task()
         self._tasks.add(task)
         self.connections += 1
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
         try:
             while not writer.is_closing():
                 exchange = await _read_request(reader, writer)
@@ -78,6 +84,7 @@ class WireServer:
         except asyncio.CancelledError:
             pass  # the test is over
         finally:
+            self.open -= 1
             self._tasks.discard(task)
             writer.close()
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-import aiohttp
 import orjson
 from multidict import CIMultiDict
 
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
+from batch_agent.backends.http.failures import BrokenOff, ClosedEarly
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.quota import read_quota
 from batch_agent.backends.http.wire import Naming, report_calls
@@ -120,4 +120,4 @@ async def _read_body(track: Track, naming: Naming) -> Reply:
 
 def _check_dropped(track: Track) -> None:
     if track.dropped:
-        raise FAULTS.raised(aiohttp.ClientPayloadError("cut") if track.parts else aiohttp.ServerDisconnectedError())
+        raise FAULTS.raised(BrokenOff("cut") if track.parts else ClosedEarly())

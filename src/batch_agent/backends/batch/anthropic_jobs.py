@@ -10,7 +10,7 @@ from urllib.parse import quote
 import orjson
 
 from batch_agent.backends.anthropic.answer import PAUSED
-from batch_agent.backends.batch.jobs import Answer, JobService, Limits, State
+from batch_agent.backends.batch.jobs import RESULT_BYTES, Answer, JobService, Limits, State
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.blocking import in_thread
 from batch_agent.errors import Unavailable
@@ -37,7 +37,8 @@ class AnthropicJobs(JobService):
 
     async def answers(self, state: State) -> Mapping[str, Answer]:
         [job] = state.places
-        content = await self.ask(self.http.route("GET", f"/messages/batches/{quote(job, safe='')}/results"))
+        path = f"/messages/batches/{quote(job, safe='')}/results"
+        content = await self.ask(self.http.route("GET", path, max_bytes=RESULT_BYTES))
         return await in_thread(partial(self._read, content))
 
     async def cancel(self, job: str) -> None:

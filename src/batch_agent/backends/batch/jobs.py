@@ -60,6 +60,8 @@ class State:
     places: Sequence[str] = ()  # where its answers are
 
 
+RESULT_BYTES = 2 * 1024**3  # the most that all answers of a job may have
+
 Answer = bytes | BackendError
 """A whole answer in its wire's form, or why there is none."""
 
@@ -72,7 +74,7 @@ class JobService(ABC):
     def __init__(self, http: HttpClient, path: str) -> None:
         """``path`` is where jobs are made."""
         self.http = http
-        self.batches = http.route("POST", path)
+        self.batches = http.route("POST", path, once=True)  # a job that is made twice is paid for twice
 
     @abstractmethod
     async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:

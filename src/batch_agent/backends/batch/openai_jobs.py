@@ -10,7 +10,7 @@ from urllib.parse import quote
 import orjson
 from pydantic import JsonValue
 
-from batch_agent.backends.batch.jobs import Answer, JobService, Limits, State
+from batch_agent.backends.batch.jobs import RESULT_BYTES, Answer, JobService, Limits, State
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.blocking import in_thread
 from batch_agent.errors import Rejected, Unavailable
@@ -68,7 +68,8 @@ class OpenAIJobs(JobService):
     async def answers(self, state: State) -> Mapping[str, Answer]:
         found: dict[str, Answer] = {}
         for place in state.places:
-            content = await self.ask(self.http.route("GET", f"/files/{quote(place, safe='')}/content"))
+            path = f"/files/{quote(place, safe='')}/content"
+            content = await self.ask(self.http.route("GET", path, max_bytes=RESULT_BYTES))
             found = await in_thread(partial(self._read, content)) | found  # answers come before errors
         return found
 

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.client import HttpClient, Route
+from batch_agent.backends.http.connection import Receive
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.probe import probe_server
 from batch_agent.backends.http.quota import read_quota
-from batch_agent.backends.http.transport import Receive
 from batch_agent.backends.http.wire import Naming, report_calls
 from batch_agent.messages import Quota, Reply
 

@@ -7,22 +7,27 @@ learn of it.
 
 from __future__ import annotations
 
-import io
-from base64 import b64encode
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
+from batch_agent.backends.http.connection import OnHead, Receive
+from batch_agent.backends.http.failures import TransportError
 from batch_agent.backends.http.faults import CHAT, Faults, Wording
-from batch_agent.backends.http.transport import Receive, Transport
+from batch_agent.backends.http.origin import Origin, basic_authorization
+from batch_agent.backends.http.parser import ResponseParser
+from batch_agent.backends.http.request import with_length, write_head, write_lines
+from batch_agent.backends.http.transport import Transport
 from batch_agent.errors import SpecError
 
 LARGE_BODY_BYTES = 1024 * 1024
+MAX_ANSWER_BYTES = 64 * 1024 * 1024
+STREAM_ALLOWANCE = 4  # an event has many times the bytes of its token, and a stream is not kept as it came
 
 Sign = Callable[[str, URL, Mapping[str, str], bytes], Mapping[str, str]]
 """Of a method, URL, headers and body: the headers that show whose request it is. For servers that want no key in the
@@ -37,6 +42,9 @@ class Route:
     url: URL
     headers: CIMultiDict[str] = field(repr=False)
     faults: Faults
+    head: bytes = field(repr=False)  # of a request, without the headers and the length of its own
+    max_bytes: int = MAX_ANSWER_BYTES  # of an answer; of a streamed one, STREAM_ALLOWANCE times that
+    once: bool = False  # a server must not get it twice
     sign: Sign | None = field(default=None, repr=False)
 
 
@@ -76,18 +84,24 @@ class HttpClient:
         self._wording = wording
         self._transport = Transport() if transport is None else transport
         self._proxy: URL | None = None
+        self._origin = Origin.of(url)
 
-    def route(self, method: str, path: str, *, beside: bool = False) -> Route:
-        """``beside``: next to the ``/v1`` that the address ends in, where engines have what is not of the API."""
+    def route(
+        self, method: str, path: str, *, beside: bool = False, max_bytes: int = MAX_ANSWER_BYTES, once: bool = False
+    ) -> Route:
+        """``beside``: next to the ``/v1`` that the address ends in, where engines have what is not of the API. An
+        answer of more than ``max_bytes`` is a BadResponse. ``once``: never sent again by the client itself, because it
+        makes something at the server."""
         base = str(self._base)
         url = URL((base.removesuffix("/v1") if beside else base) + path, encoded=True)
         faults = Faults(f"{method} {url}", self._secrets, self._wording)
-        return Route(method, url, self._headers, faults, self._sign)
+        head = write_head(method, url, self._headers, None)
+        return Route(method, url, self._headers, faults, head, max_bytes, once, self._sign)
 
     async def __aenter__(self) -> Self:
         proxy = self._transport.proxy_for(self._base)
         await self._transport.__aenter__()
-        self._proxy = proxy
+        self._proxy, self._origin = proxy, Origin.of(self._base, proxy)
         return self
 
     async def __aexit__(
@@ -105,41 +119,51 @@ class HttpClient:
     ) -> bytes | None:
         """The body of a good answer; None when ``receive`` was given and took it as a stream, chunk by chunk.
         ``headers`` are this request's own; ``on_headers`` is shown those of a good answer before its body."""
-        # aiohttp warns of large bodies given as bytes; a file object is written piece by piece.
-        data = io.BytesIO(body) if body is not None and len(body) > LARGE_BODY_BYTES else body
-        try:
-            async with self._transport.session.request(
-                route.method,
-                route.url,
-                data=data,
-                headers=_headers(route, headers, body),
-                proxy=self._proxy,
-                allow_redirects=False,
-            ) as response:
-                if response.status >= 300:
-                    raise route.faults.answered(response.status, response.headers, await response.read())
+        method, streamed = route.method, False
+        head = with_length(self._head(route, headers, body), method, body)
+        on_head: OnHead | None = None
+        if receive is not None:
+            # The stream is taken where its bytes arrive. What that starts belongs to this task's context all the same.
+            run, taking = copy_context().run, receive
+
+            def on_head(response: ResponseParser) -> Receive | None:
+                nonlocal streamed
+                if response.status >= 300 or _is_document(response):
+                    return None
                 if on_headers is not None:
                     on_headers(response.headers)
-                if receive is None or _is_document(response):
-                    return await response.read()
-                await self._transport.pump(response, receive)
+                streamed, response.limit_bytes = True, STREAM_ALLOWANCE * route.max_bytes
+                return lambda chunk: run(taking, chunk)
+
+        try:
+            response = await self._transport.exchange(
+                self._origin, method, head, body, route.max_bytes, on_head=on_head, fresh=route.once
+            )
+            if streamed:
                 return None
-        except (aiohttp.ClientError, OSError) as error:
-            # Not chained: exceptions of the library hold the request's headers.
+            answer = response.take()
+        except (TransportError, OSError) as error:
             raise route.faults.raised(error) from None
+        if response.status >= 300:
+            raise route.faults.answered(response.status, response.headers, answer)
+        if on_headers is not None:
+            on_headers(response.headers)
+        return answer
+
+    def _head(self, route: Route, own: Mapping[str, str] | None, body: bytes | None) -> bytes:
+        if route.sign is None and self._proxy is None:
+            if not own:
+                return route.head
+            if not any(name in route.headers for name in own):
+                return route.head + write_lines(own.items())
+        headers = route.headers.copy()
+        headers.update(own or {})
+        if route.sign is not None:
+            headers.update(route.sign(route.method, route.url, headers, body or b""))
+        return write_head(route.method, route.url, headers, self._proxy)
 
 
-def _headers(route: Route, own: Mapping[str, str] | None, body: bytes | None) -> CIMultiDict[str]:
-    if not own and route.sign is None:
-        return route.headers
-    headers = route.headers.copy()
-    headers.update(own or {})
-    if route.sign is not None:
-        headers.update(route.sign(route.method, route.url, headers, body or b""))
-    return headers
-
-
-def _is_document(response: aiohttp.ClientResponse) -> bool:
+def _is_document(response: ResponseParser) -> bool:
     return response.headers.get("Content-Type", "").startswith(("application/json", "text/html"))
 
 
@@ -153,9 +177,7 @@ def _without_login(base_url: str) -> tuple[URL, str]:
     if url.scheme not in ("http", "https") or not host:
         raise SpecError("the backend's address must be of the form http://host:port/path or https://…")
     bare = URL(str(url.with_user(None).with_query(None).with_fragment(None)).rstrip("/"), encoded=True)
-    if url.user is None:
-        return bare, ""
-    return bare, "Basic " + b64encode(f"{url.user}:{url.password or ''}".encode()).decode()
+    return bare, basic_authorization(url)
 
 
 def _check_header(name: str, value: str) -> None:

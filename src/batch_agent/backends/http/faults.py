@@ -1,7 +1,7 @@
 """What can go wrong at one URL, as the right BackendError and in words: what happened, where, what the server said.
 
-Statuses, error objects and transport exceptions become errors here and nowhere else. Whatever a server or a library
-says passes through ``clean`` before it is shown: secrets out, control characters out, and not too long.
+Statuses, error objects and failures of the transport become errors here and nowhere else. Whatever a server or a
+library says passes through ``clean`` before it is shown: secrets out, control characters out, and not too long.
 """
 
 from __future__ import annotations
@@ -15,9 +15,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
-import aiohttp
 import orjson
 
+from batch_agent.backends.http.failures import (
+    BadAddress,
+    BrokenOff,
+    ClosedEarly,
+    ConnectFailed,
+    ConnectTimedOut,
+    NotHttp,
+    ProxyRefused,
+    ProxyUnreachable,
+    TooLarge,
+    TransportError,
+)
 from batch_agent.backends.http.quota import read_quota
 from batch_agent.backends.http.wire import json_of
 from batch_agent.errors import (
@@ -157,23 +168,25 @@ class Faults:
         """An answer that cannot be read or is not complete; ``text`` is the part that came."""
         return BadResponse(f"{self.where}: {what}", text=text)
 
-    def raised(self, error: Exception) -> BackendError:
-        """An exception of the transport."""
+    def raised(self, error: TransportError | OSError) -> BackendError:
+        """What failed below the meaning of requests and answers."""
         said = self.clean(str(error))
         match error:
-            case aiohttp.ConnectionTimeoutError() | aiohttp.ClientConnectorError(os_error=TimeoutError()):
+            case ConnectTimedOut():
                 return Timeout(f"{self.where}: no connection in time; is the host reachable?", unreached=True)
             case TimeoutError():
                 return Timeout(f"{self.where}: the connection timed out")
-            case aiohttp.ClientHttpProxyError(status=status):
+            case ProxyRefused(status=status):
                 message = f"{self.where}: the proxy refused the connection with status {status}"
                 return Unavailable(message, status=status, unreached=True)
-            case aiohttp.ClientResponseError():
+            case NotHttp():
                 return self.bad(f"what came back is not HTTP that can be read: {said}")
-            case aiohttp.InvalidURL():
+            case TooLarge():
+                return self.bad(f"the answer has {said}; it was cut off at this limit")
+            case BadAddress():
                 return Rejected(f"{self.where} is not an address that can be asked")
             case _:
-                unreached = isinstance(error, aiohttp.ClientConnectorError)
+                unreached = isinstance(error, TransportError) and error.unreached
                 return Unavailable(f"{self.where}: {_broken(error, said)}", unreached=unreached)
 
     def _build(self, status: int, said: ServerError, message: str, wait: float | None) -> BackendError:
@@ -221,26 +234,23 @@ def _number(text: str) -> float | None:
     return max(0.0, number) if math.isfinite(number) else None
 
 
-def _broken(error: Exception, said: str) -> str:
+def _broken(error: TransportError | OSError, said: str) -> str:
     match error:
-        case (
-            aiohttp.ClientConnectorCertificateError()
-            | aiohttp.ClientConnectorError(os_error=ssl.SSLCertVerificationError())
-        ):
-            return f"the TLS certificate could not be verified: {said}"
-        case aiohttp.ClientSSLError() | aiohttp.ClientConnectorError(os_error=ssl.SSLError()) | ssl.SSLError():
-            return f"the TLS handshake failed; does the server speak https? {said}"
-        case aiohttp.ClientProxyConnectionError():
+        case ProxyUnreachable():
             return f"the proxy of the environment could not be reached: {said}"
-        case aiohttp.ClientConnectorDNSError() | aiohttp.ClientConnectorError(os_error=socket.gaierror()):
+        case ConnectFailed(cause=ssl.SSLCertVerificationError()):
+            return f"the TLS certificate could not be verified: {said}"
+        case ConnectFailed(cause=ssl.SSLError()):
+            return f"the TLS handshake failed; does the server speak https? {said}"
+        case ConnectFailed(cause=socket.gaierror()):
             return "the host name was not found (DNS)"
-        case aiohttp.ClientConnectorError(os_error=ConnectionRefusedError()):
+        case ConnectFailed(cause=ConnectionRefusedError()):
             return "connection refused; is the server running?"
-        case aiohttp.ClientConnectorError():
+        case ConnectFailed():
             return f"no connection: {said}"
-        case aiohttp.ServerDisconnectedError():
+        case ClosedEarly() if not said:
             return "the server closed the connection before it answered"
-        case aiohttp.ClientPayloadError():
+        case BrokenOff():
             return f"the answer broke off: {said}"
         case _:
             return f"the connection broke: {said or type(error).__name__}"

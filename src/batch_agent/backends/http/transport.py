@@ -1,57 +1,46 @@
-"""The one aiohttp session under the HTTP clients: one connector, one TLS context, connections made when needed.
+"""The connections under the HTTP clients: one pool, one TLS context, the proxies of the environment.
 
-A client has a transport of its own unless it is given one; a thousand clients of one fleet share theirs. Streams are
-counted here, because it is the one event loop that all of them wake.
+A client has a transport of its own unless it is given one; a thousand clients of one fleet share theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+import sys
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from urllib.request import getproxies, proxy_bypass
 
-import aiohttp
 from yarl import URL
 
+from batch_agent.backends.http.connection import WRITE_BYTES, OnHead
+from batch_agent.backends.http.failures import ClosedEarly
+from batch_agent.backends.http.opened import OpenResponse
+from batch_agent.backends.http.origin import Origin
+from batch_agent.backends.http.parser import ResponseParser
+from batch_agent.backends.http.pool import KEEPALIVE_SECONDS, Pool
+from batch_agent.backends.http.request import with_length, write_head
 from batch_agent.errors import InternalError, SpecError
 
+if TYPE_CHECKING:
+    import aiohttp
+
 CONNECT_SECONDS = 30.0
-# Below the five seconds after which common servers (uvicorn) drop an idle connection, so that a request is not sent
-# into one that is just being closed.
-KEEPALIVE_SECONDS = 4.0
-STREAM_END_SECONDS = 0.25
-
-# Few streams are read as their events come. Of many each would wake us for every token, so they are left alone between
-# two beats of the clock, and read together.
-FEW_STREAMS = 16
-BEAT_SECONDS = 0.04
-
-Receive = Callable[[bytes], bool]
-"""Takes a chunk of a stream; True when the stream has said all it has to say."""
 
 
 class Transport:
-    """Entered as often as it has users; the first opens the session, the last closes it. ``proxies`` says whether those
-    of the environment are used: between the nodes of a cluster they are not meant. ``connections`` is the most there
-    are at once; 0: no end of them."""
+    """Entered once by each user; the first opens the pool, the last closes it. ``proxies`` says whether those of the
+    environment are used: between the nodes of a cluster they are not meant. ``connections`` is the most that are open
+    at once; 0: no limit."""
 
     def __init__(self, *, proxies: bool = True, connections: int = 0) -> None:
         self._proxies = proxies
         self._connections = connections
-        self._streams = 0  # being read now
-        self._resting: list[asyncio.Transport] = []  # to be read at the next beat
-        self._session: aiohttp.ClientSession | None = None
+        self._pool: Pool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._users = 0
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise InternalError("a server was asked before its backend was entered (async with backend)")
-        return self._session
+        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -60,7 +49,7 @@ class Transport:
                 raise SpecError("the backend is in use in another event loop: give each loop its own backend")
             self._users = 0
         if not self._users:
-            self._session, self._loop, self._resting = self._open(), loop, []
+            self._pool, self._loop = Pool(loop, self._connections), loop
         self._users += 1
         return self
 
@@ -68,21 +57,106 @@ class Transport:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._users -= 1
-        if not self._users and self._session is not None:
-            session, self._session = self._session, None
+        if self._users or self._pool is None:
+            return
+        pool, self._pool = self._pool, None
+        session, self._session = self._session, None
+        await pool.close()
+        if session is not None:
             await session.close()
 
-    def _open(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=KEEPALIVE_SECONDS),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            skip_auto_headers=("Accept",),
-        )
+    async def exchange(
+        self,
+        origin: Origin,
+        method: str,
+        head: bytes,
+        body: bytes | None,
+        limit_bytes: int,
+        *,
+        on_head: OnHead | None = None,
+        opened: OpenResponse | None = None,
+        fresh: bool = False,
+        connect_seconds: float = CONNECT_SECONDS,
+    ) -> ResponseParser:
+        """Sends a request and reads its response: to the end, as far as the stream from ``on_head`` wants it, or, with
+        ``opened``, the head. Raises a TransportError, and whatever the stream raises. Cancelling closes the connection.
+
+        A request that meets a connection which the server closed meanwhile is sent once more, on a new one. With
+        ``fresh`` it has a new one from the start, and is sent once.
+        """
+        pool = self._open_pool()
+        connection = None if fresh else pool.take(origin)
+        while True:
+            if connection is None:
+                connection = await pool.connect(origin, connect_seconds, fresh=fresh)
+            response = ResponseParser(method, limit_bytes, decode=opened is None)
+            done = connection.ask(response, head, body or b"", on_head, pool.beat if opened is None else None)
+            try:
+                if body is not None and len(body) > WRITE_BYTES:
+                    await connection.upload(body)
+                await (done if opened is None else opened.asked(connection, response, done))
+                return response
+            except ClosedEarly:
+                if fresh or not connection.stale:
+                    raise
+                connection, fresh = None, True
+            except BaseException:
+                connection.abandon(response)
+                if done.done() and not done.cancelled():
+                    done.exception()  # an upload that was cancelled has not looked at it
+                raise
+
+    def open(
+        self,
+        method: str,
+        url: URL,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+        *,
+        proxy: URL | None = None,
+        connect_seconds: float = CONNECT_SECONDS,
+    ) -> OpenResponse:
+        """A response to be entered (``async with``) and read piece by piece. Nothing is added to ``headers`` but Host,
+        Content-Length and a login for ``proxy``."""
+        head = with_length(write_head(method, url, headers, proxy), method, body)
+        origin = Origin.of(url, proxy)
+
+        async def send(opened: OpenResponse) -> None:
+            await self.exchange(
+                origin,
+                method,
+                head,
+                body,
+                sys.maxsize,
+                on_head=opened.on_head,
+                opened=opened,
+                connect_seconds=connect_seconds,
+            )
+
+        return OpenResponse(send)
+
+    def _open_pool(self) -> Pool:
+        if self._pool is None:
+            raise InternalError("a server was asked before its backend was entered (async with backend)")
+        return self._pool
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """An aiohttp session beside the pool, made when it is first needed."""
+        if self._session is None:
+            self._open_pool()
+            import aiohttp
+
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=KEEPALIVE_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+                skip_auto_headers=("Accept",),
+            )
+        return self._session
 
     def proxy_for(self, url: URL) -> URL | None:
-        """The environment's proxy, for a client to look up once: with ``trust_env`` aiohttp would ask two threads for
-        every request."""
+        """The proxy that the environment names for ``url``, or None."""
         proxies = getproxies() if self._proxies else {}
         proxy = proxies.get(url.scheme) or proxies.get("all")
         if not proxy or proxy_bypass(url.authority):
@@ -99,38 +173,3 @@ class Transport:
                 "supported; set NO_PROXY for this host to go without"
             )
         return found
-
-    async def pump(self, response: aiohttp.ClientResponse, receive: Receive) -> None:
-        """A stream to its end, chunk by chunk."""
-        content = response.content
-        self._streams += 1
-        try:
-            while chunk := await content.readany():
-                if receive(chunk):
-                    break
-                if self._streams > FEW_STREAMS and response.connection is not None:
-                    self._rest(response.connection.transport)
-        finally:
-            self._streams -= 1
-        # Only a connection read to its end can be used again, and the end often comes just behind the last event.
-        if not content.at_eof():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STREAM_END_SECONDS):
-                    while await content.readany():
-                        pass
-
-    def _rest(self, transport: asyncio.Transport | None) -> None:
-        """Leaves to the kernel what comes on this connection until the next beat. A transport that is closed by
-        then, or has another stream, takes no harm from being told to go on."""
-        if transport is None:
-            return
-        transport.pause_reading()
-        self._resting.append(transport)
-        if len(self._resting) == 1:
-            loop = asyncio.get_running_loop()
-            loop.call_at((loop.time() // BEAT_SECONDS + 1) * BEAT_SECONDS, self._go_on, self._resting)
-
-    def _go_on(self, resting: list[asyncio.Transport]) -> None:
-        self._resting = []
-        for transport in resting:
-            transport.resume_reading()

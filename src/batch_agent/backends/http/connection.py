@@ -1,0 +1,228 @@
+"""One connection to a server: one request at a time, its response parsed as the bytes come.
+
+A response is handled where its bytes arrive, in ``data_received``: the task that asked is woken once, at the end.
+Keeping and reusing connections is the pool's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, cast
+
+from batch_agent.backends.http.failures import BrokenOff, ClosedEarly
+from batch_agent.backends.http.parser import ResponseParser
+
+if TYPE_CHECKING:
+    from batch_agent.backends.http.beat import Beat
+    from batch_agent.backends.http.origin import Origin
+
+# Servers send the end of a stream's body just behind the last event. A connection that reads it can be used again.
+STREAM_END_SECONDS = 0.25
+# A connection that a server closed while it was idle shows that at once. When it closes later, the server may have
+# begun to work on the request.
+STALE_SECONDS = 1.0
+WRITE_BYTES = 256 * 1024
+
+Receive = Callable[[bytes], bool]
+"""Takes a chunk of a streamed body; returns True when it needs no more."""
+
+OnHead = Callable[[ResponseParser], Receive | None]
+"""Takes a response whose head has come; returns what takes its body as a stream, or None to collect the body."""
+
+
+class Owner(Protocol):
+    """Is told what becomes of a connection."""
+
+    def idle(self, connection: Connection) -> None:
+        """The response is complete, and the connection can take another request."""
+
+    def lost(self, connection: Connection) -> None:
+        """The connection is closed."""
+
+
+class Connection(asyncio.Protocol):
+    """``idle_since`` belongs to the pool."""
+
+    __slots__ = (
+        "_asked_at",
+        "_beat",
+        "_done",
+        "_loop",
+        "_on_head",
+        "_owner",
+        "_receive",
+        "_response",
+        "_reused",
+        "_uploading",
+        "_wake",
+        "_writable",
+        "idle_since",
+        "origin",
+        "transport",
+    )
+
+    def __init__(self, origin: Origin, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
+        self.origin = origin
+        self.idle_since: float | None = None  # None: it is in use
+        self.transport: asyncio.Transport
+        self._owner, self._loop = owner, loop
+        self._response: ResponseParser | None = None  # of the request in flight
+        self._done: asyncio.Future[None]  # of the last request
+        self._on_head: OnHead | None = None
+        self._receive: Receive | None = None
+        self._beat: Beat | None = None
+        self._asked_at = 0.0
+        self._reused = False
+        self._uploading = False  # a part of the request has not been written yet
+        self._writable = True
+        self._wake: asyncio.Future[None] | None = None  # of a writer that waits until it may go on
+
+    @property
+    def stale(self) -> bool:
+        """Whether the last request met a connection that the server had closed while it was idle."""
+        return self._reused and self._loop.time() - self._asked_at < STALE_SECONDS
+
+    def ask(
+        self, response: ResponseParser, head: bytes, body: bytes, on_head: OnHead | None, beat: Beat | None
+    ) -> asyncio.Future[None]:
+        """Sends a request; the future is done when ``response`` is complete, or when the stream needs no more of it.
+        A body of more than WRITE_BYTES is left to ``upload``. ``beat`` says when a stream is read."""
+        self._response, self._on_head, self._beat = response, on_head, beat
+        self._asked_at = self._loop.time()
+        self._done = done = self._loop.create_future()
+        self._uploading = len(body) > WRITE_BYTES
+        self.transport.write(head if self._uploading else head + body)
+        return done
+
+    async def upload(self, body: bytes) -> None:
+        """Sends a large body as fast as the server takes it, until it answers."""
+        view, done = memoryview(body), self._done
+        for start in range(0, len(body), WRITE_BYTES):
+            while not self._writable and not done.done():
+                self._wake = self._loop.create_future()
+                await self._wake
+            if done.done():
+                return
+            self.transport.write(view[start : start + WRITE_BYTES])
+        self._uploading = False
+
+    def abandon(self, response: ResponseParser) -> None:
+        """Closes the connection at once if ``response`` is still being read."""
+        if self._response is response:
+            self._end()
+            self.transport.abort()
+
+    def close(self) -> None:
+        self.transport.abort()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        response = self._response
+        if response is None:  # nothing was asked: what a server says now cannot be an answer
+            self.transport.abort()
+            return
+        try:
+            response.feed(data)
+            if self._on_head is not None or self._receive is not None:
+                self._stream(response)
+        except Exception as error:  # also of the code that takes the stream
+            self._fail(error)
+            return
+        if response.complete:
+            self._complete(response)
+
+    def eof_received(self) -> None:
+        if self._response is not None:
+            self._lose(self._response, None)
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._response is not None:
+            self._lose(self._response, exc)
+        self._owner.lost(self)
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._wake_writer()
+
+    # How a request ends.
+
+    def _stream(self, response: ResponseParser) -> None:
+        if self._on_head is not None:
+            if not response.status:
+                return
+            on_head, self._on_head = self._on_head, None
+            self._receive = on_head(response)
+            if self._receive is None:
+                return
+            if self._beat is not None:
+                self._beat.streams += 1
+        assert self._receive is not None
+        chunk = response.take()
+        if not chunk:
+            return
+        if self._done.done():  # only the end of the body is waited for
+            return
+        if self._receive(chunk):
+            if not self._done.done():  # the request was not cancelled meanwhile
+                self._done.set_result(None)
+            if not response.complete:
+                self._loop.call_later(STREAM_END_SECONDS, self.abandon, response)
+        elif self._beat is not None and not response.complete:
+            self._beat.rest(self.transport)
+
+    def _complete(self, response: ResponseParser) -> None:
+        # A server may answer a request that it has not read to its end.
+        reusable = response.reusable and not self._uploading and not self.transport.is_closing()
+        if self._receive is not None and reusable:
+            self.transport.resume_reading()  # or it would not be seen that the server closes the idle connection
+        done = self._end()
+        if not done.done():
+            done.set_result(None)
+        if reusable:
+            self._reused = True
+            self._owner.idle(self)
+        else:
+            self.transport.abort()
+
+    def _lose(self, response: ResponseParser, error: Exception | None) -> None:
+        """The connection has ended while a response was due."""
+        try:
+            if error is not None:
+                raise BrokenOff(str(error)) if response.begun else ClosedEarly(str(error))
+            response.feed_end()
+            if self._receive is not None:
+                self._stream(response)
+        except Exception as failure:
+            self._fail(failure)
+        else:
+            self._complete(response)
+
+    def _fail(self, error: Exception) -> None:
+        done = self._end()
+        if not done.done():
+            done.set_exception(error)
+        self.transport.abort()
+
+    def _end(self) -> asyncio.Future[None]:
+        if self._response is not None:
+            self._response.close()
+        if self._receive is not None and self._beat is not None:
+            self._beat.streams -= 1
+        self._response = self._on_head = self._receive = self._beat = None
+        self._wake_writer()
+        return self._done
+
+    def _wake_writer(self) -> None:
+        if self._wake is not None:
+            wake, self._wake = self._wake, None
+            if not wake.done():
+                wake.set_result(None)

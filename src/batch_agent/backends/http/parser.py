@@ -1,0 +1,151 @@
+"""One HTTP/1.1 response, read from bytes that may be split anywhere. Pure: it knows no socket and no event loop.
+
+httptools (llhttp) does the syntax: status line, headers, chunks. This module keeps what it found, applies the limits
+and decides where a response ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+from multidict import CIMultiDict
+
+from batch_agent.backends.http.decoding import Decoder, decoder_for
+from batch_agent.backends.http.failures import BrokenOff, ClosedEarly, NotHttp, TooLarge, TransportError
+
+MAX_HEAD_BYTES = 64 * 1024
+SWITCHING_PROTOCOLS = 101
+
+
+class ResponseParser:
+    """``status`` is 0 until the whole head has come; ``complete`` is set by the last byte of the body.
+
+    A parser serves one response: trailers and other remains of one response cannot reach the next one.
+    """
+
+    __slots__ = (
+        "_bodyless",
+        "_buffer",
+        "_decode",
+        "_decoder",
+        "_fields",
+        "_interim",
+        "_parser",
+        "_size",
+        "complete",
+        "headers",
+        "limit_bytes",
+        "on_body",
+        "reason",
+        "reusable",
+        "status",
+    )
+
+    def __init__(self, method: str, limit_bytes: int, *, decode: bool = True) -> None:
+        self._bodyless = method in ("HEAD", "CONNECT")
+        self._buffer = bytearray()
+        self._decode = decode
+        self._decoder: Decoder | None = None
+        self._fields: list[tuple[str, str]] = []
+        self._interim = False  # a 1xx response is being read, which the real one follows
+        self.limit_bytes = limit_bytes
+        self._size = 0  # bytes read so far
+        self.complete = False
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        # httptools calls it for every piece of the body: a method of C code costs least.
+        self.on_body: Callable[[bytes], None] = self._buffer.extend
+        self.reason = ""
+        self.reusable = False  # the connection can carry another request once this response is complete
+        self.status = 0
+        self._parser = HttpResponseParser(self)
+        # Servers with bare line feeds or blanks behind a chunk's size are in use, and other clients accept them.
+        self._parser.set_dangerous_leniencies(
+            lenient_headers=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
+        )
+
+    @property
+    def begun(self) -> bool:
+        """Whether any byte of a response has come."""
+        return self._size > 0
+
+    def feed(self, data: bytes) -> None:
+        """Reads the next bytes of the connection; raises a TransportError when they cannot be a response."""
+        self._size += len(data)
+        try:
+            self._parser.feed_data(data)
+        except HttpParserUpgrade:
+            raise NotHttp("the server switched to another protocol") from None
+        except HttpParserError as error:
+            if not self.complete:
+                raised = error.__context__  # by a method below
+                raise raised if isinstance(raised, TransportError) else NotHttp(str(error)) from None
+            self.reusable = False  # something follows the response that no request asked for
+        if self._size > self.limit_bytes:
+            raise TooLarge(self.limit_bytes)
+        if not self.status and self._size > MAX_HEAD_BYTES:
+            raise NotHttp(f"a head of more than {MAX_HEAD_BYTES:,} bytes")
+
+    def feed_end(self) -> None:
+        """The connection has ended; raises a TransportError unless that is how this response ends."""
+        if not self.status:
+            raise BrokenOff("the connection was closed in the head") if self._size else ClosedEarly()
+        coding = self.headers.get("Transfer-Encoding", "").lower()
+        if "Content-Length" in self.headers or coding.rstrip().endswith("chunked"):
+            raise BrokenOff("the connection was closed in the body")
+        self.complete = True
+
+    def take(self) -> bytes:
+        """The bytes of the body that came since the last call, decompressed; BrokenOff or TooLarge when they cannot
+        be."""
+        data = bytes(self._buffer)
+        self._buffer.clear()
+        if self._decoder is None:
+            return b"" if self._bodyless else data
+        return self._decoder.feed(data, self.limit_bytes, last=self.complete)
+
+    def close(self) -> None:
+        """Frees the parser, which refers to this object."""
+        del self._parser
+
+    # What httptools calls.
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise NotHttp("a second response")
+
+    def on_status(self, reason: bytes) -> None:
+        self.reason += reason.decode("utf-8", "replace")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields.append((name.decode("utf-8", "replace"), value.decode("utf-8", "replace")))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 and status != SWITCHING_PROTOCOLS:
+            self._interim, self.reason = True, ""
+            self._fields.clear()
+            return
+        # Exact only where it can matter; what came in one read may hold much of the body.
+        if (
+            self._size > MAX_HEAD_BYTES
+            and sum(len(name) + len(value) + 4 for name, value in self._fields) > MAX_HEAD_BYTES
+        ):
+            raise NotHttp(f"a head of more than {MAX_HEAD_BYTES:,} bytes")
+        self.status = status
+        self.headers = headers = CIMultiDict(self._fields)
+        if self._bodyless:
+            self.complete = True
+        elif self._decode and "Content-Encoding" in headers:
+            self._decoder = decoder_for(headers["Content-Encoding"])
+
+    def on_message_complete(self) -> None:
+        if self._interim:
+            self._interim = False
+        elif not self.complete:
+            self.complete = True
+            self.reusable = self._parser.should_keep_alive()
+
+
+def _line_bytes(field: tuple[str, str]) -> int:
+    return len(field[0]) + len(field[1]) + 4
