@@ -32,9 +32,9 @@ PROBE_SECONDS = 60.0
 class Wave:
     """The answers to requests that were sent together: how many were computed at once.
 
-    A server that computes them in waves answers the first wave soon and the second after twice that time. Answers differ
-    in length, so an answer is slow only if it is so by the answer and by the token: a long text raises only the one, a
-    long prompt only the other.
+    A server that computes them in waves answers the first wave soon and the second after twice that time. Answers
+    differ in length, so an answer is slow only if it is so by the answer and by the token: a long text raises only the
+    one, a long prompt only the other.
     """
 
     __slots__ = ("_fastest", "_fastest_token", "size")
