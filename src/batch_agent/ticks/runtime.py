@@ -13,6 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Generic, Self, cast
 
@@ -117,7 +118,7 @@ class TickRuntime(Generic[A]):
         self._replay = None if replay is None else Replay(Path(replay))
         self._backends: dict[object, tuple[Backend, str | None]] = {}  # by URL, or by identity of the object
         self._minds: dict[str, Mind] = {}
-        self._numbers = 0
+        self._numbers = count(1)
         self._stopped = False
         self._scope: LoopScope | None = None
         self._opening = threading.Lock()
@@ -135,8 +136,7 @@ class TickRuntime(Generic[A]):
         if agent.given_backend is not None and self._replay is None:
             self._backend_of(agent.given_backend)
         self.remove(agent.agent_id)
-        self._numbers += 1
-        self._minds[agent.agent_id] = Mind(agent, self._numbers, **self._rules)
+        self._minds[agent.agent_id] = Mind(agent, next(self._numbers), **self._rules)
         agent.lent_backend = TextBackend.within(lambda: self._asking_for(agent), lambda: self._open.loop)
         return agent
 
@@ -299,7 +299,7 @@ class TickRuntime(Generic[A]):
 
     async def _open_now(self) -> None:
         await self._ensure_open()
-        if self._replay is None and (self._given_backend is not None or self._minds):
+        if self._replay is None:
             needs = [self._asking_for(mind.agent) for mind in self._minds.values() if not mind.agent.decides_itself]
             for asking in dict.fromkeys(needs):
                 await asking.open()
@@ -318,13 +318,8 @@ class TickRuntime(Generic[A]):
                 self.running = True
                 for mind in self._minds.values():
                     mind.forget()
-                thinker = Thinker(
-                    system_prompt=self._system_prompt,
-                    seed=self._sampling.seed,
-                    deadline=self.deadline,
-                    timeout=self._timeout,
-                    workers=self._workers,
-                )
+                seed = self._sampling.seed
+                thinker = Thinker(self._system_prompt, seed, self.deadline, self._timeout, self._workers)
                 scope = self._scope = LoopScope(thinker)
         return scope
 
@@ -370,10 +365,8 @@ def _cancel(thoughts: Iterable[Thought]) -> None:
 def _snapshot(observation: object) -> object:
     """Return a copy of the observation, or the observation itself if it cannot be copied."""
     try:
-        return deepcopy(observation)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+        return guarded("deepcopy", lambda: deepcopy(observation))
+    except BatchAgentError:
         return observation
 
 
