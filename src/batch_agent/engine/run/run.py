@@ -69,11 +69,6 @@ from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.tools.pool import ToolPool, ToolStatistics
 
-<<<<<<< HEAD
-FLEET_START = 40  # requests in flight at each of many servers, until its answers show how many it takes
-
-=======
->>>>>>> ticks2
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
