@@ -151,11 +151,11 @@ class Dispatcher:
         observer: Observer = SILENT,
     ) -> Reply:
         """The complete answer, or the BackendError that could not be helped. ``ticket`` is a claim that was made
-        already; else ``progress`` makes one."""
+        already; else ``progress`` makes one. With neither it is no agent's turn, and goes after those that are."""
         loop = asyncio.get_running_loop()
         queued = loop.time()
         if ticket is None:
-            ticket = self.slots.claim(Progress() if progress is None else progress, LAST)
+            ticket = self.slots.claim(Progress(LAST) if progress is None else progress, LAST)
         while True:
             if ticket.state != "held" or self.slots.stopped:
                 await self._hold(ticket, policy)
@@ -200,12 +200,12 @@ class Dispatcher:
                 raise error
             await self.slots.again(ticket, delay)
 
-    async def ask_many(self, questions: Questions, policy: Policy, *, progress: Progress | None = None) -> Replies:
+    async def ask_many(self, questions: Questions, policy: Policy) -> Replies:
         """The answers to questions that are one request, with one slot; one that failed is an error in its own place.
         Raises the BackendError of a request that failed as a whole."""
         together = _Together(questions)
         try:
-            await self.ask(together, policy, progress=progress)
+            await self.ask(together, policy)
         except JobError:
             if not together.answers:
                 raise

@@ -211,11 +211,8 @@ class Agent:
         if not isinstance(value, dict):
             return None
         params, reasoning = value.get("params"), value.get("reasoning")
-        return Action(
-            str(value.get("tool")),
-            dict(params) if isinstance(params, dict) else {},
-            None if reasoning is None else str(reasoning),
-        )
+        params = params if isinstance(params, dict) else {}
+        return Action(str(value.get("tool")), params, None if reasoning is None else str(reasoning))
 
     def _idle(self, why: str) -> object:
         return idle(why)

@@ -21,15 +21,14 @@ from batch_agent.dispatch.members import following
 from batch_agent.dispatch.policy import Policy, Question, Replies
 from batch_agent.errors import BackendError, JobError, SpecError, Timeout, Truncated
 from batch_agent.messages import Conversation, Reply, Usage
-from batch_agent.scheduler.forecast import Progress
-from batch_agent.scheduler.limit_search import FLEET_START, START
-from batch_agent.scheduler.ordering import LAST
+from batch_agent.scheduler.limit_search import START
 from batch_agent.scheduler.server import Terms
 from batch_agent.ticks.action_space import AnswerForm
 from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.users_backend import UsersBackend
 
 RETRIES = 2
+FLEET_START = 16  # requests in flight at each of many servers, until its answers show how many it takes
 ANY_FORM = AnswerForm()
 
 
@@ -113,7 +112,7 @@ class Asking:
                 if not wants_again():
                     raise
         policy = Policy(RETRIES, wait_out=False, timeout=self._timeout, wanted=wants_again)
-        return await dispatcher.ask(_Alone(self, make), policy, progress=Progress(LAST))
+        return await dispatcher.ask(_Alone(self, make), policy)
 
     async def _ask_together(self, dispatcher: Dispatcher, make: Make) -> Reply:
         """Ask with the others that wait for a slot. The call is cancelled when none of its agents waits any more."""
@@ -121,8 +120,7 @@ class Asking:
         if group is None:
             group = self.group = _Group(self)
             policy = Policy(0, wait_out=False, timeout=self._timeout)
-            call = dispatcher.ask_many(group, policy, progress=Progress(LAST))
-            group.call = asyncio.get_running_loop().create_task(call)
+            group.call = asyncio.get_running_loop().create_task(dispatcher.ask_many(group, policy))
             self._calls.add(group.call)
             group.call.add_done_callback(self._calls.discard)
         assert group.call is not None

@@ -19,7 +19,7 @@ from math import inf
 
 from batch_agent.errors import JobError
 from batch_agent.messages import Usage
-from batch_agent.ticks.action import Decision
+from batch_agent.ticks.action import Decision, Source
 from batch_agent.ticks.agent import Agent
 from batch_agent.ticks.guard import guarded
 from batch_agent.ticks.patience import Patience
@@ -148,15 +148,10 @@ class Mind:
 
     def _give(self, thought: Thought, tick: int) -> Given:
         self._spare = None
-        late = thought.tick != tick
-        self._last = Decision(
-            thought.action,
-            "late" if late else "answer",
-            thought.tick,
-            thought.usage,
-            thought.ended_at - thought.began,
-            f"it answers tick {thought.tick}" if late else "",
-        )
+        source: Source = "answer" if thought.tick == tick else "late"
+        why = "" if source == "answer" else f"it answers tick {thought.tick}"
+        latency = thought.ended_at - thought.began
+        self._last = Decision(thought.action, source, thought.tick, thought.usage, latency, why)
         return self._last, thought
 
 

@@ -137,7 +137,9 @@ class TickRuntime(Generic[A]):
             self._backend_of(agent.given_backend)
         self.remove(agent.agent_id)
         self._minds[agent.agent_id] = Mind(agent, next(self._numbers), **self._rules)
-        agent.lent_backend = TextBackend.within(lambda: self._asking_for(agent), lambda: self._open.loop)
+        agent.lent_backend = TextBackend.within(
+            lambda: self._asking_for(agent), lambda: None if self._scope is None else self._scope.loop
+        )
         return agent
 
     def remove(self, agent_id: str) -> None:
@@ -273,15 +275,9 @@ class TickRuntime(Generic[A]):
     def stop(self) -> Awaitable[None]:
         """End thoughts, and the ticks under way with them. If it is awaited, everything is closed."""
         self.running, self._stopped = False, True
-        scope = self._scope
-        if scope is not None:
-            scope.close()
-
-        async def closed() -> None:
-            if scope is not None:
-                await scope.wait_closed()
-
-        return _Step(closed)
+        if self._scope is not None:
+            self._scope.close()
+        return _Step(self._wait_closed)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -297,6 +293,10 @@ class TickRuntime(Generic[A]):
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
+    async def _wait_closed(self) -> None:
+        if self._scope is not None and not self._scope.is_open:
+            await self._scope.wait_closed()
+
     async def _open_now(self) -> None:
         await self._ensure_open()
         if self._replay is None:
@@ -306,8 +306,7 @@ class TickRuntime(Generic[A]):
 
     async def _ensure_open(self) -> LoopScope:
         """Return the scope of the running event loop. One of an event loop that has ended is replaced."""
-        if self._scope is not None and not self._scope.is_open:
-            await self._scope.wait_closed()  # or it would close the backend that the next one opens
+        await self._wait_closed()  # or it would close the backend that the next one opens
         if self._stopped:
             raise RuntimeError("the runtime is stopped: start() it again before the next tick")
         with self._opening:
@@ -323,17 +322,12 @@ class TickRuntime(Generic[A]):
                 scope = self._scope = LoopScope(thinker)
         return scope
 
-    @property
-    def _open(self) -> LoopScope:
-        if self._scope is None:
-            raise RuntimeError("the runtime has not started")
-        return self._scope
-
     # Backends
 
     def _asking_for(self, agent: Agent) -> Asking:
         given = agent.given_backend if agent.given_backend is not None else self._given_backend
-        askings, key = self._open.askings, _key(given)
+        assert self._scope is not None
+        askings, key = self._scope.askings, _key(given)
         if key not in askings:
             backend, model = self._backend_of(given)
             askings[key] = Asking(backend, model, self._sampling, self._max_inflight, self._timeout)

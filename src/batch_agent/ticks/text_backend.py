@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
@@ -29,7 +30,7 @@ TIMEOUT = 60.0
 NOT_FOUND = 404
 
 
-class TextBackend:
+class TextBackend(AbstractContextManager["TextBackend"]):
     """``TextBackend("vllm://host:8000").generate("Hello")``. Errors come back as ``finish_reason="error"``."""
 
     def __init__(
@@ -100,9 +101,6 @@ class TextBackend:
             loop.call_soon_threadsafe(loop.stop)
 
     unload = close
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
