@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 SILENT = Observer()
 
 
-@dataclass(slots=True, eq=False)
 class ModelCall:
     """A ModelRequest as a question to one backend."""
 
-    backend: Backend
-    request: ModelRequest
-    on_tool_call: OnToolCall | None = None
+    __slots__ = ("backend", "on_tool_call", "request")
+
+    def __init__(self, backend: Backend, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> None:
+        self.backend, self.request, self.on_tool_call = backend, request, on_tool_call
 
     @property
     def text(self) -> str:
@@ -58,7 +58,7 @@ class ModelCall:
         request = self.request
         request.endpoint = endpoint
         try:
-            return await self.backend.infer(request, self.on_tool_call)
+            reply = await self.backend.infer(request, self.on_tool_call)
         except BackendError as error:
             error.text = error.text or self.text
             raise
@@ -66,9 +66,14 @@ class ModelCall:
             request.tries += 1
             if request.on_begin is not None:
                 request.on_begin()
+        self.check(reply)
+        return reply
+
+    def check(self, reply: Reply) -> None:
+        """Raises a BackendError for an answer that is of no use."""
 
     def lost(self) -> None:
-        pass
+        """Another request answered it."""
 
     def again(self) -> ModelCall:
         """The same for another endpoint; tools are started by the first request alone."""

@@ -125,7 +125,7 @@ class EndpointMonitor:
         assert endpoint is not None
         server = endpoint.server
         self._scheduler.answered(ticket, seconds, reply.usage, now)
-        server.learn(seconds)
+        server.learn(seconds, now)
         server.refused_since = None
         self._is_alive(endpoint, ticket, seconds, now)
         if reply.quota is not None or ticket.lease is not None:

@@ -62,6 +62,8 @@ class Questions(Protocol):
 class Observer:
     """Told of each attempt. The default ignores it."""
 
+    __slots__ = ()
+
     def sent(self, queued: float) -> None:
         """An attempt is sent, after so many seconds in the queue."""
 

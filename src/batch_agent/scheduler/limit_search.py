@@ -15,14 +15,46 @@ from __future__ import annotations
 from math import inf
 
 START = 64  # calls in flight
+<<<<<<< HEAD
+FLEET_START = 40  # the same at each of many servers
+=======
+>>>>>>> ticks2
 RAMPED = 256  # how far the first steps go by the clock: a small server has all of them in its queue
 MOST = 1024  # a number that nobody gave is not found beyond this
 CALIBRATING = 8  # where a ramp begins that is to find the knee, however slow the engine is
 RAMP_SECONDS = 0.2  # long enough for a refusal to come back; each step waits twice as long as the one before
 ENOUGH = 16  # answers a stage is judged by, at the least
+GROWTH = 4  # times, per stage, where only answers raise the limit
+SCALES = 0.8  # of the rate that as many more slots should bring, where only answers raise the limit
+MARGIN = 1.25  # times what a server computes at once is kept in flight
+SECOND_WAVE = 1.6  # times the fastest answer, from where on an answer has waited for others to be computed
 GAIN = 1.08  # that twice as many must bring
 PROBE_GAIN, PROBE_LOSS = 1.05, 0.98  # what half as many more must bring, and a third fewer must keep
 PROBE_SECONDS = 60.0
+
+
+class Wave:
+    """The answers to requests that were sent together: how many were computed at once.
+
+    A server that computes them in waves answers the first wave soon and the second after twice that time. Answers
+    differ in length, so an answer is slow only if it is so by the answer and by the token: a long text raises only the
+    one, a long prompt only the other.
+    """
+
+    __slots__ = ("_fastest", "_fastest_token", "size")
+
+    def __init__(self) -> None:
+        self._fastest = self._fastest_token = inf  # seconds
+        self.size = 0  # answers of the first wave
+
+    def is_second(self, seconds: float, tokens: int) -> bool:
+        by_token = seconds / (tokens or 1)
+        self._fastest, self._fastest_token = min(self._fastest, seconds), min(self._fastest_token, by_token)
+        slow = min(seconds / self._fastest, by_token / self._fastest_token) if self._fastest > 0 else 1.0
+        if slow > SECOND_WAVE:
+            return True
+        self.size += 1
+        return False
 
 
 class LimitSearch:
@@ -31,6 +63,7 @@ class LimitSearch:
     __slots__ = (
         "_best",
         "_best_rate",
+        "_by_clock",
         "_climbing",
         "_count",
         "_down",
@@ -40,6 +73,7 @@ class LimitSearch:
         "_ramp_to",
         "_seconds",
         "_since",
+        "_wave",
         "_work",
         "guided",
         "limit",
@@ -55,11 +89,13 @@ class LimitSearch:
         settled: bool = False,
         by_clock: bool = True,
     ) -> None:
-        """``settled``: ``start`` was found before."""
+        """``settled``: ``start`` was found before. Without ``by_clock`` only answers raise the limit."""
         self.limit = min(start, most)
         self.guided = False  # the engine tells how long its queue is: once the climb is over, that decides
         self.ramp_at: float | None = inf if settled or not by_clock else None  # when the next step by the clock is due
         self._pause = 0.0  # seconds before the next of these
+        self._by_clock = by_clock
+        self._wave = Wave()
         self._ramp_to = ramp_to
         self._most = most
         self._climbing = not settled
@@ -112,7 +148,9 @@ class LimitSearch:
         self._count += 1
         self._work += tokens or 1
         self._seconds += seconds
-        if self._count < ENOUGH or 2 * self._count < self.limit:
+        if not self._by_clock and not self._best and self._wave.is_second(seconds, tokens):
+            return self._settle(self._wave.size, now) if filled else ""
+        if self._count < ENOUGH or self._count < self.limit * (0.5 if self._by_clock else 1):
             return ""
         rate = self.limit * self._work / self._seconds if self._seconds > 0 else inf
         self.forget()
@@ -120,7 +158,16 @@ class LimitSearch:
             return ""  # nobody wants more
         return self._climb(rate, now) if self._climbing else self._probe(rate, now)
 
+    def _settle(self, limit: float, now: float) -> str:
+        """More than this only waits in the server's queue."""
+        self._climbing = False
+        self._best, self._best_rate = max(1, round(MARGIN * limit)), 0.0
+        self.forget()
+        return self._go(self._best, "more wait in the server's queue", now)
+
     def _climb(self, rate: float, now: float) -> str:
+        if not self._by_clock and self._best and rate < SCALES * self._best_rate * self.limit / self._best:
+            return self._settle(self._best * rate / self._best_rate, now)
         if self._best and rate < GAIN * self._best_rate:
             self._climbing = False
             return "" if self.guided else self._go(self._best, "more bring no more", now)
@@ -128,7 +175,8 @@ class LimitSearch:
         if self.limit >= self._most:
             self._climbing = False
             return ""
-        return self._go(min(2 * self.limit, self._most), "more bring more", now)
+        growth = 2 if self._by_clock else GROWTH
+        return self._go(min(growth * self.limit, self._most), "more bring more", now)
 
     def _probe(self, rate: float, now: float) -> str:
         if self.guided:
