@@ -15,10 +15,7 @@ from __future__ import annotations
 from math import inf
 
 START = 64  # calls in flight
-<<<<<<< HEAD
 FLEET_START = 40  # the same at each of many servers
-=======
->>>>>>> ticks2
 RAMPED = 256  # how far the first steps go by the clock: a small server has all of them in its queue
 MOST = 1024  # a number that nobody gave is not found beyond this
 CALIBRATING = 8  # where a ramp begins that is to find the knee, however slow the engine is
