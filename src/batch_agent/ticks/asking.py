@@ -21,14 +21,13 @@ from batch_agent.dispatch.members import following
 from batch_agent.dispatch.policy import Policy, Question, Replies
 from batch_agent.errors import BackendError, JobError, SpecError, Timeout, Truncated
 from batch_agent.messages import Conversation, Reply, Usage
-from batch_agent.scheduler.limit_search import START
+from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.server import Terms
 from batch_agent.ticks.action_space import AnswerForm
 from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.users_backend import UsersBackend
 
 RETRIES = 2
-FLEET_START = 16  # requests in flight at each of many servers, until its answers show how many it takes
 ANY_FORM = AnswerForm()
 
 

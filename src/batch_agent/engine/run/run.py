@@ -61,15 +61,13 @@ from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.limit_search import START
+from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.server import Terms
 from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.tools.pool import ToolPool, ToolStatistics
-
-FLEET_START = 16  # requests in flight at each of many servers, until its answers show how many it takes
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
