@@ -18,7 +18,7 @@ from batch_agent.scheduler.endpoint import Endpoint
 class Decisions:
     """``pump`` hands out slots, which may bring evidence; ``probe`` asks an endpoint whether it is there."""
 
-    def __init__(self, pump: Callable[[], None], probe: Callable[[Endpoint], None]) -> None:
+    def __init__(self, pump: Callable[[], None], probe: Callable[[Endpoint], object]) -> None:
         self._pump, self._probe = pump, probe
         self._waiting: dict[Ticket, asyncio.Future[bool]] = {}  # True: on the word of a probe
 

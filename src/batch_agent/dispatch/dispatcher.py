@@ -23,6 +23,7 @@ from batch_agent.dispatch.endpoints import EndpointMonitor, OnHealth, OnLimit
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.hedging import hedged
 from batch_agent.dispatch.policy import Observer, Policy, Question, Questions, Replies
+from batch_agent.dispatch.probing import Probed
 from batch_agent.dispatch.slots import Slots
 from batch_agent.dispatch.spending import Call, Spending
 from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Unavailable
@@ -100,17 +101,18 @@ class _Together(Question):
 
 class Dispatcher:
     """One backend's endpoints for one run, or for runs that share them. ``max_inflight`` is at all endpoints together,
-    ``terms`` are those of each."""
+    ``terms`` are those of each. With ``trust_probes`` an outage is over when a probe finds the endpoint up."""
 
     def __init__(
         self,
-        backend: Backend | None,
+        backend: Probed | None,
         max_inflight: int | None = None,
         max_agents: int | None = None,
         *,
         servers: Mapping[str, Server] | None = None,
         terms: Terms | None = None,
         max_outage: float | None = None,
+        trust_probes: bool = False,
         on_limit: OnLimit = lambda endpoint, reason: None,
         on_health: OnHealth = lambda endpoint, now: None,
     ) -> None:
@@ -120,6 +122,7 @@ class Dispatcher:
         self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint(None, self.terms)])
         self._on_health = on_health
         self.endpoints = EndpointMonitor(self.scheduler, backend, max_outage, self._health_changed, on_limit, self._end)
+        self.endpoints.trust_probes = trust_probes
         self.slots = Slots(self.scheduler, self.endpoints)
         self.endpoints.start(self.slots)
         self.spending: Spending | None = None
@@ -237,18 +240,25 @@ class Dispatcher:
         return reply
 
     async def _hold(self, ticket: Ticket, policy: Policy) -> None:
-        """Wait for the slot; with ``wait_out`` off, not while every endpoint is down."""
-        if policy.wait_out:
+        """Wait for the slot; not while every endpoint is down, if an outage is not waited out."""
+        if policy.wait_out and (policy.wait_until is None or ticket.state == "held"):
             await self.slots.hold(ticket)
             return
-        if ticket.state != "held" and self._is_down(ticket):
+        timer: asyncio.TimerHandle | None = None
+        if self._is_patient(policy):
+            assert policy.wait_until is not None
+            timer = asyncio.get_running_loop().call_at(policy.wait_until, self._lose_patience, ticket)
+        elif ticket.state != "held" and self._is_down(ticket):
             self.slots.release(ticket)
             raise self._outage(ticket)
-        self._impatient.add(ticket)
+        else:
+            self._impatient.add(ticket)
         try:
             await self.slots.hold(ticket)
         finally:
             self._impatient.discard(ticket)
+            if timer is not None:
+                timer.cancel()
 
     async def reserve(self, ticket: Ticket, request: ModelRequest | None) -> Call | None:
         """Wait until rate limits and budget have room for the request."""
@@ -263,7 +273,7 @@ class Dispatcher:
     def _is_worth(self, policy: Policy, ticket: Ticket) -> bool:
         if policy.wanted is not None and not policy.wanted():
             return False
-        return policy.wait_out or not self._is_down(ticket)
+        return self._is_patient(policy) or not self._is_down(ticket)
 
     def _delay(self, ticket: Ticket, verdict: Verdict, error: BackendError) -> float:
         """Seconds until the request joins the queue again."""
@@ -287,6 +297,14 @@ class Dispatcher:
         return f"{self.name} gave no complete answer in {allowed}"
 
     # Outages, for those who do not wait
+
+    def _is_patient(self, policy: Policy) -> bool:
+        until = policy.wait_until
+        return policy.wait_out and (until is None or asyncio.get_running_loop().time() < until)
+
+    def _lose_patience(self, ticket: Ticket) -> None:
+        self._impatient.add(ticket)
+        self._reject_impatient()
 
     def _is_down(self, ticket: Ticket) -> bool:
         if ticket.pinned is not None:
@@ -376,12 +394,13 @@ class Dispatcher:
         self.scheduler.max_inflight = max_inflight
         self.slots.pump()
 
-    def add(self, name: str, server: Server) -> None:
+    def add(self, name: str, server: Server) -> Endpoint:
         """One more server, from now on."""
         endpoint = self._endpoint(name, server)
         self.endpoints.attach(endpoint)
         self.scheduler.add(endpoint)
         self.slots.pump()
+        return endpoint
 
     def retune(self, endpoint: Endpoint) -> None:
         """What the backend says of the server has changed."""

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.backends.base import Backend
+from batch_agent.backends.base import Probe
 from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
 from batch_agent.dispatch.decisions import Decisions
 from batch_agent.dispatch.flights import Flights
-from batch_agent.dispatch.probing import probe
+from batch_agent.dispatch.probing import Probed, probe
 from batch_agent.errors import BackendError, ContextOverflow, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import (
@@ -55,7 +55,7 @@ class EndpointMonitor:
     def __init__(
         self,
         scheduler: Scheduler,
-        backend: Backend | None,
+        backend: Probed | None,
         max_outage: float | None,
         on_health: OnHealth,
         on_limit: OnLimit,
@@ -66,6 +66,7 @@ class EndpointMonitor:
         self._max_outage = inf if max_outage is None else max_outage
         self._max_silence = inf if max_outage == inf else min(self._max_outage, NEVER_REACHED)  # before the first word
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
+        self.trust_probes = False  # an endpoint that a probe finds up needs no trial
         self._slots: Slots | None = None
         self._probes: dict[Endpoint, asyncio.Task[None]] = {}
         self._broke_alone: dict[Endpoint, Ticket] = {}  # the latest trial that broke, with too few rows to tell
@@ -283,12 +284,16 @@ class EndpointMonitor:
     # Up and down
 
     def _is_alive(self, endpoint: Endpoint, ticket: Ticket, seconds: float, now: float) -> None:
-        began = endpoint.health.down_since
-        if not endpoint.health.answer(seconds, ticket.sent_at, now):
-            return
-        endpoint.server.held_until = 0.0
+        if endpoint.health.answer(seconds, ticket.sent_at, now):
+            endpoint.server.held_until = 0.0
+            self._comes_up(endpoint, now)
+
+    def _comes_up(self, endpoint: Endpoint, now: float) -> None:
+        """The health is good already."""
         for other in self.flights.at(endpoint):
-            if other.overdue or (other.sent_at < began and not other.recalled):
+            if other.heard_at:
+                self.flights.keep(other)
+            elif other.overdue or (other.sent_at < endpoint.health.down_since and not other.recalled):
                 self.flights.recall(other, now + endpoint.health.grace)
         self._scheduler.touch(endpoint)
         self._report(endpoint, now)
@@ -380,7 +385,7 @@ class EndpointMonitor:
 
     def _dues(self, endpoint: Endpoint) -> tuple[float, ...]:
         health, server = endpoint.health, endpoint.server
-        if endpoint.given_up:
+        if endpoint.given_up or (endpoint.leaving and not endpoint.inflight):
             return ()
         if health.state == "on trial":
             return (health.trial_ends,)
@@ -448,19 +453,23 @@ class EndpointMonitor:
 
     # Probes
 
-    def probe(self, endpoint: Endpoint) -> None:
+    def probe(self, endpoint: Endpoint) -> asyncio.Task[None] | None:
         """Ask the endpoint whether it is there; what it says is applied when it comes."""
         if endpoint not in self._probes and self._backend is not None:
             task = asyncio.get_running_loop().create_task(self._probing(self._backend, endpoint))
             self._probes[endpoint] = task
+        return self._probes.get(endpoint)
 
-    async def _probing(self, backend: Backend, endpoint: Endpoint) -> None:
-        health = endpoint.health
+    async def _probing(self, backend: Probed, endpoint: Endpoint) -> None:
         try:
             found = await probe(backend, endpoint.name)
         finally:
             del self._probes[endpoint]
-        now = _now()
+        self.found(endpoint, found)
+
+    def found(self, endpoint: Endpoint, found: Probe) -> None:
+        """Apply what a probe of the endpoint has found."""
+        health, now = endpoint.health, _now()
         if found.state == "down":
             health.reason = found.reason or health.reason
             if not health.is_down:
@@ -468,6 +477,12 @@ class EndpointMonitor:
             else:
                 health.trial_over()
                 self._trial_failed(endpoint, now)
+            if self.trust_probes:
+                self.flights.recall_all(endpoint, now)
+        elif health.is_down and self.trust_probes:
+            health.reached = True
+            health.recover()
+            self._comes_up(endpoint, now)
         elif health.is_down:
             health.reached = health.reached or found.state == "up"
             alone = self._broke_alone.pop(endpoint, None)

@@ -18,6 +18,7 @@ from batch_agent.scheduler.routing import Router
 
 COMPUTED, QUEUED = 1.5, 0.6  # times what an idle endpoint takes, that a request must still take to be moved there
 SHORTEST_TAIL = 0.05  # seconds between two looks at the end of a batch
+STREAM_SILENCE = 3.0  # seconds without a byte, after which an answer that has begun is taken back
 UNKNOWN_FACTOR = 3.0  # times the usual seconds, after which a request at an endpoint that never answered is taken back
 
 
@@ -78,7 +79,22 @@ class Flights:
         deadline = self._at[ticket.endpoint][ticket]
         if not deadline.expired:
             ticket.recalled = True
+            if ticket.heard_at:
+                at = max(at, ticket.heard_at + STREAM_SILENCE)
             deadline.reschedule(min(deadline.when, at))
+
+    def heard(self, ticket: Ticket, now: float) -> None:
+        """A piece of its answer was passed on. From now on it is taken back only if no more comes for a while."""
+        assert ticket.endpoint is not None
+        ticket.heard_at = now
+        if ticket.recalled:
+            self._at[ticket.endpoint][ticket].reschedule(now + STREAM_SILENCE)
+
+    def keep(self, ticket: Ticket) -> None:
+        """Do not take it back after all. An answer that has begun has no time limit."""
+        assert ticket.endpoint is not None
+        ticket.recalled = False
+        self._at[ticket.endpoint][ticket].reschedule(inf)
 
     def recall_all(self, endpoint: Endpoint, now: float) -> None:
         for ticket in self.at(endpoint):
@@ -110,7 +126,7 @@ class Flights:
         slow = [
             (left, ticket)
             for endpoint in self._at
-            if endpoint is not best and not endpoint.health.is_down
+            if endpoint is not best and not (endpoint.health.is_down or endpoint.health.patient)
             for place, ticket in enumerate(self.at(endpoint), start=1)
             if (left := self._seconds_left(endpoint, ticket, place, now)) > fast and _may_move(ticket)
         ]

@@ -19,6 +19,7 @@ class Policy:
 
     max_retries: int = 3
     wait_out: bool = True  # wait while every endpoint is down; False: fail at once with Unavailable
+    wait_until: float | None = None  # of the event loop's clock, from when on no outage is waited out; None: never
     timeout: float | None = None
     hedge: float | None = None
     wanted: Callable[[], bool] | None = None  # whether the answer is still worth a retry; None: it is

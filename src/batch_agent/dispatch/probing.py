@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
-from batch_agent.backends.base import Backend, Probe
+from batch_agent.backends.base import Probe
 from batch_agent.errors import BackendError
 from batch_agent.foreign import describe
 
 PROBE_SECONDS = 2.0
 
 
-async def probe(backend: Backend, endpoint: str) -> Probe:
+class Probed(Protocol):
+    """What is asked about its endpoints: a Backend, or less."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def probe(self, endpoint: str = "") -> Probe: ...
+
+
+async def probe(backend: Probed, endpoint: str) -> Probe:
     """The endpoint's state; never raises. No answer in time means that it is down."""
     try:
         async with asyncio.timeout(PROBE_SECONDS):

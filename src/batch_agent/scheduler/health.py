@@ -74,6 +74,10 @@ class Health:
         self.state = "healthy"
         return was_down
 
+    def recover(self) -> None:
+        """The outage is over, on the word of a probe."""
+        self.state = "healthy"
+
     def fail(self, reason: str, now: float) -> None:
         """Note a failure that the endpoint may have caused."""
         self.heard = now
