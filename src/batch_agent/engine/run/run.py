@@ -323,7 +323,7 @@ class Run(Generic[T]):
             resources = Resources(
                 backend=prepared.backend,
                 dispatcher=shared.dispatcher,
-                policy=Policy(spec.max_retries, True, _time_limit(spec, prepared.backend), spec.hedge),
+                policy=Policy(spec.max_retries, timeout=_time_limit(spec, prepared.backend), hedge=spec.hedge),
                 tools=pool,
                 schema=prepared.schema,
                 shared=prepared.plan.shared,
