@@ -170,7 +170,7 @@ class Dispatcher:
             except BackendError as failure:
                 error, seconds, queued = failure, loop.time() - sent, loop.time()
                 cost = None if call is None else call.fail(error)
-                verdict = self.endpoints.failed(ticket, error)
+                attempt, verdict = self.endpoints.failed(ticket, error)
                 scope = self.endpoints.scope(ticket, error)
             except Exception:
                 self.endpoints.not_sent(ticket)
@@ -183,7 +183,9 @@ class Dispatcher:
                     call.fail()
                 self.slots.release(ticket)
             retryable = error.retryable or scope in ("confirm", "all")
-            step = await self.endpoints.decision(ticket, policy.max_retries, retryable=retryable, wait=policy.wait_out)
+            step = await self.endpoints.decisions.step(
+                ticket, attempt, verdict, policy.max_retries, retryable=retryable, wait=policy.wait_out
+            )
             delay = (
                 None if step == "fail" or not self._is_worth(policy, ticket) else self._delay(ticket, verdict, error)
             )
@@ -265,7 +267,9 @@ class Dispatcher:
             return 0.0
         if verdict.soon:
             return retry_delay(1, None, self._chance())
-        return 0.0 if verdict.move else retry_delay(failures, error.retry_after, self._chance())
+        if verdict.move and failures == 1:
+            return 0.0
+        return retry_delay(failures, None if verdict.move else error.retry_after, self._chance())
 
     @property
     def name(self) -> str:

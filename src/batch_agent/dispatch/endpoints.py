@@ -1,9 +1,11 @@
 """The endpoints of a dispatcher over time: what attempts say about them, trials, probes, silence, the end of patience.
 
 ``scheduler.blame`` judges each attempt and ``scheduler.health`` knows the timing; this file applies the verdicts and
-turns due times into timers. Rows whose retries are used up wait here until their last failures are decided.
+turns due times into timers.
 
-While one of several endpoints is down, no row waits for it: it is probed, and gets a trial when the probe finds it up.
+A trial begins with a probe. While other endpoints work, it goes no further if the probe fails: no row waits for an
+endpoint that is down. If nothing works, a row follows whatever the probe says, since the page that is probed may be at
+fault; a row that breaks after a good probe may be what brings the server down.
 """
 
 from __future__ import annotations
@@ -13,25 +15,16 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.backends.base import Backend
+from batch_agent.backends.base import Backend, Probe
 from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
 from batch_agent.dispatch.deadlines import Deadline, Deadlines
+from batch_agent.dispatch.decisions import Decisions
 from batch_agent.dispatch.probing import probe
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
-from batch_agent.scheduler.blame import (
-    Attempt,
-    Outcome,
-    Step,
-    Verdict,
-    after_probe,
-    broke_alone,
-    judge,
-    next_step,
-    outcome_of,
-)
+from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.engine_load import Reading
@@ -72,12 +65,10 @@ class EndpointMonitor:
         self._max_silence = inf if max_outage == inf else min(self._max_outage, NEVER_REACHED)  # before the first word
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
         self._slots: Slots | None = None
-        self._probes: dict[Endpoint, asyncio.Task[None]] = {}
-        self._waiting: dict[Ticket, asyncio.Future[bool]] = {}  # rows to be decided; True: on the word of a probe
+        self._probes: dict[Endpoint, asyncio.Task[Probe]] = {}
         self._flights: dict[Endpoint, dict[Ticket, Deadline]] = {}
         self._recalled: set[Ticket] = set()  # in flight, taken back by us
         self._tried_elsewhere: set[Ticket] = set()  # taken back once at the end of the batch
-        self._broke_alone: dict[Endpoint, Ticket] = {}  # the latest trial that broke, with too few rows to tell
         self._patient: dict[Endpoint, Ticket] = {}  # the trial that is waited for beside the next ones
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
         self._mark: RateMark | None = None
@@ -86,6 +77,7 @@ class EndpointMonitor:
         self._alarms = Alarms(self._look)
         self._deadlines = Deadlines()
         self.budgets = Budgets(self.arm)
+        self.decisions = Decisions(self._all, self._probe, self._pump)
 
     def start(self, slots: Slots) -> None:
         self._slots = slots
@@ -183,15 +175,14 @@ class EndpointMonitor:
             self.budgets.learn(endpoint, ticket, reply.quota, reply.usage)
             self.budgets.settle(ticket, reply.usage if counted else None)
         server.refusals.answered(ticket.sent_at)
-        if server.history.open:
+        if server.history.open or server.history.alone:
             server.history.add(Attempt(ticket.row, ticket.sent_at, now, "answered", ticket.trial), _GOOD)
-        if self._waiting:
-            self._decide()
+        self.decisions.wake()
         if not endpoint.health.is_down:
             tokens = reply.usage.completion_tokens
             self._say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, now))
 
-    def failed(self, ticket: Ticket, error: BackendError) -> Verdict:
+    def failed(self, ticket: Ticket, error: BackendError) -> tuple[Attempt, Verdict]:
         """Judge a failed attempt and apply the verdict. Called while the ticket still holds its slot."""
         endpoint, now = ticket.endpoint, _now()
         assert endpoint is not None
@@ -205,16 +196,20 @@ class EndpointMonitor:
             outcome = "recalled"
         if outcome == "overloaded" and is_spent(error.quota):
             outcome = "recalled"  # it is known when there will be more: neither side is to blame
+        if outcome == "silent" and ticket.trial and not health.is_down:
+            outcome = "recalled"  # the endpoint has come back, and the time limit of a trial is not the row's
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # a lone request cannot be too many: the server, or this row, has another problem
-        attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, left)
+        attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, ticket.sound, left)
         others, few = self.others_work(endpoint), self._few_rows
         verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
         server.history.add(attempt, verdict)
-        ticket.avoid = endpoint if verdict.move else None
+        if outcome != "recalled" or ticket.avoid is None:  # it still avoids the endpoint where it failed
+            ticket.avoid = endpoint if verdict.move else None
         self._apply(endpoint, ticket, error, outcome, verdict, now)
-        return verdict
+        self.decisions.wake()
+        return attempt, verdict
 
     def _apply(
         self, endpoint: Endpoint, ticket: Ticket, error: BackendError, outcome: Outcome, verdict: Verdict, now: float
@@ -244,9 +239,6 @@ class EndpointMonitor:
             if ticket.trial and not ticket.overdue:
                 health.trial_over()
                 self._trial_failed(endpoint, now)
-                if outcome in ("broken", "silent") and self._few_rows:
-                    self._broke_alone[endpoint] = ticket
-                    self._probe(endpoint)
         if verdict.probe:
             self._probe(endpoint)
 
@@ -262,71 +254,26 @@ class EndpointMonitor:
             self._give_up(endpoint, "failed", f"the run stopped at a refusal that concerns every row: {error}")
         return scope
 
-    # Rows that wait for a decision
-
-    async def decision(self, ticket: Ticket, max_retries: int, *, retryable: bool, wait: bool = True) -> Step:
-        """What becomes of a row whose attempt failed, once that can be decided; with ``wait`` off, as far as it is
-        decided now. Raises Interrupted when the run is over."""
-        endpoint = ticket.endpoint
-        assert endpoint is not None
-        step = next_step(ticket.row, max_retries, retryable=retryable)
-        while wait and not endpoint.given_up and (step == "wait" or (step == "fail" and self._is_unclear(ticket))):
-            decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            self._waiting[ticket] = decided
-            try:
-                assert self._slots is not None
-                self._slots.pump()
-                on_probe = await decided
-            finally:
-                self._waiting.pop(ticket, None)
-            step = next_step(ticket.row, max_retries, retryable=retryable)
-            if on_probe and step == "wait":
-                step = after_probe(ticket.row, max_retries, _now())
-                if step == "fail":
-                    endpoint.server.history.give_up_on(ticket.row)
-            elif on_probe:
-                break
-        if endpoint.given_up:
-            return "retry"
-        return "fail" if step == "wait" else step
-
-    def _is_unclear(self, ticket: Ticket) -> bool:
-        assert ticket.endpoint is not None
-        return ticket.endpoint.server.refusals.is_unclear(ticket.progress)
-
-    def _decide(self, *, over: Interrupted | None = None) -> None:
-        """Wake the rows whose failures are decided now; with ``over``, all of them."""
-        for ticket, decided in tuple(self._waiting.items()):
-            endpoint = ticket.endpoint
-            assert endpoint is not None
-            if decided.done():
-                continue
-            if over is not None:
-                decided.set_exception(over)
-            elif endpoint.given_up or not (ticket.row.undecided or self._is_unclear(ticket)):
-                decided.set_result(False)
-
     def idle(self) -> None:
-        """Nothing is in flight that could decide anything: probe where rows wait."""
-        for ticket, decided in tuple(self._waiting.items()):
-            if ticket.row.undecided:
-                assert ticket.endpoint is not None
-                self._probe(ticket.endpoint)
-            elif not decided.done():
-                decided.set_result(True)
-
-    @property
-    def waiting(self) -> list[asyncio.Future[bool]]:
-        return list(self._waiting.values())
+        """No row will be sent that could tell whose fault a failure was."""
+        self.decisions.nobody_else()
 
     def interrupt(self, why: str) -> None:
         """Nothing more is sent: rows that wait are interrupted, requests at endpoints that are down are taken back."""
-        self._decide(over=Interrupted(why))
+        self.decisions.interrupt(Interrupted(why))
         now = _now()
         for endpoint, flights in self._flights.items():
             if endpoint.health.is_down:
                 for ticket in flights:
                     self._recall(ticket, now)
+
+    @property
+    def deciding(self) -> int:
+        return self.decisions.under_way
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.decisions.waiting)
 
     # What is known of endpoints
 
@@ -361,6 +308,9 @@ class EndpointMonitor:
 
     def _wake(self, endpoint: Endpoint) -> None:
         self._scheduler.touch(endpoint)
+        self._pump()
+
+    def _pump(self) -> None:
         assert self._slots is not None
         self._slots.pump()
 
@@ -371,7 +321,7 @@ class EndpointMonitor:
             self._report(endpoint, _now())
             if was_down and not endpoint.health.is_down:
                 self._scheduler.rejoin()
-            self._decide()
+        self.decisions.wake()
         self.arm(endpoint)
         self._wake(endpoint)
 
@@ -429,12 +379,12 @@ class EndpointMonitor:
 
     def _goes_down(self, endpoint: Endpoint, now: float) -> None:
         """The health is down already."""
-        endpoint.server.history.forgive()
+        endpoint.server.history.go_down()
         endpoint.server.go_down()
         self._scheduler.touch(endpoint)
         self._on_limit(endpoint, "the server is down")
         self._report(endpoint, now)
-        self._decide()
+        self.decisions.wake()
         self.arm(endpoint)
         endpoint.tell_others()
 
@@ -447,13 +397,15 @@ class EndpointMonitor:
     def not_sent(self, ticket: Ticket) -> None:
         """The request could not be made. If it was a trial, the next one is."""
         if ticket.trial and ticket.endpoint is not None:
-            self._try_next(ticket.endpoint, _now())
+            self._try_next(ticket.endpoint)
 
-    def _try_next(self, endpoint: Endpoint, now: float) -> None:
+    def _try_next(self, endpoint: Endpoint) -> None:
+        """Let the next row be the trial."""
         endpoint.health.trial_over()
-        endpoint.health.next_trial = now
-        if self.others_work(endpoint):
-            self._scheduler.router.trials.append(endpoint)
+        endpoint.health.ready = True
+        trials = self._scheduler.router.trials
+        if self.others_work(endpoint) and endpoint not in trials:
+            trials.append(endpoint)
 
     def _lose_patience(self, endpoint: Endpoint, why: str) -> None:
         """An endpoint is given up only when no other works; until then it is probed now and then."""
@@ -468,7 +420,7 @@ class EndpointMonitor:
         self._scheduler.touch(endpoint)
         if all(other.given_up or other.leaving for other in self._all):
             self._on_over(ended, why)
-        self._decide()
+        self.decisions.wake()
 
     # Time
 
@@ -526,8 +478,8 @@ class EndpointMonitor:
             # Before the first trial nothing was tried.
             if (health.trials or server.held_until) and now >= self._patience_ends(endpoint):
                 self._lose_patience(endpoint, self._what_was_tried(endpoint, now))
-            if now >= health.next_trial and not endpoint.given_up and self.others_work(endpoint):
-                health.try_now(now)
+            if now >= health.next_trial and not endpoint.given_up and self._backend is not None:
+                health.try_now(now, probing=True)
                 self._probe(endpoint)
         elif endpoint.inflight and not self.budgets.short and now >= self._silent_at(endpoint):
             if self.others_work(endpoint):
@@ -552,39 +504,45 @@ class EndpointMonitor:
         """Probe an endpoint that is leaving: what a dead one has in flight is taken back at once."""
         self._probe(endpoint)
 
-    def _probe(self, endpoint: Endpoint) -> None:
+    def _probe(self, endpoint: Endpoint) -> asyncio.Task[Probe] | None:
         if endpoint not in self._probes and self._backend is not None:
             task = asyncio.get_running_loop().create_task(self._probing(self._backend, endpoint))
             self._probes[endpoint] = task
+        return self._probes.get(endpoint)
 
-    async def _probing(self, backend: Backend, endpoint: Endpoint) -> None:
-        health = endpoint.health
+    async def _probing(self, backend: Backend, endpoint: Endpoint) -> Probe:
         try:
             found = await probe(backend, endpoint.name)
+        except asyncio.CancelledError:
+            if endpoint.health.probing:
+                endpoint.health.trial_over()
+                endpoint.tell_others()
+            raise
         finally:
             del self._probes[endpoint]
-        now = _now()
-        if found.state == "down":
-            health.reason = found.reason or health.reason
-            if not health.is_down:
+        self._found(endpoint, found, _now())
+        endpoint.tell_others()
+        self._wake(endpoint)
+        return found
+
+    def _found(self, endpoint: Endpoint, found: Probe, now: float) -> None:
+        """Apply what a probe found."""
+        health = endpoint.health
+        health.reached = health.reached or found.state == "up"
+        if not health.is_down:
+            if found.state == "down":
                 self._is_silent(endpoint, now, f"a probe failed: {found.reason}")
             else:
+                self._is_slow(endpoint, now)
+        elif health.state == "on trial" and health.probing:
+            if found.state == "down" and self.others_work(endpoint):
+                health.reason = found.reason or health.reason
+                health.trials += 1
                 health.trial_over()
                 self._trial_failed(endpoint, now)
-        elif health.is_down:
-            health.reached = health.reached or found.state == "up"
-            alone = self._broke_alone.pop(endpoint, None)
-            if alone is not None:
-                broke_alone(alone.row, now)
-            if self.others_work(endpoint):
-                self._try_next(endpoint, now)
-        else:
-            health.reached = health.reached or found.state == "up"
-            self._is_slow(endpoint, now)
-            for ticket, decided in tuple(self._waiting.items()):
-                if ticket.endpoint is endpoint and not decided.done():
-                    decided.set_result(True)
-        self._wake(endpoint)
+            else:
+                self._try_next(endpoint)
+        health.up_at = -inf if found.state == "down" else now
 
     def _is_slow(self, endpoint: Endpoint, now: float) -> None:
         """The endpoint is up although it was silent."""
