@@ -178,7 +178,7 @@ class Dispatcher:
             except BackendError as failure:
                 error, seconds, queued = failure, loop.time() - sent, loop.time()
                 cost = None if call is None else call.fail(error)
-                verdict = self.endpoints.failed(ticket, error)
+                attempt, verdict = self.endpoints.failed(ticket, error)
                 scope = self.endpoints.scope(ticket, error)
             except Exception:
                 self.endpoints.not_sent(ticket)
@@ -190,8 +190,10 @@ class Dispatcher:
                 if call is not None:
                     call.fail()
                 self.slots.release(ticket)
-            step = await self.endpoints.decisions.decide(
+            step = await self.endpoints.decisions.step(
                 ticket,
+                attempt,
+                verdict,
                 policy.max_retries,
                 retryable=error.retryable or scope in ("confirm", "all"),
                 wait=policy.wait_out,
@@ -283,7 +285,9 @@ class Dispatcher:
             return 0.0
         if verdict.soon:
             return retry_delay(1, None, self._chance())
-        return 0.0 if verdict.move else retry_delay(failures, error.retry_after, self._chance())
+        if verdict.move and failures == 1:
+            return 0.0
+        return retry_delay(failures, None if verdict.move else error.retry_after, self._chance())
 
     @property
     def name(self) -> str:
