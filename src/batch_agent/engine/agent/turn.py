@@ -18,7 +18,7 @@ from batch_agent.messages import Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 
 
-class Turn(ModelCall, Observer):
+class TurnCall(ModelCall, Observer):
     """A Question and its Observer. ``early`` has the tool calls that are started while the answer is streamed."""
 
     __slots__ = ("_early", "_index", "_r", "_tally")
