@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from batch_agent import BatchAgent, RunRejected
+from batch_agent.backends.base import Probe
 from batch_agent.cli.main import main
 from batch_agent.errors import RunUnreachable, Unavailable
 from batch_agent.events import Event, HealthChanged
@@ -264,6 +265,9 @@ def test_a_server_that_never_answered_is_given_up_soon_and_the_error_says_what_w
         async def models(self) -> list[str]:
             refuse()
             return []
+
+        async def probe(self, endpoint: str = "") -> Probe:
+            return Probe("down", "connection refused")
 
     @virtual_clock
     async def scenario() -> float:

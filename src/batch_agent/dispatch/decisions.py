@@ -1,84 +1,130 @@
-"""Rows whose retries are used up, while it is not known whether their last failures were their own.
+"""What becomes of a row whose request failed, once that can be decided.
 
-They wait for evidence: a good answer, an endpoint that goes down, or, when nothing is in flight that could tell, the
-word of a probe.
+A row with retries left goes on at once. One whose retries are used up waits here until its undecided failures are
+decided: by another row's answer, by an endpoint that goes down, or by a probe if no other row can tell.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from batch_agent.backends.base import Probe
 from batch_agent.errors import Interrupted
-from batch_agent.scheduler.blame import Step, after_probe, next_step
+from batch_agent.scheduler.blame import Attempt, Step, Verdict, next_step
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 
 
 class Decisions:
-    """``pump`` hands out slots, which may bring evidence; ``probe`` asks an endpoint whether it is there."""
+    """``start_probe`` probes an endpoint, and returns None if it cannot be probed."""
 
-    def __init__(self, pump: Callable[[], None], probe: Callable[[Endpoint], object]) -> None:
-        self._pump, self._probe = pump, probe
-        self._waiting: dict[Ticket, asyncio.Future[bool]] = {}  # True: on the word of a probe
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        start_probe: Callable[[Endpoint], asyncio.Task[Probe] | None],
+        pump: Callable[[], None],
+    ) -> None:
+        self._endpoints, self._start_probe, self._pump = endpoints, start_probe, pump
+        self.waiting: dict[Ticket, tuple[asyncio.Future[bool], int]] = {}  # with how many failures were undecided
+        self.under_way = 0  # rows whose own failures are undecided
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    async def decide(self, ticket: Ticket, max_retries: int, *, retryable: bool, wait: bool = True) -> Step:
-        """What becomes of a row whose attempt failed, once that can be decided; with ``wait`` off, as far as it is
-        decided now. Raises Interrupted when the run is over."""
-        endpoint = ticket.endpoint
+    async def step(
+        self, ticket: Ticket, attempt: Attempt, verdict: Verdict, max_retries: int, *, retryable: bool, wait: bool
+    ) -> Step:
+        """What becomes of the row. With ``wait`` off, as far as that is known now. Raises Interrupted when the run is
+        over."""
+        endpoint, row = ticket.endpoint, ticket.row
         assert endpoint is not None
-        step = next_step(ticket.row, max_retries, retryable=retryable)
-        while wait and not endpoint.given_up and (step == "wait" or (step == "fail" and _is_unclear(ticket))):
-            decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-            self._waiting[ticket] = decided
+        is_unclear = self._is_unclear(ticket)
+        step = next_step(row, max_retries, retryable=retryable, move=verdict.move)
+        if wait and not endpoint.given_up and (verdict.hears_probe or step == "wait" or is_unclear):
+            self.under_way += not is_unclear  # a row that was denied tells nothing about failures
             try:
-                self._pump()
-                on_probe = await decided
+                step = await self._decide(ticket, endpoint, attempt, verdict, max_retries, retryable)
             finally:
-                self._waiting.pop(ticket, None)
-            step = next_step(ticket.row, max_retries, retryable=retryable)
-            if on_probe and step == "wait":
-                step = after_probe(ticket.row, max_retries, asyncio.get_running_loop().time())
-                if step == "fail":
-                    endpoint.server.history.give_up_on(ticket.row)
-            elif on_probe:
-                break
+                self.under_way -= not is_unclear
         if endpoint.given_up:
             return "retry"
+        if step == "retry":
+            row.excuse(max_retries)
         return "fail" if step == "wait" else step
 
-    def look(self) -> None:
-        """Wake the rows whose failures are decided now."""
-        for ticket, decided in tuple(self._waiting.items()):
+    async def _decide(
+        self,
+        ticket: Ticket,
+        endpoint: Endpoint,
+        attempt: Attempt,
+        verdict: Verdict,
+        max_retries: int,
+        retryable: bool,
+    ) -> Step:
+        """The step once there is evidence for it."""
+        row, history, alone = ticket.row, endpoint.server.history, False
+        if verdict.hears_probe:
+            await self._ask_probe(attempt, endpoint, alone=verdict.alone)
+            alone = verdict.alone
+        while not endpoint.given_up:
+            step = next_step(row, max_retries, retryable=retryable, move=verdict.move)
+            if step == "wait" and alone:
+                if max_retries and not history.is_ripe(attempt):
+                    return "retry"
+                for each in self._endpoints:
+                    each.server.history.give_up_on(row)
+                return "fail"
+            if step == "retry" or (step == "fail" and (alone or not self._is_unclear(ticket))):
+                return step
+            alone = await self._decided(ticket)
+            if alone and step == "wait":
+                await self._ask_probe(attempt, endpoint, alone=True)
+        return "retry"
+
+    async def _ask_probe(self, attempt: Attempt, endpoint: Endpoint, *, alone: bool) -> None:
+        """Note what a probe of the endpoint says about the row."""
+        row = attempt.row
+        can_crash = attempt.outcome == "broken" and attempt.sound and (attempt.trial or row.suspect)
+        probing = self._start_probe(endpoint)
+        if probing is not None:
+            await asyncio.wait([probing])
+        found = None if probing is None or probing.cancelled() else probing.result()
+        if found is not None and found.state == "down":
+            endpoint.server.history.alone.pop(row, None)
+            row.crashes += can_crash
+        elif alone:
+            endpoint.server.history.contradict(attempt)
+
+    async def _decided(self, ticket: Ticket) -> bool:
+        """Wait for evidence. True: nobody is left to give it."""
+        decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.waiting[ticket] = decided, ticket.row.undecided
+        try:
+            self._pump()
+            return await decided
+        finally:
+            self.waiting.pop(ticket, None)
+
+    def _is_unclear(self, ticket: Ticket) -> bool:
+        assert ticket.endpoint is not None
+        return ticket.endpoint.server.refusals.is_unclear(ticket.progress)
+
+    def wake(self) -> None:
+        """Wake the rows about which something was decided."""
+        for ticket, (decided, undecided) in tuple(self.waiting.items()):
             assert ticket.endpoint is not None
-            known = ticket.endpoint.given_up or not (ticket.row.undecided or _is_unclear(ticket))
-            if known and not decided.done():
+            row = ticket.row
+            changed = row.undecided < undecided or not (row.undecided or self._is_unclear(ticket))
+            if not decided.done() and (changed or ticket.endpoint.given_up):
                 decided.set_result(False)
 
-    def probed(self, endpoint: Endpoint) -> None:
-        """A probe found the endpoint up: that is all that will be known."""
-        for ticket, decided in tuple(self._waiting.items()):
-            if ticket.endpoint is endpoint and not decided.done():
-                decided.set_result(True)
-
-    def idle(self) -> None:
-        """Nothing is in flight that could decide anything: probe where rows wait."""
-        for ticket, decided in tuple(self._waiting.items()):
-            if ticket.row.undecided:
-                assert ticket.endpoint is not None
-                self._probe(ticket.endpoint)
-            elif not decided.done():
-                decided.set_result(True)
-
-    def interrupt(self, why: str) -> None:
-        for decided in self._waiting.values():
+    def interrupt(self, over: Interrupted) -> None:
+        for decided, _ in self.waiting.values():
             if not decided.done():
-                decided.set_exception(Interrupted(why))
+                decided.set_exception(over)
 
-
-def _is_unclear(ticket: Ticket) -> bool:
-    assert ticket.endpoint is not None
-    return ticket.endpoint.server.refusals.is_unclear(ticket.progress)
+    def nobody_else(self) -> None:
+        """No row will be sent, as far as is known: wake the rows about which no request in flight can tell."""
+        for ticket, (decided, _) in tuple(self.waiting.items()):
+            assert ticket.endpoint is not None
+            told_by = [each for each in self._endpoints if ticket.row in each.server.history.open]
+            if not decided.done() and not any(each.server.inflight for each in told_by or [ticket.endpoint]):
+                decided.set_result(True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 SILENT = Observer()
 
 
-@dataclass(slots=True, eq=False)
 class ModelCall:
     """A ModelRequest as a question to one backend."""
 
-    backend: Backend
-    request: ModelRequest
-    on_tool_call: OnToolCall | None = None
+    __slots__ = ("backend", "on_tool_call", "request")
+
+    def __init__(self, backend: Backend, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> None:
+        self.backend, self.request, self.on_tool_call = backend, request, on_tool_call
 
     @property
     def text(self) -> str:
@@ -59,7 +59,7 @@ class ModelCall:
         request = self.request
         request.endpoint = endpoint
         try:
-            return await self.backend.infer(request, self.on_tool_call)
+            reply = await self.backend.infer(request, self.on_tool_call)
         except BackendError as error:
             error.text = error.text or self.text
             raise
@@ -67,9 +67,14 @@ class ModelCall:
             request.tries += 1
             if request.on_begin is not None:
                 request.on_begin()
+        self.check(reply)
+        return reply
+
+    def check(self, reply: Reply) -> None:
+        """Raises a BackendError for an answer that is of no use."""
 
     def lost(self) -> None:
-        pass
+        """Another request answered it."""
 
     def again(self) -> ModelCall:
         """The same for another endpoint; tools are started by the first request alone."""
@@ -149,7 +154,7 @@ class Dispatcher:
         observer: Observer = SILENT,
     ) -> Reply:
         """The complete answer, or the BackendError that could not be helped. ``ticket`` is a claim that was made
-        already; else ``progress`` makes one."""
+        already; else ``progress`` makes one. With neither it is no agent's turn, and goes after those that are."""
         loop = asyncio.get_running_loop()
         queued = loop.time()
         if ticket is None:
@@ -173,7 +178,7 @@ class Dispatcher:
             except BackendError as failure:
                 error, seconds, queued = failure, loop.time() - sent, loop.time()
                 cost = None if call is None else call.fail(error)
-                verdict = self.endpoints.failed(ticket, error)
+                attempt, verdict = self.endpoints.failed(ticket, error)
                 scope = self.endpoints.scope(ticket, error)
             except Exception:
                 self.endpoints.not_sent(ticket)
@@ -185,8 +190,10 @@ class Dispatcher:
                 if call is not None:
                     call.fail()
                 self.slots.release(ticket)
-            step = await self.endpoints.decisions.decide(
+            step = await self.endpoints.decisions.step(
                 ticket,
+                attempt,
+                verdict,
                 policy.max_retries,
                 retryable=error.retryable or scope in ("confirm", "all"),
                 wait=policy.wait_out,
@@ -198,12 +205,12 @@ class Dispatcher:
                 raise error
             await self.slots.again(ticket, delay)
 
-    async def ask_many(self, questions: Questions, policy: Policy, *, progress: Progress | None = None) -> Replies:
+    async def ask_many(self, questions: Questions, policy: Policy) -> Replies:
         """The answers to questions that are one request, with one slot; one that failed is an error in its own place.
         Raises the BackendError of a request that failed as a whole."""
         together = _Together(questions)
         try:
-            await self.ask(together, policy, progress=progress)
+            await self.ask(together, policy)
         except JobError:
             if not together.answers:
                 raise
@@ -278,7 +285,9 @@ class Dispatcher:
             return 0.0
         if verdict.soon:
             return retry_delay(1, None, self._chance())
-        return 0.0 if verdict.move else retry_delay(failures, error.retry_after, self._chance())
+        if verdict.move and failures == 1:
+            return 0.0
+        return retry_delay(failures, None if verdict.move else error.retry_after, self._chance())
 
     @property
     def name(self) -> str:

@@ -4,7 +4,9 @@
 turns due times into timers. ``flights`` has the requests in flight, ``decisions`` the rows whose last failures are not
 decided yet.
 
-While one of several endpoints is down, no row waits for it: it is probed, and gets a trial when the probe finds it up.
+A trial begins with a probe. While other endpoints work, it goes no further if the probe fails: no row waits for an
+endpoint that is down. If nothing works, a row follows whatever the probe says, since the page that is probed may be at
+fault; a row that breaks after a good probe may be what brings the server down.
 """
 
 from __future__ import annotations
@@ -20,16 +22,9 @@ from batch_agent.dispatch.budgets import Budgets
 from batch_agent.dispatch.decisions import Decisions
 from batch_agent.dispatch.flights import Flights
 from batch_agent.dispatch.probing import Probed, probe
-from batch_agent.errors import BackendError, ContextOverflow, RateLimited, Rejected
+from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
-from batch_agent.scheduler.blame import (
-    Attempt,
-    Outcome,
-    Verdict,
-    broke_alone,
-    judge,
-    outcome_of,
-)
+from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.engine_load import Reading
@@ -68,14 +63,13 @@ class EndpointMonitor:
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
         self.trust_probes = False  # an endpoint that a probe finds up needs no trial
         self._slots: Slots | None = None
-        self._probes: dict[Endpoint, asyncio.Task[None]] = {}
-        self._broke_alone: dict[Endpoint, Ticket] = {}  # the latest trial that broke, with too few rows to tell
+        self._probes: dict[Endpoint, asyncio.Task[Probe]] = {}
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
         self._seen: dict[Endpoint, str] = {}  # the health that was last reported
         self._alarms = Alarms(self._look)
         self.flights = Flights(scheduler.router, self._pump)
-        self.decisions = Decisions(self._pump, self.probe)
         self.budgets = Budgets(self.arm)
+        self.decisions = Decisions(self._all, self.probe, self._pump)
 
     def start(self, slots: Slots) -> None:
         self._slots = slots
@@ -126,7 +120,7 @@ class EndpointMonitor:
         assert endpoint is not None
         server = endpoint.server
         self._scheduler.answered(ticket, seconds, reply.usage, now)
-        server.learn(seconds)
+        server.learn(seconds, now)
         server.refused_since = None
         self._is_alive(endpoint, ticket, seconds, now)
         if reply.quota is not None or ticket.lease is not None:
@@ -134,15 +128,14 @@ class EndpointMonitor:
             self.budgets.learn(endpoint, ticket, reply.quota, reply.usage)
             self.budgets.settle(ticket, reply.usage if counted else None)
         server.refusals.answered(ticket.sent_at)
-        if server.history.open:
+        if server.history.open or server.history.alone:
             server.history.add(Attempt(ticket.row, ticket.sent_at, now, "answered", ticket.trial), _GOOD)
-        if self.decisions:
-            self.decisions.look()
+        self.decisions.wake()
         if not endpoint.health.is_down:
             tokens = reply.usage.completion_tokens
             self._say(endpoint, endpoint.capacity.succeeded(ticket.sent_at, seconds, tokens, now))
 
-    def failed(self, ticket: Ticket, error: BackendError) -> Verdict:
+    def failed(self, ticket: Ticket, error: BackendError) -> tuple[Attempt, Verdict]:
         """Judge a failed attempt and apply the verdict. Called while the ticket still holds its slot."""
         endpoint, now = ticket.endpoint, _now()
         assert endpoint is not None
@@ -155,16 +148,20 @@ class EndpointMonitor:
             outcome = "recalled"
         if outcome == "overloaded" and is_spent(error.quota):
             outcome = "recalled"  # it is known when there will be more: neither side is to blame
+        if outcome == "silent" and ticket.trial and not health.is_down:
+            outcome = "recalled"  # the endpoint has come back, and the time limit of a trial is not the row's
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # a lone request cannot be too many: the server, or this row, has another problem
-        attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, left)
+        attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, ticket.sound, left)
         others, few = self.others_work(endpoint) and ticket.pinned is None, self._few_rows
         verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
         server.history.add(attempt, verdict)
-        ticket.avoid = endpoint if verdict.move else None
+        if outcome != "recalled" or ticket.avoid is None:  # it still avoids the endpoint where it failed
+            ticket.avoid = endpoint if verdict.move else None
         self._apply(endpoint, ticket, error, outcome, verdict, now)
-        return verdict
+        self.decisions.wake()
+        return attempt, verdict
 
     def _apply(
         self, endpoint: Endpoint, ticket: Ticket, error: BackendError, outcome: Outcome, verdict: Verdict, now: float
@@ -194,9 +191,6 @@ class EndpointMonitor:
             if ticket.trial and not ticket.overdue:
                 health.trial_over()
                 self._trial_failed(endpoint, now)
-                if outcome in ("broken", "silent") and self._few_rows:
-                    self._broke_alone[endpoint] = ticket
-                    self.probe(endpoint)
         if verdict.probe:
             self.probe(endpoint)
 
@@ -215,8 +209,8 @@ class EndpointMonitor:
     # The end
 
     def idle(self) -> None:
-        """Nothing is in flight and nothing can start."""
-        self.decisions.idle()
+        """No row will be sent that could tell whose fault a failure was."""
+        self.decisions.nobody_else()
 
     def spare(self) -> None:
         """Every turn has its slot, and slots stay idle."""
@@ -224,8 +218,16 @@ class EndpointMonitor:
 
     def interrupt(self, why: str) -> None:
         """Nothing more is sent: rows that wait are interrupted, requests at endpoints that are down are taken back."""
-        self.decisions.interrupt(why)
+        self.decisions.interrupt(Interrupted(why))
         self.flights.recall_down(_now())
+
+    @property
+    def deciding(self) -> int:
+        return self.decisions.under_way
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.decisions.waiting)
 
     # What is known of endpoints
 
@@ -273,7 +275,7 @@ class EndpointMonitor:
             self._report(endpoint, _now())
             if was_down and not endpoint.health.is_down:
                 self._scheduler.rejoin()
-            self.decisions.look()
+        self.decisions.wake()
         self.arm(endpoint)
         self._wake(endpoint)
 
@@ -335,12 +337,12 @@ class EndpointMonitor:
 
     def _goes_down(self, endpoint: Endpoint, now: float) -> None:
         """The health is down already."""
-        endpoint.server.history.forgive()
+        endpoint.server.history.go_down()
         endpoint.server.go_down()
         self._scheduler.touch(endpoint)
         self._on_limit(endpoint, "the server is down")
         self._report(endpoint, now)
-        self.decisions.look()
+        self.decisions.wake()
         self.arm(endpoint)
         endpoint.tell_others()
 
@@ -353,13 +355,15 @@ class EndpointMonitor:
     def not_sent(self, ticket: Ticket) -> None:
         """The request could not be made. If it was a trial, the next one is."""
         if ticket.trial and ticket.endpoint is not None:
-            self._try_next(ticket.endpoint, _now())
+            self._try_next(ticket.endpoint)
 
-    def _try_next(self, endpoint: Endpoint, now: float) -> None:
+    def _try_next(self, endpoint: Endpoint) -> None:
+        """Let the next row be the trial."""
         endpoint.health.trial_over()
-        endpoint.health.next_trial = now
-        if self.others_work(endpoint):
-            self._scheduler.router.trials.append(endpoint)
+        endpoint.health.ready = True
+        trials = self._scheduler.router.trials
+        if self.others_work(endpoint) and endpoint not in trials:
+            trials.append(endpoint)
 
     def _lose_patience(self, endpoint: Endpoint, why: str) -> None:
         """An endpoint is given up only when no other works; until then it is probed now and then."""
@@ -374,7 +378,7 @@ class EndpointMonitor:
         self._scheduler.touch(endpoint)
         if all(other.given_up or other.leaving for other in self._all):
             self._on_over(ended, why)
-        self.decisions.look()
+        self.decisions.wake()
 
     # Time
 
@@ -432,8 +436,8 @@ class EndpointMonitor:
             # Before the first trial nothing was tried.
             if (health.trials or server.held_until) and now >= self._patience_ends(endpoint):
                 self._lose_patience(endpoint, self._what_was_tried(endpoint, now))
-            if now >= health.next_trial and not endpoint.given_up and self.others_work(endpoint):
-                health.try_now(now)
+            if now >= health.next_trial and not endpoint.given_up and self._backend is not None:
+                health.try_now(now, probing=True)
                 self.probe(endpoint)
         elif endpoint.inflight and not self.budgets.short and now >= self._silent_at(endpoint):
             if self.others_work(endpoint):
@@ -453,47 +457,51 @@ class EndpointMonitor:
 
     # Probes
 
-    def probe(self, endpoint: Endpoint) -> asyncio.Task[None] | None:
+    def probe(self, endpoint: Endpoint) -> asyncio.Task[Probe] | None:
         """Ask the endpoint whether it is there; what it says is applied when it comes."""
         if endpoint not in self._probes and self._backend is not None:
             task = asyncio.get_running_loop().create_task(self._probing(self._backend, endpoint))
             self._probes[endpoint] = task
         return self._probes.get(endpoint)
 
-    async def _probing(self, backend: Probed, endpoint: Endpoint) -> None:
+    async def _probing(self, backend: Probed, endpoint: Endpoint) -> Probe:
         try:
             found = await probe(backend, endpoint.name)
+        except asyncio.CancelledError:
+            if endpoint.health.probing:
+                endpoint.health.trial_over()
+                endpoint.tell_others()
+            raise
         finally:
             del self._probes[endpoint]
         self.found(endpoint, found)
+        endpoint.tell_others()
+        return found
 
     def found(self, endpoint: Endpoint, found: Probe) -> None:
         """Apply what a probe of the endpoint has found."""
         health, now = endpoint.health, _now()
-        if found.state == "down":
-            health.reason = found.reason or health.reason
-            if not health.is_down:
-                self._is_silent(endpoint, now, f"a probe failed: {found.reason}")
-            else:
-                health.trial_over()
-                self._trial_failed(endpoint, now)
-            if self.trust_probes:
-                self.flights.recall_all(endpoint, now)
-        elif health.is_down and self.trust_probes:
+        health.reached = health.reached or found.state == "up"
+        if health.is_down and found.state != "down" and self.trust_probes:
             health.reached = True
             health.recover()
             self._comes_up(endpoint, now)
-        elif health.is_down:
-            health.reached = health.reached or found.state == "up"
-            alone = self._broke_alone.pop(endpoint, None)
-            if alone is not None:
-                broke_alone(alone.row, now)
-            if self.others_work(endpoint):
-                self._try_next(endpoint, now)
-        else:
-            health.reached = health.reached or found.state == "up"
-            self._is_slow(endpoint, now)
-            self.decisions.probed(endpoint)
+        elif not health.is_down:
+            if found.state == "down":
+                self._is_silent(endpoint, now, f"a probe failed: {found.reason}")
+            else:
+                self._is_slow(endpoint, now)
+        elif health.state == "on trial" and health.probing:
+            if found.state == "down" and self.others_work(endpoint):
+                health.reason = found.reason or health.reason
+                health.trials += 1
+                health.trial_over()
+                self._trial_failed(endpoint, now)
+            else:
+                self._try_next(endpoint)
+        if found.state == "down" and self.trust_probes:
+            self.flights.recall_all(endpoint, now)
+        health.up_at = -inf if found.state == "down" else now
         self._wake(endpoint)
 
     def _is_slow(self, endpoint: Endpoint, now: float) -> None:

@@ -54,7 +54,13 @@ class Feed:
     @property
     def is_fed(self) -> bool:
         """No agent will start, as far as is known now."""
-        return self.ended or (self.channel is not None and self.room is None)
+        return self.ended or self.reading or (self.channel is not None and self.room is None)
+
+    def set_reading(self, reading: bool) -> None:
+        """Whether it waits for its next input, which may depend on results of this run."""
+        self.reading = reading
+        if reading and self._slots.waits:
+            asyncio.get_running_loop().call_soon(self._slots.look_ahead)  # if it has to wait
 
     def expect(self, rows: int | None) -> None:
         self.rows = rows

@@ -16,7 +16,7 @@ from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.routing import Router
 
-TAIL_FACTOR = 1.5  # times what an idle endpoint takes: what a request must still take where it is, to be taken back
+COMPUTED, QUEUED = 1.5, 0.6  # times what an idle endpoint takes, that a request must still take to be moved there
 SHORTEST_TAIL = 0.05  # seconds between two looks at the end of a batch
 STREAM_SILENCE = 3.0  # seconds without a byte, after which an answer that has begun is taken back
 UNKNOWN_FACTOR = 3.0  # times the usual seconds, after which a request at an endpoint that never answered is taken back
@@ -131,8 +131,8 @@ class Flights:
             (left, ticket)
             for endpoint in self._at
             if endpoint is not best and not (endpoint.health.is_down or endpoint.health.patient)
-            for ticket in self.at(endpoint)
-            if (left := self._seconds_left(endpoint, ticket, now)) > TAIL_FACTOR * fast and _may_move(ticket)
+            for place, ticket in enumerate(self.at(endpoint), start=1)
+            if (left := self._seconds_left(endpoint, ticket, place, now)) > fast and _may_move(ticket)
         ]
         slow.sort(key=lambda item: -item[0])
         for _, ticket in slow[: int(min(self._router.spare, len(slow)))]:
@@ -144,11 +144,13 @@ class Flights:
         self._timer = None
         self._look_again()
 
-    def _seconds_left(self, endpoint: Endpoint, ticket: Ticket, now: float) -> float:
-        """What a request is still expected to take where it is."""
-        waited, seconds = now - ticket.sent_at, endpoint.server.seconds
-        if seconds:
-            return seconds - waited
+    def _seconds_left(self, endpoint: Endpoint, ticket: Ticket, place: int, now: float) -> float:
+        """What a request is still expected to take where it is: by the usual time, and by its place in the server's
+        queue. Each is corrected for what moving it costs: one that is being computed has come further than one that is
+        in the queue."""
+        waited, server = now - ticket.sent_at, endpoint.server
+        if server.seconds:
+            return max((server.seconds - waited) / COMPUTED, place * server.gap / QUEUED)
         return inf if waited > UNKNOWN_FACTOR * self._router.usual else 0.0
 
 

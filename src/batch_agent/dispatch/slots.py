@@ -21,6 +21,16 @@ from batch_agent.scheduler.forecast import Progress
 class Watcher(Protocol):
     """Told what becomes of slots."""
 
+    @property
+    def deciding(self) -> int:
+        """Rows whose request failed and of which it is not known whose fault that is."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether a row waits for evidence."""
+        ...
+
     def sent(self, ticket: Ticket) -> None:
         """The ticket has its slot."""
         ...
@@ -30,7 +40,7 @@ class Watcher(Protocol):
         ...
 
     def idle(self) -> None:
-        """Nothing is in flight and nothing can start: no answer will come that could decide anything."""
+        """No row will be sent, as far as is known: only what is in flight can still decide something."""
         ...
 
     def spare(self) -> None:
@@ -147,11 +157,14 @@ class Slots:
         return all(feed.is_fed for feed in self._feeds)
 
     @property
+    def waits(self) -> bool:
+        """Whether a row waits for evidence of whose fault its failures are."""
+        return self._watcher.waits
+
+    @property
     def few_rows(self) -> bool:
         """Too few rows are left to tell a bad row from a bad endpoint."""
-        scheduler = self.scheduler
-        busy = scheduler.inflight + scheduler.waiting + scheduler.backing_off
-        return max(scheduler.agents, busy) < SEVERAL and self.all_fed
+        return self.scheduler.busy + self._watcher.deciding < SEVERAL and self.all_fed
 
     @property
     def is_hungry(self) -> bool:
@@ -234,10 +247,12 @@ class Slots:
 
     def _check_idle(self) -> None:
         scheduler = self.scheduler
-        if scheduler.idle:
-            if self.all_fed or scheduler.is_full:
-                self._watcher.idle()
-        elif len(scheduler.endpoints) > 1 and not scheduler.wanted and self.all_fed:
+        if scheduler.wanted:
+            return
+        all_fed = self.all_fed
+        if self._watcher.waits and not scheduler.backing_off and (all_fed or scheduler.is_full):
+            self._watcher.idle()
+        if all_fed and scheduler.inflight and len(scheduler.endpoints) > 1:
             self._watcher.spare()
 
     def _set_alarm(self, due: float) -> None:

@@ -1,17 +1,18 @@
 """Whose fault a failed request is: the row's, its endpoint's, or not known yet.
 
 An attempt is an immutable fact. ``judge`` is one pure function of an attempt and the history of its endpoint. Its
-verdict says four things: whether the row is charged, what the endpoint is from now on, whether the row should be sent
-elsewhere, and whether the endpoint should be probed.
+verdict says whether the row is charged, what the endpoint is from now on, whether the row should be sent elsewhere, and
+whether the endpoint should be probed.
 
 A failure that either side may have caused is undecided until there is evidence:
 
 - A good answer to a request that was sent no earlier, and that ended after the failure, charges the row: the endpoint
   works, this request does not. Evidence has a time: an answer proves nothing about requests that were sent after it.
 - The endpoint goes down: its undecided failures are forgiven. A row with a failure that can crash a server collects a
-  crash. A row with two crashes is a suspect. It is tried last and alone, and fails after a few more crashes.
-- With too few rows to tell, the endpoint is probed. If the probe says that it is down, the rows are forgiven. If the
-  probe says that it is up, the row is charged once it has used its retries and has been tried for ``LEAST_TRYING``.
+  hit. A row with two hits is a suspect, and is tried last and alone.
+- With too few rows to tell, the endpoint is probed. If it is down, the row is forgiven. If it was up just before the
+  row was sent and is down afterwards, the row has crashed it; after a few of these it fails. If it is up, the row is
+  charged, but not before it has been tried for ``LEAST_TRYING``: a probe does not show every fault of a server.
 
 A refusal for load is never charged while other requests hold slots at the endpoint.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from batch_agent.errors import BackendError, EmptyAnswer, Rejected, Timeout, Truncated
@@ -37,7 +39,7 @@ Outcome = Literal[
 ]
 
 SEVERAL = 3  # rows whose failures put an endpoint down without a probe
-SUSPECT = 2  # crashes after which a row is tried last and alone
+SUSPECT = 2  # hits and crashes after which a row is tried last and alone
 LEAST_TRYING = 20.0  # seconds of failures before a row is charged on the word of a probe alone
 MOST_REFUSED = 20  # refusals for load of one row alone, while others were answered, before it fails
 DENIED = frozenset({301, 302, 303, 307, 308, 401, 402, 403, 404, 405, 429})  # 429: a spent quota, raised as Rejected
@@ -62,24 +64,27 @@ class RowHistory:
 
     charges: int = 0
     undecided: int = 0
-    crashes: int = 0  # endpoints that went down right after a failure of this row that can crash a server
+    hits: int = 0  # endpoints that went down right after a failure of this row that can crash a server
+    crashes: int = 0  # endpoints that were up before it was sent there alone, and down afterwards
     refused: int = 0  # refusals for load, alone at the endpoint, while others were answered
-    denials: int = 0
-    failures: int = 0  # since it was last forgiven
-    failing_since: float | None = None  # when the first of these was sent
-    began: float | None = None  # when its first failed attempt was sent
+    failures: int = 0  # since it was last forgiven; the delay grows with them
 
     @property
     def suspect(self) -> bool:
-        return self.crashes >= SUSPECT
+        return self.hits + self.crashes >= SUSPECT
 
     def settle(self, number: int, *, charge: bool) -> None:
         """Decide some of its undecided failures."""
+        number = min(number, self.undecided)
         self.undecided -= number
         if charge:
             self.charges += number
         elif not self.undecided:
-            self.failures, self.failing_since = 0, None
+            self.failures = 0
+
+    def excuse(self, max_retries: int) -> None:
+        """Let it be sent once more: of its undecided failures no more than its retries count."""
+        self.undecided = min(self.undecided, max(0, max_retries - self.charges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class Attempt:
     ended_at: float
     outcome: Outcome
     trial: bool = False  # the endpoint was down; this request was sent to find out
+    sound: bool = False  # the endpoint had just shown that it was up when the request was sent
     left_in_flight: int = 0  # other requests at the endpoint
 
 
@@ -100,15 +106,19 @@ class Verdict:
     endpoint: Literal["", "healthy", "suspect", "down"] = ""  # "": as it was
     move: bool = False  # send the row to another endpoint
     probe: bool = False  # ask the endpoint whether it is there
+    hears_probe: bool = False  # what the probe says counts for the row too
+    alone: bool = False  # no other row can tell
     at_once: bool = False  # send the row again without a delay
     soon: bool = False  # send it again after a short delay: the endpoint holds everything back by itself
 
 
 @dataclass(slots=True, eq=False)
 class EndpointHistory:
-    """The undecided failures of one endpoint: all that is known against it."""
+    """The undecided failures of one endpoint: all that is known against it. ``alone`` has the rows that failed with no
+    other row to tell, and since when: all that the word of the probe says against them."""
 
     open: dict[RowHistory, list[Attempt]] = field(default_factory=dict)
+    alone: dict[RowHistory, float] = field(default_factory=dict)
 
     @property
     def witnesses(self) -> int:
@@ -122,10 +132,9 @@ class EndpointHistory:
         if attempt.outcome == "answered":
             self._answered(attempt.sent_at)
             return
-        row.failures += 1
-        row.denials += attempt.outcome == "denied"
-        row.failing_since = attempt.sent_at if row.failing_since is None else row.failing_since
-        row.began = attempt.sent_at if row.began is None else row.began
+        if attempt.outcome == "overloaded" or (attempt.outcome == "unreachable" and not attempt.sound):
+            self.alone.pop(row, None)
+        row.failures += verdict.row != "clear"
         row.charges += verdict.row == "charged"
         if verdict.row == "undecided":
             row.undecided += attempt.outcome != "overloaded"
@@ -137,6 +146,7 @@ class EndpointHistory:
 
     def _answered(self, sent_at: float) -> None:
         """A request that was sent then was answered: what was sent no later has failed by itself."""
+        self.alone.clear()
         for row in [row for row, attempts in self.open.items() if attempts[0].sent_at <= sent_at]:
             attempts = self.open[row]
             proven = [attempt for attempt in attempts if attempt.sent_at <= sent_at]
@@ -149,16 +159,31 @@ class EndpointHistory:
                 self.open[row] = [attempt for attempt in attempts if attempt.sent_at > sent_at]
 
     def forgive(self) -> None:
-        """The endpoint is down: its undecided failures were its own, though a suspect may have caused that."""
+        """The endpoint is down: its undecided failures were its own, though one of these rows may have caused that."""
         for row, attempts in self.open.items():
-            row.crashes += any(
-                attempt.outcome == "broken" and (row.suspect or not attempt.trial) for attempt in attempts
-            )
+            row.hits += any(attempt.outcome == "broken" for attempt in attempts)
             row.settle(_not_refused(attempts), charge=False)
         self.open.clear()
 
+    def go_down(self) -> None:
+        """The endpoint was up, and is down."""
+        self.forgive()
+        self.alone.clear()
+
+    # The word of a probe, if no other row can tell
+
+    def contradict(self, attempt: Attempt) -> None:
+        """A probe says that the endpoint is up. A row that fails as a trial is charged for each time from now on."""
+        self.alone.setdefault(attempt.row, attempt.sent_at)
+        attempt.row.charges += attempt.trial and self.is_ripe(attempt)
+
+    def is_ripe(self, attempt: Attempt) -> bool:
+        """Whether the row has failed alone for long enough to be charged."""
+        return attempt.ended_at - self.alone.get(attempt.row, inf) >= LEAST_TRYING
+
     def give_up_on(self, row: RowHistory) -> None:
-        """Charge the row on the word of a probe: the endpoint is up and there are no other rows to tell."""
+        """Charge the row for all of its failures here."""
+        self.alone.pop(row, None)
         row.settle(_not_refused(self.open.pop(row, ())), charge=True)
 
 
@@ -180,39 +205,31 @@ def judge(
     if outcome == "overloaded":
         alone = attempt.left_in_flight == 0 and not is_down
         return Verdict("undecided" if alone else "clear", move=others_healthy, soon=True)
-    if is_down:
-        # What was in flight when the endpoint went down may have caused that. Of trials only a suspect's count.
-        counts = attempt.row.suspect or not attempt.trial
-        return Verdict("undecided" if counts else "clear", "down", move=others_healthy)
     row = attempt.row
+    if is_down and attempt.trial:
+        return Verdict("clear", "down", move=others_healthy, probe=True, hears_probe=True, alone=few_rows)
+    if is_down:  # it was in flight when the endpoint went down, and may have caused that
+        return Verdict("undecided", "down", move=others_healthy)
     witnesses = history.witnesses + (not row.charges and row not in history.open)
     if (
         not row.charges and witnesses >= SEVERAL and attempt.left_in_flight <= 2 * witnesses
     ):  # those in flight may yet be answered
         return Verdict("undecided", "down", move=others_healthy)
-    return Verdict("undecided", "suspect", move=others_healthy, probe=others_healthy or few_rows)
+    hears = row.suspect or (few_rows and not others_healthy)
+    probe = hears or others_healthy or outcome == "silent"
+    return Verdict("undecided", "suspect", others_healthy, probe, hears_probe=hears, alone=few_rows)
 
 
 Step = Literal["fail", "retry", "wait"]
 
 
-def next_step(row: RowHistory, max_retries: int, *, retryable: bool) -> Step:
+def next_step(row: RowHistory, max_retries: int, *, retryable: bool, move: bool = False) -> Step:
     """What becomes of a row whose attempt failed. ``wait``: its retries are used up, as far as they are its own; so
-    wait until its undecided failures are decided."""
+    wait until its undecided failures are decided. ``move``: it will go to another endpoint, which can tell too."""
     if not retryable or row.charges > max_retries:
         return "fail"
-    if row.crashes > max(SUSPECT, max_retries) or row.refused > MOST_REFUSED:
+    if row.crashes > max(1, max_retries - SUSPECT) or row.refused > MOST_REFUSED:
         return "fail"
-    return "wait" if row.undecided and row.charges + row.undecided > max_retries else "retry"
-
-
-def broke_alone(row: RowHistory, now: float) -> None:
-    """Note that a row's trial broke at an endpoint whose probe says that it is up, with too few rows to tell."""
-    if row.began is not None and now - row.began >= LEAST_TRYING:
-        row.charges += 1
-
-
-def after_probe(row: RowHistory, max_retries: int, now: float) -> Step:
-    """The same once the endpoint was probed and is up, and no other row can tell."""
-    began = now if row.failing_since is None else row.failing_since
-    return "retry" if max_retries and now - began < LEAST_TRYING else "fail"
+    if not row.undecided or row.charges + row.undecided <= max_retries:
+        return "retry"
+    return "retry" if move and row.failures == 1 else "wait"

@@ -62,6 +62,7 @@ class Ticket:
     sent_at: float = 0.0
     generation: int = 0  # of the endpoint's capacity when it was sent
     trial: bool = False  # the endpoint was down; this request finds out
+    sound: bool = False  # the endpoint had just shown that it was up when it was sent
     overdue: bool = False  # a trial that took too long; it is waited for beside the next
     recalled: bool = False  # taken back by the dispatcher
     moved: bool = False  # taken back once at the end of the batch
@@ -97,7 +98,7 @@ class Scheduler:
         self._parking: Parking[Ticket, Endpoint | str] = Parking(self.forecast)
         self._lanes: Lanes[Ticket] = Lanes()  # of those that are pinned to an endpoint
         self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for those who are parked there
-        self._suspect_in_flight: Ticket | None = None
+        self._suspect_in_flight: Ticket | None = None  # beside other turns, which it may take down
 
     # Endpoints
 
@@ -183,9 +184,9 @@ class Scheduler:
         return not passing and not self.has_room()
 
     @property
-    def idle(self) -> bool:
-        """Nothing is in flight, and nobody wants a slot."""
-        return not (self.inflight or self.backing_off or self.wanted)
+    def busy(self) -> int:
+        """Turns that have a slot, wait for one, or will soon."""
+        return self.inflight + self.waiting + self.backing_off + len(self.aside) + len(self.suspects)
 
     @property
     def wanted(self) -> bool:
@@ -254,7 +255,10 @@ class Scheduler:
         ticket.endpoint = endpoint
         ticket.sent_at = now
         ticket.generation = endpoint.capacity.generation
+        ticket.sound = endpoint.health.is_sound(now)
         ticket.trial, ticket.overdue, ticket.recalled, ticket.anywhere = endpoint.take(now), False, False, False
+        if ticket.row.suspect and not ticket.trial:
+            self._suspect_in_flight = ticket
         self.inflight += 1
         if len(self.endpoints) > 1:
             self.router.touch(endpoint)
@@ -266,7 +270,7 @@ class Scheduler:
         endpoint = self.endpoints[0]
         if not endpoint.has_slot(now):
             return None
-        ticket = self._next()
+        ticket = self._next(trial=endpoint.health.is_down)
         return None if ticket is None else (ticket, endpoint)
 
     def _match_many(self, now: float) -> tuple[Ticket, Endpoint] | None:
@@ -353,13 +357,23 @@ class Scheduler:
             if best is None or router.seconds(home) <= MUCH_SLOWER * router.seconds(best) + worth + CHANCE:
                 return home
         elif worth > router.wait(home, self._parking.waiting(home)):
-            self._parking.park(ticket, progress.turns, home, now + worth)
+            self._park(ticket, home, now + worth)
             return None
         if best is None and ticket.avoid is not None:
+            other = router.other(ticket.avoid, progress.model, progress.tokens)
+            if other is not None:  # it has no slot now
+                self._park(ticket, other)
+                return None
             best = self._best(progress, None, now)
         if best is None:  # another is free, of a kind that cannot take it
-            self._parking.park(ticket, progress.turns, progress.model)
+            self._park(ticket, progress.model)
         return best
+
+    def _park(self, ticket: Ticket, place: Endpoint | str, due: float = inf) -> None:
+        if ticket.state == "set aside":
+            ticket.state = "waiting"
+            self.waiting += 1
+        self._parking.park(ticket, ticket.progress.turns, place, due)
 
     def _best(self, progress: Progress, avoid: Endpoint | None, now: float) -> Endpoint | None:
         while True:
@@ -374,21 +388,23 @@ class Scheduler:
 
     def _next_for(self, endpoint: Endpoint) -> Ticket | None:
         """The next ticket that may go to this endpoint; those pinned elsewhere are parked on the way."""
-        while (ticket := self._next()) is not None:
+        while (ticket := self._next(trial=True)) is not None:
             if ticket.pinned in (None, endpoint):
                 return ticket
             self._lanes.add(ticket, ticket.pinned)
         return None
 
-    def _next(self) -> Ticket | None:
+    def _next(self, *, trial: bool = False) -> Ticket | None:
+        """The next ticket that is ready. A suspect goes alone; a trial is alone at its endpoint."""
         if self._queue:
             return self._queue.take(self.slots)
-        if self.aside:
+        suspect = self.suspects[0] if self.suspects and (trial or self._suspect_in_flight is None) else None
+        # Trials go round: a row that fails each of its own must not keep a suspect from being tried.
+        if self.aside and (suspect is None or self.aside[0].sent_at <= suspect.sent_at):
             return self.aside.popleft()
-        if self._suspect_in_flight is None and self.suspects:
-            self._suspect_in_flight = self.suspects.popleft()
-            return self._suspect_in_flight
-        return None
+        if suspect is not None:
+            self.suspects.popleft()
+        return suspect
 
     def give_back(self, ticket: Ticket) -> None:
         """The ticket's turn is over, or its agent no longer wants it. Giving back twice is harmless."""
@@ -403,7 +419,7 @@ class Scheduler:
             if ticket.trial and not ticket.overdue:
                 ticket.endpoint.health.trial_over()
         elif ticket.state == "set aside":
-            (self.suspects if ticket.row.suspect else self.aside).remove(ticket)
+            (self.aside if ticket in self.aside else self.suspects).remove(ticket)
         elif ticket.state == "waiting":
             self.waiting -= 1
             if ticket in self._parking.parked:

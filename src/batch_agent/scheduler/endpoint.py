@@ -62,7 +62,7 @@ class Endpoint:
             return False
         state = self.health.state
         if state == "down":
-            return now >= self.health.next_trial
+            return self.health.ready or now >= self.health.next_trial
         share = server.share(self)
         return state != "on trial" and (share is None or self.inflight < share)
 

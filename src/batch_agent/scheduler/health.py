@@ -30,6 +30,7 @@ PAUSE_SHARE = 1 / 300  # of the outage so far
 JITTER = 0.3  # random share of a pause
 LEARNT = 10  # good answers after which the slowest of them says something
 SHORTEST_SILENCE, SILENCE_FACTOR = 5.0, 6  # seconds, and times the slowest answer
+FRESH = LONGEST_PAUSE  # seconds for which an answer or a good probe says that it is up
 SHORTEST_GRACE = 1.0  # seconds
 SHORTEST_TRIAL = 2.0  # seconds a trial may take
 TRIAL_SHARE = 1 / 240  # of the outage so far: a server that starts cold takes longer than it ever did
@@ -46,10 +47,13 @@ class Health:
         self.reached = False  # it has answered something, if only an error
         self.down_since = 0.0
         self.next_trial = 0.0
+        self.probing = False  # a probe is the trial, or precedes it
+        self.ready = False  # the probe is over, and a row may be the trial before the next one
         self.trials = 0  # of this outage
         self.trial_ends = 0.0  # when the latest trial has taken too long
         self.reason = ""  # the latest failure, for people
         self.heard = 0.0  # when the last request was sent or answered
+        self.up_at = -inf  # when an answer or a probe showed that it is up; -inf after a sign that it is not
         self._silent = False  # it is down because it was silent
         self._patience = 0.0  # seconds that a trial was waited for
         self._good = 0
@@ -61,7 +65,7 @@ class Health:
 
     def answer(self, seconds: float, sent_at: float, now: float) -> bool:
         """Note an answer, or a refusal that only a working server can give. True when it ends an outage."""
-        self.heard = now
+        self.heard = self.up_at = now
         self.answered = True
         self._good += 1
         if seconds > self._slowest:
@@ -80,13 +84,14 @@ class Health:
 
     def fail(self, reason: str, now: float) -> None:
         """Note a failure that the endpoint may have caused."""
-        self.heard = now
+        self.heard, self.up_at = now, -inf
         self.reason = reason
         if self.state == "healthy":
             self.state = "suspect"
 
     def go_down(self, now: float, *, silent: bool = False) -> None:
         self.state = "down"
+        self.up_at, self.ready = -inf, False
         self._silent = silent
         self.down_since = now
         self.trials = 0
@@ -103,6 +108,10 @@ class Health:
             return inf
         return self.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * self._slowest)
 
+    def is_sound(self, now: float) -> bool:
+        """Whether it has just shown that it is up."""
+        return now - self.up_at <= FRESH
+
     @property
     def grace(self) -> float:
         """Seconds that requests from before an outage still get once it is over."""
@@ -110,10 +119,11 @@ class Health:
 
     # Trials
 
-    def try_now(self, now: float) -> None:
-        """A trial is sent."""
+    def try_now(self, now: float, *, probing: bool = False) -> None:
+        """A trial is sent, or a probe in its place."""
         self.state = "on trial"
-        self.trials += 1
+        self.probing, self.ready = probing, False
+        self.trials += not probing
         self.next_trial = now + self.pause(now)
         self.trial_ends = now + (self.trial_seconds(now) or inf)
 
@@ -136,5 +146,6 @@ class Health:
 
     def trial_over(self) -> None:
         """The trial failed, or was withdrawn."""
+        self.up_at = -inf
         if self.state == "on trial":
             self.state = "down"

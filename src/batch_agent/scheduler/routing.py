@@ -177,19 +177,24 @@ class Router:
     def best(self, model: str = "", tokens: int = 0, avoid: Endpoint | None = None) -> Endpoint | None:
         """The free endpoint where a turn will be done soonest; None where none is free that could take it."""
         found: tuple[float, int, Endpoint] | None = None
-        for heap in self._fitting(model, tokens):
-            entry = self._top(heap, avoid)
+        for kind in self._fitting(model, tokens):
+            entry = self._top(self._heaps[kind], avoid)
             if entry is not None and (found is None or entry < found):
                 found = entry
         return None if found is None else found[2]
 
-    def _fitting(self, model: str, tokens: int) -> Sequence[list[tuple[float, int, Endpoint]]]:
-        heaps = self._heaps
-        if len(heaps) == 1:
-            return list(heaps.values())
+    def other(self, avoid: Endpoint, model: str, tokens: int) -> Endpoint | None:
+        """The working endpoint beside this one where a turn will soonest have a slot; None where none could take it."""
+        kinds = self._fitting(model, tokens)
+        others = [each for each, standing in self._standing.items() if standing.works and standing.kind in kinds]
+        return min((each for each in others if each is not avoid), key=lambda each: self.wait(each, 0), default=None)
+
+    def _fitting(self, model: str, tokens: int) -> Sequence[Kind]:
+        """Kinds that may take a turn of that model and length."""
+        if len(self._heaps) == 1:
+            return list(self._heaps)
         serving = self._serving(model)
-        long = [kind for kind in serving if kind[1] is None or kind[1] > tokens] or serving
-        return [heaps[kind] for kind in long]
+        return [kind for kind in serving if kind[1] is None or kind[1] > tokens] or serving
 
     def _serving(self, model: str) -> list[Kind]:
         """Kinds that may serve a model: where some say that they do, those and the ones that say nothing."""

@@ -60,14 +60,14 @@ class Batch:
         count = LOOKED_UP if self._record is not None and self._record.has_past else 1
         index, total = 0, self._plan.total
         while await self._feed.wait_room():
-            self._feed.reading = True
+            self._feed.set_reading(True)
             try:
                 values = await self._rows.read(count)
             except Exception as error:
                 self.failure = error
                 values = []
             finally:
-                self._feed.reading = False
+                self._feed.set_reading(False)
             if not values:
                 self._feed.end()
                 return

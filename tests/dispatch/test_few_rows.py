@@ -1,0 +1,95 @@
+"""A server that is away for 15 seconds when too few rows are left to tell an outage from a bad row: no row fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from batch_agent import BatchAgent
+from batch_agent.backends.base import Probe
+from batch_agent.errors import Unavailable
+from batch_agent.testing import CallTools, Cut, Fail, Request, Say, ScriptedBackend, ToolUse, virtual_clock
+
+
+def refuse() -> Any:
+    raise Unavailable("connection refused", unreached=True)
+
+
+AWAY: dict[str, Callable[[], Any]] = {
+    "500": lambda: Fail(500),
+    "502": lambda: Fail(502),
+    "503": lambda: Fail(503),
+    "429": lambda: Fail(429),
+    "reset": lambda: Cut(after_chunks=0),
+    "refused": refuse,
+}
+
+
+class Server(ScriptedBackend):
+    """Away from ``begins`` on. ``shows``: its probe fails meanwhile."""
+
+    def __init__(self, mode: str, begins: float, *, shows: bool) -> None:
+        super().__init__(self._reply)
+        self._away, self._begins, self._shows = AWAY[mode], begins, shows
+
+    @property
+    def is_away(self) -> bool:
+        return self._begins <= asyncio.get_running_loop().time() < self._begins + 15
+
+    def _reply(self, request: Request) -> Any:
+        if self.is_away:
+            return self._away()
+        if request.tools and request.turn == 1 and int(request.text) >= 18:
+            return CallTools(ToolUse("look"), latency=0.1)
+        return Say("ok", latency=0.1)
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        return Probe("down", "it is away") if self.is_away and self._shows else Probe("up")
+
+
+async def look() -> str:
+    """Looks."""
+    await asyncio.sleep(5)
+    return "seen"
+
+
+async def the_last_agents(server: Server) -> bool:
+    """The last two of twenty take their second turn when the server is away."""
+    results = await BatchAgent.run(task="{input}", inputs=[str(n) for n in range(20)], backend=server, tools=[look])
+    return all(result.ok for result in results)
+
+
+async def one_row(server: Server) -> bool:
+    return all(result.ok for result in await BatchAgent.run(task="{input}", inputs=["1"], backend=server))
+
+
+async def two_rows(server: Server) -> bool:
+    return all(result.ok for result in await BatchAgent.run(task="{input}", inputs=["1", "2"], backend=server))
+
+
+async def a_reduction(server: Server) -> bool:
+    results, summary = await BatchAgent.run_with_reduce(
+        task="{input}", inputs=["1", "2", "3"], reduce="Sum them up", backend=server
+    )
+    return all(result.ok for result in results) and summary == "ok"
+
+
+Situation = Callable[[Server], Any]
+
+
+@pytest.mark.parametrize("shows", [True, False])
+@pytest.mark.parametrize("mode", AWAY)
+@pytest.mark.parametrize(
+    ("situation", "begins"),
+    [(the_last_agents, 3.0), (one_row, 0.05), (two_rows, 0.05), (a_reduction, 0.15), (one_row, 0.0), (two_rows, 0.0)],
+    ids=["the last agents", "one row", "two rows", "a reduction", "one row, still loading", "two rows, still loading"],
+)
+def test_no_row_fails(situation: Situation, begins: float, mode: str, shows: bool) -> None:
+    @virtual_clock
+    async def scenario() -> None:
+        assert await situation(Server(mode, begins, shows=shows))
+
+    scenario()

@@ -1,0 +1,247 @@
+"""Whose fault a failed attempt is, as a pure function of facts. How it works out over time: dispatch/test_any_order."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from batch_agent.errors import (
+    BackendError,
+    BadResponse,
+    ContextOverflow,
+    EmptyAnswer,
+    RateLimited,
+    Rejected,
+    Timeout,
+    Truncated,
+    Unavailable,
+)
+from batch_agent.scheduler.blame import (
+    LEAST_TRYING,
+    SEVERAL,
+    SUSPECT,
+    Attempt,
+    EndpointHistory,
+    Outcome,
+    RowHistory,
+    Verdict,
+    judge,
+    next_step,
+    outcome_of,
+)
+
+
+class Endpoint:
+    """One endpoint's history, and whether it is down."""
+
+    def __init__(self) -> None:
+        self.history = EndpointHistory()
+        self.is_down = False
+
+    def ends(
+        self,
+        row: RowHistory,
+        outcome: str,
+        at: float = 0.0,
+        *,
+        sent: float | None = None,
+        trial: bool = False,
+        left: int = 0,
+        others: bool = False,
+        few: bool = False,
+    ) -> Verdict:
+        attempt = Attempt(row, at if sent is None else sent, at, cast("Outcome", outcome), trial, left_in_flight=left)
+        verdict = judge(attempt, self.history, is_down=self.is_down, others_healthy=others, few_rows=few)
+        self.history.add(attempt, verdict)
+        if verdict.endpoint == "down" and not self.is_down:
+            self.history.go_down()
+        self.is_down = verdict.endpoint == "down" or (self.is_down and verdict.endpoint != "healthy")
+        return verdict
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (Unavailable("refused", unreached=True), "unreachable"),
+        (Timeout("no connection", unreached=True), "unreachable"),
+        (Timeout("nothing came"), "silent"),
+        (Unavailable("500", status=500), "broken"),
+        (Unavailable("reset"), "broken"),
+        (BadResponse("not HTTP"), "broken"),
+        (Unavailable("503", status=503, overload=True), "overloaded"),
+        (RateLimited("429", status=429), "overloaded"),
+        (Rejected("401", status=401), "denied"),
+        (Rejected("quota", status=429), "denied"),
+        (Rejected("400", status=400), "refused"),
+        (ContextOverflow("too long", status=400), "refused"),
+        (Truncated("length"), "flawed"),
+        (EmptyAnswer("nothing"), "flawed"),
+    ],
+)
+def test_an_error_says_how_an_attempt_ended(error: BackendError, outcome: str) -> None:
+    assert outcome_of(error) == outcome
+
+
+def test_one_row_that_breaks_is_undecided_until_a_request_that_was_sent_no_earlier_is_answered() -> None:
+    endpoint, bad, good = Endpoint(), RowHistory(), RowHistory()
+    assert endpoint.ends(bad, "broken", 2.0, sent=1.0, left=5).row == "undecided"
+    endpoint.ends(good, "answered", 3.0, sent=0.5)
+    assert (bad.charges, bad.undecided) == (0, 1), "it was sent before"
+    endpoint.ends(good, "answered", 3.0, sent=1.0)
+    assert (bad.charges, bad.undecided) == (1, 0)
+
+
+def test_several_rows_that_break_put_the_endpoint_down_and_are_forgiven() -> None:
+    endpoint, rows = Endpoint(), [RowHistory() for _ in range(SEVERAL)]
+    verdicts = [endpoint.ends(row, "broken").endpoint for row in rows]
+    assert verdicts == ["suspect"] * (SEVERAL - 1) + ["down"]
+    assert [(row.charges, row.undecided, row.hits) for row in rows] == [(0, 0, 1)] * SEVERAL
+
+
+def test_failures_that_come_before_the_answers_put_nothing_down() -> None:
+    endpoint = Endpoint()
+    for n in range(20):
+        assert endpoint.ends(RowHistory(), "broken", left=100 - n).endpoint == "suspect"
+
+
+def test_one_row_is_one_witness_however_often_it_fails() -> None:
+    endpoint, row = Endpoint(), RowHistory()
+    assert {endpoint.ends(row, "broken").endpoint for _ in range(50)} == {"suspect"}
+
+
+def test_a_row_that_was_charged_is_no_witness() -> None:
+    endpoint, charged = Endpoint(), [RowHistory(charges=1) for _ in range(10)]
+    assert {endpoint.ends(row, "broken").endpoint for row in charged} == {"suspect"}
+
+
+def test_one_connection_that_is_refused_puts_the_endpoint_down_and_says_nothing_about_the_row() -> None:
+    endpoint, row = Endpoint(), RowHistory()
+    verdict = endpoint.ends(row, "unreachable", others=True)
+    assert (verdict.row, verdict.endpoint, verdict.move) == ("clear", "down", True)
+    assert (row.charges, row.undecided, row.hits, row.failures) == (0, 0, 0, 0)
+
+
+def test_a_refusal_for_load_beside_others_is_nothing_and_alone_it_counts_as_a_refusal_only() -> None:
+    endpoint, row, other = Endpoint(), RowHistory(), RowHistory()
+    assert endpoint.ends(row, "overloaded", left=3).row == "clear"
+    assert endpoint.ends(row, "overloaded", 1.0).row == "undecided"
+    assert not endpoint.history.witnesses
+    endpoint.ends(other, "answered", 2.0)
+    assert (row.refused, row.charges, row.undecided) == (1, 0, 0)
+
+
+def test_requests_in_flight_when_the_endpoint_went_down_are_forgiven_and_remembered() -> None:
+    endpoint, row = Endpoint(), RowHistory()
+    for n in range(SUSPECT):
+        endpoint.is_down = True
+        assert not row.suspect
+        assert endpoint.ends(row, "broken", float(n)).endpoint == "down"
+    assert row.suspect and not row.charges
+
+
+def test_trials_that_fail_charge_nobody_while_several_rows_are_tried() -> None:
+    endpoint, row = Endpoint(), RowHistory()
+    endpoint.is_down = True
+    for n in range(100):
+        assert endpoint.ends(row, "broken", float(n), trial=True).row == "clear"
+    assert (row.charges, row.hits, row.failures) == (0, 0, 0)
+
+
+def test_a_row_that_fails_alone_is_charged_on_the_word_of_the_probe_but_not_soon() -> None:
+    history, row = EndpointHistory(), RowHistory()
+    for at, charges in ((0.0, 0), (LEAST_TRYING - 1.0, 0), (LEAST_TRYING, 1), (LEAST_TRYING + 1.0, 2)):
+        history.contradict(Attempt(row, at, at, "broken", trial=True))
+        assert row.charges == charges
+
+
+def test_an_outage_that_shows_starts_the_time_of_trying_anew() -> None:
+    endpoint, row = Endpoint(), RowHistory()
+    endpoint.history.contradict(Attempt(row, 0.0, 0.0, "broken", trial=True))
+    endpoint.ends(row, "unreachable", 10.0)
+    endpoint.history.contradict(Attempt(row, LEAST_TRYING, LEAST_TRYING, "broken", trial=True))
+    assert not row.charges
+
+
+def test_a_row_whose_retries_are_used_up_waits_until_its_failures_are_decided() -> None:
+    row = RowHistory(undecided=2, failures=2)
+    assert next_step(row, 2, retryable=True) == "retry"
+    assert next_step(row, 1, retryable=True) == "wait"
+    row.settle(2, charge=True)
+    assert next_step(row, 1, retryable=True) == "fail"
+
+
+def test_a_row_that_failed_once_may_be_tried_at_another_endpoint_even_without_a_retry() -> None:
+    assert next_step(RowHistory(undecided=1, failures=1), 0, retryable=True, move=True) == "retry"
+    assert next_step(RowHistory(undecided=1, failures=2), 0, retryable=True, move=True) == "wait"
+
+
+class Judging(RuleBasedStateMachine):
+    """Attempts that end in any order, at endpoints of any state: the books stay in balance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.endpoints = [Endpoint() for _ in range(3)]
+        self.rows = [RowHistory() for _ in range(5)]
+        self.attempts = dict.fromkeys(self.rows, 0)
+        self.now = 0.0
+        self.max_retries = 0
+
+    @initialize(max_retries=st.integers(0, 3))
+    def start(self, max_retries: int) -> None:
+        self.max_retries = max_retries
+
+    @rule(
+        which=st.integers(0, 2),
+        row=st.integers(0, 4),
+        outcome=st.sampled_from(
+            ["answered", "flawed", "refused", "overloaded", "broken", "broken", "unreachable", "silent", "recalled"]
+        ),
+        took=st.integers(0, 5),
+        left=st.integers(0, 9),
+        others=st.booleans(),
+        few=st.booleans(),
+    )
+    def ends(self, which: int, row: int, outcome: str, took: int, left: int, others: bool, few: bool) -> None:
+        endpoint, history = self.endpoints[which], self.rows[row]
+        self.now += 1.0
+        before, trial = (history.charges, history.undecided), endpoint.is_down and not left
+        sent = self.now - took
+        verdict = endpoint.ends(history, outcome, self.now, sent=sent, trial=trial, left=left, others=others, few=few)
+        self.attempts[history] += 1
+        if outcome in ("unreachable", "recalled") or (outcome == "overloaded" and left):
+            assert history.charges == before[0], "never its fault"
+        if verdict.endpoint == "down":
+            assert not endpoint.history.open
+        if outcome in ("answered", "flawed", "refused"):
+            assert all(attempt.sent_at > sent for each in endpoint.history.open.values() for attempt in each)
+        if next_step(history, self.max_retries, retryable=True, move=verdict.move) == "retry":
+            history.excuse(self.max_retries)
+        else:
+            self._replace(row)
+
+    def _replace(self, row: int) -> None:
+        """It failed, or waits: another takes its place."""
+        self.rows[row] = RowHistory()
+        self.attempts[self.rows[row]] = 0
+
+    @rule(which=st.integers(0, 2))
+    def goes_down(self, which: int) -> None:
+        self.endpoints[which].is_down = True
+        self.endpoints[which].history.go_down()
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        for row in self.rows:
+            there = sum(
+                attempt.outcome != "overloaded" for each in self.endpoints for attempt in each.history.open.get(row, ())
+            )
+            assert 0 <= row.undecided <= there
+            assert row.charges + row.undecided <= min(self.max_retries, self.attempts[row])
+
+
+TestJudging = Judging.TestCase
+TestJudging.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
