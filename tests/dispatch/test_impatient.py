@@ -16,7 +16,7 @@ from batch_agent.messages import Conversation, Message, Reply
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.server import Server
-from batch_agent.testing import Fail, Say, ScriptedBackend, virtual_clock
+from batch_agent.testing import Fail, ScriptedBackend, virtual_clock
 
 NOW = Policy(2, wait_out=False, timeout=60.0)
 
