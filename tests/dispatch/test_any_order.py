@@ -23,8 +23,7 @@ from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.health import FRESH
 from batch_agent.scheduler.server import Terms
 from batch_agent.testing import VirtualClockLoop
-
-from .world import MODES, Kind, Mode, Row, SimulatedServer, World
+from dispatch.world import MODES, Kind, Mode, Row, SimulatedServer, World
 
 TIMEOUT = 30.0
 SHORTEST_OUTAGE = 3.0  # a shorter one may be seen by one row alone, and is charged to it

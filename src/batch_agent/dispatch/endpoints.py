@@ -21,7 +21,7 @@ from batch_agent.dispatch.alarms import Alarms
 from batch_agent.dispatch.budgets import Budgets
 from batch_agent.dispatch.decisions import Decisions
 from batch_agent.dispatch.flights import Flights
-from batch_agent.dispatch.probing import Probed, probe
+from batch_agent.dispatch.probing import Probed, Probes
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
@@ -47,6 +47,8 @@ class EndpointMonitor:
     """``on_over`` is told how and why the run ends when no endpoint is left. ``max_outage`` None waits for ever for an
     endpoint that has answered, ``inf`` also for one that never did."""
 
+    _slots: Slots  # set by ``start``
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -57,18 +59,16 @@ class EndpointMonitor:
         on_over: OnOver,
     ) -> None:
         self._scheduler, self._all = scheduler, scheduler.endpoints
-        self._backend = backend
         self._max_outage = inf if max_outage is None else max_outage
         self._max_silence = inf if max_outage == inf else min(self._max_outage, NEVER_REACHED)  # before the first word
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
         self.trust_probes = False  # an endpoint that a probe finds up needs no trial
-        self._slots: Slots | None = None
-        self._probes: dict[Endpoint, asyncio.Task[Probe]] = {}
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
         self._seen: dict[Endpoint, str] = {}  # the health that was last reported
         self._alarms = Alarms(self._look)
         self.flights = Flights(scheduler.router, self._pump)
         self.budgets = Budgets(self.arm)
+        self._probes = Probes(backend, self.found)
         self.decisions = Decisions(self._all, self.probe, self._pump)
 
     def start(self, slots: Slots) -> None:
@@ -78,16 +78,13 @@ class EndpointMonitor:
 
     def attach(self, endpoint: Endpoint) -> None:
         """Share what is known of the server with its other dispatchers."""
-        slots = self._slots
-        assert slots is not None
-        endpoint.is_hungry = lambda: slots.is_hungry
+        endpoint.is_hungry = lambda: self._slots.is_hungry
         endpoint.on_change = self._changed_by_others
 
     def close(self) -> None:
         self._alarms.close()
         self.flights.close()
-        for task in self._probes.values():
-            task.cancel()
+        self._probes.close()
         for endpoint in self._all:
             endpoint.on_change = None
             endpoint.close()
@@ -154,7 +151,7 @@ class EndpointMonitor:
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # a lone request cannot be too many: the server, or this row, has another problem
         attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, ticket.sound, left)
-        others, few = self.others_work(endpoint) and ticket.pinned is None, self._few_rows
+        others, few = self.others_work(endpoint) and ticket.pinned is None, self._slots.few_rows
         verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
         server.history.add(attempt, verdict)
         if outcome != "recalled" or ticket.avoid is None:  # it still avoids the endpoint where it failed
@@ -231,11 +228,6 @@ class EndpointMonitor:
 
     # What is known of endpoints
 
-    @property
-    def _few_rows(self) -> bool:
-        assert self._slots is not None
-        return self._slots.few_rows
-
     def loaded(self, endpoint: Endpoint, load: Reading) -> None:
         """The server told how busy it is."""
         self._say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
@@ -265,7 +257,6 @@ class EndpointMonitor:
         self._pump()
 
     def _pump(self) -> None:
-        assert self._slots is not None
         self._slots.pump()
 
     def _changed_by_others(self, endpoint: Endpoint) -> None:
@@ -300,18 +291,14 @@ class EndpointMonitor:
         self._scheduler.touch(endpoint)
         self._report(endpoint, now)
         self._scheduler.rejoin()
-        self._take_up_again()
+        unreachable, self._unreachable = self._unreachable, []
+        for lost in unreachable:  # it was given up together with this one, and may be back too
+            lost.given_up = ""
+            self._scheduler.touch(lost)
+            self.arm(lost)
         self.arm(endpoint)
         endpoint.tell_others()
         self._wake(endpoint)
-
-    def _take_up_again(self) -> None:
-        """One endpoint works again: those that were given up with it may do so too."""
-        unreachable, self._unreachable = self._unreachable, []
-        for endpoint in unreachable:
-            endpoint.given_up = ""
-            self._scheduler.touch(endpoint)
-            self.arm(endpoint)
 
     def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
         """Halve what is in flight, and hold everything back until the server accepts more."""
@@ -349,7 +336,7 @@ class EndpointMonitor:
     def _trial_failed(self, endpoint: Endpoint, now: float) -> None:
         self._report(endpoint, now)
         if now >= self._patience_ends(endpoint):
-            self._lose_patience(endpoint, self._what_was_tried(endpoint, now))
+            self._lose_patience(endpoint, endpoint.health.what_was_tried(now, self._max_outage))
         self.arm(endpoint)
 
     def not_sent(self, ticket: Ticket) -> None:
@@ -418,7 +405,6 @@ class EndpointMonitor:
         for endpoint in due:
             self._look_at(endpoint, now)
         self.budgets.serve()
-        assert self._slots is not None
         self._slots.pump()
         for endpoint in due:
             self.arm(endpoint)
@@ -435,8 +421,8 @@ class EndpointMonitor:
         elif health.state == "down":
             # Before the first trial nothing was tried.
             if (health.trials or server.held_until) and now >= self._patience_ends(endpoint):
-                self._lose_patience(endpoint, self._what_was_tried(endpoint, now))
-            if now >= health.next_trial and not endpoint.given_up and self._backend is not None:
+                self._lose_patience(endpoint, endpoint.health.what_was_tried(now, self._max_outage))
+            if now >= health.next_trial and not endpoint.given_up and self._probes:
                 health.try_now(now, probing=True)
                 self.probe(endpoint)
         elif endpoint.inflight and not self.budgets.short and now >= self._silent_at(endpoint):
@@ -459,24 +445,7 @@ class EndpointMonitor:
 
     def probe(self, endpoint: Endpoint) -> asyncio.Task[Probe] | None:
         """Ask the endpoint whether it is there; what it says is applied when it comes."""
-        if endpoint not in self._probes and self._backend is not None:
-            task = asyncio.get_running_loop().create_task(self._probing(self._backend, endpoint))
-            self._probes[endpoint] = task
-        return self._probes.get(endpoint)
-
-    async def _probing(self, backend: Probed, endpoint: Endpoint) -> Probe:
-        try:
-            found = await probe(backend, endpoint.name)
-        except asyncio.CancelledError:
-            if endpoint.health.probing:
-                endpoint.health.trial_over()
-                endpoint.tell_others()
-            raise
-        finally:
-            del self._probes[endpoint]
-        self.found(endpoint, found)
-        endpoint.tell_others()
-        return found
+        return self._probes.start(endpoint)
 
     def found(self, endpoint: Endpoint, found: Probe) -> None:
         """Apply what a probe of the endpoint has found."""
@@ -520,13 +489,6 @@ class EndpointMonitor:
             endpoint.health.trial_over()
             self.flights.recall_oldest(endpoint, now)
             self._trial_failed(endpoint, now)
-
-    def _what_was_tried(self, endpoint: Endpoint, now: float) -> str:
-        health = endpoint.health
-        outage = f"{now - health.down_since:.0f} s and {health.trials} trials"
-        if health.answered or health.reached:
-            return f"the server was down for longer than max_outage, {self._max_outage:g} s: {outage}; {health.reason}"
-        return f"the server never answered, in {outage}: {health.reason}"
 
 
 _GOOD = Verdict("clear", "healthy")

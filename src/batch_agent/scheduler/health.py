@@ -149,3 +149,10 @@ class Health:
         self.up_at = -inf
         if self.state == "on trial":
             self.state = "down"
+
+    def what_was_tried(self, now: float, max_outage: float) -> str:
+        """Why the endpoint is given up, for people."""
+        outage = f"{now - self.down_since:.0f} s and {self.trials} trials"
+        if self.answered or self.reached:
+            return f"the server was down for longer than max_outage, {max_outage:g} s: {outage}; {self.reason}"
+        return f"the server never answered, in {outage}: {self.reason}"

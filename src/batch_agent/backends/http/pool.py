@@ -118,7 +118,7 @@ class Pool:
         self._sweep = None
         now = self._loop.time()
         for origin, idle in [*self._idle.items()]:
-            while idle and now - _idle_since(idle[0]) >= self._keepalive:
+            while idle and _idle_since(idle[0]) + self._keepalive <= now:  # as the timer has it, to the last bit
                 idle.pop(0).close()
             if not idle:
                 del self._idle[origin]
