@@ -85,6 +85,8 @@ class Call:
         why = "the run ended before this prompt was done"
         try:
             async with Run[object](prepare(spec), worker=_answer) as run:
+                dispatcher, most = run.shared.dispatcher, self.pool.concurrency
+                dispatcher.grow(min(most, dispatcher.scheduler.max_inflight or most))
                 async for result in run.results():
                     left.discard(result.index)
                     response = _response(result, -1 if self.is_balanced else self.home(result.index))
