@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 NEVER_REACHED = 30.0  # seconds after which an endpoint is given up that no request has ever reached
 TAIL_FACTOR = 1.5  # times what an idle endpoint takes: what a request must still take where it is, to be taken back
 SHORTEST_TAIL = 0.05  # seconds between two looks at the end of a batch
+SECOND_LOOK = 0.25  # seconds after which silence is looked at again
 UNKNOWN_FACTOR = 3.0  # times the usual seconds, after which a request at an endpoint that never answered is taken back
 
 OnHealth = Callable[[Endpoint, float], None]
@@ -73,6 +74,7 @@ class EndpointMonitor:
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
         self._mark: RateMark | None = None
         self._seen: dict[Endpoint, str] = {}  # the health that was last reported
+        self._quiet: dict[Endpoint, float] = {}  # since when it has said nothing, at the first look
         self._tail_timer: asyncio.TimerHandle | None = None
         self._alarms = Alarms(self._look)
         self._deadlines = Deadlines()
@@ -482,7 +484,10 @@ class EndpointMonitor:
                 health.try_now(now, probing=True)
                 self._probe(endpoint)
         elif endpoint.inflight and not self.budgets.short and now >= self._silent_at(endpoint):
-            if self.others_work(endpoint):
+            if self._quiet.get(endpoint) != health.heard:  # answers that came while the loop stalled are read first
+                self._quiet[endpoint] = health.heard
+                self._alarms.set(endpoint, now + SECOND_LOOK)
+            elif self.others_work(endpoint):
                 self._probe(endpoint)
             elif health.is_silent(server.inflight, now):
                 self._is_silent(endpoint, now)
