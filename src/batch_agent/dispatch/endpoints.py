@@ -251,7 +251,8 @@ class EndpointMonitor:
         if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or ticket.chore:
             return "row"
         left = endpoint.server.inflight - 1
-        scope = endpoint.server.refusals.scope(ticket.progress, error.status, str(error), ticket.sent_at, left)
+        refusals, confirmed = endpoint.server.refusals, ticket.row.denials > 1
+        scope = refusals.scope(ticket.progress, error.status, str(error), ticket.sent_at, left, confirmed=confirmed)
         if scope == "all":
             self._give_up(endpoint, "failed", f"the run stopped at a refusal that concerns every row: {error}")
         return scope
