@@ -6,12 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-<<<<<<< HEAD
 from batch_agent.backends.base import Probe
-=======
-from batch_agent.backends.base import Backend, Probe
 from batch_agent.dispatch.deadlines import LATE
->>>>>>> blame
 from batch_agent.errors import BackendError
 from batch_agent.foreign import describe
 from batch_agent.scheduler.endpoint import Endpoint
@@ -19,7 +15,6 @@ from batch_agent.scheduler.endpoint import Endpoint
 PROBE_SECONDS = 2.0
 
 
-<<<<<<< HEAD
 class Probed(Protocol):
     """What is asked about its endpoints: a Backend, or less."""
 
@@ -30,9 +25,6 @@ class Probed(Protocol):
 
 
 async def probe(backend: Probed, endpoint: str) -> Probe:
-    """The endpoint's state; never raises. No answer in time means that it is down."""
-=======
-async def probe(backend: Backend, endpoint: str) -> Probe:
     """The endpoint's state; never raises. No answer in time means that it is down, unless the event loop stalled: then
     the probe is made again."""
     loop = asyncio.get_running_loop()
@@ -43,8 +35,7 @@ async def probe(backend: Backend, endpoint: str) -> Probe:
     return found
 
 
-async def _probe(backend: Backend, endpoint: str) -> Probe:
->>>>>>> blame
+async def _probe(backend: Probed, endpoint: str) -> Probe:
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             return await backend.probe(endpoint)
