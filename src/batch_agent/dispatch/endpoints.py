@@ -1,12 +1,8 @@
 """The endpoints of a dispatcher over time: what attempts say about them, trials, probes, silence, the end of patience.
 
-``scheduler.blame`` judges each attempt and ``scheduler.health`` knows the timing; this file applies the verdicts and
-turns due times into timers. ``flights`` has the requests in flight, ``decisions`` the rows whose last failures are not
-decided yet.
-
-A trial begins with a probe. While other endpoints work, it goes no further if the probe fails: no row waits for an
-endpoint that is down. If nothing works, a row follows whatever the probe says, since the page that is probed may be at
-fault; a row that breaks after a good probe may be what brings the server down.
+This file applies the verdicts of ``scheduler.blame`` and turns the due times of ``scheduler.health`` into timers. A
+trial begins with a probe. While other endpoints work, it goes no further if the probe fails. If nothing works, a row
+follows whatever the probe says: the page that is probed may be at fault.
 """
 
 from __future__ import annotations
