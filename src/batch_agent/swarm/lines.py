@@ -34,6 +34,7 @@ from batch_agent.swarm.checks import whole
 
 TRIES = 5  # of a request whose connection broke, or that the server was too busy for
 LONGEST_PAUSE = 10.0  # seconds; a server that asks for more is not tried again
+PATIENCE_SECONDS = 10.0  # for a server that is down: it may be about to start
 MANY = 1_000_000  # retries, for the dispatcher: ``_Post`` counts them
 
 
@@ -191,7 +192,8 @@ class Lines:
     async def ask(self, line: Line, path: str, body: JsonObject | None, limit: float, spent: float = 0.0) -> Exchange:
         """Posts the body; without one, GET. ``limit`` is the seconds of one request, of which some may be ``spent``.
 
-        A server that refuses connections is tried again for that long. Other failures are tried again a few times.
+        A server that refuses connections is tried again for ``PATIENCE_SECONDS``, or for that long if it is less. Other
+        failures are tried again a few times.
         """
         dispatcher = await self.open()
         slots = dispatcher.slots
@@ -199,7 +201,7 @@ class Lines:
         ticket = slots.claim(Progress(LAST), LAST, pinned=self._endpoints[line])
         policy = Policy(
             MANY,
-            wait_until=asyncio.get_running_loop().time() + post.seconds,
+            wait_until=asyncio.get_running_loop().time() + min(post.seconds, PATIENCE_SECONDS),
             timeout=post.seconds,
             wanted=lambda: not slots.refusal and post.wants_again(ticket),
         )
