@@ -5,9 +5,17 @@ from __future__ import annotations
 from batch_agent.scheduler.refusals import MANY, SEVERAL, Refusals
 
 
-def denied(refusals: Refusals, row: object, status: int, said: str = "no", at: float = 0.0, others: int = 0) -> str:
-    """``others`` are in flight."""
-    return refusals.scope(row, status, said, at, others)
+def denied(
+    refusals: Refusals,
+    row: object,
+    status: int,
+    said: str = "no",
+    at: float = 0.0,
+    others: int = 0,
+    again: bool = False,
+) -> str:
+    """``others`` are in flight; ``again``: the row was denied before."""
+    return refusals.scope(row, status, said, at, others, confirmed=again)
 
 
 def test_a_wrong_key_or_path_concerns_all_before_the_first_answer() -> None:
@@ -21,9 +29,24 @@ def test_a_wrong_key_after_answers_is_confirmed_by_a_second_request() -> None:
     assert denied(refusals, "a", 401, at=2.0) == "confirm"
     refusals.answered(2.0)
     assert not refusals.is_unclear("a"), "one mistake of a gateway"
-    assert denied(refusals, "a", 401, at=3.0) == "confirm"
-    assert denied(refusals, "a", 401, at=4.0) == "unclear", "the same row proves no more"
+    assert denied(refusals, "a", 401, at=3.0, others=1) == "confirm"
+    assert denied(refusals, "a", 401, at=4.0, others=1, again=True) == "unclear", "those in flight will tell"
     assert denied(refusals, "b", 401, at=4.0) == "all"
+
+
+def test_a_wrong_key_is_confirmed_by_the_same_row_if_no_other_is_in_flight() -> None:
+    refusals = Refusals()
+    refusals.answered(1.0)
+    assert denied(refusals, "a", 401, at=2.0) == "confirm"
+    assert denied(refusals, "a", 401, at=3.0, again=True) == "all"
+
+
+def test_a_row_that_is_denied_again_while_others_are_answered_is_denied_alone() -> None:
+    refusals = Refusals()
+    refusals.answered(1.0)
+    assert denied(refusals, "a", 401, at=2.0, others=9) == "confirm"
+    refusals.answered(2.5)
+    assert denied(refusals, "a", 401, at=3.0, others=9, again=True) == "row"
 
 
 def test_a_wrong_path_after_answers_concerns_all_once_several_rows_are_denied() -> None:

@@ -2,7 +2,8 @@
 
 A deadline cancels the task that entered it, as ``asyncio.timeout`` does, and turns that cancellation into TimeoutError.
 Unlike ``asyncio.timeout`` it knows when the event loop stalled: answers that arrived during a stall have not been read
-yet, so a timer that fires late grants the lateness again.
+yet, so a timer that fires late grants the lateness again. A deadline at the very end of a stall is not late; so each
+expires one turn of the loop after its timer, when what has arrived by then has been handed on.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Deadlines:
                 self._number += 1
                 heappush(heap, (deadline.when, self._number, deadline))
             else:
-                deadline._expire()
+                asyncio.get_running_loop().call_soon(deadline._expire)
         if heap:
             self._set_timer(heap[0][0])
 

@@ -1,12 +1,8 @@
 """The endpoints of a dispatcher over time: what attempts say about them, trials, probes, silence, the end of patience.
 
-``scheduler.blame`` judges each attempt and ``scheduler.health`` knows the timing; this file applies the verdicts and
-turns due times into timers. ``flights`` has the requests in flight, ``decisions`` the rows whose last failures are not
-decided yet.
-
-A trial begins with a probe. While other endpoints work, it goes no further if the probe fails: no row waits for an
-endpoint that is down. If nothing works, a row follows whatever the probe says, since the page that is probed may be at
-fault; a row that breaks after a good probe may be what brings the server down.
+This file applies the verdicts of ``scheduler.blame`` and turns the due times of ``scheduler.health`` into timers. A
+trial begins with a probe. While other endpoints work, it goes no further if the probe fails. If nothing works, a row
+follows whatever the probe says: the page that is probed may be at fault.
 """
 
 from __future__ import annotations
@@ -37,6 +33,7 @@ if TYPE_CHECKING:
     from batch_agent.events import Ended
 
 NEVER_REACHED = 30.0  # seconds after which an endpoint is given up that no request has ever reached
+SECOND_LOOK = 0.25  # seconds after which silence is looked at again
 
 OnHealth = Callable[[Endpoint, float], None]
 OnLimit = Callable[[Endpoint, str], None]
@@ -65,6 +62,7 @@ class EndpointMonitor:
         self.trust_probes = False  # the caller probes, and an endpoint that is found up needs no trial
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
         self._seen: dict[Endpoint, str] = {}  # the health that was last reported
+        self._quiet: dict[Endpoint, float] = {}  # since when it has said nothing, at the first look
         self._alarms = Alarms(self._look)
         self.flights = Flights(scheduler.router, self._pump)
         self.budgets = Budgets(self.arm)
@@ -198,7 +196,8 @@ class EndpointMonitor:
         if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or ticket.chore:
             return "row"
         left = endpoint.server.inflight - 1
-        scope = endpoint.server.refusals.scope(ticket.progress, error.status, str(error), ticket.sent_at, left)
+        refusals, confirmed = endpoint.server.refusals, ticket.row.denials > 1
+        scope = refusals.scope(ticket.progress, error.status, str(error), ticket.sent_at, left, confirmed=confirmed)
         if scope == "all":
             self._give_up(endpoint, "failed", f"the run stopped at a refusal that concerns every row: {error}")
         return scope
@@ -426,7 +425,10 @@ class EndpointMonitor:
                 health.try_now(now, probing=True)
                 self.probe(endpoint)
         elif endpoint.inflight and not self.budgets.short and now >= self._silent_at(endpoint):
-            if self.others_work(endpoint):
+            if self._quiet.get(endpoint) != health.heard:  # answers that came while the loop stalled are read first
+                self._quiet[endpoint] = health.heard
+                self._alarms.set(endpoint, now + SECOND_LOOK)
+            elif self.others_work(endpoint):
                 self.probe(endpoint)
             elif health.is_silent(server.inflight, now):
                 self._is_silent(endpoint, now)

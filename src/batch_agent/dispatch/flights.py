@@ -155,4 +155,7 @@ class Flights:
 
 
 def _may_move(ticket: Ticket) -> bool:
-    return not (ticket.trial or ticket.pinned or ticket.moved or ticket.recalled)
+    """Once, but as often as needed from endpoints that have never answered."""
+    assert ticket.endpoint is not None
+    moved = ticket.moved and ticket.endpoint.server.seconds > 0
+    return not (ticket.trial or ticket.pinned or moved or ticket.recalled or ticket.heard_at)

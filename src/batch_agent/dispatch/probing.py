@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from batch_agent.backends.base import Probe
+from batch_agent.dispatch.deadlines import LATE
 from batch_agent.errors import BackendError
 from batch_agent.foreign import describe
 from batch_agent.scheduler.endpoint import Endpoint
@@ -24,7 +25,17 @@ class Probed(Protocol):
 
 
 async def probe(backend: Probed, endpoint: str) -> Probe:
-    """The endpoint's state; never raises. No answer in time means that it is down."""
+    """The endpoint's state; never raises. No answer in time means that it is down, unless the event loop stalled: then
+    the probe is made again."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    found = await _probe(backend, endpoint)
+    if found.state == "down" and loop.time() - began > PROBE_SECONDS + LATE:
+        return await _probe(backend, endpoint)
+    return found
+
+
+async def _probe(backend: Probed, endpoint: str) -> Probe:
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             return await backend.probe(endpoint)

@@ -67,6 +67,7 @@ class RowHistory:
     hits: int = 0  # endpoints that went down right after a failure of this row that can crash a server
     crashes: int = 0  # endpoints that were up before it was sent there alone, and down afterwards
     refused: int = 0  # refusals for load, alone at the endpoint, while others were answered
+    denials: int = 0
     failures: int = 0  # since it was last forgiven; the delay grows with them
 
     @property
@@ -134,6 +135,7 @@ class EndpointHistory:
             return
         if attempt.outcome == "overloaded" or (attempt.outcome == "unreachable" and not attempt.sound):
             self.alone.pop(row, None)
+        row.denials += attempt.outcome == "denied"
         row.failures += verdict.row != "clear"
         row.charges += verdict.row == "charged"
         if verdict.row == "undecided":

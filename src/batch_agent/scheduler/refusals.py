@@ -2,8 +2,10 @@
 
 A wrong key concerns all, and so does a path or a model that does not exist, if the server has never given a good
 answer. A wrong key after good answers is confirmed by a second request first: a gateway may deny one request by
-mistake. Anything else (a forbidden topic, a bad image) may be the row's own. It is unclear until there is a good answer
-to a request that was sent no earlier, or until other rows are denied too. The same denial of several rows with no such
+mistake. If that is denied too, with no good answer in between, it concerns all.
+
+Anything else (a forbidden topic, a bad image) may be the row's own. It is unclear until there is a good answer to a
+request that was sent no earlier, or until other rows are denied too. The same denial of several rows with no such
 answer between them concerns all, unless many more requests are in flight: a denial often comes sooner than an answer.
 """
 
@@ -43,8 +45,18 @@ class Refusals:
     def is_unclear(self, row: Hashable) -> bool:
         return row in self._rows
 
-    def scope(self, row: Hashable, status: int | None, message: str, sent_at: float, left_in_flight: int) -> Scope:
-        """Whom a refusal concerns. ``confirm``: send the same request once more."""
+    def scope(
+        self,
+        row: Hashable,
+        status: int | None,
+        message: str,
+        sent_at: float,
+        left_in_flight: int,
+        *,
+        confirmed: bool = False,
+    ) -> Scope:
+        """Whom a refusal concerns. ``confirm``: send the same request once more, and say then that it was
+        ``confirmed``."""
         if status is None:  # a filter that stopped an answer, not a refusal to answer
             return "row"
         wrong_key = status in WRONG_KEY
@@ -56,10 +68,14 @@ class Refusals:
             self._kind = kind
             self._rows.clear()
         again = row in self._rows
+        if wrong_key and confirmed and not again:
+            return "row"  # others were answered meanwhile
         self._rows[row] = sent_at
         refused = len(self._rows)
         if wrong_key:
-            return "all" if refused >= CONFIRMED else "unclear" if again else "confirm"
+            if refused >= CONFIRMED or (confirmed and not left_in_flight):
+                return "all"
+            return "unclear" if confirmed else "confirm"
         if by_status and not self._answered and refused >= FEW and left_in_flight <= refused:
             return "all"
         return "all" if refused >= (SEVERAL if by_status else MANY) and left_in_flight <= 2 * refused else "unclear"

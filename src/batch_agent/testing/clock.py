@@ -63,6 +63,10 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
+    def stall(self, seconds: float) -> None:
+        """Let time pass in which the loop does nothing, as a callback does that blocks it."""
+        self._now += seconds
+
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         future = super().run_in_executor(executor, func, *args)
         self._threads_at_work += 1
