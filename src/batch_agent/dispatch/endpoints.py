@@ -59,7 +59,7 @@ class EndpointMonitor:
         self._max_outage = inf if max_outage is None else max_outage
         self._max_silence = inf if max_outage == inf else min(self._max_outage, NEVER_REACHED)  # before the first word
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
-        self.trust_probes = False  # an endpoint that a probe finds up needs no trial
+        self.trust_probes = False  # the caller probes, and an endpoint that is found up needs no trial
         self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
         self._seen: dict[Endpoint, str] = {}  # the health that was last reported
         self._quiet: dict[Endpoint, float] = {}  # since when it has said nothing, at the first look
@@ -421,7 +421,7 @@ class EndpointMonitor:
             # Before the first trial nothing was tried.
             if (health.trials or server.held_until) and now >= self._patience_ends(endpoint):
                 self._lose_patience(endpoint, endpoint.health.what_was_tried(now, self._max_outage))
-            if now >= health.next_trial and not endpoint.given_up and self._probes:
+            if now >= health.next_trial and not (endpoint.given_up or self.trust_probes) and self._probes:
                 health.try_now(now, probing=True)
                 self.probe(endpoint)
         elif endpoint.inflight and not self.budgets.short and now >= self._silent_at(endpoint):
@@ -471,6 +471,7 @@ class EndpointMonitor:
             else:
                 self._try_next(endpoint)
         if found.state == "down" and self.trust_probes:
+            health.reason = found.reason or health.reason
             self.flights.recall_all(endpoint, now)
         health.up_at = -inf if found.state == "down" else now
         self._wake(endpoint)
