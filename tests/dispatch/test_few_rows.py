@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -93,3 +93,21 @@ def test_no_row_fails(situation: Situation, begins: float, mode: str, shows: boo
         assert await situation(Server(mode, begins, shows=shows))
 
     scenario()
+
+
+@virtual_clock
+async def test_a_row_is_decided_while_the_inputs_wait_for_its_result() -> None:
+    first_is_done = asyncio.Event()
+
+    async def inputs() -> AsyncIterator[str]:
+        yield "bad"
+        await first_is_done.wait()
+        yield "good"
+
+    backend = ScriptedBackend(lambda request: Fail(500) if request.text == "bad" else Say("ok"))
+    async with BatchAgent.open(task="{input}", inputs=inputs(), backend=backend) as run:
+        ends = []
+        async for result in run.results():
+            first_is_done.set()
+            ends.append((result.input, result.ok))
+    assert ends == [("bad", False), ("good", True)]
