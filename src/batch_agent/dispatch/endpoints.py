@@ -1,8 +1,7 @@
 """The endpoints of a dispatcher over time: what attempts say about them, trials, probes, silence, the end of patience.
 
 This file applies the verdicts of ``scheduler.blame`` and turns the due times of ``scheduler.health`` into timers. A
-trial begins with a probe. While other endpoints work, it goes no further if the probe fails. If nothing works, a row
-follows whatever the probe says: the page that is probed may be at fault.
+trial begins with a probe. While other endpoints work, it goes no further if the probe fails; else a row follows.
 """
 
 from __future__ import annotations
