@@ -17,6 +17,7 @@ from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.routing import Router
 
 COMPUTED, QUEUED = 1.5, 0.6  # times what an idle endpoint takes, that a request must still take to be moved there
+SLOWER = 1.25  # times what an idle endpoint takes: its answers wait in a queue
 SHORTEST_TAIL = 0.05  # seconds between two looks at the end of a batch
 STREAM_SILENCE = 3.0  # seconds without a byte, after which an answer that has begun is taken back
 UNKNOWN_FACTOR = 3.0  # times the usual seconds, after which a request at an endpoint that never answered is taken back
@@ -132,7 +133,7 @@ class Flights:
             for endpoint in self._at
             if endpoint is not best and not (endpoint.health.is_down or endpoint.health.patient)
             for place, ticket in enumerate(self.at(endpoint), start=1)
-            if (left := self._seconds_left(endpoint, ticket, place, now)) > fast and _may_move(ticket)
+            if (left := self._seconds_left(endpoint, ticket, place, fast, now)) > fast and _may_move(ticket)
         ]
         slow.sort(key=lambda item: -item[0])
         for _, ticket in slow[: int(min(self._router.spare, len(slow)))]:
@@ -144,13 +145,14 @@ class Flights:
         self._timer = None
         self._look_again()
 
-    def _seconds_left(self, endpoint: Endpoint, ticket: Ticket, place: int, now: float) -> float:
+    def _seconds_left(self, endpoint: Endpoint, ticket: Ticket, place: int, fast: float, now: float) -> float:
         """What a request is still expected to take where it is: by the usual time, and by its place in the server's
         queue. Each is corrected for what moving it costs: one that is being computed has come further than one that is
         in the queue."""
         waited, server = now - ticket.sent_at, endpoint.server
         if server.seconds:
-            return max((server.seconds - waited) / COMPUTED, place * server.gap / QUEUED)
+            queued = place * server.gap / QUEUED if server.seconds > SLOWER * fast else 0.0
+            return max((server.seconds - waited) / COMPUTED, queued)
         return inf if waited > UNKNOWN_FACTOR * self._router.usual else 0.0
 
 
