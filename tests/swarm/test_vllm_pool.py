@@ -301,12 +301,12 @@ async def test_a_list_for_a_server_that_comes_up_four_seconds_later_is_answered_
 
 
 @virtual_clock
-async def test_a_server_that_never_comes_up_is_given_up_at_the_time_limit() -> None:
+async def test_a_server_that_never_comes_up_is_given_up_after_ten_seconds() -> None:
     began = asyncio.get_running_loop().time()
     async with VLLMPool([dead()], batch_timeout_cap=30.0) as pool:
         (response,) = await pool.post_batch(0, ["a"])
     assert "refused" in (response.error or "")
-    assert 25 < asyncio.get_running_loop().time() - began <= 31  # of the virtual clock
+    assert 9 < asyncio.get_running_loop().time() - began <= 11  # of the virtual clock
 
 
 @virtual_clock
