@@ -1,5 +1,7 @@
-"""How many slots each of several parties may use: as many as it wants; where that is more than there are, an equal
-share each, and what one does not want goes to the others."""
+"""How many slots each of several parties may use: as many as it wants, or an equal share if they want too many.
+
+What one party does not want goes to the others.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ P = TypeVar("P")
 
 
 def shares(wants: Mapping[P, float], total: int) -> dict[P, int]:
-    """At least one each, so that nobody stands still. More than a party wants now is held ready for it, as long as
-    others do not want it: it may want more at any time."""
+    """Return the slots of each party, at least one each. A party may get more than it wants now, if the others do not
+    want them: it may want more at any time."""
     fair: dict[P, int] = {}
     left, parties = total, len(wants)
     for party, want in sorted(wants.items(), key=lambda item: item[1]):
