@@ -390,7 +390,7 @@ class Dispatcher:
         """Send nothing more there; what a dead endpoint has in flight is taken back."""
         self.scheduler.leave(endpoint)
         if endpoint.inflight:
-            self.endpoints.probe(endpoint)
+            self.endpoints.leave(endpoint)
         self.slots.pump()
         self._reject_impatient()
 

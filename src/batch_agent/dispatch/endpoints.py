@@ -79,7 +79,7 @@ class EndpointMonitor:
         self._alarms = Alarms(self._look)
         self._deadlines = Deadlines()
         self.budgets = Budgets(self.arm)
-        self.decisions = Decisions(self._all, self._probe, self._pump)
+        self.decisions = Decisions(self._all, self._probe, self._few_rows, self._pump)
 
     def start(self, slots: Slots) -> None:
         self._slots = slots
@@ -204,7 +204,7 @@ class EndpointMonitor:
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # a lone request cannot be too many: the server, or this row, has another problem
         attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, ticket.sound, left)
-        others, few = self.others_work(endpoint), self._few_rows
+        others, few = self.others_work(endpoint), self._few_rows()
         verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
         server.history.add(attempt, verdict)
         if outcome != "recalled" or ticket.avoid is None:  # it still avoids the endpoint where it failed
@@ -280,7 +280,6 @@ class EndpointMonitor:
 
     # What is known of endpoints
 
-    @property
     def _few_rows(self) -> bool:
         assert self._slots is not None
         return self._slots.few_rows
@@ -392,6 +391,8 @@ class EndpointMonitor:
         endpoint.tell_others()
 
     def _trial_failed(self, endpoint: Endpoint, now: float) -> None:
+        health = endpoint.health
+        health.next_trial = max(health.next_trial, now + health.pause(now))
         self._report(endpoint, now)
         if now >= self._patience_ends(endpoint):
             self._lose_patience(endpoint, self._what_was_tried(endpoint, now))
@@ -506,9 +507,13 @@ class EndpointMonitor:
 
     # Probes
 
-    def probe(self, endpoint: Endpoint) -> None:
-        """Probe an endpoint that is leaving: what a dead one has in flight is taken back at once."""
-        self._probe(endpoint)
+    def leave(self, endpoint: Endpoint) -> None:
+        """Take back what an endpoint that leaves has in flight, if it is down; find out, if that is not known."""
+        if not endpoint.health.is_down:
+            self._probe(endpoint)
+        elif self.others_work(endpoint):
+            for ticket in self._flights.get(endpoint, ()):
+                self._recall(ticket, _now())
 
     def _probe(self, endpoint: Endpoint) -> asyncio.Task[Probe] | None:
         if endpoint not in self._probes and self._backend is not None:
@@ -620,6 +625,10 @@ class EndpointMonitor:
 
     def _may_recall(self, ticket: Ticket) -> bool:
         return not (ticket.trial or ticket.pinned or ticket in self._tried_elsewhere or ticket in self._recalled)
+
+    def is_in_flight(self, ticket: Ticket) -> bool:
+        """Whether its request was sent, and has not ended."""
+        return ticket.endpoint is not None and ticket in self._flights.get(ticket.endpoint, ())
 
     def is_recalled(self, ticket: Ticket) -> bool:
         return ticket in self._recalled

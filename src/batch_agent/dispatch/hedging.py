@@ -25,9 +25,11 @@ async def hedged(dispatcher: Dispatcher, question: Question, ticket: Ticket, pol
     racers = [first]
     try:
         await asyncio.wait(racers, timeout=policy.hedge)
-        if not first.done():
-            racers.append(loop.create_task(_second(dispatcher, question, ticket, policy)))
-        return await _winner(dispatcher, question, ticket, racers)
+        if first.done():
+            return first.result()
+        other = dispatcher.slots.claim(ticket.progress, ticket.progress.turns, avoid=ticket.endpoint)
+        racers.append(loop.create_task(_second(dispatcher, question, ticket, other, policy)))
+        return await _winner(dispatcher, question, ticket, other, racers)
     finally:
         for racer in racers:
             racer.cancel()
@@ -35,7 +37,7 @@ async def hedged(dispatcher: Dispatcher, question: Question, ticket: Ticket, pol
 
 
 async def _winner(
-    dispatcher: Dispatcher, question: Question, ticket: Ticket, racers: list[asyncio.Task[Reply]]
+    dispatcher: Dispatcher, question: Question, ticket: Ticket, other: Ticket, racers: list[asyncio.Task[Reply]]
 ) -> Reply:
     first, running = racers[0], set(racers)
     while running:
@@ -51,12 +53,12 @@ async def _winner(
                 return racer.result()
             if not isinstance(error, BackendError | Interrupted):
                 raise error
+        if first.done() and not dispatcher.endpoints.is_in_flight(other):
+            break  # the slot that the first still holds may be the one it waits for
     return first.result()
 
 
-async def _second(dispatcher: Dispatcher, question: Question, first: Ticket, policy: Policy) -> Reply:
-    progress = first.progress
-    ticket = dispatcher.slots.claim(progress, progress.turns, avoid=first.endpoint)
+async def _second(dispatcher: Dispatcher, question: Question, first: Ticket, ticket: Ticket, policy: Policy) -> Reply:
     await dispatcher.slots.hold(ticket)
     call = None
     try:

@@ -298,7 +298,8 @@ class Scheduler:
                 return endpoint
         if self.router.working:
             return None
-        return next((endpoint for endpoint in self.endpoints if endpoint.has_slot(now)), None)
+        due = [endpoint for endpoint in self.endpoints if endpoint.has_slot(now)]
+        return min(due, key=lambda each: (not each.health.is_sound(now), each.health.trials), default=None)
 
     def _free(self, now: float) -> bool:
         """Whether an endpoint is free that the rest of the batch is worth. One that is much slower than the others
