@@ -128,11 +128,14 @@ class EndpointMonitor:
         endpoint usually takes."""
         endpoint = ticket.endpoint
         assert endpoint is not None
+        limit = inf if seconds is None else seconds
         if ticket.trial and (trial := endpoint.health.trial_seconds(ticket.sent_at)) is not None:
             if self._patient.setdefault(endpoint, ticket) is ticket:
                 trial = endpoint.health.patient_seconds(ticket.sent_at)
-            seconds = min(trial, inf if seconds is None else seconds)
-        deadline = self._deadlines.after(seconds)
+            limit = min(limit, trial)
+        if ticket.trial and self.others_work(endpoint) and not endpoint.health.patient:
+            limit = min(limit, self._longest_silence)
+        deadline = self._deadlines.after(None if limit == inf else limit)
         flights = self._flights.get(endpoint)
         if flights is None:
             flights = self._flights[endpoint] = {}
@@ -451,8 +454,13 @@ class EndpointMonitor:
         counts."""
         if endpoint.health.silent_at < inf or endpoint.health.patient or not self.others_work(endpoint):
             return endpoint.health.silent_at
+        return endpoint.health.heard + self._longest_silence
+
+    @property
+    def _longest_silence(self) -> float:
+        """Seconds that an endpoint may be silent while others answer."""
         usual = self._scheduler.router.usual
-        return endpoint.health.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * usual) if usual else inf
+        return max(SHORTEST_SILENCE, SILENCE_FACTOR * usual) if usual else inf
 
     def _patience_ends(self, endpoint: Endpoint) -> float:
         health = endpoint.health

@@ -206,7 +206,7 @@ class Scheduler:
 
     def again(self, ticket: Ticket) -> None:
         """A turn whose request failed joins the queue again, before its equals; or is set aside."""
-        if ticket.row.suspect or ticket.trial:
+        if ticket.row.suspect or (ticket.trial and not self.router.working):
             ticket.state = "set aside"
             (self.suspects if ticket.row.suspect else self.aside).append(ticket)
         else:
@@ -262,8 +262,8 @@ class Scheduler:
         if match is not None:
             return match
         trial = self._trial(now)
-        if trial is not None and (ticket := self._next_for(trial)) is not None:
-            return ticket, trial
+        if trial is not None and (match := self._match_trial(trial, now)) is not None:
+            return match
         while self._free(now) and (ticket := self._next()) is not None:
             endpoint = self._route(ticket, now)
             if endpoint is not None:
@@ -281,11 +281,12 @@ class Scheduler:
         return None
 
     def _of_its_kind(self, endpoint: Endpoint) -> Ticket | None:
-        """One that waits for a model that the endpoint serves."""
-        if not self.router.works(endpoint):
-            return None
-        model = next((model for model in self._parking.names if self.router.serves(endpoint, model)), None)
-        return None if model is None else self._parking.take(model, self.slots)
+        """One that waits for a model that the endpoint serves; if it is down, for one that no other serves now."""
+        router, works = self.router, self.router.works(endpoint)
+        for model in self._parking.names:
+            if router.serves(endpoint, model) and (works or not router.is_served(model)):
+                return self._parking.take(model, self.slots)
+        return None
 
     def _trial(self, now: float) -> Endpoint | None:
         """One that is down and may be tried: found to be worth it, or, where none works, any whose time has come."""
@@ -300,6 +301,20 @@ class Scheduler:
             return None
         due = [endpoint for endpoint in self.endpoints if endpoint.has_slot(now)]
         return min(due, key=lambda each: (not each.health.is_sound(now), each.health.trials), default=None)
+
+    def _match_trial(self, trial: Endpoint, now: float) -> tuple[Ticket, Endpoint] | None:
+        """The next ticket and this endpoint, which is down; those that go elsewhere are served on the way."""
+        while (ticket := self._next(trial=True)) is not None:
+            # While others work, a turn that has failed somewhere is not put to the test again.
+            again = ticket.avoid is not None and self.router.working > 0
+            if ticket.pinned is None and not again and self.router.serves(trial, ticket.progress.model):
+                return ticket, trial
+            endpoint = self._route(ticket, now)
+            if endpoint is not None:
+                if endpoint is not trial and self.router.working:
+                    self.router.trials.appendleft(trial)
+                return ticket, endpoint
+        return None
 
     def _free(self, now: float) -> bool:
         """Whether an endpoint is free that the rest of the batch is worth. One that is much slower than the others
@@ -367,14 +382,6 @@ class Scheduler:
     def _unpark(self, place: Endpoint | str) -> None:
         while (ticket := self._parking.take(place, None)) is not None:
             self._queue.add(ticket, ticket.progress.turns, first=True)
-
-    def _next_for(self, endpoint: Endpoint) -> Ticket | None:
-        """The next ticket that may go to this endpoint; those pinned elsewhere are parked on the way."""
-        while (ticket := self._next(trial=True)) is not None:
-            if ticket.pinned in (None, endpoint):
-                return ticket
-            self._park(ticket, ticket.pinned)
-        return None
 
     def _next(self, *, trial: bool = False) -> Ticket | None:
         """The next ticket that is ready. A suspect goes alone; a trial is alone at its endpoint."""

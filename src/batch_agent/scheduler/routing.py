@@ -217,6 +217,11 @@ class Router:
     def serves(self, endpoint: Endpoint, model: str) -> bool:
         return self._standing[endpoint].kind in self._serving(model)
 
+    def is_served(self, model: str) -> bool:
+        """Whether an endpoint that works may serve the model."""
+        kinds = self._serving(model)
+        return any(standing.works and standing.kind in kinds for standing in self._standing.values())
+
     def hide(self, endpoint: Endpoint) -> None:
         """It is not free, whatever it looked like; until it is touched again."""
         self._standing[endpoint].number = 0
