@@ -4,7 +4,8 @@
 a few hundred grants. Three ways to drive it:
 
 - ``decisions``: the pure scheduler, driven as the engine drives it: an agent starts when there is room
-- ``coroutines``: the same through the dispatcher's slots, with one task per agent that really waits (most of it is asyncio's cost)
+- ``coroutines``: the same through the dispatcher's slots, with one task per agent that really waits (most of it is
+  asyncio's cost)
 - ``crowd``: the pure scheduler with every agent ready from the start, the longest queue that a run can have
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import batch_agent
@@ -76,27 +77,27 @@ SAME_NAME = {
 }
 # Those that mean two things and shall not: their packages have yet to name one of them otherwise.
 TO_BE_RENAMED = {
-    *("Answer", "Asking", "Batch", "Budget", "Call", "Engine", "Entry", "Gate", "History", "Limits", "Line", "Model"),
-    *("Options", "Outcome", "Part", "Party", "Progress", "Rates", "Reading", "Sample", "Slots", "Source", "Step"),
+    *("Answer", "Asking", "Batch", "Budget", "Call", "Engine", "Entry", "History", "Limits", "Line", "Model"),
+    *("Options", "Outcome", "Part", "Progress", "Rates", "Reading", "Sample", "Slots", "Source", "Step"),
     *("Tally", "View"),
 }
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 70
 
 
-def _trees() -> dict[str, ast.Module]:
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-
-
-TREES = _trees()
+@cache
+def sources() -> dict[str, list[ast.AST]]:
+    """Every file of the package with the nodes of its syntax tree."""
+    files = sorted(ROOT.rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): [*ast.walk(ast.parse(path.read_text()))] for path in files}
 
 
 def part_of(file: str) -> str:
     return file.split("/")[0].removesuffix(".py")
 
 
-def imports_of(tree: ast.Module) -> Iterator[list[str]]:
+def imports_of(nodes: list[ast.AST]) -> Iterator[list[str]]:
     """The modules of this package that a file imports, as their parts below it."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module == "batch_agent":
             yield ["__init__"]
         elif isinstance(node, ast.ImportFrom):
@@ -118,7 +119,7 @@ def none_of(offenders: list[str]) -> None:
 
 def test_every_file_has_its_place_in_the_tree() -> None:
     unknown = []
-    for file in TREES:
+    for file in sources():
         part, *below = file.split("/")
         known = part_of(file) in ORDER and (len(below) < 2 or below[0] in FOLDERS.get(part, ()))
         unknown += [] if known else [file]
@@ -128,8 +129,8 @@ def test_every_file_has_its_place_in_the_tree() -> None:
 def test_a_part_imports_only_from_those_above_it() -> None:
     wrong = [
         f"{file} imports {'.'.join(module)}"
-        for file, tree in TREES.items()
-        for module in imports_of(tree)
+        for file, nodes in sources().items()
+        for module in imports_of(nodes)
         if ORDER.index(module[0]) > ORDER.index(part_of(file))
     ]
     none_of(wrong)
@@ -139,8 +140,8 @@ def test_what_the_command_line_prints_knows_no_spec_and_neither_knows_a_command(
     order = FOLDERS["cli"]
     wrong = [
         f"{file} imports {'.'.join(module)}"
-        for file, tree in TREES.items()
-        for module in imports_of(tree)
+        for file, nodes in sources().items()
+        for module in imports_of(nodes)
         if file.startswith("cli/") and (folder := file.split("/")[1]) in order and module[0] == "cli"
         if len(module) > 1 and module[1] in order and order.index(module[1]) > order.index(folder)
     ]
@@ -149,10 +150,7 @@ def test_what_the_command_line_prints_knows_no_spec_and_neither_knows_a_command(
 
 def test_imports_are_absolute() -> None:
     relative = [
-        file
-        for file, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level
+        file for file, nodes in sources().items() for node in nodes if isinstance(node, ast.ImportFrom) and node.level
     ]
     none_of(relative)
 
@@ -160,9 +158,9 @@ def test_imports_are_absolute() -> None:
 def test_only_the_parts_that_own_tasks_start_them() -> None:
     wrong = [
         f"{file}: {node.attr}"
-        for file, tree in TREES.items()
+        for file, nodes in sources().items()
         if part_of(file) not in START_TASKS and file not in START_TASKS
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Attribute) and node.attr in STARTERS
     ]
     none_of(wrong)
@@ -170,9 +168,9 @@ def test_only_the_parts_that_own_tasks_start_them() -> None:
 
 def test_the_parts_that_decide_neither_wait_nor_look_at_the_clock() -> None:
     wrong = []
-    for file, tree in TREES.items():
+    for file, nodes in sources().items():
         if part_of(file) in PURE:
-            for node in ast.walk(tree):
+            for node in nodes:
                 names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 waits = isinstance(node, ast.AsyncFunctionDef | ast.Await)
@@ -181,11 +179,11 @@ def test_the_parts_that_decide_neither_wait_nor_look_at_the_clock() -> None:
 
 
 def test_a_file_and_a_function_are_short() -> None:
-    long = [file for file in TREES if (ROOT / file).read_text().count("\n") > MOST_LINES]
+    long = [file for file in sources() if (ROOT / file).read_text().count("\n") > MOST_LINES]
     long += [
         f"{file}: {node.name}"
-        for file, tree in TREES.items()
-        for node in ast.walk(tree)
+        for file, nodes in sources().items()
+        for node in nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_A_FUNCTION
     ]
@@ -193,13 +191,13 @@ def test_a_file_and_a_function_are_short() -> None:
 
 
 def test_no_module_changes_a_global() -> None:
-    none_of([file for file, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Global)])
+    none_of([file for file, nodes in sources().items() for node in nodes if isinstance(node, ast.Global)])
 
 
 def test_no_class_name_is_there_twice_without_need() -> None:
     places = defaultdict(list)
-    for file, tree in TREES.items():
-        for node in ast.walk(tree):
+    for file, nodes in sources().items():
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(file)
     twice = {name: files for name, files in places.items() if len(files) > 1}

@@ -17,6 +17,7 @@ from backends.certificates import self_signed
 from backends.wire import STREAM_HEAD, Exchange, WireServer, answer, hang, raw
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.backends.http.connection import STALE_SECONDS, Connection
+from batch_agent.backends.http.lookup import Lookup
 from batch_agent.backends.http.origin import Origin
 from batch_agent.backends.http.parser import ResponseParser
 from batch_agent.backends.http.pool import Pool
@@ -144,6 +145,15 @@ async def test_an_idle_connection_is_closed_after_a_while() -> None:
         await server.client_gone.wait()
         assert pool.take(connection.origin) is None
         await pool.close()
+
+
+async def test_a_request_that_is_left_while_it_connects_fails_and_leaves_nothing_behind() -> None:
+    async with WireServer(answer({"n": 1})) as server, asyncio.timeout(10):
+        async with HttpClient(server.url) as client:
+            asking = asyncio.create_task(client.send(client.route("GET", "/x")))
+            await asyncio.sleep(0)
+        with pytest.raises(Unavailable):
+            await asking
 
 
 # Limited
@@ -387,6 +397,17 @@ async def test_ipv6() -> None:
     async with WireServer(answer({"n": 1}), host="::1") as server:
         assert await post(server.url) == [b'{"n":1}']
         assert server.requests[0].headers["Host"] == f"[::1]:{server.port}"
+
+
+async def test_addresses_that_are_forgotten_by_one_caller_are_there_for_the_others() -> None:
+    lookup = Lookup(asyncio.get_running_loop())
+
+    async def find() -> int:
+        found = await lookup.find("localhost", 80)
+        lookup.forget("localhost", 80)
+        return len(found)
+
+    assert all(await asyncio.gather(find(), find(), find()))
 
 
 @pytest.mark.parametrize("host", ["a" * 64, "x..y"])

@@ -19,7 +19,7 @@ from batch_agent.backends.batch.openai_jobs import OpenAIJobs
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message
-from batch_agent.scheduler.health import trouble_of
+from batch_agent.scheduler.blame import outcome_of
 from batch_agent.testing.job_server import JobServer
 
 Body = dict[str, Any]
@@ -213,7 +213,7 @@ async def test_what_a_job_left_undone_is_no_outage_of_the_server_that_tells_of_i
         async with backend:
             with pytest.raises(Unavailable) as undone:
                 await backend.infer(request("a"))
-    assert trouble_of(undone.value) is None, "taken for one, each row would be tried in a job of its own"
+    assert outcome_of(undone.value) == "flawed", "taken for one, each row would be tried in a job of its own"
 
 
 async def test_a_provider_that_was_never_reached_is_said_to_be_so_soon() -> None:

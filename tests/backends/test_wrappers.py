@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batch_agent.backends.base import Backend, Load, ModelRequest, RequestShape
+from batch_agent.backends.base import Backend, Load, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.cache import CachingBackend
 from batch_agent.backends.cache_store import ResponseStore
 from batch_agent.backends.forwarding import ForwardingBackend
@@ -19,7 +19,7 @@ from batch_agent.backends.registry import open_backend
 from batch_agent.cli.output.request_log import LoggedBackend
 from batch_agent.errors import BackendError
 from batch_agent.fleet.backend import Fleet
-from batch_agent.messages import Conversation, Message
+from batch_agent.messages import Conversation, Message, Reply
 from batch_agent.scheduler.server import Server
 from batch_agent.testing import Say, ScriptedBackend, ScriptedServer
 from batch_agent.testing.job_server import JobServer
@@ -74,8 +74,21 @@ def forwarding(inner: Backend, directory: Path) -> Backend:
     return ForwardingBackend(inner)
 
 
+class Bare(Backend):
+    """Has what a backend must have, and the defaults."""
+
+    name = "bare://"
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        return Reply("ok")
+
+    async def models(self) -> list[str]:
+        return ["m"]
+
+
 # Nobody is at these addresses: an error that says so is as good as an answer here.
 INNER: dict[str, Callable[[], Backend]] = {
+    "bare": Bare,
     "scripted": lambda: ScriptedBackend(lambda request: Say("ok")),
     "fleet": lambda: Fleet([ScriptedBackend(lambda request: Say("ok"))]),
     "engine": lambda: open_backend("vllm://127.0.0.1:9")[0],

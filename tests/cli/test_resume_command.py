@@ -126,7 +126,7 @@ async def test_failed_rows_are_retried_by_type(tmp_path: Path) -> None:
 
     def script(request: Request) -> Say | Fail:
         if broken and "word 1" in request.text:
-            return Fail(429)
+            return Say("half", finish_reason="length")
         return Fail(400) if broken and "word 2" in request.text else Say(request.text)
 
     async with serving(tmp_path, script) as server:
@@ -136,7 +136,7 @@ async def test_failed_rows_are_retried_by_type(tmp_path: Path) -> None:
         broken = False
         code, _, _ = await batch_agent(tmp_path, "resume", "here", "--no-retry-failed")
         assert (code, server.received) == (2, 4)
-        code, _, _ = await batch_agent(tmp_path, "retry-failed", "here", "--type", "RateLimited")
+        code, _, _ = await batch_agent(tmp_path, "retry-failed", "here", "--type", "Truncated")
         assert (code, server.received) == (2, 5)
         code, _, _ = await batch_agent(tmp_path, "retry-failed", "here")
         assert (code, server.received) == (0, 6)

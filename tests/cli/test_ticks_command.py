@@ -42,8 +42,8 @@ def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_file_says_the_agents_and_what_they_have_in_common() -> None:
     runtime = runtime_of(read_specfile(Path("agents.yaml")), {"backend": "vllm://h:1", "deadline": 1.0})
     ann, bob, carl = runtime.get_all_agents()
-    assert [spec.name for spec in ann.action_space.specs] == ["gather", "wait"]
-    assert [spec.name for spec in bob.action_space.specs] == ["sing"] and bob.state.goals == ["sing well"]
+    assert [spec.name for spec in ann.action_space.form.tools] == ["gather", "wait"]
+    assert [spec.name for spec in bob.action_space.form.tools] == ["sing"] and bob.state.goals == ["sing well"]
     assert carl.state.goals == ["eat"] and ann.priority == 2
     assert runtime.deadline == 1.0
     action = ann.fallback_for("why")

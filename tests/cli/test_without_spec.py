@@ -10,7 +10,7 @@ import pytest
 
 from batch_agent.cli.main import add_arguments, build_parser, main
 from batch_agent.cli.spec.envfile import load_env_file
-from batch_agent.cli.spec.load import load_spec, settle, take_settings
+from batch_agent.cli.spec.load import load_spec, resolve_paths, take_settings
 from batch_agent.cli.spec.rows import read_pipe
 from batch_agent.cli.spec.schema_shorthand import schema_of
 from batch_agent.errors import BatchAgentError, SpecError
@@ -71,7 +71,7 @@ def test_none_can_be_set_also_for_an_option_that_has_a_flag() -> None:
     for flags, outage in ((["--max-outage", "5"], 5), (["--max-outage", "5", "--set", "max_outage=null"], None)):
         options = parsers["run"].parse_args(["--task", "Say {text}", "rows.csv", "--no-run-dir", *flags])
         take_settings(options)
-        settle(options)
+        resolve_paths(options)
         assert load_spec(options).max_outage == outage
 
 

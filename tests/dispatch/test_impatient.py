@@ -13,8 +13,6 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.policy import Policy, Question, Replies
 from batch_agent.errors import BackendError, JobError, Unavailable, WorkerFailed
 from batch_agent.messages import Conversation, Message, Reply
-from batch_agent.scheduler.forecast import Progress
-from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.server import Server
 from batch_agent.testing import Fail, ScriptedBackend, virtual_clock
 
@@ -39,7 +37,7 @@ class Scripted(Question):
 
 async def ask(dispatcher: Dispatcher, answer: Callable[[], Reply]) -> str:
     try:
-        return (await dispatcher.ask(Scripted(answer), NOW, progress=Progress(LAST))).text
+        return (await dispatcher.ask(Scripted(answer), NOW)).text
     except JobError as error:
         return str(error)
 
@@ -56,7 +54,7 @@ async def test_a_question_that_asks_when_a_trial_is_due_is_the_trial_and_others_
         async def send(self, endpoint: str) -> Reply:
             return await hung
 
-    trial = asyncio.create_task(dispatcher.ask(Slow(), NOW, progress=Progress(LAST)))
+    trial = asyncio.create_task(dispatcher.ask(Slow(), NOW))
     await asyncio.sleep(0)
     assert "is down" in await ask(dispatcher, lambda: Reply("yes"))
     hung.set_result(Reply("it is back"))
@@ -100,7 +98,7 @@ async def test_a_question_that_does_not_wait_fails_after_its_retries_whoever_is_
             return await backend.infer(request)
 
     with pytest.raises(Unavailable, match="500"):
-        await dispatcher.ask(Plain(), NOW, progress=Progress(LAST))
+        await dispatcher.ask(Plain(), NOW)
     assert len(backend.requests) == 3 and now() < 3
     dispatcher.close()
 
@@ -113,7 +111,7 @@ async def test_who_waits_for_a_slot_fails_when_the_last_server_leaves_the_fleet(
         async def send(self, endpoint: str) -> Reply:
             return await asyncio.get_running_loop().create_future()
 
-    hanging = asyncio.create_task(dispatcher.ask(Hangs(), NOW, progress=Progress(LAST)))
+    hanging = asyncio.create_task(dispatcher.ask(Hangs(), NOW))
     await asyncio.sleep(0)
     waiting = asyncio.create_task(ask(dispatcher, lambda: Reply("yes")))
     await asyncio.sleep(0)
@@ -158,7 +156,7 @@ async def test_questions_of_one_request_take_one_slot_and_an_error_stays_in_its_
     dispatcher = Dispatcher(None, 1, max_outage=inf)
     error = BackendError("not this one")
     questions = Together(Reply("a"), error, Reply("c"))
-    asking = asyncio.create_task(dispatcher.ask_many(questions, NOW, progress=Progress(LAST)))
+    asking = asyncio.create_task(dispatcher.ask_many(questions, NOW))
     await asyncio.sleep(0.5)
     assert dispatcher.scheduler.inflight == 1
     assert await asking == (Reply("a"), error, Reply("c"))

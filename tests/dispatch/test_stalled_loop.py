@@ -132,9 +132,13 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 
+class ThreadedServer(ThreadingHTTPServer):
+    request_queue_size = 64  # with fewer a connection may have to be tried again after a second
+
+
 @pytest.fixture
 def threaded() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server = ThreadedServer(("127.0.0.1", 0), Answers)
     Answers.count = 0
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -151,5 +155,4 @@ async def test_a_real_loop_that_stalls_for_longer_than_a_turn_may_take_loses_no_
     results = await BatchAgent.run(
         task="{input}", inputs=[str(n) for n in range(8)], backend=threaded, model="m", timeout_per_turn=1.0
     )
-    assert all(result.ok for result in results)
-    assert Answers.count == 8, "no answer was lost and asked for again"
+    assert all(result.ok and result.attempts == 1 for result in results), "no answer was lost and asked for again"

@@ -5,14 +5,24 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.capacity import Capacity
+from batch_agent.scheduler.capacity import PAUSE, PAUSE_WAITS, Capacity
 from batch_agent.scheduler.retry import FIRST, LONGEST, retry_delay
 
 
-def good(capacity: Capacity) -> str:
+def good(capacity: Capacity, now: float = 1.0) -> str:
     """An answer while all slots are in use."""
     capacity.filled = True
-    return capacity.succeeded(sent_at=0.0, seconds=1.0, tokens=1, now=1.0)
+    return capacity.succeeded(sent_at=0.0, seconds=1.0, tokens=1, now=now)
+
+
+def rounds_until(limit: int, capacity: Capacity, now: float = 1.0) -> float:
+    """Rounds of good answers until the limit is ``limit``."""
+    rounds = 0.0
+    while capacity.limit != limit:
+        rounds += 1 / (capacity.limit or 1)
+        good(capacity, now)
+        assert rounds < 100
+    return rounds
 
 
 def test_a_refusal_halves_what_is_in_flight() -> None:
@@ -29,41 +39,47 @@ def test_the_siblings_of_a_refused_request_do_not_halve_again() -> None:
     assert capacity.limit == 32
 
 
-def test_good_answers_raise_the_limit_by_one_per_round_up_to_the_ceiling() -> None:
-    capacity = Capacity(8)
-    capacity.overloaded(0, inflight=8)
-    rises = [good(capacity) for _ in range(3 + 7 + 50)]
-    assert [bool(rise) for rise in rises] == [True] * 3 + [False] * 6 + [True] + [False] * 50
-    assert capacity.limit == 8
+def test_after_a_refusal_the_limit_doubles_with_each_round_up_to_an_eighth_and_one_below_it() -> None:
+    capacity = Capacity(512)
+    capacity.overloaded(0, 512)
+    assert capacity.limit == 256
+    assert rounds_until(447, capacity) < 1
 
 
-def test_what_is_known_to_work_is_probed_beyond_and_less_and_less_often_while_it_is_refused() -> None:
+def test_then_it_climbs_faster_and_faster_up_to_the_ceiling() -> None:
+    capacity = Capacity(1_000)
+    capacity.overloaded(0, 64)
+    rounds_until(55, capacity)
+    paces = [rounds_until(limit, capacity) for limit in (56, 57, 58, 59)]
+    assert paces[0] > 2
+    assert paces == sorted(paces, reverse=True)
+    rounds_until(64, capacity)
+    assert rounds_until(1_000, capacity) < 15
+
+
+def test_a_number_that_was_refused_is_tried_again_only_after_some_rounds() -> None:
     capacity = Capacity(1000)
     capacity.overloaded(capacity.generation, 51)
-    waits = []
-    for _ in range(8):  # a server that takes 50
-        answers = 0
-        while (capacity.limit or 0) <= 50:
-            good(capacity)
-            answers += 1
-        assert capacity.limit == 51
-        assert capacity.overloaded(capacity.generation, 51)
-        assert 40 < (capacity.limit or 0) <= 50
-        waits.append(answers)
-    assert waits[-1] > 10 * waits[0] or waits[-1] > 16 * 50
+    for _ in range(3):  # a server that takes 50
+        rounds_until(50, capacity)
+        assert rounds_until(51, capacity) > PAUSE
+        capacity.overloaded(capacity.generation, 51)
 
 
-def test_probes_whose_refusal_costs_a_wait_are_rare() -> None:
+def test_a_number_whose_refusal_cost_a_wait_is_tried_again_only_after_many_such_waits() -> None:
     capacity = Capacity(1000)
-    capacity.overloaded(capacity.generation, 51)
-    while (capacity.limit or 0) <= 50:
-        good(capacity)
     capacity.overloaded(capacity.generation, 51, wait=2.0, now=1.0)
     for _ in range(10_000):
         good(capacity)
-    assert (capacity.limit or 0) <= 50
-    capacity.filled = True
-    assert capacity.succeeded(sent_at=0.0, seconds=1.0, tokens=1, now=21.0)
+    assert capacity.limit == 50
+    assert good(capacity, now=1.0 + 2.0 * PAUSE_WAITS)
+
+
+def test_refusals_without_an_answer_between_them_do_not_lower_what_the_limit_comes_back_to() -> None:
+    capacity = Capacity(64)
+    while capacity.limit != 1:  # a server that is full of others' requests
+        capacity.overloaded(capacity.generation, 64)
+    assert rounds_until(55, capacity) < 6
 
 
 def test_a_limit_that_fell_at_the_server_is_followed_by_halving() -> None:
@@ -74,11 +90,10 @@ def test_a_limit_that_fell_at_the_server_is_followed_by_halving() -> None:
     assert capacity.limit == 25
 
 
-def test_the_limit_does_not_grow_beyond_what_anybody_uses() -> None:
+def test_the_limit_does_not_grow_beyond_what_is_used() -> None:
     capacity = Capacity(100)
     capacity.overloaded(0, 20)
-    while capacity.limit != 19:
-        good(capacity)
+    rounds_until(19, capacity)
     capacity.filled = False
     for _ in range(1_000):
         capacity.succeeded(sent_at=0.0, seconds=1.0, tokens=1, now=1.0)
@@ -113,35 +128,13 @@ def test_the_servers_retry_after_is_the_least_wait(failures: int, chance: float,
     assert retry_delay(failures, after, chance) >= after
 
 
-def test_after_a_refusal_the_limit_comes_back_fast_to_just_below_where_it_was_refused() -> None:
-    capacity = Capacity(512)
-    capacity.overloaded(0, 512)
-    assert capacity.limit == 256
-    for _ in range(224):
-        good(capacity)
-    assert capacity.limit == 480
-    for _ in range(480):
-        good(capacity)
-    assert capacity.limit == 481
-    rounds = 0
-    while capacity.limit != 512:  # beyond where it was refused the steps grow
-        good(capacity)
-        rounds += 1
-    assert rounds < 32 * 512
-
-
 def test_after_an_outage_the_limit_begins_at_one_and_doubles_with_each_round_to_where_it_was() -> None:
     capacity = Capacity(64)
     good(capacity)
     for _ in range(3):  # refusals for load that were part of the outage
         capacity.overloaded(capacity.generation, 64)
     capacity.restart(64)
-    rounds = 0
-    while capacity.limit != 64:
-        for _ in range(capacity.limit or 0):
-            good(capacity)
-        rounds += 1
-    assert rounds == 6
+    assert rounds_until(64, capacity) < 6
 
 
 def test_an_outage_while_the_limit_grows_back_does_not_forget_where_it_was() -> None:

@@ -88,3 +88,12 @@ def test_what_was_refused_is_not_passed_because_a_queue_is_short() -> None:
     capacity.overloaded(capacity.generation, 64)
     on_an_engine(capacity, 1000, readings=20)
     assert (capacity.limit or 0) <= 60
+
+
+def test_an_engine_that_can_no_longer_be_read_gets_the_users_number_again() -> None:
+    capacity = Capacity(512)
+    on_an_engine(capacity, 64, readings=10)
+    capacity.unread()
+    for _ in range(512):
+        capacity.succeeded(0.0, 1.0, 10, 1.0)
+    assert capacity.limit == 512

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+import random
+from collections import deque
 from collections.abc import Callable
 from math import inf
 
@@ -124,3 +127,79 @@ def test_after_an_outage_the_search_goes_on_where_it_was() -> None:
     assert capacity.limit == 1
     settle(engine(256), capacity, now=now)
     assert capacity.limit == 256
+
+
+# One endpoint of a fleet
+
+
+class QueueingServer:
+    """Computes ``slots`` requests at once, each for ``seconds``, and has a queue for the rest."""
+
+    def __init__(self, slots: int, seconds: float = 0.5, *, lengths: float = 1.0, tokens: int = 100) -> None:
+        self.slots, self.seconds, self.lengths, self.tokens = slots, seconds, lengths, tokens
+        self.capacity = Capacity(MOST, LimitSearch(16, by_clock=False))
+        self.answers = 0
+        self.now = 0.0
+        self._chance = random.Random(1)
+        self._inflight = 0
+        self._running: list[tuple[float, int, float, int]] = []  # when done, a number, when sent, tokens
+        self._queue: deque[tuple[float, int]] = deque()
+        self._sent = 0
+
+    def answer(self, rounds: float) -> int:
+        """The limit after so many rounds of 16 answers."""
+        self._send()
+        for _ in range(round(16 * rounds)):
+            self.now, _, sent_at, tokens = heapq.heappop(self._running)
+            if self._queue:
+                self._start(*self._queue.popleft())
+            self.capacity.succeeded(sent_at, self.now - sent_at, tokens, self.now)
+            self._inflight -= 1
+            self._send()
+        assert self.capacity.limit is not None
+        return self.capacity.limit
+
+    def _send(self) -> None:
+        while self._inflight < (self.capacity.limit or 0):
+            self._inflight += 1
+            self.capacity.filled = self.capacity.filled or self._inflight == self.capacity.limit
+            length = self._chance.uniform(1, self.lengths)
+            request = self.now, round(self.tokens * length)
+            if len(self._running) < self.slots:
+                self._start(*request)
+            else:
+                self._queue.append(request)
+
+    def _start(self, sent_at: float, tokens: int) -> None:
+        self._sent += 1
+        seconds = self.seconds * tokens / self.tokens
+        heapq.heappush(self._running, (self.now + seconds, self._sent, sent_at, tokens))
+
+
+@pytest.mark.parametrize("seconds", [0.5, 4.0])
+def test_a_large_server_of_a_fleet_gets_more_after_each_round_and_a_small_one_less(seconds: float) -> None:
+    assert QueueingServer(64, seconds).answer(rounds=1) == 64
+    assert QueueingServer(4, seconds).answer(rounds=2) <= 8
+
+
+@pytest.mark.parametrize("slots", [2, 4, 8, 30, 64, 200])
+def test_one_of_a_fleet_comes_to_what_it_computes_at_once(slots: int) -> None:
+    limits = [QueueingServer(slots, lengths=lengths).answer(rounds=20 * max(1, slots / 16)) for lengths in (1.0, 3.0)]
+    assert all(slots <= limit <= 3 * slots for limit in limits)
+
+
+def test_answers_that_are_longer_are_not_taken_for_answers_that_waited() -> None:
+    assert QueueingServer(200, lengths=3.0).answer(rounds=20) >= 128
+
+
+def test_one_of_a_fleet_is_not_raised_by_the_clock() -> None:
+    capacity = Capacity(MOST, LimitSearch(16, by_clock=False))
+    assert not any(capacity.ramp(16, now / 10) for now in range(1_000))
+    assert capacity.limit == 16
+
+
+def test_one_of_a_fleet_that_grows_is_found_out() -> None:
+    server = QueueingServer(4)
+    assert server.answer(rounds=20) <= 8
+    server.slots = 64
+    assert server.answer(rounds=200) >= 64

@@ -140,14 +140,26 @@ def test_equals_go_in_the_order_they_came() -> None:
     assert [queue.take(1) for _ in range(4)] == [0, 1, 3, 4]
 
 
-def test_at_the_end_every_other_slot_goes_to_the_longest_way() -> None:
+def taken_of_near_and_far(slots: int) -> list[str]:
+    """Who is taken while as many wait with five turns to go as with one."""
     forecast = outlook_of([5] * 8)
     forecast.rows = 0
     queue: Queue[tuple[str, int]] = Queue(forecast)
-    for number in range(3):
+    for number in range(4):
+        start(forecast)
+        start(forecast, 4)
         queue.add(("far", number), 0)
         queue.add(("near", number), 4)
-    assert sorted(queue.take(4) for _ in range(4)) == [("far", 0), ("far", 1), ("near", 0), ("near", 1)]
+    return [queue.take(slots)[0] for _ in range(4)]
+
+
+def test_at_the_end_every_other_slot_goes_to_the_longest_way() -> None:
+    assert taken_of_near_and_far(slots=1) == ["near"] * 4  # 24 turns are left, and the longest way is 5
+    assert sorted(taken_of_near_and_far(slots=3)) == ["far", "far", "near", "near"]
+
+
+def test_when_the_work_left_hardly_lasts_longer_than_the_longest_way_that_one_gets_every_slot() -> None:
+    assert taken_of_near_and_far(slots=4) == ["far"] * 4
 
 
 def test_an_old_waiter_is_not_starved_by_a_stream_of_agents_nearer_their_end() -> None:

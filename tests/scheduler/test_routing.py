@@ -48,14 +48,14 @@ def granted(scheduler: Scheduler, now: float = 0.0) -> list[Ticket]:
 def answer(scheduler: Scheduler, ticket: Ticket, seconds: float = 1.0, tokens: int = 1000, cached: int = 0) -> None:
     usage = Usage(prompt_tokens=tokens, cached_tokens=cached)
     assert ticket.endpoint is not None
-    ticket.endpoint.server.learn(seconds)
+    ticket.endpoint.server.learn(seconds, 0.0)
     scheduler.answered(ticket, seconds, usage, now=0.0)
     scheduler.give_back(ticket)
 
 
 def has_answered(scheduler: Scheduler, endpoint: Endpoint, seconds: float, times: int = 1) -> None:
     for _ in range(times):
-        endpoint.server.learn(seconds)
+        endpoint.server.learn(seconds, 0.0)
         scheduler.router.answered(endpoint, seconds)
 
 

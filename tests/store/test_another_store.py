@@ -35,7 +35,7 @@ async def test_a_run_is_recorded_and_resumed_with_a_store_of_its_own(tmp_path: P
         return [result.output for result in results], len(backend.requests)
 
     def flaky(request: Request) -> Any:
-        return Fail(503) if request.text == "b" else Say(request.text)
+        return Fail(422) if request.text == "b" else Say(request.text)
 
     assert await session(flaky) == (["a", None, "c"], 3)
     assert await session(lambda request: Say(request.text.upper())) == (["a", "B", "c"], 1)

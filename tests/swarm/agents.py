@@ -158,6 +158,7 @@ class CountedSockets:
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
         self.open += 1
+        await asyncio.sleep(0.001)  # what the client has closed before is noticed first
         self.peak = max(self.peak, self.open)
         try:
             while head := await self._head(reader):
@@ -190,8 +191,10 @@ async def silent() -> AsyncIterator[AgentEndpoint]:
     """A server that takes every connection and says nothing."""
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
+        try:
+            await reader.read()
+        finally:
+            writer.close()
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with server:

@@ -38,7 +38,7 @@ async def test_a_server_that_dies_on_the_way_costs_no_prompt() -> None:
 
     dying = Agent(die)  # type: ignore[arg-type]
     async with agents(dying, Agent(), Agent()) as endpoints, VLLMPool(endpoints, dispatch="balanced") as pool:
-        responses = await pool.send_all([str(i) for i in range(100)])
+        responses = await pool.send_all([str(i) for i in range(100)], inflight=5)
     assert [response.text for response in responses] == [f"<{i}>" for i in range(100)]
     assert max(response.attempts for response in responses) > 1
 

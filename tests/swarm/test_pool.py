@@ -105,8 +105,7 @@ async def test_a_refused_connection_fails_by_itself_while_others_answer() -> Non
         responses = await pool.send_all(["0", "1", "2", "3"], on_result=lambda response: told.append(response.index))
     assert [response.success for response in responses] == [True, False, True, False]
     assert told[:2] == [0, 2]  # retries hold no slot
-    assert "refused" in (responses[1].error or "")
-    assert responses[1].attempts > 1
+    assert all("refused" in (response.error or "") for response in responses[1::2])
 
 
 @virtual_clock

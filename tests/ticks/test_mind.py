@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from batch_agent.ticks import Action, Agent, Decision
-from batch_agent.ticks.mind import Mind, Sent, Thought
+from batch_agent.ticks.mind import Mind, Thought
 from batch_agent.ticks.patience import Patience
 
 
@@ -196,7 +196,7 @@ def test_a_request_that_is_lost_is_withdrawn_once_and_its_thought_is_about_the_n
     m, patience = mind(), Patience(1.0)
     m.starts_episode(1)
     thought = begun(m, 1, 0.0, 1.0)
-    thought.left, thought.sent = True, Sent(0.0, patience)
+    thought.left, thought.sent_at, thought.patience = True, 0.0, patience
     m.starts_episode(2)
     m.conclude(thought, 1, "")
     patience.answered(0.5, 0.6)
@@ -251,11 +251,11 @@ class AnyWorld(RuleBasedStateMachine):
     def the_oldest_thought_goes_on(self, fails: bool) -> None:
         thought = next(thought for thought in self.mind.thoughts if not thought.ended)
         if not thought.left:
-            thought.left, thought.sent = True, Sent(self.now, self.patience)
+            thought.left, thought.sent_at, thought.patience = True, self.now, self.patience
             return
-        if thought.sent is not None:
-            self.patience.answered(thought.sent.at, self.now)
-        thought.sent = None
+        if thought.sent_at < inf:
+            self.patience.answered(thought.sent_at, self.now)
+        thought.sent_at = inf
         if fails:
             thought.end(self.now, "no")
         else:

@@ -60,7 +60,7 @@ def test_the_thinking_before_an_action_is_its_reasoning() -> None:
 
 
 def test_a_bare_name_after_action_needs_no_parameters() -> None:
-    assert read_call("THINKING: nothing to do\nACTION: idle").tool == "idle"
+    assert read_call("THINKING: nothing to do\nACTION: idle").tool_name == "idle"
 
 
 @pytest.mark.parametrize("text", ["", "I would go north.", "[]", "{}", '{"tool": 3}', '{"params": {}}', "ACTION:"])
@@ -70,7 +70,7 @@ def test_words_without_an_action_are_an_error(text: str) -> None:
 
 
 def test_the_last_of_several_actions_counts() -> None:
-    assert read_call('Maybe {"tool": "a", "params": {}}? No: {"tool": "b", "params": {}}').tool == "b"
+    assert read_call('Maybe {"tool": "a", "params": {}}? No: {"tool": "b", "params": {}}').tool_name == "b"
 
 
 def test_parameters_are_read_as_the_function_declares_them() -> None:
@@ -102,18 +102,18 @@ def test_to_idle_needs_no_tool() -> None:
 def test_tools_come_in_every_form() -> None:
     in_openai_form = {"type": "function", "function": LOOK}
     known = ActionSpace([Tool.define(move), in_openai_form, "wait", {"name": "sing"}])
-    assert [spec.name for spec in known.specs] == ["move", "look", "wait", "sing"]
+    assert [spec.name for spec in known.form.tools] == ["move", "look", "wait", "sing"]
     assert known.read('{"tool": "wait", "params": {"for": "ever"}}').parameters == {"for": "ever"}
 
 
 def test_the_schema_has_one_form_for_each_tool() -> None:
-    schema = ActionSpace([move, LOOK]).schema
+    schema = ActionSpace([move, LOOK]).form.schema
     assert schema is not None and isinstance(schema["anyOf"], list)
     forms = [form for form in schema["anyOf"] if isinstance(form, dict)]
     names = [form["properties"]["tool"]["enum"] for form in forms]  # type: ignore[index,call-overload]
     assert names == [["move"], ["look"]]
-    assert "anyOf" not in (ActionSpace([move]).schema or {})
-    assert ActionSpace().schema is None
+    assert "anyOf" not in (ActionSpace([move]).form.schema or {})
+    assert ActionSpace().form.schema is None
 
 
 def test_definitions_of_two_tools_are_told_apart() -> None:
@@ -121,7 +121,7 @@ def test_definitions_of_two_tools_are_told_apart() -> None:
         parameters = {"type": "object", "properties": {"at": {"$ref": "#/$defs/P"}}, "$defs": {"P": {"type": kind}}}
         return {"name": kind, "parameters": parameters}
 
-    schema = ActionSpace([described("string"), described("integer")]).schema
+    schema = ActionSpace([described("string"), described("integer")]).form.schema
     assert schema is not None
     assert schema["$defs"] == {"string.P": {"type": "string"}, "integer.P": {"type": "integer"}}
     assert "#/$defs/integer.P" in json.dumps(schema)

@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
-from batch_agent.backends.base import Capabilities
-from batch_agent.errors import SpecError
+from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall
+from batch_agent.errors import SpecError, Unavailable
+from batch_agent.messages import Reply
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 from batch_agent.ticks import Agent, AgentRuntime
 from ticks.worlds import agent_in, call, move, registered, says, sources
@@ -196,6 +197,51 @@ async def test_while_the_server_is_down_one_agent_tries_it_and_the_others_do_not
         await asyncio.sleep(1)
         await runtime.process_tick(3, dict.fromkeys(ids))  # whose first one finds out
         assert set(sources(await runtime.process_tick(4, dict.fromkeys(ids))).values()) == {("answer", 4)}
+
+
+@virtual_clock
+async def test_after_an_hour_without_a_server_or_with_a_wrong_key_the_next_ticks_are_answered() -> None:
+    class Away(ScriptedBackend):
+        away = True
+
+        async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+            if self.away:
+                raise Unavailable("connection refused", unreached=True)
+            return await super().infer(request, on_tool_call)
+
+    refuses = True
+    backend = Away(lambda request: Fail(401) if refuses else says())
+    ids = ["a", "b", "c", "d"]
+    async with registered(AgentRuntime(backend=backend), *ids) as runtime:
+        for tick in range(1, 61):
+            actions = await runtime.process_tick(tick, dict.fromkeys(ids))
+            assert all("connection refused" in str(action.reasoning) for action in actions.values())
+            await asyncio.sleep(60)
+        backend.away = False
+        for tick in (61, 62, 63):  # the first one's trial finds out
+            actions = await runtime.process_tick(tick, dict.fromkeys(ids))
+        assert all("401" in str(action.reasoning) for action in actions.values())
+        refuses = False
+        assert set(sources(await runtime.process_tick(64, dict.fromkeys(ids))).values()) == {("answer", 64)}
+
+
+@virtual_clock
+async def test_an_agent_whose_prompt_fails_does_not_keep_the_others_from_finding_that_the_server_is_back() -> None:
+    class Broken(Agent):
+        def _build_context(self) -> str:
+            raise ValueError("no prompt")
+
+    up = False
+    backend = ScriptedBackend(lambda request: says() if up else Fail(500))
+    runtime = registered(AgentRuntime(backend=backend), *"abcdef")
+    async with runtime:
+        await runtime.process_tick(1, dict.fromkeys("abcdef"))
+        up = True
+        runtime.register_agent(Broken("first", tools=[move], priority=1))
+        await asyncio.sleep(1)
+        actions = await runtime.process_tick(2, dict.fromkeys(["first", *"abcdef"]))
+        assert "no prompt" in str(actions["first"].reasoning)
+        assert sources(actions)["a"] == ("answer", 2)
 
 
 @virtual_clock

@@ -69,6 +69,28 @@ async def test_all_prompts_of_a_tick_are_one_call_of_generate_batch() -> None:
     assert "- move: Walk." in backend.batches[0][0]  # it has no parameter for a system prompt
 
 
+@virtual_clock
+async def test_questions_that_wait_for_a_slot_are_one_call_and_tools_may_differ() -> None:
+    calls: list[list[str]] = []
+
+    class Slow:
+        async def generate_batch(self, prompts: list[str]) -> list[str]:
+            calls.append([prompt.partition("You are agent ")[2][:1] for prompt in prompts])
+            await asyncio.sleep(1)
+            return [call() for _ in prompts]
+
+    runtime = registered(AgentRuntime(backend=Slow(), max_inflight=1), *"abcd")
+    runtime.register_agent(Agent("e", tools=[move, "sing"]))
+    async with runtime:
+        ticks = []
+        for ids in ("ab", "c", "de"):
+            ticks.append(asyncio.create_task(runtime.process_tick(1, dict.fromkeys(ids))))
+            await asyncio.sleep(0.3)
+        for tick in ticks:
+            assert set(sources(await tick).values()) == {("answer", 1)}
+    assert calls == [["a", "b"], ["c", "d", "e"]]
+
+
 async def test_a_backend_that_answers_one_by_one_is_asked_by_max_workers_threads() -> None:
     backend = One()
     async with registered(AgentRuntime(3, backend=backend, temperature=0.5), *map(str, range(9))) as runtime:

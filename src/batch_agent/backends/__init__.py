@@ -1,1 +1,1 @@
-"""Where inference happens: one wire form per file, behind the protocol of ``base``, found by URL in ``registry``."""
+"""Where inference happens: one package per wire, behind the base class in ``base``, found by URL in ``registry``."""

@@ -4,8 +4,9 @@ for it, and what it took is settled when it has ended."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.messages import Quota, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
@@ -17,7 +18,26 @@ class Budgets:
 
     def __init__(self, arm: Callable[[Endpoint], None]) -> None:
         self._arm = arm
+        self._mark: RateMark | None = None
         self.short: set[asyncio.Future[None]] = set()  # those who wait for a budget, with their slots
+
+    def keep(self, mark: RateMark, endpoints: Iterable[Endpoint]) -> None:
+        """Keep the user's rate limits over a kill: what an earlier session may have used counts."""
+        self._mark = mark
+        left = mark.seconds_left()
+        for endpoint in endpoints if left else ():
+            if endpoint.server.rates is not None:
+                endpoint.server.rates.fill(_now() + left)
+                self._arm(endpoint)
+
+    def begin(self, ticket: Ticket) -> None:
+        """A request has its slot at an endpoint with rate limits."""
+        endpoint = ticket.endpoint
+        assert endpoint is not None and endpoint.server.rates is not None
+        if self._mark is not None:
+            self._mark.mark()
+        ticket.lease = endpoint.server.rates.begin(ticket.sent_at)
+        self._arm(endpoint)
 
     async def afford(self, ticket: Ticket, expect: Callable[[], Usage]) -> None:
         """Until the endpoint's budgets have room for what the request is expected to take; ``settle`` must follow."""

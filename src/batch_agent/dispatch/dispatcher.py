@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from batch_agent.dispatch.endpoints import EndpointMonitor, OnHealth, OnLimit
 from batch_agent.dispatch.feed import Feed
 from batch_agent.dispatch.hedging import hedged
 from batch_agent.dispatch.policy import Observer, Policy, Question, Questions, Replies
+from batch_agent.dispatch.probing import Probed
 from batch_agent.dispatch.slots import Slots
 from batch_agent.dispatch.spending import Call, Spending
 from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Unavailable
@@ -42,13 +43,13 @@ if TYPE_CHECKING:
 SILENT = Observer()
 
 
-@dataclass(slots=True, eq=False)
 class ModelCall:
     """A ModelRequest as a question to one backend."""
 
-    backend: Backend
-    request: ModelRequest
-    on_tool_call: OnToolCall | None = None
+    __slots__ = ("backend", "on_tool_call", "request")
+
+    def __init__(self, backend: Backend, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> None:
+        self.backend, self.request, self.on_tool_call = backend, request, on_tool_call
 
     @property
     def text(self) -> str:
@@ -58,7 +59,7 @@ class ModelCall:
         request = self.request
         request.endpoint = endpoint
         try:
-            return await self.backend.infer(request, self.on_tool_call)
+            reply = await self.backend.infer(request, self.on_tool_call)
         except BackendError as error:
             error.text = error.text or self.text
             raise
@@ -66,9 +67,14 @@ class ModelCall:
             request.tries += 1
             if request.on_begin is not None:
                 request.on_begin()
+        self.check(reply)
+        return reply
+
+    def check(self, reply: Reply) -> None:
+        """Raises a BackendError for an answer that is of no use."""
 
     def lost(self) -> None:
-        pass
+        """Another request answered it."""
 
     def again(self) -> ModelCall:
         """The same for another endpoint; tools are started by the first request alone."""
@@ -95,17 +101,18 @@ class _Together(Question):
 
 class Dispatcher:
     """One backend's endpoints for one run, or for runs that share them. ``max_inflight`` is at all endpoints together,
-    ``terms`` are those of each."""
+    ``terms`` are those of each. With ``trust_probes`` an outage is over when a probe finds the endpoint up."""
 
     def __init__(
         self,
-        backend: Backend | None,
+        backend: Probed | None,
         max_inflight: int | None = None,
         max_agents: int | None = None,
         *,
         servers: Mapping[str, Server] | None = None,
         terms: Terms | None = None,
         max_outage: float | None = None,
+        trust_probes: bool = False,
         on_limit: OnLimit = lambda endpoint, reason: None,
         on_health: OnHealth = lambda endpoint, now: None,
     ) -> None:
@@ -115,6 +122,7 @@ class Dispatcher:
         self.scheduler = Scheduler(max_inflight, max_agents, endpoints or [Endpoint(None, self.terms)])
         self._on_health = on_health
         self.endpoints = EndpointMonitor(self.scheduler, backend, max_outage, self._health_changed, on_limit, self._end)
+        self.endpoints.trust_probes = trust_probes
         self.slots = Slots(self.scheduler, self.endpoints)
         self.endpoints.start(self.slots)
         self.spending: Spending | None = None
@@ -146,11 +154,11 @@ class Dispatcher:
         observer: Observer = SILENT,
     ) -> Reply:
         """The complete answer, or the BackendError that could not be helped. ``ticket`` is a claim that was made
-        already; else ``progress`` makes one."""
+        already; else ``progress`` makes one. With neither it is no agent's turn, and goes after those that are."""
         loop = asyncio.get_running_loop()
         queued = loop.time()
         if ticket is None:
-            ticket = self.slots.claim(Progress() if progress is None else progress, LAST)
+            ticket = self.slots.claim(Progress(LAST) if progress is None else progress, LAST)
         while True:
             if ticket.state != "held" or self.slots.stopped:
                 await self._hold(ticket, policy)
@@ -182,24 +190,27 @@ class Dispatcher:
                 if call is not None:
                     call.fail()
                 self.slots.release(ticket)
-            retryable = error.retryable or scope in ("confirm", "all")
             step = await self.endpoints.decisions.step(
-                ticket, attempt, verdict, policy.max_retries, retryable=retryable, wait=policy.wait_out
+                ticket,
+                attempt,
+                verdict,
+                policy.max_retries,
+                retryable=error.retryable or scope in ("confirm", "all"),
+                wait=policy.wait_out,
             )
-            delay = (
-                None if step == "fail" or not self._is_worth(policy, ticket) else self._delay(ticket, verdict, error)
-            )
+            gives_up = step == "fail" or not self._is_worth(policy, ticket)
+            delay = None if gives_up else self._delay(ticket, verdict, error)
             observer.failed(error, seconds, cost, delay)
             if delay is None:
                 raise error
             await self.slots.again(ticket, delay)
 
-    async def ask_many(self, questions: Questions, policy: Policy, *, progress: Progress | None = None) -> Replies:
+    async def ask_many(self, questions: Questions, policy: Policy) -> Replies:
         """The answers to questions that are one request, with one slot; one that failed is an error in its own place.
         Raises the BackendError of a request that failed as a whole."""
         together = _Together(questions)
         try:
-            await self.ask(together, policy, progress=progress)
+            await self.ask(together, policy)
         except JobError:
             if not together.answers:
                 raise
@@ -210,7 +221,7 @@ class Dispatcher:
         endpoint = ticket.endpoint
         assert endpoint is not None
         began = asyncio.get_running_loop().time()
-        deadline = self.endpoints.deadline(ticket, timeout)
+        deadline = self.endpoints.flights.begin(ticket, timeout)
         try:
             with deadline:
                 reply = await question.send(endpoint.name)
@@ -223,7 +234,7 @@ class Dispatcher:
                 raise
             raise Unavailable(f"{self.name} gave the call up: something it waited for was cancelled") from None
         finally:
-            self.endpoints.finished(ticket)
+            self.endpoints.flights.end(ticket)
         if reply.saved is None:
             self.endpoints.answered(ticket, asyncio.get_running_loop().time() - began, reply)
         else:
@@ -231,18 +242,25 @@ class Dispatcher:
         return reply
 
     async def _hold(self, ticket: Ticket, policy: Policy) -> None:
-        """Wait for the slot; with ``wait_out`` off, not while every endpoint is down."""
-        if policy.wait_out:
+        """Wait for the slot; not while every endpoint is down, if an outage is not waited out."""
+        if policy.wait_out and (policy.wait_until is None or ticket.state == "held"):
             await self.slots.hold(ticket)
             return
-        if ticket.state != "held" and self._is_down(ticket):
+        timer: asyncio.TimerHandle | None = None
+        if self._is_patient(policy):
+            assert policy.wait_until is not None
+            timer = asyncio.get_running_loop().call_at(policy.wait_until, self._lose_patience, ticket)
+        elif ticket.state != "held" and self._is_down(ticket):
             self.slots.release(ticket)
             raise self._outage(ticket)
-        self._impatient.add(ticket)
+        else:
+            self._impatient.add(ticket)
         try:
             await self.slots.hold(ticket)
         finally:
             self._impatient.discard(ticket)
+            if timer is not None:
+                timer.cancel()
 
     async def reserve(self, ticket: Ticket, request: ModelRequest | None) -> Call | None:
         """Wait until rate limits and budget have room for the request."""
@@ -257,7 +275,7 @@ class Dispatcher:
     def _is_worth(self, policy: Policy, ticket: Ticket) -> bool:
         if policy.wanted is not None and not policy.wanted():
             return False
-        return policy.wait_out or not self._is_down(ticket)
+        return self._is_patient(policy) or not self._is_down(ticket)
 
     def _delay(self, ticket: Ticket, verdict: Verdict, error: BackendError) -> float:
         """Seconds until the request joins the queue again."""
@@ -277,12 +295,20 @@ class Dispatcher:
 
     def _too_late(self, ticket: Ticket, began: float, timeout: float | None) -> str:
         seconds = asyncio.get_running_loop().time() - began
-        if self.endpoints.is_recalled(ticket):
+        if ticket.recalled:
             return f"{self.name} was taken back after {seconds:.3g} s, to be sent elsewhere or later"
         allowed = f"{seconds:.3g} s, on trial after an outage" if ticket.trial else f"timeout_per_turn, {timeout:g} s"
         return f"{self.name} gave no complete answer in {allowed}"
 
     # Outages, for those who do not wait
+
+    def _is_patient(self, policy: Policy) -> bool:
+        until = policy.wait_until
+        return policy.wait_out and (until is None or asyncio.get_running_loop().time() < until)
+
+    def _lose_patience(self, ticket: Ticket) -> None:
+        self._impatient.add(ticket)
+        self._reject_impatient()
 
     def _is_down(self, ticket: Ticket) -> bool:
         if ticket.pinned is not None:
@@ -372,12 +398,13 @@ class Dispatcher:
         self.scheduler.max_inflight = max_inflight
         self.slots.pump()
 
-    def add(self, name: str, server: Server) -> None:
+    def add(self, name: str, server: Server) -> Endpoint:
         """One more server, from now on."""
         endpoint = self._endpoint(name, server)
         self.endpoints.attach(endpoint)
         self.scheduler.add(endpoint)
         self.slots.pump()
+        return endpoint
 
     def retune(self, endpoint: Endpoint) -> None:
         """What the backend says of the server has changed."""

@@ -53,7 +53,7 @@ async def _winner(
                 return racer.result()
             if not isinstance(error, BackendError | Interrupted):
                 raise error
-        if first.done() and not dispatcher.endpoints.is_in_flight(other):
+        if first.done() and not dispatcher.endpoints.flights.has(other):
             break  # the slot that the first still holds may be the one it waits for
     return first.result()
 

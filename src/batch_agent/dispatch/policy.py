@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Protocol, TypeAlias
 
 from batch_agent.backends.base import ModelRequest
@@ -18,7 +18,9 @@ class Policy:
     """``timeout`` is seconds for one attempt, ``hedge`` seconds after which another endpoint is asked too."""
 
     max_retries: int = 3
+    _: KW_ONLY
     wait_out: bool = True  # wait while every endpoint is down; False: fail at once with Unavailable
+    wait_until: float | None = None  # of the event loop's clock, from when on no outage is waited out; None: never
     timeout: float | None = None
     hedge: float | None = None
     wanted: Callable[[], bool] | None = None  # whether the answer is still worth a retry; None: it is
@@ -61,6 +63,8 @@ class Questions(Protocol):
 
 class Observer:
     """Told of each attempt. The default ignores it."""
+
+    __slots__ = ()
 
     def sent(self, queued: float) -> None:
         """An attempt is sent, after so many seconds in the queue."""

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Protocol
 
-from batch_agent.backends.base import Backend, Probe
+from batch_agent.backends.base import Probe
 from batch_agent.dispatch.deadlines import LATE
 from batch_agent.errors import BackendError
 from batch_agent.foreign import describe
+from batch_agent.scheduler.endpoint import Endpoint
 
 PROBE_SECONDS = 2.0
 
 
-async def probe(backend: Backend, endpoint: str) -> Probe:
+class Probed(Protocol):
+    """What is asked about its endpoints: a Backend, or less."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def probe(self, endpoint: str = "") -> Probe: ...
+
+
+async def probe(backend: Probed, endpoint: str) -> Probe:
     """The endpoint's state; never raises. No answer in time means that it is down, unless the event loop stalled: then
     the probe is made again."""
     loop = asyncio.get_running_loop()
@@ -23,7 +35,7 @@ async def probe(backend: Backend, endpoint: str) -> Probe:
     return found
 
 
-async def _probe(backend: Backend, endpoint: str) -> Probe:
+async def _probe(backend: Probed, endpoint: str) -> Probe:
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             return await backend.probe(endpoint)
@@ -33,3 +45,40 @@ async def _probe(backend: Backend, endpoint: str) -> Probe:
         return Probe("down", str(error))
     except Exception as error:  # a backend of the user's own
         return Probe("unknown", describe(error))
+
+
+class Probes:
+    """The probes under way of one dispatcher, one at a time for each endpoint. ``found`` is told what each has found.
+    Without a ``backend`` there are none."""
+
+    def __init__(self, backend: Probed | None, found: Callable[[Endpoint, Probe], None]) -> None:
+        self._backend, self._found = backend, found
+        self._tasks: dict[Endpoint, asyncio.Task[Probe]] = {}
+
+    def __bool__(self) -> bool:
+        """Whether endpoints can be probed."""
+        return self._backend is not None
+
+    def start(self, endpoint: Endpoint) -> asyncio.Task[Probe] | None:
+        """The probe of this endpoint, started if none is under way; None if it cannot be probed."""
+        if endpoint not in self._tasks and self._backend is not None:
+            self._tasks[endpoint] = asyncio.get_running_loop().create_task(self._probe(self._backend, endpoint))
+        return self._tasks.get(endpoint)
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _probe(self, backend: Probed, endpoint: Endpoint) -> Probe:
+        try:
+            found = await probe(backend, endpoint.name)
+        except asyncio.CancelledError:
+            if endpoint.health.probing:
+                endpoint.health.trial_over()
+                endpoint.tell_others()
+            raise
+        finally:
+            del self._tasks[endpoint]
+        self._found(endpoint, found)
+        endpoint.tell_others()
+        return found

@@ -55,6 +55,7 @@ class Slots:
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._sleepers: set[asyncio.Future[None]] = set()
         self._feeds: list[Feed] = []
+        self._fed = False  # there was a feed: what comes is known by it
         self._alarm: asyncio.TimerHandle | None = None  # for turns that have waited long enough for their endpoint
         self.stopped = False  # no request is sent any more, whoever holds a slot
         self.refusal = ""  # why no slot is granted any more
@@ -67,8 +68,8 @@ class Slots:
         self, progress: Progress, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
     ) -> Ticket:
         """Join the queue for a slot; it may be granted at once. Follow it with ``hold``, or ``release`` it."""
-        ticket = self.scheduler.request(progress, turns, asyncio.get_running_loop().time())
-        ticket.avoid, ticket.pinned = avoid, pinned
+        ticket = self.scheduler.request(progress, turns, asyncio.get_running_loop().time(), pinned)
+        ticket.avoid = avoid
         self.pump()
         return ticket
 
@@ -136,6 +137,7 @@ class Slots:
     def feed(self, on_close: Callable[[], None]) -> Feed:
         feed = Feed(self, on_close)
         self._feeds.append(feed)
+        self._fed = True
         return feed
 
     def forget(self, feed: Feed) -> None:
@@ -144,7 +146,7 @@ class Slots:
 
     def look_ahead(self) -> None:
         """What is still to come has changed."""
-        rows: int | None = 0
+        rows: int | None = 0 if self._fed else None
         for feed in self._feeds:
             rows = None if rows is None or feed.rows is None else rows + feed.rows
         self.scheduler.forecast.rows = rows

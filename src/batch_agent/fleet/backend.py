@@ -38,9 +38,9 @@ from batch_agent.errors import BackendError, SpecError, Unavailable
 from batch_agent.fleet.following import Hostfile, Select, changes
 from batch_agent.fleet.hostfile import AgentEndpoint, Traits
 from batch_agent.fleet.one_loop import OneLoop
-from batch_agent.fleet.server import Server
+from batch_agent.fleet.server import FleetServer
 from batch_agent.messages import Reply
-from batch_agent.scheduler.server import Server as KnownServer
+from batch_agent.scheduler.server import Server
 
 logger = logging.getLogger("batch_agent")
 
@@ -67,7 +67,7 @@ class Fleet(Backend):
     ) -> None:
         self._api_key, self._headers, self._environ, self._sends = api_key, dict(headers or {}), environ, sends
         self._inside, self._outside = Transport(proxies=False), Transport()
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, FleetServer] = {}
         self._listeners: dict[Listener, None] = {}
         self._loop, self._users = OneLoop("fleet"), 0
         self._hostfile: Hostfile | None = None
@@ -133,11 +133,11 @@ class Fleet(Backend):
     # Servers that join and leave
 
     @property
-    def _present(self) -> list[Server]:
+    def _present(self) -> list[FleetServer]:
         return [server for server in self._servers.values() if not server.leaving]
 
     @property
-    def servers(self) -> Mapping[str, KnownServer]:
+    def servers(self) -> Mapping[str, Server]:
         return {server.name: server.known for server in self._present}
 
     def add(
@@ -167,7 +167,7 @@ class Fleet(Backend):
         self._remove(gone)
         self._tell()
 
-    def _make(self, given: Given, traits: Mapping[str, object] | None = None) -> Server:
+    def _make(self, given: Given, traits: Mapping[str, object] | None = None) -> FleetServer:
         """Returns a server that is not yet part of the fleet. SpecError for what cannot be one."""
         tags = {name: value for name, value in (traits or {}).items() if value is not None}
         if isinstance(given, AgentEndpoint):
@@ -196,9 +196,9 @@ class Fleet(Backend):
             read = Traits.read(tags)
         except ValueError as error:
             raise SpecError(f"{backend.name}: {error}") from None
-        return Server(address if isinstance(given, Mapping) else backend.name, backend.name, backend, read)
+        return FleetServer(address if isinstance(given, Mapping) else backend.name, backend.name, backend, read)
 
-    def _register(self, server: Server) -> None:
+    def _register(self, server: FleetServer) -> None:
         """Makes the server part of the fleet, under a name that no other has: engines in this process are named alike,
         and a server that was removed may still be at work."""
         name, number = server.name, 1
@@ -207,13 +207,13 @@ class Fleet(Backend):
             server.name = f"{name}#{number}"
         self._servers[server.name] = server
 
-    def _remove(self, servers: Iterable[Server]) -> None:
+    def _remove(self, servers: Iterable[FleetServer]) -> None:
         for server in servers:
             server.leaving = True
             if not server.inflight:
                 self._let_go(server)
 
-    def _let_go(self, server: Server) -> None:
+    def _let_go(self, server: FleetServer) -> None:
         if self._servers.pop(server.name, None) is not None and server.entered:
             task = asyncio.get_running_loop().create_task(server.close())
             self._closing.add(task)
@@ -266,7 +266,7 @@ class Fleet(Backend):
         for server in self._servers.values():
             server.forget_loop()
 
-    async def _enter(self, server: Server) -> None:
+    async def _enter(self, server: FleetServer) -> None:
         self._bind()
         await server.enter()
 
@@ -313,13 +313,13 @@ class Fleet(Backend):
                     break
         raise error
 
-    def _named(self, endpoint: str) -> Server:
+    def _named(self, endpoint: str) -> FleetServer:
         server = self._servers.get(endpoint)
         if server is None:
             raise Unavailable(f"{endpoint} is no longer part of {self._name}", unreached=True)
         return server
 
-    async def _infer(self, server: Server, request: ModelRequest, on_tool_call: OnToolCall | None) -> Reply:
+    async def _infer(self, server: FleetServer, request: ModelRequest, on_tool_call: OnToolCall | None) -> Reply:
         server.inflight += 1
         try:
             await self._enter(server)
@@ -345,11 +345,11 @@ class Fleet(Backend):
                     await self._ask(unknown)
             self._tell()
 
-    async def _ask(self, servers: Sequence[Server]) -> dict[str, list[str] | BackendError]:
+    async def _ask(self, servers: Sequence[FleetServer]) -> dict[str, list[str] | BackendError]:
         """Asks all servers at once for their models."""
         answers: dict[str, list[str] | BackendError] = {}
 
-        async def ask(server: Server) -> None:
+        async def ask(server: FleetServer) -> None:
             try:
                 await server.enter()
                 names = answers[server.name] = await server.backend.models()

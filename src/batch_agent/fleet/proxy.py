@@ -1,4 +1,4 @@
-"""One address for many servers: passes each request to the endpoint that ``slots`` grants, and its answer back.
+"""One address for many servers: passes each request to the endpoint that the dispatcher grants, and its answer back.
 
 A request goes elsewhere as long as its client has seen no byte of an answer. A client that leaves ends its request on
 the server. Keys and all other end-to-end headers pass through.
@@ -8,44 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import io
 import logging
 import os
 import re
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import unquote
 
-import aiohttp
 import orjson
 from aiohttp import web
-from multidict import CIMultiDict, MultiMapping
-from yarl import URL
 
-from batch_agent.backends.http.client import LARGE_BODY_BYTES
 from batch_agent.backends.http.transport import Transport
-from batch_agent.errors import SpecError
-from batch_agent.fleet.balance import Place, read_ask
+from batch_agent.dispatch.policy import Policy
+from batch_agent.errors import BackendError, SpecError
+from batch_agent.fleet.affinity import Homes, read_ask
+from batch_agent.fleet.following import Hostfile
+from batch_agent.fleet.forwarding import ClientGone, Forward
 from batch_agent.fleet.hostfile import AgentEndpoint
-from batch_agent.fleet.slots import NobodyThere, Slots, Transfer
+from batch_agent.fleet.probe import Prober
+from batch_agent.fleet.upstreams import Upstreams
 from batch_agent.messages import JsonObject
+from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.ordering import LAST
 
 logger = logging.getLogger("batch_agent")
 
 MAX_INFLIGHT = 256  # at each endpoint
 MAX_BODY_BYTES = 256 * 1024 * 1024
 PATIENCE_SECONDS = 30.0  # without a byte of a request, after which its connection is closed
-CONNECT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
-MOST_BROKEN = 3  # servers that may break off one request: it may be what breaks them
-ELSEWHERE = frozenset({429, 502, 503, 504})  # statuses of an overloaded server
+MOST_RETRIES = 2  # of a request that servers break off: it may be what breaks them
 MOST_ENCODINGS = 4  # of a path, one inside the other
 PARENT = re.compile(r"(^|[/\\])\.\.([/\\;?#\s\0]|$)")  # a .. in a decoded path, as lenient servers read it
-HOP_BY_HOP = frozenset(
-    ("connection", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection")
-) | {"te", "trailer", "transfer-encoding", "upgrade"}
-OWN_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # that the client library would add
 
 
 async def serve_proxy(
@@ -67,8 +61,9 @@ async def serve_proxy(
             "the keys that clients send cross the network unencrypted",
             host or "all addresses",
         )
-    async with Transport() as transport, Slots(hosts, max_inflight, environ) as slots:
-        proxy = Proxy(slots, transport, patience)
+    async with Transport() as transport, Prober(environ=environ) as prober:
+        upstreams = Upstreams(hosts, max_inflight, prober)
+        proxy = Proxy(upstreams, transport, patience)
         # A handler is cancelled when its client leaves; compressed bodies pass as they are. The timeout is also that of
         # a request's headers.
         runner = web.AppRunner(
@@ -81,31 +76,28 @@ async def serve_proxy(
         )
         await runner.setup()
         try:
+            await upstreams.look()
             await web.TCPSite(runner, host, port).start()
             place = f"[{host}]" if ":" in host else host
             ready(f"http://{place}:{runner.addresses[0][1]}")
-            if hostfile is not None:
-                await slots.follow_file(hostfile)
-            await asyncio.get_running_loop().create_future()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(upstreams.watch())
+                if hostfile is not None:
+                    tasks.create_task(Hostfile(hostfile).follow(upstreams.follow))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise SpecError(f"{host}:{port} is taken by another program: choose another port") from None
             raise SpecError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
         finally:
             await runner.cleanup()
-
-
-class Broken(Exception):
-    """The server gave no answer, or not all of it. ``unreached``: it has not seen the request."""
-
-    def __init__(self, words: str, *, unreached: bool) -> None:
-        super().__init__(words)
-        self.unreached = unreached
+            upstreams.dispatcher.close()
 
 
 class Proxy:
-    def __init__(self, slots: Slots, transport: Transport, patience: float) -> None:
-        self._slots, self._transport, self._patience = slots, transport, patience
+    def __init__(self, upstreams: Upstreams, transport: Transport, patience: float) -> None:
+        self._upstreams, self._transport, self._patience = upstreams, transport, patience
+        self._dispatcher = upstreams.dispatcher
+        self._homes = Homes(self._dispatcher.scheduler.router)
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -117,20 +109,20 @@ class Proxy:
     # What it answers itself
 
     async def _health(self, request: web.Request) -> web.Response:
-        up = self._slots.balance.router.working
+        up = self._upstreams.up
         return _json(
-            {"status": "ok" if up else "no endpoint is up", "up": up, "endpoints": len(self._slots.balance.places)},
+            {"status": "ok" if up else "no endpoint is up", "up": up, "endpoints": len(self._upstreams.present)},
             200 if up else 503,
         )
 
     async def _status(self, request: web.Request) -> web.Response:
-        places = [place.to_json() for place in self._slots.balance.places]
-        up = self._slots.balance.router.working
-        return _json({"up": up, "waiting": self._slots.waiting, "endpoints": [*places]})
+        endpoints = [upstream.to_json() for upstream in self._upstreams.present]
+        waiting = self._dispatcher.scheduler.waiting
+        return _json({"up": self._upstreams.up, "waiting": waiting, "endpoints": [*endpoints]})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         """The models of all endpoints. If none lists its models without a key, one is asked with the client's."""
-        models = self._slots.balance.models
+        models = self._upstreams.models
         return _json({"object": "list", "data": [*models]}) if models else await self._forward(request)
 
     async def _unknown(self, request: web.Request) -> web.Response:
@@ -149,28 +141,32 @@ class Proxy:
             return await _drop(request, _refusal(408, f"no more of the body came for {self._patience:g} s"))
         key, model = read_ask(request.headers, body)
         model = model or request.path.partition("/v1/models/")[2]
-        avoid: Place | None = None
-        broken = unreached = 0
-        while True:
-            try:
-                place = await self._slots.take(key, model, avoid)
-            except NobodyThere as error:
-                return _refusal(503, str(error), {"Retry-After": "1"})
-            try:
-                # An overloaded server is left for another once; the answer of the other stands.
-                answer = await self._ask(place, request, body, last=avoid is not None)
-            except Broken as error:
-                self._slots.failed(place, str(error), unreached=error.unreached)
-                broken += not error.unreached
-                unreached += error.unreached
-                if broken >= MOST_BROKEN or unreached > len(self._slots.balance.places):
-                    return _refusal(502, f"no endpoint answered: {place.host.address}: {error}")
-            else:
-                if answer is not None:
-                    return answer
-            finally:
-                self._slots.release(place)
-            avoid = place
+        progress = Progress(LAST, model=model)
+        progress.home = self._homes.find(key, model)
+        ticket = self._dispatcher.slots.claim(progress, LAST)
+        forward = Forward(self._upstreams, self._transport, self._homes, request, body, key, ticket)
+        policy = Policy(MOST_RETRIES, wait_out=False, wanted=lambda: forward.can_move)
+        try:
+            await self._dispatcher.ask(forward, policy, ticket=ticket)
+        except BackendError as error:
+            return self._failed(request, forward, error)
+        except SpecError as error:
+            return _refusal(400, str(error))
+        except ClientGone:
+            pass
+        return forward.answer or web.Response()
+
+    def _failed(self, request: web.Request, forward: Forward, error: BackendError) -> web.StreamResponse:
+        """What the client of a request gets that no endpoint has answered well."""
+        if forward.answer is not None and (forward.complete or not forward.begun):
+            return forward.answer
+        if forward.begun:
+            if request.transport is not None:
+                request.transport.abort()  # so that the client does not take it for the end
+            return web.Response()  # it goes nowhere
+        if not self._upstreams.up:
+            return _refusal(503, self._upstreams.outage, {"Retry-After": "1"})
+        return _refusal(502, f"no endpoint answered: {error}")
 
     async def _read(self, request: web.Request) -> bytes:
         """Returns the body. TimeoutError if it stops coming."""
@@ -182,76 +178,6 @@ class Proxy:
                     raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, len(body))
                 limit.reschedule(clock() + self._patience)
         return bytes(body)
-
-    async def _ask(self, place: Place, request: web.Request, body: bytes, *, last: bool) -> web.StreamResponse | None:
-        """Passes the request on and its answer back. None if another endpoint should be asked; Broken if the endpoint
-        failed before the client has seen anything."""
-        try:
-            async with asyncio.timeout(None) as limit:
-                with self._slots.transfer(place, limit) as transfer:
-                    return await self._pass(transfer, request, body, last=last)
-        except TimeoutError:
-            error = Broken("it stopped answering", unreached=False)
-        except Broken as raised:
-            error = raised
-        if not transfer.begun:
-            raise error
-        self._slots.failed(place, str(error), unreached=False)
-        if request.transport is not None:
-            request.transport.abort()  # so that the client does not take it for the end
-        return web.Response()  # it goes nowhere
-
-    async def _pass(
-        self, transfer: Transfer, request: web.Request, body: bytes, *, last: bool
-    ) -> web.StreamResponse | None:
-        place, slots, clock = transfer.place, self._slots, asyncio.get_running_loop().time
-        began, generation = clock(), place.endpoint.capacity.generation
-        response, chunk = await self._begin(place, request, body)
-        async with response:
-            slots.heard(transfer)
-            if response.status in ELSEWHERE and not last and slots.balance.router.working > 1:
-                slots.balance.overloaded(place, generation)
-                return None
-            transfer.begun = True
-            answer = web.StreamResponse(
-                status=response.status, reason=response.reason, headers=_passing(response.headers)
-            )
-            await answer.prepare(request)
-            while chunk:
-                await answer.write(chunk)
-                try:
-                    chunk = await response.content.readany()
-                except (aiohttp.ClientError, OSError) as error:
-                    raise Broken(_words(error), unreached=False) from None
-                slots.heard(transfer)
-            if response.status < 500:
-                slots.balance.answered(place, clock() - began, clock())
-            return answer
-
-    async def _begin(self, place: Place, request: web.Request, body: bytes) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Returns the head of the answer and its first bytes."""
-        url = URL(place.host.api + request.rel_url.raw_path_qs.removeprefix("/v1"), encoded=True)
-        response = None
-        try:
-            response = await self._transport.session.request(
-                request.method,
-                url,
-                data=io.BytesIO(body) if len(body) > LARGE_BODY_BYTES else body or None,
-                headers=_passing(request.headers, {"content-length"}),
-                proxy=self._transport.proxy_for(url) if place.host.scheme == "https" else None,
-                allow_redirects=False,
-                auto_decompress=False,
-                skip_auto_headers=OWN_HEADERS,
-                timeout=CONNECT,
-            )
-            return response, await response.content.readany()
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise Broken(_words(error), unreached=True) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise Broken(_words(error), unreached=False) from None
-        finally:
-            if response is not None and sys.exception() is not None:
-                response.close()
 
 
 def _is_loopback(host: str) -> bool:
@@ -278,17 +204,6 @@ async def _drop(request: web.Request, answer: web.Response) -> web.Response:
     if request.transport is not None:
         request.transport.close()
     return answer
-
-
-def _passing(headers: MultiMapping[str], own: Collection[str] = ()) -> CIMultiDict[str]:
-    """Returns the headers without those for the next hop only: the known ones, those named in Connection, ``own``."""
-    named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
-    dropped = HOP_BY_HOP | named | set(own)
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
-
-
-def _words(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 def _json(document: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

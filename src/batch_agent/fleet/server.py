@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from batch_agent.backends.base import Backend
 from batch_agent.fleet.hostfile import Traits
-from batch_agent.scheduler.server import Server as KnownServer
+from batch_agent.scheduler.server import Server
 
 
 @dataclass(slots=True, eq=False)
-class Server:
+class FleetServer:
     """``address`` is what the user gave, ``name`` is unique in the fleet. The backend is entered on first use."""
 
     address: str
@@ -29,7 +29,7 @@ class Server:
         return self.found if self.traits.model is None else frozenset({self.traits.model})
 
     @property
-    def known(self) -> KnownServer:
+    def known(self) -> Server:
         """What is known of the server, with what the fleet was given for it."""
         known = self.backend.servers[""]
         usual = self.backend.capabilities.default_inflight

@@ -1,14 +1,19 @@
 """How many calls an endpoint can take right now.
 
-The user's ``max_inflight`` is the ceiling, and where the limit begins; where none was given a
-``LimitSearch`` looks for the number, and what the engine tells of its queue (``LoadGuide``) moves it too.
+The user's ``max_inflight`` is the ceiling, and where the limit begins. Without one, a ``LimitSearch`` looks for the
+number. What an engine reports about its queue (``LoadGuide``) moves the limit too.
 
-A refusal for load (429, 503) halves what is in flight, once per generation of requests: those that were already on
-their way when the limit fell say nothing about the new limit. Every good answer then raises the limit by one, so that
-it doubles with each round of answers, up to ``_known``, just below where it was refused. From there on it is probed: a
-whole round of good answers raises it by a step, and the steps grow. A refusal while probing says that what was known is
-all there is: the limit falls a little, and the next probe waits twice as many rounds. After an outage the limit begins
-at one and comes back, in the same way, to where the last good answer found it.
+A refusal for load (429, 503) halves what is in flight, once per generation of requests: requests that were already on
+their way when the limit fell say nothing about the new limit. The way back has three parts:
+
+- Every good answer adds one, so the limit doubles with each round of answers (a round: as many answers as the limit).
+  This ends at ``_known``, an eighth and one below the refusal.
+- Then the limit climbs slowly: the first slot takes a few rounds, and the pace doubles every two rounds. The pace does
+  not depend on the limit, and the part given up does. That brings processes that share a server to equal shares: all
+  gain equally, and the largest gives up most.
+- One below the refusal, the limit stays for some rounds before the refused number is tried again.
+
+After an outage the limit starts at one and doubles with each round, up to where it last was good.
 """
 
 from __future__ import annotations
@@ -16,27 +21,25 @@ from __future__ import annotations
 from batch_agent.scheduler.engine_load import LoadGuide, Reading
 from batch_agent.scheduler.limit_search import LimitSearch
 
-SURE = 3  # refusals of probes in a row, after which nobody else is taken to be there
-MOST_PATIENCE = 32  # rounds between two probes then
-PROBES_COST = 10  # of the time at most one part is spent waiting as the server asks when it refuses a probe
-PROBE_SHARE = 16  # of the limit: a probe's step is no more
-SHARE_GIVEN = 16  # of the limit, given up where it was refused
+GIVEN_UP = 1 / 8  # share of the limit that is left to others after a refusal
+PACE, DOUBLING = 1 / 5, 2  # slots per round at the start of the climb; rounds until the pace is twice that
+PAUSE = 6  # rounds before a number that was refused is tried again
+PAUSE_WAITS = 10  # times the server's Retry-After that the pause lasts at least: at most a tenth of the time is lost
 
 
 class Capacity:
-    """Methods that may change the limit return why it did; an empty text when it did not."""
+    """Methods that may change the limit return the reason, or "" if it did not change."""
 
     __slots__ = (
-        "_alone",
-        "_calm_until",
-        "_good",
+        "_answered",
+        "_gain",
         "_guide",
-        "_held",
         "_known",
-        "_patience",
+        "_pace",
+        "_pause",
+        "_probe_at",
         "_proven",
         "_refused_at",
-        "_step",
         "ceiling",
         "filled",
         "generation",
@@ -44,70 +47,68 @@ class Capacity:
         "search",
     )
 
+    _gain: float  # of the next slot
+    _pace: float  # slots per round
+
     def __init__(self, ceiling: int | None, search: LimitSearch | None = None) -> None:
-        self.generation = -1  # note it when a request leaves, hand it back with how the request ended
-        self._good = 0  # answers since the limit was last looked at
+        self.generation = -1  # a request keeps the number it left with, and hands it to ``overloaded``
         self._guide = LoadGuide()
         self.resize(ceiling)
         if search is not None:
             self.start_search(search)
 
     def resize(self, ceiling: int | None) -> None:
-        """The user changed the ceiling: start from it again."""
+        """Start again from a new ceiling."""
         self.ceiling = self.limit = ceiling
         self.search: LimitSearch | None = None  # while the number is looked for
-        self._proven: int | None = ceiling  # where the limit was when answers were good, growing back aside
-        self._known: int | None = None  # up to here the limit may grow fast; None: no limit was ever met
-        self._held: int | None = ceiling  # the latest limit that a whole round of answers was good at
-        self._refused_at = 0  # the latest time
-        self._alone = 0  # refusals of probes, since one that was none
-        self._patience = self._step = 1  # rounds before the next probe, and how far it goes
-        self._calm_until = 0.0  # nor is there one before that
-        self.filled = False  # since the limit changed, or it was last asked: all of it was in use
-        self._begin()
+        self.filled = False  # all slots were in use at some time since the limit changed or the engine was read
+        self._proven: int | None = ceiling  # the last limit with good answers, except while it grows back
+        self._known: int | None = None  # the limit doubles up to here; None: nothing was refused
+        self._refused_at = 0  # the limit of the last refusal
+        self._answered = False  # since the last refusal
+        self._pause = 0.0  # rounds still to wait before ``_refused_at`` is tried again
+        self._probe_at = 0.0  # and not before this time
+        self._climb_from(0.0)
 
     def start_search(self, search: LimitSearch) -> None:
         """Look for the number from here on, below the ceiling."""
         if self.ceiling is not None:
             search.bound(self.ceiling)
         self.search = search
-        self.limit = self._proven = self._held = search.limit
+        self.limit = self._proven = search.limit
 
     def overloaded(self, generation: int, inflight: int, wait: float = 0.0, now: float = 0.0) -> str:
-        """A request of ``generation`` was refused for load, with so many seconds to wait for all."""
+        """A request of ``generation`` was refused for load, with ``wait`` seconds of Retry-After."""
         if generation != self.generation:
             return ""
         refused_at = inflight if self.limit is None else min(self.limit, inflight)
-        if self._known is not None and refused_at > self._known:
-            held = min(refused_at - 1, self._held or refused_at)
-            self._alone += 1
-            # While others may be there a share is given up, so that all come to equal parts: the larger gives more.
-            self._known = max(1, held - (0 if self._alone > SURE else held // SHARE_GIVEN))
-            self.limit = max(1, self._known - self._known // 8)
-            self._patience = min(MOST_PATIENCE, max(1, self.limit // 2), 2 ** max(0, self._alone - SURE))
-            self._calm_until = now + PROBES_COST * wait
-        else:
-            given = SHARE_GIVEN if self._known is None else SHARE_GIVEN // 2
-            self.limit = max(1, refused_at // 2)
-            self._known = max(self.limit, refused_at - max(1, refused_at // given))
-            self._alone, self._patience = 0, 1
-        self._step = 1
-        self._refused_at = refused_at
+        gain = 0.0
+        if self._answered or self._known is None:  # else the server is still full, which says nothing new
+            # One slot is tried as two sooner than the rest of the rule says: it has the least.
+            known = max(1.5, refused_at * (1 - GIVEN_UP) - 1)
+            self._known, self._refused_at = int(known), refused_at
+            gain = known - self._known
+            self._pause = PAUSE
+            # A small share tries again sooner, so that it does not always meet a large one at its highest.
+            self._probe_at = now + wait * min(PAUSE_WAITS, PAUSE_WAITS / 2 + refused_at)
+        self.limit = max(1, refused_at // 2)
         self.search = None  # the server has said itself what it takes
-        self._begin()
+        self._answered = False
+        self._climb_from(gain)
         return "the server is overloaded"
 
     def restart(self, most_in_flight: int) -> None:
-        """The endpoint is down: it will be filled again step by step. Refusals for load since its last good answer
-        were part of that, and say nothing of what it can take."""
+        """The endpoint is down: fill it again step by step, up to where its last good answer was. Refusals since
+        then were part of the outage."""
         self._known = max(self._proven or most_in_flight, 1)
         self.limit = 1
         if self.search is not None:
             self.search.forget()
-        self._begin()
+        self._climb_from(0.0)
 
     def succeeded(self, sent_at: float, seconds: float, tokens: int, now: float) -> str:
-        """A good answer, after so many seconds, to a request that left at ``sent_at``."""
+        """A request that left at ``sent_at`` was answered well after ``seconds``."""
+        self._answered = True
         limit, known = self.limit, self._known
         if known is not None and limit is not None and limit < known:
             self.limit = limit + 1
@@ -117,15 +118,23 @@ class Capacity:
         self._proven = limit
         if self.search is not None:
             return self._follow(self.search.answered(sent_at, seconds, tokens, self.filled, now))
-        if limit is None or limit == self.ceiling:
+        if limit is None or known is None or limit == self.ceiling or not self.filled:
             return ""
-        self._good += 1
-        if self._good < limit * self._patience or now < self._calm_until or not self.filled:
-            return ""  # ... or nobody wants more
-        if limit >= self._refused_at:  # where it never was
-            self._patience, self._step = 1, min(2 * self._step, max(1, limit // PROBE_SHARE))
-        self._good, self._held, self.filled = 0, limit, False
-        self.limit = limit + self._step if self.ceiling is None else min(limit + self._step, self.ceiling)
+        return self._climb(limit, now)
+
+    def _climb(self, limit: int, now: float) -> str:
+        """One more good answer, with all slots in use."""
+        part = 1 / limit  # of a round
+        pace = min(limit, self._pace * 2 ** (part / DOUBLING))
+        gain = self._gain + pace * part
+        if gain >= 1 and limit + 1 >= self._refused_at and (self._pause > 0 or now < self._probe_at):
+            self._pause -= part
+            return ""
+        self._pace, self._gain = pace, gain
+        if gain < 1:
+            return ""
+        self._gain = gain - 1
+        self.limit, self.filled = limit + 1, False
         return "answers are good"
 
     def ramp(self, inflight: int, now: float) -> str:
@@ -138,7 +147,7 @@ class Capacity:
         return reason
 
     def loaded(self, load: Reading, inflight: int) -> str:
-        """The engine told how busy it is."""
+        """The engine reported how busy it is."""
         limit = self.limit
         if limit is None:
             return ""
@@ -156,14 +165,16 @@ class Capacity:
 
     @property
     def knee(self) -> int | None:
-        """The number that was looked for, once it is found."""
+        """The number the search has found, or None."""
         return None if self.search is None else self.search.knee
 
     def unread(self) -> None:
-        """The engine can no longer be asked: the answers alone have to tell."""
+        """The engine can no longer be read: only answers tell from here on."""
         if self.search is not None:
             self.search.guided = False
+        elif self._known is None:
+            self._known = self.ceiling
 
-    def _begin(self) -> None:
+    def _climb_from(self, gain: float) -> None:
         self.generation += 1
-        self._good = 0
+        self._gain, self._pace = gain, PACE

@@ -34,6 +34,7 @@ from batch_agent.messages import Usage
 from batch_agent.scheduler.blame import RowHistory
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.lanes import Lanes
 from batch_agent.scheduler.ordering import LAST, Queue
 from batch_agent.scheduler.parking import Parking
 from batch_agent.scheduler.rates import Lease
@@ -42,6 +43,7 @@ from batch_agent.scheduler.routing import Router
 MOST_AT_TOOLS = 1024  # agents that may wait for busy tools while the number of slots is unlimited
 MOST_ASIDE = 8  # turns whose trial failed, before a new agent is started only once in as many trials
 MUCH_SLOWER = 2.0  # times what another endpoint takes: an agent leaves its own endpoint
+CHANCE = 0.1  # seconds: a smaller difference between two endpoints says nothing
 
 State = Literal["waiting", "set aside", "held", "gone"]
 
@@ -62,6 +64,9 @@ class Ticket:
     trial: bool = False  # the endpoint was down; this request finds out
     sound: bool = False  # the endpoint had just shown that it was up when it was sent
     overdue: bool = False  # a trial that took too long; it is waited for beside the next
+    recalled: bool = False  # taken back by the dispatcher
+    moved: bool = False  # taken back once at the end of the batch
+    heard_at: float = 0.0  # when a piece of its answer was last passed on: it can no longer move
     lease: Lease | None = None  # of the endpoint's rate limits, while it is in flight
 
     @property
@@ -91,6 +96,7 @@ class Scheduler:
         self.router = Router(self.endpoints)
         self._queue: Queue[Ticket] = Queue(self.forecast)
         self._parking: Parking[Ticket, Endpoint | str] = Parking(self.forecast)
+        self._lanes: Lanes[Ticket] = Lanes()  # of those that are pinned to an endpoint
         self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for those who are parked there
         self._suspect_in_flight: Ticket | None = None  # beside other turns, which it may take down
 
@@ -123,6 +129,8 @@ class Scheduler:
     def touch(self, endpoint: Endpoint) -> None:
         """What an endpoint can take has changed."""
         self.router.touch(endpoint)
+        if self._lanes:
+            self._lanes.touch(endpoint)
         if not self._parking:
             return
         if endpoint in self._parking and not self.router.works(endpoint):
@@ -150,7 +158,7 @@ class Scheduler:
                 return False
         if self.at_tools and self.at_tools >= min(self.inflight + spare, MOST_AT_TOOLS):
             return False
-        if self.waiting == len(self._parking) and spare > self.backing_off:
+        if self.waiting == len(self._parking) + len(self._lanes) and spare > self.backing_off:
             return True
         slots = self.slots
         return slots is not None and slots > 0 and self.forecast.ending(0, slots)
@@ -196,17 +204,25 @@ class Scheduler:
         self.agents -= 1
         self.forecast.end(progress, turns)
 
-    def request(self, progress: Progress, turns: int, now: float) -> Ticket:
-        """A turn of an agent that has taken so many joins the queue; ``grant`` says when it may go."""
+    def request(self, progress: Progress, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
+        """A turn of an agent that has taken so many joins the queue; ``grant`` says when it may go. It goes nowhere but
+        to the endpoint that it is ``pinned`` to."""
         self.forecast.go_on(progress, turns, now)
-        ticket = Ticket(progress)
-        self._queue.add(ticket, progress.turns)
+        ticket = Ticket(progress, pinned=pinned)
+        if pinned is not None and len(self.endpoints) > 1:
+            self._lanes.add(ticket, pinned)
+        else:
+            self._queue.add(ticket, progress.turns)
         self.waiting += 1
         return ticket
 
     def again(self, ticket: Ticket) -> None:
         """A turn whose request failed joins the queue again, before its equals; or is set aside."""
-        if ticket.row.suspect or (ticket.trial and not self.router.working):
+        if ticket.pinned is not None and len(self.endpoints) > 1:
+            ticket.state = "waiting"
+            self._lanes.add(ticket, ticket.pinned, first=not ticket.trial)
+            self.waiting += 1
+        elif ticket.row.suspect or (ticket.trial and not self.router.working):
             ticket.state = "set aside"
             (self.suspects if ticket.row.suspect else self.aside).append(ticket)
         else:
@@ -229,7 +245,8 @@ class Scheduler:
             return None
         if self.max_inflight is not None and self.inflight >= self.max_inflight:
             return None
-        match = self._match_one(now) if len(self.endpoints) == 1 else self._match_many(now)
+        one = len(self.endpoints) == 1 and not self._lanes
+        match = self._match_one(now) if one else self._match_many(now)
         if match is None:
             return None
         ticket, endpoint = match
@@ -239,12 +256,14 @@ class Scheduler:
         ticket.sent_at = now
         ticket.generation = endpoint.capacity.generation
         ticket.sound = endpoint.health.is_sound(now)
-        ticket.trial, ticket.overdue, ticket.anywhere = endpoint.take(now), False, False
+        ticket.trial, ticket.overdue, ticket.recalled, ticket.anywhere = endpoint.take(now), False, False, False
         if ticket.row.suspect and not ticket.trial:
             self._suspect_in_flight = ticket
         self.inflight += 1
         if len(self.endpoints) > 1:
             self.router.touch(endpoint)
+        if self._lanes:
+            self._lanes.touch(endpoint)
         return ticket
 
     def _match_one(self, now: float) -> tuple[Ticket, Endpoint] | None:
@@ -258,7 +277,7 @@ class Scheduler:
         while self._parking and (impatient := self._parking.impatient(now)) is not None:
             impatient.anywhere = True
             self._queue.add(impatient, impatient.progress.turns, first=True)
-        match = self._match_parked(now)
+        match = self._match_parked(now) or self._lanes.take(now)
         if match is not None:
             return match
         trial = self._trial(now)
@@ -339,7 +358,7 @@ class Scheduler:
         if pinned is not None:
             if pinned.has_slot(now):
                 return pinned
-            self._park(ticket, pinned)
+            self._lanes.add(ticket, pinned)
             return None
         worth, home = 0.0, None
         if not (ticket.anywhere or ticket.row.suspect):
@@ -351,7 +370,7 @@ class Scheduler:
         if home is None or home is ticket.avoid:
             pass
         elif router.is_free(home) and home.has_slot(now):
-            if best is None or router.seconds(home) <= MUCH_SLOWER * router.seconds(best) + worth:
+            if best is None or router.seconds(home) <= MUCH_SLOWER * router.seconds(best) + worth + CHANCE:
                 return home
         elif worth > router.wait(home, self._parking.waiting(home)):
             self._park(ticket, home, now + worth)
@@ -413,6 +432,8 @@ class Scheduler:
             self.waiting -= 1
             if ticket in self._parking.parked:
                 self._parking.remove(ticket)
+            elif ticket in self._lanes:
+                self._lanes.remove(ticket)
             else:
                 self._queue.remove(ticket, ticket.progress.turns)
         ticket.state = "gone"

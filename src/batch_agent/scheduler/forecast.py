@@ -1,10 +1,10 @@
-"""What a run has shown of its agents so far, and what is left to do: turns, seconds per turn, seconds between turns.
+"""What may be expected of agents, learnt from the run so far: turns, seconds per turn, seconds between turns.
 
-An agent that goes on after its n-th turn and one that ends there are both seen, so those under way teach as much as
-those that are done (the estimate is Kaplan and Meier's). From the share that goes on after each turn follows how many
-turns an agent may be expected to have left, given how many it has taken: one fewer with each turn where all take as
-many, always the same where chance decides (geometric), more and more where the tail is heavy. Until the first agent
-has ended, all are expected to take twice as many turns as the one that is furthest.
+After each turn an agent goes on or ends. The share that goes on after its n-th turn, among all that took it, gives the
+turns that an agent with n taken may be expected to have left (Kaplan and Meier's estimate: agents under way teach as
+much as finished ones). Where all agents take equally many turns that is one fewer with each turn; where chance decides
+(geometric) it stays the same; with a heavy tail it grows. Until the first agent has ended, all are expected to take
+twice as many turns as the furthest one.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from batch_agent.scheduler.endpoint import Endpoint
 
-ENDING = 1.7  # the batch ends when the work left for each slot takes no more than this many times the longest way left
-LEARN_AGAIN = 8  # expectations are worked out anew when another eighth of the agents has ended
+ENDING = 1.7  # the batch ends when the work left for each slot takes at most this many times as long as the longest way
+LEARN_AGAIN = 8  # expectations are computed again when another eighth of the agents has ended
 
 
 class Progress:
-    """How far one agent has come, as far as the forecast knows."""
+    """How far one agent has come."""
 
     __slots__ = ("answered_at", "home", "key", "model", "tokens", "turns")
 
     def __init__(self, turns: int = 0, *, key: str = "", model: str = "") -> None:
         self.turns = turns  # taken when it last asked for another
-        self.key = key  # what it has in common with those it should share an endpoint with
+        self.key = key  # agents with the same key should share an endpoint
         self.model = model  # that it asks; "": any
-        self.home: Endpoint | None = None  # where it was last answered, and its prefix is
+        self.home: Endpoint | None = None  # where it was last answered, and its prefix is cached
         self.tokens = 0  # of that prefix
-        self.answered_at: float | None = None  # since when it has wanted no slot, after an answer
+        self.answered_at: float | None = None  # time of its last answer, until it asks for the next turn
 
 
 class TurnForecast:
     def __init__(self) -> None:
-        self.rows: int | None = None  # still to be started; None where nobody knows how many
+        self.rows: int | None = None  # still to be started; None: unknown
         self.live_turns = 0.0  # expected of all live agents together
         # By turns taken; the last is the most that any agent has taken.
         self._live = [0]
@@ -52,7 +52,7 @@ class TurnForecast:
         self.live_turns += self._turns_left[0]
 
     def go_on(self, progress: Progress, turns: int, now: float) -> None:
-        """The agent asks for its next turn, having taken so many. One that only asks again teaches nothing."""
+        """The agent has taken ``turns`` and asks for the next one. Asking again for the same turn teaches nothing."""
         if progress.answered_at is not None:
             self._rest_count += 1
             self._rest_seconds += now - progress.answered_at
@@ -72,7 +72,7 @@ class TurnForecast:
         progress.answered_at = now
 
     def end(self, progress: Progress, turns: int) -> None:
-        """The agent wants no more. A turn it asked for and never got was its last all the same."""
+        """The agent has ended. A turn that it asked for and never got counts as its last."""
         turns = max(turns, progress.turns + 1)
         self._see(progress, turns)
         self._went_on[turns] -= 1
@@ -84,25 +84,31 @@ class TurnForecast:
 
     @property
     def turns_to_come(self) -> float:
-        """Expected in all, those in flight included; without end where the number of rows is not known."""
+        """Turns expected in all, those in flight included; infinite if the number of rows is unknown."""
         return inf if self.rows is None else self.live_turns + self.rows * self._turns_left[0]
 
     def turns_left(self, turns: int) -> float:
-        """Expected of an agent that has taken so many."""
+        """Turns expected of an agent that has taken ``turns``."""
         return self._turns_left[turns]
 
-    def ending(self, turns: int, slots: int) -> bool:
-        """Whether an agent that has taken so many turns is among those that decide when the batch ends. Not known
-        where the number of rows is not."""
+    def slack(self, turns: int, slots: int) -> float:
+        """How many times as long as the way of an agent that has taken ``turns`` the work left for each slot takes.
+
+        A way is how long the agent takes if it never waits for a slot. Infinite while the number of rows or the length
+        of a turn is unknown."""
         if self.rows is None or not self._turn_seconds:
-            return False
+            return inf
         left = self._turns_left[turns]
         rest = self._rest_seconds / self._rest_count if self._rest_count else 0.0
         way = left + (left - 1) * rest * self._turn_count / self._turn_seconds  # in turns, as the work is
-        return (self.live_turns + self.rows * self._turns_left[0]) / slots <= ENDING * way
+        return (self.live_turns + self.rows * self._turns_left[0]) / slots / way
+
+    def ending(self, turns: int, slots: int) -> bool:
+        """Whether an agent that has taken ``turns`` is among those that decide when the batch ends."""
+        return self.slack(turns, slots) <= ENDING
 
     def _see(self, progress: Progress, turns: int) -> bool:
-        """The agent is no longer where it was: it went on after each turn up to this one. True: none was as far."""
+        """Move the agent on: it went on after each turn up to ``turns``. True if no agent was as far before."""
         self._live[progress.turns] -= 1
         self.live_turns -= self._turns_left[progress.turns]
         further = turns >= len(self._live)
@@ -117,7 +123,7 @@ class TurnForecast:
 
     def _learn(self) -> None:
         furthest = len(self._live) - 1
-        # Beyond the furthest nothing was seen: as many again, or, once agents have ended, what is usual between ends.
+        # Nothing was seen beyond the furthest: expect as many again, or, once agents have ended, the mean between ends.
         left = (sum(self._went_on) + self._ends) / self._ends if self._ends else float(furthest)
         self._turns_left[furthest] = left = max(1.0, left)
         for taken in range(furthest, 0, -1):

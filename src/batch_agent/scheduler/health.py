@@ -78,6 +78,10 @@ class Health:
         self.state = "healthy"
         return was_down
 
+    def recover(self) -> None:
+        """The outage is over, on the word of a probe."""
+        self.state = "healthy"
+
     def fail(self, reason: str, now: float) -> None:
         """Note a failure that the endpoint may have caused."""
         self.heard, self.up_at = now, -inf
@@ -145,3 +149,10 @@ class Health:
         self.up_at = -inf
         if self.state == "on trial":
             self.state = "down"
+
+    def what_was_tried(self, now: float, max_outage: float) -> str:
+        """Why the endpoint is given up, for people."""
+        outage = f"{now - self.down_since:.0f} s and {self.trials} trials"
+        if self.answered or self.reached:
+            return f"the server was down for longer than max_outage, {max_outage:g} s: {outage}; {self.reason}"
+        return f"the server never answered, in {outage}: {self.reason}"

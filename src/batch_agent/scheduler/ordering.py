@@ -1,15 +1,15 @@
 """Which waiting turn goes next.
 
-Nearest first: the agent with the fewest turns left, as far as the forecast can tell, because an agent that ends gives a
-result and frees its context. Alone, that rule leaves the longest ways for last, and they are then walked with most
-slots idle. So where the number of rows is known and the batch comes to its end, every other slot goes to the agent with
-the longest way to go: half of the slots are enough to keep the longest ways moving, and the other half still brings
-results as early as before.
+Nearest first: the agent with the fewest expected turns left, because an agent that ends gives a result and frees its
+context. Alone, that rule leaves the agents with the longest way for last, and they then run with most slots idle. So
+where the number of rows is known and the batch comes to its end, every other slot goes to the agent with the longest
+way: half of the slots keep the long ways moving, and the other half brings results as early as before. When the work
+left hardly lasts longer than the longest way, that agent gets every slot: each wait of its would delay the end.
 
-What is no agent's turn but a chore, a summary say, has a line of its own, which comes last.
+Requests that are not an agent's turn, such as summaries, wait in a line of their own, which comes last.
 
-Agents that have taken as many turns are alike and wait in one line; lines are compared when a slot is free, with what
-is known by then.
+Agents that have taken equally many turns are alike and wait in one line. The lines are compared when a slot is free, by
+what is known then.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from batch_agent.scheduler.forecast import TurnForecast
+from batch_agent.scheduler.forecast import ENDING, TurnForecast
 
-LAST = -1  # the line of those that go when nobody else waits, in place of turns taken
-PATIENCE = 1024  # every so many grants, one that has seen as many pass goes first, so that nobody waits for ever
+LAST = -1  # in place of turns taken: the line that is served when all others are empty
+PATIENCE = 1024  # grants between two for the oldest waiter, so that none waits for ever
+URGENT = 1.3  # the longest way gets every slot when the work left for each slot takes at most this many times as long
 
 Waiting = TypeVar("Waiting", bound=Hashable)
 
@@ -50,7 +51,7 @@ class Queue(Generic[Waiting]):
             del self._lines[turns]
 
     def take(self, slots: int | None) -> Waiting:
-        """The next one, of at least one; ``slots`` is how many there are in all."""
+        """Remove and return the next one. The queue must not be empty; ``slots`` is how many there are in all."""
         self._taken += 1
         turns = self._next_line(slots)
         line = self._lines[turns]
@@ -69,12 +70,13 @@ class Queue(Generic[Waiting]):
                 return oldest
         if LAST in lines:
             lines = {turns: line for turns, line in lines.items() if turns != LAST}
-        if self._taken % 2 and slots:  # none while every endpoint is down and one is tried
+        if slots:  # there are none while every endpoint is down and one is on trial
             longest = max(lines, key=forecast.turns_left)
-            if forecast.ending(longest, slots):
+            slack = forecast.slack(longest, slots)
+            if slack <= URGENT or (slack <= ENDING and self._taken % 2):
                 return longest
         return min(lines, key=forecast.turns_left)
 
     def _joined(self, turns: int) -> int:
-        """How many had been taken when the first of this line joined it."""
+        """Number of grants when the first of this line joined it."""
         return next(iter(self._lines[turns].values()))

@@ -21,6 +21,7 @@ from math import inf, log
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.health import SHORTEST_SILENCE, SILENCE_FACTOR
 
 LEARN = 0.1  # the weight of the latest first prompt in their mean
 LEARN_ALL = 0.05  # the weight of the latest answer in the seconds per turn of all
@@ -242,6 +243,14 @@ class Router:
         return True
 
     # What is known of them
+
+    def others_work(self, endpoint: Endpoint) -> bool:
+        return self.working > self.works(endpoint)
+
+    @property
+    def longest_silence(self) -> float:
+        """Seconds that an endpoint may be silent while others answer."""
+        return max(SHORTEST_SILENCE, SILENCE_FACTOR * self.usual) if self.usual else inf
 
     def answered(self, endpoint: Endpoint, seconds: float) -> None:
         self._answers += 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import inf
 from typing import TYPE_CHECKING
 
 from batch_agent.scheduler.blame import EndpointHistory
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 MOST_KNOWN = 10_000  # servers that are remembered while nobody uses them
 LEARN = 0.1  # the weight of the latest answer in the seconds per turn
+LEARN_GAP = 0.05  # ... in the seconds between two answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,15 @@ class Server:
 
     __slots__ = (
         "__weakref__",
+        "_answered_at",
+        "_answers",
         "_terms",
         "_thread",
         "capacity",
         "context",
         "default_inflight",
         "endpoints",
+        "gap",
         "health",
         "held_until",
         "history",
@@ -95,6 +100,9 @@ class Server:
         self.held_until = 0.0  # the server asked for no request before this time
         self.refused_since: float | None = None  # it has refused every request for load since then
         self.seconds = 0.0  # per turn; 0 until it has answered
+        self.gap = 0.0  # seconds between two answers
+        self._answered_at = -inf
+        self._answers = 0
 
     def lent_to(self, thread: int) -> Server:
         """The server itself; if dispatchers of another thread use it now, another object for it: a dispatcher can be
@@ -141,9 +149,12 @@ class Server:
         if self.rates is not None:
             self.rates.limit(rpm, tpm)
 
-    def learn(self, seconds: float) -> None:
+    def learn(self, seconds: float, now: float) -> None:
         """An answer took this long."""
         self.seconds += (LEARN if self.seconds else 1.0) * (seconds - self.seconds)
+        self._answers += 1
+        self.gap += max(LEARN_GAP, 1 / self._answers) * (min(seconds, now - self._answered_at) - self.gap)
+        self._answered_at = now
 
     def share(self, endpoint: Endpoint) -> int | None:
         """The most that one dispatcher may have in flight now; None: no limit."""

@@ -63,7 +63,7 @@ async def context_of(line: Line, lines: Lines, model: str, limit: float) -> int:
 
 async def _ask(line: Line, lines: Lines, model: str, limit: float) -> int | None:
     """Returns None if the server was unreachable."""
-    exchange = await lines.ask(line, "/v1/models", None, limit, tries=1)
+    exchange = await lines.ask_once(line, "/v1/models", None, limit)
     if exchange.error is not None:
         silent = isinstance(exchange.error, Timeout) and not exchange.error.unreached
         return DEFAULT_CONTEXT if exchange.error.status is not None or silent else None

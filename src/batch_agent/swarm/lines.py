@@ -1,39 +1,52 @@
-"""The connections of a pool and all its sub-pools: one transport, one gate, no proxies.
+"""The connections of a pool and all its sub-pools: one transport without proxies, one dispatcher.
 
-A Line is one server. ``Lines.ask`` sends one request over it: it waits for a slot, keeps to a time limit, and sends
-again what never reached the server. Between two tries it holds no slot. Its outcome, faults included, is an Exchange.
+A Line is one server. ``Lines.ask`` sends one request over it: the dispatcher grants a slot, keeps the time limit, and
+sends again what never reached the server. Its outcome, faults included, is an Exchange.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 
+from batch_agent.backends.base import Probe
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.probe import probe_server
 from batch_agent.backends.http.transport import Transport
 from batch_agent.backends.http.wire import written
-from batch_agent.errors import BackendError, Timeout, Unavailable
+from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.dispatch.flights import Flights
+from batch_agent.dispatch.policy import Policy, Question
+from batch_agent.dispatch.slots import Slots
+from batch_agent.errors import BackendError, Interrupted, Timeout, Unavailable
 from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.fleet.one_loop import OneLoop
-from batch_agent.messages import JsonObject
+from batch_agent.messages import JsonObject, Reply, Usage
+from batch_agent.scheduler.core import Ticket
+from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.ordering import LAST
+from batch_agent.scheduler.server import Server
 from batch_agent.swarm.checks import whole
-from batch_agent.swarm.gate import Gate
 
 TRIES = 5  # of a request whose connection broke, or that the server was too busy for
-FIRST_PAUSE = 0.1  # seconds, longer with each try
-LONGEST_PAUSE = 10.0  # a server that asks for more is not tried again
-LONGEST_KNOCK = 1.0  # the longest pause while a server refuses connections
+LONGEST_PAUSE = 10.0  # seconds; a server that asks for more is not tried again
+PATIENCE_SECONDS = 10.0  # for a server that is down: it may be about to start
+MANY = 1_000_000  # retries, for the dispatcher: ``_Post`` counts them
 
 
 class Line:
     """One server of a pool tree."""
 
-    __slots__ = ("_api_key", "_client", "_transport", "answered_at", "context", "endpoint", "has_chat_batch")
+    __slots__ = ("_api_key", "_client", "_transport", "answered_at", "asking", "context", "endpoint", "has_chat_batch")
 
     def __init__(self, endpoint: AgentEndpoint, transport: Transport, api_key: str | None) -> None:
         self.endpoint = endpoint
         self.answered_at = -1.0  # of the event loop's clock
+        self.asking: set[Ticket] = set()  # requests that wait for a slot or are in flight
         self.has_chat_batch = True  # until it answers that it has not
         self.context: int | asyncio.Task[int | None] | None = None  # tokens, or the question for them
         self._transport = transport
@@ -44,9 +57,12 @@ class Line:
     def client(self) -> HttpClient:
         """Made on first use: a pool of thousands is ready at once."""
         if self._client is None:
-            base = self.endpoint.url.removesuffix("/v1")
+            base = self.endpoint.url.removesuffix("/v1") + "/v1"
             self._client = HttpClient(base, api_key=self._api_key, transport=self._transport)
         return self._client
+
+    def route(self, method: str, path: str) -> Route:
+        return self.client.route(method, path.removeprefix("/v1"), beside=not path.startswith("/v1"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,88 +76,174 @@ class Exchange:
     attempts: int = 1
 
 
+class _Post(Question):
+    """One request over a line. ``limit`` is the seconds it has for its answer, of which some may be ``spent``;
+    ``error`` that of the latest attempt."""
+
+    def __init__(
+        self, slots: Slots, line: Line, path: str, body: JsonObject | None, limit: float, spent: float = 0.0
+    ) -> None:
+        self._slots, self._line = slots, line
+        self.route = line.route("GET" if body is None else "POST", path)
+        self._data = None if body is None else written(body)
+        self._limit, self.seconds = limit, max(0.0, limit - spent)
+        self.body = b""
+        self.error: BackendError | None = None
+        self.attempts = self._failures = 0
+        self.latency = 0.0
+
+    async def send(self, endpoint: str) -> Reply:
+        line, clock = self._line, asyncio.get_running_loop().time
+        self.attempts += 1
+        self.error, sent_at = None, clock()
+        try:
+            self.body = await line.client.send(self.route, self._data) or b""
+        except BackendError as error:
+            self.error = error
+            self._failures += not _is_refused(error)
+            raise
+        except asyncio.CancelledError:
+            if clock() - sent_at >= 0.99 * self.seconds:
+                self.error = Timeout(f"{self.route.faults.where}: no complete answer in {self._limit:g} s")
+            raise
+        finally:
+            if isinstance(self.error, Timeout) and self._data is not None and line.answered_at < sent_at:
+                self._give_up(self.error)
+        line.answered_at = clock()
+        self.latency = line.answered_at - sent_at
+        return Reply("")
+
+    def _give_up(self, error: Timeout) -> None:
+        """Fail the requests that wait for the server. It has answered nothing since this one was sent, so they would
+        wait as long for nothing."""
+        why = f"not sent, because the server did not answer the request before it: {error}"
+        for ticket in tuple(self._line.asking):
+            self._slots.reject(ticket, Timeout(why, unreached=True))
+
+    def wants_again(self, ticket: Ticket) -> bool:
+        """Whether the same server may answer another try: it may still be starting, the connection broke, or it was
+        overloaded."""
+        error = self.error
+        if error is None or _is_refused(error):
+            return error is not None or ticket.recalled
+        passing = error.overload or (isinstance(error, Unavailable) and error.status is None)
+        return passing and self._failures < TRIES and (error.retry_after or 0.0) <= LONGEST_PAUSE
+
+
+class _Once(_Post):
+    """A request that somebody else judges: for the dispatcher it is always answered."""
+
+    def __init__(self, flights: Flights, slots: Slots, line: Line, path: str, body: JsonObject | None, limit: float):
+        super().__init__(slots, line, path, body, limit)
+        self._flights = flights
+
+    async def send(self, endpoint: str) -> Reply:
+        with suppress(TimeoutError, BackendError), self._flights.within(self.seconds):  # ``error`` has it
+            await super().send(endpoint)
+        return Reply("", saved=Usage())  # so that nothing is learnt from it
+
+
 class Lines:
     def __init__(self, concurrency: int, connector_limit: int, api_key: str | None = None) -> None:
-        sockets = whole("connector_limit", connector_limit)
+        self._sockets = whole("connector_limit", connector_limit)
         # Every request has a connection of its own, so the smaller bound is the one that counts.
-        self._limit = min(whole("concurrency", concurrency), sockets)
-        self._transport = Transport(proxies=False, connections=sockets)
+        self.limit = min(whole("concurrency", concurrency), self._sockets)
+        self._transport = Transport(proxies=False, connections=self._sockets)
         self._api_key = api_key
+        self._lines: list[Line] = []  # of the whole tree
         self._loop = OneLoop("pool")
-        self._gate: Gate | None = None  # while it is open
+        self._dispatcher: Dispatcher | None = None  # while it is open
+        self._endpoints: dict[Line, Endpoint] = {}
+        self._unjudged: Endpoint  # of requests that are judged elsewhere
+
+    @property
+    def name(self) -> str:
+        return "the server"
 
     def line(self, endpoint: AgentEndpoint) -> Line:
-        return Line(endpoint, self._transport, self._api_key)
+        line = Line(endpoint, self._transport, self._api_key)
+        self._lines.append(line)
+        return line
 
-    async def open(self) -> Gate:
+    async def open(self) -> Dispatcher:
         """Opens the connections in the running event loop. SpecError if another loop has them open."""
         if self._loop.bind():
-            self._gate = None
-        if self._gate is None:
+            self._dispatcher = None
+        if self._dispatcher is None:
             await self._transport.__aenter__()
-            self._gate = Gate(self._limit)
-        return self._gate
+            servers = {str(place): Server(line.endpoint.url) for place, line in enumerate(self._lines)}
+            self._dispatcher = Dispatcher(self, self.limit, servers={**servers, "": Server()}, max_outage=inf)
+            *endpoints, self._unjudged = self._dispatcher.scheduler.endpoints
+            self._endpoints = dict(zip(self._lines, endpoints, strict=True))
+            for endpoint in endpoints:
+                endpoint.health.patient = True  # prompts of all lengths: how long others took says nothing
+        return self._dispatcher
 
     async def close(self) -> None:
-        if self._loop.check():  # what a closed loop left cannot be closed any more
-            self._gate = None
-        if self._gate is not None:
-            self._gate = None
+        if self._loop.bind():  # what a closed loop left cannot be closed any more
+            self._dispatcher = None
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            dispatcher.refuse("not sent, because the pool was closed")
             await self._transport.__aexit__(None, None, None)
+            dispatcher.close()
         self._loop.release()
 
-    async def ask(
-        self, line: Line, path: str, body: JsonObject | None, limit: float, spent: float = 0.0, *, tries: int = TRIES
-    ) -> Exchange:
+    async def ask(self, line: Line, path: str, body: JsonObject | None, limit: float, spent: float = 0.0) -> Exchange:
         """Posts the body; without one, GET. ``limit`` is the seconds of one request, of which some may be ``spent``.
 
-        A server that refuses connections is tried again for that long; other failures are tried again ``tries`` times.
-        With one try nothing is.
+        A server that refuses connections is tried again for ``PATIENCE_SECONDS``, or for that long if it is less. Other
+        failures are tried again a few times.
         """
-        gate, clock = await self.open(), asyncio.get_running_loop().time
-        route = line.client.route("GET" if body is None else "POST", path)
-        data = None if body is None else written(body)
-        attempts = failures = 0
-        gives_up = clock() + limit - spent
-        while True:
-            attempts += 1
-            try:
-                async with gate.hold(line):
-                    if self._gate is not gate:
-                        raise Unavailable(f"{route.faults.where}: not sent, because the pool was closed")
-                    began = clock()
-                    answer = await self._send(gate, line, route, data, limit, spent)
-                line.answered_at = clock()
-                return Exchange(route.faults, answer, None, line.answered_at - began, attempts)
-            except BackendError as error:
-                if isinstance(error, Unavailable) and error.unreached:
-                    pause = min(FIRST_PAUSE * attempts, LONGEST_KNOCK)
-                    again = tries > 1 and clock() + pause < gives_up
-                else:
-                    failures += 1
-                    pause = error.retry_after or FIRST_PAUSE * 2 ** (failures - 1)
-                    again = failures < tries and pause <= LONGEST_PAUSE and _may_pass(error)
-                if not again or self._gate is not gate:
-                    return Exchange(route.faults, error=error, attempts=attempts)
-            await asyncio.sleep(pause)
-
-    async def _send(
-        self, gate: Gate, line: Line, route: Route, data: bytes | None, limit: float, spent: float
-    ) -> bytes:
-        began = asyncio.get_running_loop().time()
+        dispatcher = await self.open()
+        slots = dispatcher.slots
+        post = _Post(slots, line, path, body, limit, spent)
+        ticket = slots.claim(Progress(LAST), LAST, pinned=self._endpoints[line])
+        policy = Policy(
+            MANY,
+            wait_until=asyncio.get_running_loop().time() + min(post.seconds, PATIENCE_SECONDS),
+            timeout=post.seconds,
+            wanted=lambda: not slots.refusal and post.wants_again(ticket),
+        )
+        line.asking.add(ticket)
         try:
-            async with asyncio.timeout(limit - spent):
-                return await line.client.send(route, data) or b""
-        except TimeoutError:
-            error = Timeout(f"{route.faults.where}: no complete answer in {limit:g} s")
-        except Timeout as raised:
-            error = raised
-        if data is not None and line.answered_at < began:
-            # The server has answered nothing since: requests that wait for it would wait as long for nothing.
-            gate.give_up(line, f"not sent, because the server did not answer the request before it: {error}")
-        raise error
+            return await _exchange(dispatcher, post, policy, ticket)
+        finally:
+            line.asking.discard(ticket)
+
+    async def ask_once(self, line: Line, path: str, body: JsonObject | None, limit: float) -> Exchange:
+        """The same for a caller that judges failures itself, a run of the engine say: it is sent once, and what becomes
+        of it is not held against the server here."""
+        dispatcher = await self.open()
+        post = _Once(dispatcher.endpoints.flights, dispatcher.slots, line, path, body, limit)
+        ticket = dispatcher.slots.claim(Progress(LAST), LAST, pinned=self._unjudged)
+        return await _exchange(dispatcher, post, Policy(0), ticket)
+
+    async def probe(self, endpoint: str = "") -> Probe:
+        """Whether the server of that name is there."""
+        return await self.probe_line(self._lines[int(endpoint)]) if endpoint else Probe("unknown")
+
+    async def probe_line(self, line: Line) -> Probe:
+        dispatcher = await self.open()
+        found = await probe_server(line.client)
+        if found.state == "down" and dispatcher.scheduler.inflight >= self._sockets:
+            return Probe("unknown", "no connection was free to ask it")
+        return found
 
 
-def _may_pass(error: BackendError) -> bool:
-    """Whether the same server may answer another try: the connection broke, or it was overloaded."""
-    return error.overload or (isinstance(error, Unavailable) and error.status is None)
+async def _exchange(dispatcher: Dispatcher, post: _Post, policy: Policy, ticket: Ticket) -> Exchange:
+    faults = post.route.faults
+    error: BackendError | None = None
+    try:
+        await dispatcher.ask(post, policy, ticket=ticket)
+    except BackendError as raised:
+        error = raised
+    except Interrupted as closed:
+        error = Unavailable(f"{faults.where}: {closed}")
+    if error is None and post.error is None:
+        return Exchange(faults, post.body, None, post.latency, post.attempts)
+    return Exchange(faults, error=post.error or error, attempts=max(1, post.attempts))
+
+
+def _is_refused(error: BackendError) -> bool:
+    return isinstance(error, Unavailable) and error.unreached

@@ -34,6 +34,11 @@ class Members:
         return self._timeout
 
     @property
+    def concurrency(self) -> int:
+        """The most requests in flight of the whole tree of pools."""
+        return self._net.limit
+
+    @property
     def endpoints(self) -> list[AgentEndpoint]:
         return [line.endpoint for line in self._lines]
 

@@ -18,7 +18,7 @@ from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.messages import JsonObject
 from batch_agent.swarm.answers import read_generated
 from batch_agent.swarm.asking import Asking, Options
-from batch_agent.swarm.lines import TRIES, Lines
+from batch_agent.swarm.lines import Lines
 from batch_agent.swarm.members import Members, texts_of
 from batch_agent.swarm.response import Response
 from batch_agent.swarm.run import AskOne, Call
@@ -129,10 +129,8 @@ class AgentPool(Members):
         await Call(self, ask, prompts, max_tokens, asking, facts).run(scatter)
 
     async def probe(self, agent_index: int) -> Probe:
-        """Returns whether the agent is there. Any answer will do."""
-        exchange = await self._net.ask(self._lines[agent_index], "/v1/models", None, self._timeout, tries=1)
-        down = exchange.error is not None and exchange.error.status is None
-        return Probe("down", str(exchange.error)) if down else Probe("up")
+        """Returns whether the agent is there."""
+        return await self._net.probe_line(self._lines[agent_index])
 
     def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
         """Returns what an answer depends on beside its prompt and its seed."""
@@ -158,7 +156,7 @@ class AgentPool(Members):
         await scatter.put(0, await self.ask(agent_index, prompt, max_tokens, asking.alone(0)))
 
     async def ask(
-        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int = TRIES
+        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, once: bool = False
     ) -> list[Response]:
         """Returns ``asking.n`` answers to one prompt, over this pool's wire. ``/generate`` has no budget."""
         if asking.chat or asking.system is not None:
@@ -166,7 +164,6 @@ class AgentPool(Members):
         if missing := self._missing(agent_index):
             return [Response.failed(missing, agent_index) for _ in range(asking.n)]
         line, body = self._lines[agent_index], {"prompt": prompt, **replace(asking, n=1).fields()}
-        exchanges = await asyncio.gather(
-            *(self._net.ask(line, self._path, body, self._timeout, tries=tries) for _ in range(asking.n))
-        )
+        ask = self._net.ask_once if once else self._net.ask
+        exchanges = await asyncio.gather(*(ask(line, self._path, body, self._timeout) for _ in range(asking.n)))
         return [asking.read(read_generated(exchange, agent_index)) for exchange in exchanges]

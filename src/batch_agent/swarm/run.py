@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING, Protocol, cast
 
 import orjson
@@ -23,7 +22,6 @@ from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject, Reply, Usage
 from batch_agent.spec import BatchSpec
 from batch_agent.swarm.asking import Asking
-from batch_agent.swarm.lines import TRIES
 from batch_agent.swarm.response import Response
 from batch_agent.swarm.scatter import Scatter
 
@@ -31,14 +29,11 @@ if TYPE_CHECKING:
     from batch_agent.swarm.pool import AgentPool
 
 MODEL = "swarm"  # for the engine; the pool names the model in its requests
-# A server gets its part of a small scatter in so many helpings, so that what a slow one has not begun can go elsewhere.
-HELPINGS = 8
-SMALLEST, LARGEST = 4, 64  # requests of a helping; for a larger one the engine finds the number
 
 
 class AskOne(Protocol):
     async def __call__(
-        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int
+        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, once: bool
     ) -> list[Response]: ...
 
 
@@ -65,8 +60,8 @@ class Call:
     async def answer(self, agent_index: int, row: int) -> Response:
         index, sample = divmod(row, self.asking.n)
         own = self.asking.sample(index, sample)
-        tries = 1 if self.is_balanced else TRIES  # in a balanced call the engine tries again, and elsewhere
-        (response,) = await self.ask(agent_index, self.prompts[index], self.max_tokens, own, tries=tries)
+        once = self.is_balanced  # then the engine tries again, and elsewhere
+        (response,) = await self.ask(agent_index, self.prompts[index], self.max_tokens, own, once=once)
         return response
 
     async def run(self, scatter: Scatter) -> None:
@@ -76,7 +71,7 @@ class Call:
         spec = BatchSpec(
             task="{prompt}",
             inputs=rows,
-            backend=self._backend(len(rows)),
+            backend=self._backend(),
             model=MODEL,
             extra_body={"swarm": self.facts},
             no_hoist=True,
@@ -90,6 +85,8 @@ class Call:
         why = "the run ended before this prompt was done"
         try:
             async with Run[object](prepare(spec), worker=_answer) as run:
+                dispatcher, most = run.shared.dispatcher, self.pool.concurrency
+                dispatcher.grow(min(most, dispatcher.scheduler.max_inflight or most))
                 async for result in run.results():
                     left.discard(result.index)
                     response = _response(result, -1 if self.is_balanced else self.home(result.index))
@@ -99,15 +96,11 @@ class Call:
         for row in sorted(left):
             await scatter.put(row // n, [Response.failed(Unavailable(why))], row % n)
 
-    def _backend(self, rows: int) -> Backend:
-        able, size, helping = Capabilities(streaming=False), self.pool.size, self.asking.inflight
+    def _backend(self) -> Backend:
         if not self.is_balanced:
-            return _Seat(self, None, able)
-        if helping is None and self.asking.affinity is None:  # a small number would send keys away from their home
-            helping = max(SMALLEST, ceil(rows / size / HELPINGS))
-        if helping is not None and (helping < LARGEST or self.asking.inflight is not None):
-            able = Capabilities(streaming=False, default_inflight=helping)
-        return Fleet([_Seat(self, place, able) for place in range(size)], name=f"swarm of {size}")
+            return _Seat(self, None, self.pool.concurrency)
+        seats = [_Seat(self, place, self.asking.inflight) for place in range(self.pool.size)]
+        return Fleet(seats, name=f"swarm of {len(seats)}")
 
 
 async def _answer(row: object, context: AgentContext) -> object:
@@ -128,8 +121,9 @@ class _Seat(Backend):
     """One agent as a backend; the engine handles its faults. Without a ``place`` it is all agents: each row goes to its
     own, and what fails there has failed."""
 
-    def __init__(self, call: Call, place: int | None, capabilities: Capabilities) -> None:
-        self._call, self._place, self._capabilities = call, place, capabilities
+    def __init__(self, call: Call, place: int | None, inflight: int | None) -> None:
+        self._call, self._place = call, place
+        self._capabilities = Capabilities(streaming=False, default_inflight=inflight)
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ from batch_agent.swarm.budget import (
     whole_from_environment,
 )
 from batch_agent.swarm.checks import above_zero, whole
-from batch_agent.swarm.lines import TRIES, Exchange, Line
+from batch_agent.swarm.lines import Exchange, Line
 from batch_agent.swarm.lists import CHAT, COMPLETIONS, NOT_THERE, Item, chat_messages, settle
 from batch_agent.swarm.members import texts_of
 from batch_agent.swarm.pool import AgentPool
@@ -111,7 +111,7 @@ class VLLMPool(AgentPool):
         )
 
     async def ask(
-        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int = TRIES
+        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, once: bool = False
     ) -> list[Response]:
         """Asks by a chat request."""
         if missing := self._missing(agent_index):
@@ -121,18 +121,22 @@ class VLLMPool(AgentPool):
         spent = asyncio.get_running_loop().time() - began
         body: JsonObject = {"model": self._model, "messages": [*chat_messages(prompt, asking.system)]}
         body |= {"max_tokens": budget, **asking.fields()}
-        exchange = await self._net.ask(line, self._path, body, self._timeout, spent, tries=tries)
+        if once:
+            exchange = await self._net.ask_once(line, self._path, body, self._timeout - spent)
+        else:
+            exchange = await self._net.ask(line, self._path, body, self._timeout, spent)
         responses = read_choices(exchange, agent_index, [prompt], asking.n, chat_text)
         return [asking.read(response) for response in responses]
 
     async def _complete(
-        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, tries: int = TRIES
+        self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, once: bool = False
     ) -> list[Response]:
         """Asks without the chat template, by a list of one."""
         line = self._lines[agent_index]
         (budget,) = await self._budgets(line, [prompt], max_tokens, asking)
         body = COMPLETIONS.body(self._model, [prompt], None, budget) | asking.fields()
-        exchange = await self._net.ask(line, COMPLETIONS.path, body, self._list_limit(1), tries=tries)
+        ask = self._net.ask_once if once else self._net.ask
+        exchange = await ask(line, COMPLETIONS.path, body, self._list_limit(1))
         responses = read_choices(exchange, agent_index, [prompt], asking.n, completion_text)
         return [asking.read(response) for response in responses]
 

@@ -7,7 +7,8 @@ parameters. They are never run here: the world acts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from pydantic import JsonValue
@@ -26,8 +27,17 @@ ANYTHING: JsonObject = {"type": "object"}
 Check = Callable[[JsonObject], JsonObject]
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What an answer must be: JSON of the schema, or a call of one of the tools. None: anything."""
+
+    schema: JsonObject | None = None
+    text: str = ""  # the schema as text
+    tools: tuple[ToolSpec, ...] = ()
+
+
 class ActionSpace:
-    """``schema`` is what an answer must be, or None if there are no tools. ``schema_text`` is the same as text."""
+    """``form`` is that of an answer, ``instructions`` are for a model."""
 
     def __init__(self, tools: Iterable[object] = ()) -> None:
         if isinstance(tools, str):
@@ -38,23 +48,20 @@ class ActionSpace:
             if spec.name in self._tools:
                 raise SpecError(f"two tools are called {spec.name!r}: give one another name")
             self._tools[spec.name] = spec, check
-        self.schema = _schema(self.specs) if self._tools else None
-        self.schema_text = json.dumps(self.schema) if self._tools else ""
-        self.instructions = _instructions(self.specs)
-
-    @property
-    def specs(self) -> list[ToolSpec]:
-        return [spec for spec, _ in self._tools.values()]
+        specs = tuple(spec for spec, _ in self._tools.values())
+        schema = _schema(specs) if specs else None
+        self.form = AnswerForm(schema, json.dumps(schema), specs) if specs else AnswerForm()
+        self.instructions = _instructions(specs)
 
     def read(self, text: str) -> Action:
         """Return the action in an answer. Raises NotJSON or Invalid if there is none with these tools."""
-        call = read_call(text)
-        params = call.params
-        if call.tool in self._tools:
-            params = self._tools[call.tool][1](params)
-        elif self._tools and call.tool != IDLE:  # which needs no tool
-            raise Invalid(f"tool: there is no tool {call.tool!r}; there are {', '.join(self._tools)}")
-        return Action(call.tool, dict(params), call.reasoning)
+        action = read_call(text)
+        name = action.tool_name
+        if name in self._tools:
+            action.parameters = dict(self._tools[name][1](action.parameters))
+        elif self._tools and name != IDLE:  # which needs no tool
+            raise Invalid(f"tool: there is no tool {name!r}; there are {', '.join(self._tools)}")
+        return action
 
 
 def _described(tool: object) -> tuple[ToolSpec, Check]:
@@ -91,7 +98,7 @@ def _of_description(value: Mapping[object, object]) -> ToolSpec:
     return ToolSpec(name, str(described.get("description") or ""), cast("JsonObject", dict(parameters)))
 
 
-def _schema(tools: list[ToolSpec]) -> JsonObject:
+def _schema(tools: Iterable[ToolSpec]) -> JsonObject:
     """Return a schema with one form for each tool, so that decoding allows nothing else."""
     definitions: JsonObject = {}
     forms: list[JsonValue] = []
@@ -117,7 +124,7 @@ def _schema(tools: list[ToolSpec]) -> JsonObject:
     return {**schema, "$defs": definitions} if definitions else schema
 
 
-def _instructions(tools: list[ToolSpec]) -> str:
+def _instructions(tools: Sequence[ToolSpec]) -> str:
     lines = ["Choose your next action. Answer with one JSON object and nothing else:", FORM]
     if tools:
         lines.append("The tools:")

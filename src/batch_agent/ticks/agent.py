@@ -15,10 +15,9 @@ from pydantic import JsonValue
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, Invalid, OutputError, SpecError, WorkerFailed
-from batch_agent.messages import JsonObject
 from batch_agent.outputs.validate import parse_output
 from batch_agent.ticks.action import Action, Observation, fault_of, idle
-from batch_agent.ticks.action_space import ActionSpace
+from batch_agent.ticks.action_space import ActionSpace, AnswerForm
 from batch_agent.ticks.generation import GeneratesOne, arguments_for, result_of
 from batch_agent.ticks.guard import guarded
 from batch_agent.ticks.memory import AgentState, Memory, WindowMemory
@@ -155,14 +154,9 @@ class Agent:
         return observation
 
     @property
-    def schema(self) -> JsonObject | None:
-        """The JSON schema that decoding is held to; None if the agent parses answers in its own way."""
-        return None if _is_overridden(self._parse_action, Agent._parse_action) else self.action_space.schema
-
-    @property
-    def schema_text(self) -> str:
-        """The schema as text: equal for agents that can do the same."""
-        return "" if self.schema is None else self.action_space.schema_text
+    def form(self) -> AnswerForm:
+        """What decoding is held to. An agent that parses answers in its own way may get any."""
+        return AnswerForm() if _is_overridden(self._parse_action, Agent._parse_action) else self.action_space.form
 
     @property
     def decides_itself(self) -> bool:
@@ -217,11 +211,8 @@ class Agent:
         if not isinstance(value, dict):
             return None
         params, reasoning = value.get("params"), value.get("reasoning")
-        return Action(
-            str(value.get("tool")),
-            dict(params) if isinstance(params, dict) else {},
-            None if reasoning is None else str(reasoning),
-        )
+        params = params if isinstance(params, dict) else {}
+        return Action(str(value.get("tool")), params, None if reasoning is None else str(reasoning))
 
     def _idle(self, why: str) -> object:
         return idle(why)
@@ -239,12 +230,8 @@ class TypedAgent(Agent):
         self._schema = schema
 
     @property
-    def schema(self) -> JsonObject | None:
-        return self._schema.json_schema
-
-    @property
-    def schema_text(self) -> str:
-        return self._schema.json_text
+    def form(self) -> AnswerForm:
+        return AnswerForm(self._schema.json_schema, self._schema.json_text)
 
     @property
     def instructions(self) -> str:

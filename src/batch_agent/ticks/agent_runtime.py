@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,15 @@ class AgentRuntime(TickRuntime[Action]):
         self.backend_config = dict(backend_config or {})
         options = read_config(self.backend_config)
         for name, value in (("backend", backend), ("model", model), ("api_key", api_key)):
-            if value is not None and options.get(name) is not None:
+            if value is not None and name in options:
                 raise SpecError(f"{name} is given twice, by itself and in backend_config: give one of them")
-            options[name] = options.get(name) if value is None else value
-        drawn: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-        sampling: Sampling = options.pop("sampling")
-        options["sampling"] = replace(sampling, **{k: v for k, v in drawn.items() if v is not NOT_GIVEN})
-        if timeout is not NOT_GIVEN:
-            options["timeout"] = timeout
+            options.setdefault(name, value)
+        given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed, "timeout": timeout}
+        options |= {name: value for name, value in given.items() if value is not NOT_GIVEN}
+        drawn = {field.name: options.pop(field.name) for field in fields(Sampling) if field.name in options}
         super().__init__(
             **options,
+            sampling=Sampling(**drawn),
             max_workers=max_workers,
             deadline=deadline,
             system_prompt=system_prompt,

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from math import inf
 
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
@@ -20,40 +20,18 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.policy import Policy, Question, Replies
 from batch_agent.errors import BackendError, JobError, SpecError, Timeout, Truncated
-from batch_agent.messages import Conversation, JsonObject, Reply, ToolSpec, Usage
-from batch_agent.scheduler.forecast import Progress
-from batch_agent.scheduler.limit_search import START
-from batch_agent.scheduler.ordering import LAST
+from batch_agent.messages import Conversation, Reply, Usage
+from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.server import Terms
+from batch_agent.ticks.action_space import AnswerForm
 from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.users_backend import UsersBackend
 
 RETRIES = 2
+ANY_FORM = AnswerForm()
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One question as it is sent."""
-
-    conversation: Conversation
-    job_id: str
-    agent: int
-    schema: JsonObject | None = None
-    schema_text: str = ""  # equal for questions with the same schema
-    tools: tuple[ToolSpec, ...] = ()
-    seed: int | None = None
-    temperature: float | None = None  # None: that of the runtime
-    max_tokens: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Inquiry:
-    """``make`` is called for each attempt, when it is sent. ``wants_again`` is called when an attempt has failed, and
-    returns whether another one is worth it."""
-
-    progress: Progress  # its agent's
-    make: Callable[[], Asked]
-    wants_again: Callable[[], bool] = lambda: True
+Make = Callable[[], ModelRequest]  # called for each attempt, when it is sent
 
 
 class Asking:
@@ -68,11 +46,10 @@ class Asking:
         # A server that batches by itself does better with single requests: in a list the slowest holds the others.
         self._together = isinstance(backend, UsersBackend) and backend.capabilities.batch
         self._opening: asyncio.Task[Dispatcher] | None = None
-        self._entered = False
-        self._open_things = ExitStack()
+        self._stack = AsyncExitStack()  # what is open
         self._takes_seeds = False
         self._shapes: dict[object, RequestShape] = {}  # by what tells questions apart
-        self._group: _Group | None = None  # takes more questions, until it has a slot
+        self.group: _Group | None = None  # takes more questions, until it has a slot
         self._calls: set[asyncio.Task[Replies]] = set()
 
     # Opening and closing
@@ -86,134 +63,127 @@ class Asking:
         return await asyncio.shield(opening)
 
     async def _open(self) -> Dispatcher:
-        backend = self.backend
-        if not self._entered:
-            await backend.__aenter__()
-            self._entered = True
-        if self._model is None:
-            names = await self.models()
-            if len(names) != 1:
-                raise SpecError(f"{backend.name} serves {', '.join(names) or 'no model'}: name one with model=")
-            [self._model] = names
-        self._takes_seeds = not self._together and self._accepts(RequestShape(self._model, seed=0))
-        inflight = self._max_inflight or backend.capabilities.default_inflight
-        terms = Terms(inflight, START if inflight is None else None, given=self._max_inflight is not None)
-        dispatcher = Dispatcher(backend, inflight, servers=backend.servers, terms=terms, max_outage=inf)
-        self._open_things.callback(dispatcher.close)
-        follower = self._open_things.enter_context(following(backend, dispatcher))
-        if follower is not None:
-            follower.use([self._model])
+        async with AsyncExitStack() as stack:
+            backend = await stack.enter_async_context(self.backend)
+            if self._model is None:
+                names = await self.models()
+                if len(names) != 1:
+                    raise SpecError(f"{backend.name} serves {', '.join(names) or 'no model'}: name one with model=")
+                [self._model] = names
+            with suppress(SpecError):
+                backend.check(RequestShape(self._model, seed=0))
+                self._takes_seeds = not self._together
+            one, most = len(backend.servers) == 1, self._max_inflight or backend.capabilities.default_inflight
+            start = None if most is not None else START if one else FLEET_START
+            terms = Terms(most, start, by_clock=one, given=self._max_inflight is not None)
+            dispatcher = Dispatcher(backend, most, servers=backend.servers, terms=terms, max_outage=inf)
+            stack.callback(dispatcher.close)
+            follower = stack.enter_context(following(backend, dispatcher))
+            if follower is not None:
+                follower.use([self._model])
+            self._stack = stack.pop_all()
         return dispatcher
 
     async def models(self) -> list[str]:
         """What the backend serves, asked now; it must be entered."""
-        limit = asyncio.timeout(self._timeout)
         try:
-            async with limit:
-                return await self.backend.models()
+            return await asyncio.wait_for(self.backend.models(), self._timeout)
         except TimeoutError:
-            if not limit.expired():
-                raise
-            raise Timeout(f"{self.backend.name} did not list its models in {self._timeout:g} s") from None
-
-    def _accepts(self, shape: RequestShape) -> bool:
-        try:
-            self.backend.check(shape)
-        except SpecError:
-            return False
-        return True
+            raise Timeout(f"{self.backend.name} did not list its models in {self._timeout or 0:g} s") from None
 
     async def close(self) -> None:
         for task in (self._opening, *self._calls):
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
-        self._open_things.close()
-        if self._entered:
-            self._entered = False
-            await self.backend.__aexit__(None, None, None)
+        await self._stack.aclose()
 
     # Asking
 
-    async def ask(self, inquiry: Inquiry) -> Reply:
-        """The answer, cut off or not. Raises the error that could not be helped in time."""
+    async def ask(self, make: Make, wants_again: Callable[[], bool] = lambda: True) -> Reply:
+        """The answer, cut off or not. Raises the error that could not be helped in time. ``wants_again`` is called when
+        an attempt has failed, and returns whether another one is worth it."""
         dispatcher = await self.open()
         if self._together:
             try:
-                return await self._ask_together(dispatcher, inquiry)
+                return await self._ask_together(dispatcher, make)
             except BackendError:  # another question of the call may have caused it
-                if not inquiry.wants_again():
+                if not wants_again():
                     raise
-        policy = Policy(RETRIES, wait_out=False, timeout=self._timeout, wanted=inquiry.wants_again)
-        return await dispatcher.ask(_Alone(self, inquiry), policy, progress=inquiry.progress)
+        policy = Policy(RETRIES, wait_out=False, timeout=self._timeout, wanted=wants_again)
+        return await dispatcher.ask(_Alone(self, make), policy)
 
-    async def _ask_together(self, dispatcher: Dispatcher, inquiry: Inquiry) -> Reply:
+    async def _ask_together(self, dispatcher: Dispatcher, make: Make) -> Reply:
         """Ask with the others that wait for a slot. The call is cancelled when none of its agents waits any more."""
-        group = self._group
+        group = self.group
         if group is None:
-            group = self._group = _Group(self)
+            group = self.group = _Group(self)
             policy = Policy(0, wait_out=False, timeout=self._timeout)
-            call = dispatcher.ask_many(group, policy, progress=Progress(LAST))
-            group.call = asyncio.get_running_loop().create_task(call)
+            group.call = asyncio.get_running_loop().create_task(dispatcher.ask_many(group, policy))
             self._calls.add(group.call)
             group.call.add_done_callback(self._calls.discard)
         assert group.call is not None
-        group.waiting[inquiry] = None
+        me = object()
+        group.waiting[me] = make
         try:
             answers = await asyncio.shield(group.call)
         finally:
-            del group.waiting[inquiry]
+            del group.waiting[me]
             if not group.waiting:
-                self.leaves(group)
+                group.leave()
                 group.call.cancel()
-        answer = answers[group.places[inquiry]]
+        answer = answers[group.sent.index(me)]
         if isinstance(answer, JobError):
             raise answer
         return answer
 
-    def leaves(self, group: _Group) -> None:
-        """The group takes no more questions."""
-        if self._group is group:
-            self._group = None
-
     # Requests
 
-    def request(self, asked: Asked, endpoint: str) -> ModelRequest:
-        shape = self._shape(asked)
-        if asked.seed is not None and self._takes_seeds:
-            shape = replace(shape, seed=asked.seed)
-        return ModelRequest(shape, asked.conversation, asked.job_id, agent=asked.agent, endpoint=endpoint)
-
-    def _shape(self, asked: Asked) -> RequestShape:
-        """The answer is held to the schema by a grammar, or else by tools of which one must be called."""
-        capabilities, sampling = self.backend.capabilities, self._sampling
-        # A server may be found out not to keep to schemas.
-        key = asked.schema_text, capabilities.native_schema, asked.temperature, asked.max_tokens
-        if known := self._shapes.get(key):
-            return known
-        offers_tools = not capabilities.native_schema and not self._together and asked.tools
-        shape = RequestShape(
-            model=self._model or "",
-            max_tokens=sampling.max_tokens if asked.max_tokens is None else asked.max_tokens,
-            temperature=sampling.temperature if asked.temperature is None else asked.temperature,
-            top_p=sampling.top_p,
-            tools=asked.tools if offers_tools else (),
-            tool_choice="required" if offers_tools else None,
-            schema=asked.schema if capabilities.native_schema else None,
-            schema_name="action",
-            extra_body=sampling.extra_body,
-        )
-        self.backend.check(shape)
-        self._shapes[key] = shape
-        return shape
+    def request(
+        self,
+        conversation: Conversation,
+        job_id: str,
+        agent: int = 0,
+        form: AnswerForm = ANY_FORM,
+        *,
+        seed: int | None = None,
+        temperature: float | None = None,  # None: that of the runtime
+        max_tokens: int | None = None,
+    ) -> ModelRequest:
+        """One request to the backend, which is open. The answer is held to the schema by a grammar, or else by tools of
+        which one must be called."""
+        native = self.backend.capabilities.native_schema  # a server may be found out not to keep to schemas
+        key = form.text, native, temperature, max_tokens
+        shape = self._shapes.get(key)
+        if shape is None:
+            sampling, offered = self._sampling, () if native or self._together else form.tools
+            shape = RequestShape(
+                model=self._model or "",
+                max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
+                temperature=sampling.temperature if temperature is None else temperature,
+                top_p=sampling.top_p,
+                tools=offered,
+                tool_choice="required" if offered else None,
+                schema=form.schema if native else None,
+                schema_name="action",
+                extra_body=sampling.extra_body,
+            )
+            self.backend.check(shape)
+            self._shapes[key] = shape
+        if seed is not None and self._takes_seeds:
+            shape = replace(shape, seed=seed)
+        return ModelRequest(shape, conversation, job_id, agent=agent)
 
 
 class _Alone(Question):
-    def __init__(self, asking: Asking, inquiry: Inquiry) -> None:
-        self._asking, self._inquiry = asking, inquiry
+    """A question that is one request."""
+
+    def __init__(self, asking: Asking, make: Make) -> None:
+        self._asking, self._make = asking, make
 
     async def send(self, endpoint: str) -> Reply:
-        request = self._asking.request(self._inquiry.make(), endpoint)
+        request = self._make()
+        request.endpoint = endpoint
         try:
             return await self._asking.backend.infer(request)
         except Truncated as error:
@@ -221,24 +191,30 @@ class _Alone(Question):
 
 
 class _Group:
-    """Questions that are one call. ``places`` are those of the questions that were sent, in the answers."""
+    """Questions that are one call. ``sent`` are those that were, in the order of their answers."""
 
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
         self.call: asyncio.Task[Replies] | None = None
-        self.waiting: dict[Inquiry, None] = {}
-        self.places: dict[Inquiry, int] = {}
+        self.waiting: dict[object, Make] = {}
+        self.sent: list[object] = []
 
     async def send(self, endpoint: str) -> Replies:
-        self._asking.leaves(self)
-        self.places = {inquiry: place for place, inquiry in enumerate(self.waiting)}
-        made = [self._made(inquiry, endpoint) for inquiry in self.waiting]
+        self.leave()
+        self.sent = list(self.waiting)
+        made = [_made(make) for make in self.waiting.values()]
         requests = [request for request in made if isinstance(request, ModelRequest)]
         replies = iter(await self._asking.backend.infer_batch(requests) if requests else ())
         return [next(replies) if isinstance(request, ModelRequest) else request for request in made]
 
-    def _made(self, inquiry: Inquiry, endpoint: str) -> ModelRequest | JobError:
-        try:
-            return self._asking.request(inquiry.make(), endpoint)
-        except JobError as error:
-            return error
+    def leave(self) -> None:
+        """Take no more questions."""
+        if self._asking.group is self:
+            self._asking.group = None
+
+
+def _made(make: Make) -> ModelRequest | JobError:
+    try:
+        return make()
+    except JobError as error:
+        return error

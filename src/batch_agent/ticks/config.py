@@ -47,7 +47,7 @@ def check_counts(**options: object) -> None:
 
 
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a TickRuntime that it stands for. An unknown key is a SpecError."""
+    """Return the options of a TickRuntime and of its Sampling that it stands for. An unknown key is a SpecError."""
     if not isinstance(config, Mapping):
         raise SpecError(f"backend_config is a {type(config).__name__}; it is a mapping with some of {', '.join(KNOWN)}")
     given = {key: value for key, value in config.items() if value is not None}
@@ -60,10 +60,10 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
         backend = f"local://{path}"
     elif path is not None:  # servers call a model by the path they loaded it from
         model = str(path) if model is None else model
-    drawn = {name: given[name] for name in SAMPLING_KEYS if name in given}
-    extra = {"top_k": given["top_k"]} if "top_k" in given else {}
-    options = {"backend": backend, "model": model, "sampling": Sampling(**drawn, extra_body=extra)}
-    return options | {name: given[name] for name in ("api_key", "timeout") if name in given}
+    options = {name: given[name] for name in (*SAMPLING_KEYS, "api_key", "timeout") if name in given}
+    if "top_k" in given:
+        options["extra_body"] = {"top_k": given["top_k"]}
+    return options | {name: value for name, value in (("backend", backend), ("model", model)) if value is not None}
 
 
 def _one_of(given: Mapping[str, Any], keys: tuple[str, ...]) -> Any:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from batch_agent.errors import BadResponse
-from batch_agent.foreign import describe
+from batch_agent.errors import WorkerFailed
+from batch_agent.ticks.guard import guarded
 from batch_agent.ticks.plain import text_of
 
 
@@ -42,16 +42,9 @@ class GeneratesMany(Protocol):
     def generate_batch(self) -> Callable[..., object]: ...
 
 
-def failed(why: str) -> BadResponse:
-    """Return an error that is not retried and says nothing about other prompts: the user's code would fail again."""
-    error = BadResponse(why)
-    error.retryable, error.second_hand = False, True
-    return error
-
-
 def result_of(value: object) -> GenerationResult:
     """Return what a backend returned: a GenerationResult or an object with its fields, a mapping, or text. Raises
-    BadResponse if it cannot be read."""
+    WorkerFailed if it cannot be read."""
     if isinstance(value, str):
         return GenerationResult(value)
     text, tokens, reason, metadata = (
@@ -66,17 +59,15 @@ def result_of(value: object) -> GenerationResult:
         metadata if isinstance(metadata, dict) else {},
     )
     if not isinstance(text, str) and not result.error:
-        raise failed(f"the backend returned a {type(value).__name__} without text")
+        raise WorkerFailed(f"the backend returned a {type(value).__name__} without text")
     return result
 
 
 def _field(value: object, name: str) -> object:
-    try:
+    def read() -> object:
         return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise failed(f"the backend returned a {type(value).__name__} whose {name} raised {describe(error)}") from error
+
+    return guarded(f"the backend returned a {type(value).__name__} whose {name}", read)
 
 
 def arguments_for(

@@ -17,22 +17,14 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from batch_agent.errors import JobError
 from batch_agent.messages import Usage
-from batch_agent.scheduler.forecast import Progress
-from batch_agent.scheduler.ordering import LAST
-from batch_agent.ticks.action import Decision
+from batch_agent.ticks.action import Decision, Source
 from batch_agent.ticks.agent import Agent
+from batch_agent.ticks.guard import guarded
 from batch_agent.ticks.patience import Patience
 
 UNSEEN = object()
-
-
-@dataclass(slots=True, eq=False)
-class Sent:
-    """A request that the model has not answered yet."""
-
-    at: float
-    patience: Patience
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +37,8 @@ class Thought:
     after: Thought | None = None  # starts when this one has ended
     awaited: bool = True  # a tick waits for it
     left: bool = False  # its prompt was made, so it cannot change to a newer observation
-    sent: Sent | None = None
+    sent_at: float = inf  # of the request that is under way
+    patience: Patience | None = None  # with the requests of its backend
     limit: asyncio.Timeout | None = None  # ends what it waits for
     losses: int = 0  # requests that were given up
     ended_at: float = inf
@@ -76,7 +69,6 @@ class Mind:
 
     def __init__(self, agent: Agent, number: int, *, overlap: bool, skip_unchanged: bool, repeat_last: bool) -> None:
         self.agent, self.number = agent, number
-        self.progress = Progress(LAST)
         self.thoughts: list[Thought] = []  # under way, or ended and not given yet
         self.took = 0.0  # seconds that its last answered request took
         self.gone = ""  # why the agent does not decide any more
@@ -101,9 +93,9 @@ class Mind:
     def give_up_lost(self, now: float) -> None:
         """Withdraw requests that take far too long. Their thoughts ask again, about the newest observation."""
         for thought in self.thoughts:
-            sent = thought.sent
-            if sent is not None and sent.patience.is_over(sent.at, now, own=self.took, losses=thought.losses):
-                thought.sent, thought.left, thought.losses = None, False, thought.losses + 1
+            patience = thought.patience
+            if patience is not None and patience.is_over(thought.sent_at, now, own=self.took, losses=thought.losses):
+                thought.sent_at, thought.left, thought.losses = inf, False, thought.losses + 1
                 thought.tick = thought.tick if self._newest is None else self._newest
                 if thought.limit is not None and not thought.limit.expired():
                     thought.limit.reschedule(now)
@@ -156,15 +148,10 @@ class Mind:
 
     def _give(self, thought: Thought, tick: int) -> Given:
         self._spare = None
-        late = thought.tick != tick
-        self._last = Decision(
-            thought.action,
-            "late" if late else "answer",
-            thought.tick,
-            thought.usage,
-            thought.ended_at - thought.began,
-            f"it answers tick {thought.tick}" if late else "",
-        )
+        source: Source = "answer" if thought.tick == tick else "late"
+        why = "" if source == "answer" else f"it answers tick {thought.tick}"
+        latency = thought.ended_at - thought.began
+        self._last = Decision(thought.action, source, thought.tick, thought.usage, latency, why)
         return self._last, thought
 
 
@@ -176,8 +163,6 @@ def _again(last: Decision[object], why: str) -> Decision[object]:
 def _same(one: object, other: object) -> bool:
     """Return whether nothing has changed. What cannot be compared, such as an array, counts as changed."""
     try:
-        return bool(one == other)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+        return guarded("==", lambda: bool(one == other))
+    except JobError:
         return False

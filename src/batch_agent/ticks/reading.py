@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import cast
 
@@ -18,6 +17,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid, NotJSON
 from batch_agent.messages import JsonObject, Reply
 from batch_agent.outputs.validate import parse_output
+from batch_agent.ticks.action import Action
 
 # The first of each is what models are asked for. The others are what they were taught elsewhere.
 TOOL_KEYS = ("tool", "tool_name", "action", "name", "function")
@@ -28,14 +28,7 @@ _LABEL = re.compile(r"^[ \t*#]*(thinking|thought|reasoning|action|tool|params|pa
 _NAMED = re.compile(r"`?([A-Za-z0-9_-]{1,64})`?\s*(?:\(\s*\)|:)?\s*")
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    tool: str
-    params: JsonObject
-    reasoning: str | None
-
-
-def read_call(text: str) -> Call:
+def read_call(text: str) -> Action:
     """Return the call in an answer. Raises NotJSON or Invalid with a message that a model can correct itself by."""
     labels = _labelled(text)
     try:
@@ -45,8 +38,8 @@ def read_call(text: str) -> Call:
         if spoken is None:
             raise
         call = spoken
-    thoughts = call.reasoning or _first(labels, "thinking", "thought", "reasoning")
-    return Call(call.tool, call.params, thoughts or None)
+    call.reasoning = call.reasoning or _first(labels, "thinking", "thought", "reasoning") or None
+    return call
 
 
 def text_of_reply(reply: Reply) -> str:
@@ -66,15 +59,15 @@ def _form(*keys: str) -> OutputSchema[object]:
     return schema
 
 
-def _of_object(value: Mapping[str, JsonValue]) -> Call:
+def _of_object(value: Mapping[str, JsonValue]) -> Action:
     tool = _value(value, TOOL_KEYS)
     if isinstance(tool, Mapping):  # {"action": {"tool": …}}
         inner = _of_object(tool)
         reasoning = inner.reasoning or _text(_value(value, REASONING_KEYS))
-        return Call(inner.tool, inner.params or _params(value), reasoning)
+        return Action(inner.tool_name, inner.parameters or _params(value), reasoning)
     if not isinstance(tool, str) or not tool.strip():
         raise Invalid(f"{TOOL_KEYS[0]}: the name of a tool is missing")
-    return Call(tool.strip(), _params(value), _text(_value(value, REASONING_KEYS)))
+    return Action(tool.strip(), _params(value), _text(_value(value, REASONING_KEYS)))
 
 
 def _params(value: Mapping[str, JsonValue]) -> JsonObject:
@@ -107,13 +100,13 @@ def _first(labels: Mapping[str, str], *names: str) -> str:
     return next((labels[name] for name in names if labels.get(name)), "")
 
 
-def _of_labels(labels: Mapping[str, str]) -> Call | None:
+def _of_labels(labels: Mapping[str, str]) -> Action | None:
     """Return the call in ``ACTION: move {"x": 1}``. The parameters may have a label of their own."""
     named = _NAMED.match(_first(labels, "action", "tool"))
     if named is None:
         return None
     rest = named.string[named.end() :] or _first(labels, "params", "parameters")
-    return Call(named[1], _object_in(rest) if "{" in rest else {}, None)
+    return Action(named[1], _object_in(rest) if "{" in rest else {}, None)
 
 
 def _object_in(text: str) -> JsonObject:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from copy import deepcopy
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Generic, Self, cast
 
@@ -117,7 +118,7 @@ class TickRuntime(Generic[A]):
         self._replay = None if replay is None else Replay(Path(replay))
         self._backends: dict[object, tuple[Backend, str | None]] = {}  # by URL, or by identity of the object
         self._minds: dict[str, Mind] = {}
-        self._numbers = 0
+        self._numbers = count(1)
         self._stopped = False
         self._scope: LoopScope | None = None
         self._opening = threading.Lock()
@@ -135,9 +136,10 @@ class TickRuntime(Generic[A]):
         if agent.given_backend is not None and self._replay is None:
             self._backend_of(agent.given_backend)
         self.remove(agent.agent_id)
-        self._numbers += 1
-        self._minds[agent.agent_id] = Mind(agent, self._numbers, **self._rules)
-        agent.lent_backend = TextBackend.within(lambda: self._asking_for(agent), lambda: self._open.loop)
+        self._minds[agent.agent_id] = Mind(agent, next(self._numbers), **self._rules)
+        agent.lent_backend = TextBackend.within(
+            lambda: self._asking_for(agent), lambda: None if self._scope is None else self._scope.loop
+        )
         return agent
 
     def remove(self, agent_id: str) -> None:
@@ -273,15 +275,9 @@ class TickRuntime(Generic[A]):
     def stop(self) -> Awaitable[None]:
         """End thoughts, and the ticks under way with them. If it is awaited, everything is closed."""
         self.running, self._stopped = False, True
-        scope = self._scope
-        if scope is not None:
-            scope.close()
-
-        async def closed() -> None:
-            if scope is not None:
-                await scope.wait_closed()
-
-        return _Step(closed)
+        if self._scope is not None:
+            self._scope.close()
+        return _Step(self._wait_closed)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -297,17 +293,20 @@ class TickRuntime(Generic[A]):
     def __exit__(self, *exception: object) -> None:
         self.stop()
 
+    async def _wait_closed(self) -> None:
+        if self._scope is not None and not self._scope.is_open:
+            await self._scope.wait_closed()
+
     async def _open_now(self) -> None:
         await self._ensure_open()
-        if self._replay is None and (self._given_backend is not None or self._minds):
+        if self._replay is None:
             needs = [self._asking_for(mind.agent) for mind in self._minds.values() if not mind.agent.decides_itself]
             for asking in dict.fromkeys(needs):
                 await asking.open()
 
     async def _ensure_open(self) -> LoopScope:
         """Return the scope of the running event loop. One of an event loop that has ended is replaced."""
-        if self._scope is not None and not self._scope.is_open:
-            await self._scope.wait_closed()  # or it would close the backend that the next one opens
+        await self._wait_closed()  # or it would close the backend that the next one opens
         if self._stopped:
             raise RuntimeError("the runtime is stopped: start() it again before the next tick")
         with self._opening:
@@ -318,27 +317,17 @@ class TickRuntime(Generic[A]):
                 self.running = True
                 for mind in self._minds.values():
                     mind.forget()
-                thinker = Thinker(
-                    system_prompt=self._system_prompt,
-                    seed=self._sampling.seed,
-                    deadline=self.deadline,
-                    timeout=self._timeout,
-                    workers=self._workers,
-                )
+                seed = self._sampling.seed
+                thinker = Thinker(self._system_prompt, seed, self.deadline, self._timeout, self._workers)
                 scope = self._scope = LoopScope(thinker)
         return scope
-
-    @property
-    def _open(self) -> LoopScope:
-        if self._scope is None:
-            raise RuntimeError("the runtime has not started")
-        return self._scope
 
     # Backends
 
     def _asking_for(self, agent: Agent) -> Asking:
         given = agent.given_backend if agent.given_backend is not None else self._given_backend
-        askings, key = self._open.askings, _key(given)
+        assert self._scope is not None
+        askings, key = self._scope.askings, _key(given)
         if key not in askings:
             backend, model = self._backend_of(given)
             askings[key] = Asking(backend, model, self._sampling, self._max_inflight, self._timeout)
@@ -370,10 +359,8 @@ def _cancel(thoughts: Iterable[Thought]) -> None:
 def _snapshot(observation: object) -> object:
     """Return a copy of the observation, or the observation itself if it cannot be copied."""
     try:
-        return deepcopy(observation)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+        return guarded("deepcopy", lambda: deepcopy(observation))
+    except BatchAgentError:
         return observation
 
 

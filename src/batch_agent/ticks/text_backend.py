@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from batch_agent.backends.registry import open_backend
-from batch_agent.errors import BatchAgentError, InternalError, Rejected, SpecError
+from batch_agent.errors import JobError, Rejected, SpecError
 from batch_agent.messages import Conversation, Message
-from batch_agent.scheduler.forecast import Progress
-from batch_agent.scheduler.ordering import LAST
 from batch_agent.ticks.action_space import ActionSpace
-from batch_agent.ticks.asking import Asked, Asking, Inquiry
+from batch_agent.ticks.asking import Asking
 from batch_agent.ticks.config import Sampling
 from batch_agent.ticks.generation import GenerationResult
 from batch_agent.ticks.plain import encodable
@@ -31,7 +30,7 @@ TIMEOUT = 60.0
 NOT_FOUND = 404
 
 
-class TextBackend:
+class TextBackend(AbstractContextManager["TextBackend"]):
     """``TextBackend("vllm://host:8000").generate("Hello")``. Errors come back as ``finish_reason="error"``."""
 
     def __init__(
@@ -79,21 +78,16 @@ class TextBackend:
         systems = [system_prompt] * len(prompts) if system_prompts is None else system_prompts
         if len(systems) != len(prompts):
             raise SpecError(f"there are {len(systems)} system_prompts for {len(prompts)} prompts")
-        asked = [
-            Asked(_conversation(prompt, system), "generate", 0, temperature=temperature, max_tokens=max_tokens)
-            for prompt, system in zip(prompts, systems, strict=True)
-        ]
-        return self._run(lambda: self._ask_all(asked))
+        asked = list(map(_conversation, prompts, systems))
+        return self._run(lambda: self._ask_all(asked, temperature=temperature, max_tokens=max_tokens))
 
     def generate_with_tools(
         self, prompt: str, tools: Iterable[object], temperature: float | None = None
     ) -> GenerationResult:
         """Return an answer that is a call of one of the tools, as JSON: ``{"tool": …, "params": {…}}``."""
         space = ActionSpace(tools)
-        conversation = _conversation(prompt, space.instructions)
-        schema, text, specs = space.schema, space.schema_text, tuple(space.specs)
-        asked = Asked(conversation, "generate", 0, schema, text, specs, temperature=temperature)
-        return self._run(lambda: self._ask_all([asked]))[0]
+        asked = [_conversation(prompt, space.instructions)]
+        return self._run(lambda: self._ask_all(asked, temperature=temperature, form=space.form))[0]
 
     def is_available(self) -> bool:
         """Return whether the backend can be opened and answers."""
@@ -108,21 +102,17 @@ class TextBackend:
 
     unload = close
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    async def _ask_all(self, asked: Sequence[Asked]) -> list[GenerationResult]:
-        return list(await asyncio.gather(*map(self._ask, asked)))
+    async def _ask_all(self, asked: Iterable[Conversation], **options: Any) -> list[GenerationResult]:
+        return await asyncio.gather(*(self._ask(conversation, options) for conversation in asked))
 
-    async def _ask(self, asked: Asked) -> GenerationResult:
+    async def _ask(self, conversation: Conversation, options: Mapping[str, Any]) -> GenerationResult:
+        asking = self._asking()
         try:
-            reply = await self._asking().ask(Inquiry(Progress(LAST), lambda: asked))
-        except InternalError:
-            raise
-        except BatchAgentError as error:
+            reply = await asking.ask(lambda: asking.request(conversation, "generate", **options))
+        except (JobError, SpecError) as error:
             return GenerationResult("", 0, "error", {"error": str(error), "type": type(error).__name__})
         usage = reply.usage
         tokens = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
@@ -133,13 +123,10 @@ class TextBackend:
         asking = self._asking()
         try:
             await asking.open()
-            try:
-                await asking.models()
-            except Rejected as error:
-                return error.status == NOT_FOUND  # it answers, but has no list of models
-        except InternalError:
-            raise
-        except BatchAgentError:
+            await asking.models()
+        except Rejected as error:
+            return error.status == NOT_FOUND  # it answers, but has no list of models
+        except (JobError, SpecError):
             return False
         return True
 

@@ -7,21 +7,22 @@ failure of that thought: its agent falls back, and the other agents get their ac
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from math import inf
 
-from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.backends.base import ModelRequest
 from batch_agent.errors import BatchAgentError, OutputError, Timeout, WorkerFailed
 from batch_agent.foreign import describe
 from batch_agent.messages import Conversation, Message
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.agent import Agent
-from batch_agent.ticks.asking import Asked, Asking, Inquiry
-from batch_agent.ticks.guard import guarded
-from batch_agent.ticks.mind import Mind, Sent, Thought
+from batch_agent.ticks.asking import Asking
+from batch_agent.ticks.guard import called, guarded
+from batch_agent.ticks.mind import Mind, Thought
 from batch_agent.ticks.patience import Patience
 from batch_agent.ticks.plain import encodable, text_of
 from batch_agent.ticks.reading import text_of_reply
@@ -39,24 +40,21 @@ def seed_of(base: int, agent_id: str, tick: int) -> int:
     return int.from_bytes(digest) >> 1
 
 
+@dataclass(eq=False)
 class Thinker:
     """What the thoughts of one runtime share. ``timeout`` is for a whole thought, waiting for a slot included."""
 
-    def __init__(
-        self,
-        *,
-        system_prompt: str | None,
-        seed: int | None,
-        deadline: float | None,
-        timeout: float | None,
-        workers: int,
-    ) -> None:
-        self._system_prompt, self._seed = system_prompt, seed
-        self._deadline, self._timeout = deadline, timeout
+    system_prompt: str | None
+    seed: int | None
+    deadline: float | None
+    timeout: float | None
+    workers: int
+
+    def __post_init__(self) -> None:
         self._prefix = lru_cache(PREFIXES)(lambda text: Conversation([Message("system", text)]))  # serialised once
         self._patience: dict[Asking, Patience] = {}
         self._threads = Threads()
-        self._workers = asyncio.Semaphore(workers)
+        self._free_workers = asyncio.Semaphore(self.workers)
 
     def close(self) -> None:
         self._threads.close()
@@ -69,7 +67,7 @@ class Thinker:
             if thought.after is not None and thought.after.task is not None:
                 await asyncio.wait([thought.after.task])
             thought.after = None  # or every thought would keep all earlier ones
-            ends = None if self._timeout is None else loop.time() + self._timeout
+            ends = None if self.timeout is None else loop.time() + self.timeout
             thought.action = await self._decide(mind, thought, asking, ends)
             failure = ""
         except BatchAgentError as error:
@@ -94,22 +92,13 @@ class Thinker:
                 if not thought.limit.expired():
                     raise
                 if thought.losses == losses:
-                    raise Timeout(f"no answer in {self._timeout or 0:g} s") from None
+                    raise Timeout(f"no answer in {self.timeout or 0:g} s") from None
 
     async def _let_decide(self, agent: Agent, thought: Thought) -> object:
         """Call the agent's own ``decide_action``, in a thread unless it is async."""
-        async with self._workers:
+        async with self._free_workers:
             thought.left = True
-            try:
-                if inspect.iscoroutinefunction(agent.decide_action):
-                    action = await agent.decide_action()
-                else:
-                    action = await self._threads.run(agent.decide_action)
-                    action = await action if inspect.isawaitable(action) else action
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt) or (not isinstance(error, Exception) and cancelled_by_us()):
-                    raise
-                raise WorkerFailed(f"decide_action raised {describe(error)}") from error
+            action = await called(self._threads, "decide_action", agent.decide_action)
         if action is None:
             raise WorkerFailed("decide_action chose nothing")
         if fault := agent.fault_of(action):
@@ -121,26 +110,25 @@ class Thinker:
     async def _ask(self, mind: Mind, thought: Thought, asking: Asking) -> object:
         loop, agent = asyncio.get_running_loop(), mind.agent
         said: list[Message] = []  # answers that were no action, each with the problem that the model was shown
-        patience = self._patience.get(asking) or self._patience.setdefault(asking, Patience(self._deadline))
+        patience = thought.patience = self._patience.setdefault(asking, Patience(self.deadline))
 
-        def make() -> Asked:
-            asked = guarded("its prompt", lambda: self._asked(mind, thought, said))
-            thought.sent = Sent(loop.time(), patience)
-            return asked
+        def make() -> ModelRequest:
+            request = guarded("its prompt", lambda: self._request(mind, thought, said, asking))
+            thought.sent_at = loop.time()
+            return request
 
         def wants_again() -> bool:
-            thought.sent = None  # it was answered, with an error
+            thought.sent_at = inf  # it was answered, with an error
             return thought.awaited
 
-        inquiry = Inquiry(mind.progress, make, wants_again)
         while True:
             try:
-                reply = await asking.ask(inquiry)
+                reply = await asking.ask(make, wants_again)
             finally:
-                sent, thought.sent = thought.sent, None
-            if sent is not None:
-                patience.answered(sent.at, loop.time())
-                mind.took = loop.time() - sent.at
+                sent_at, thought.sent_at = thought.sent_at, inf
+            if sent_at < inf:
+                patience.answered(sent_at, loop.time())
+                mind.took = loop.time() - sent_at
             thought.usage += reply.usage
             thought.answer = text_of_reply(reply)
             try:
@@ -151,20 +139,18 @@ class Thinker:
                 problem = f"That is no action: {error}\nAnswer again, with the corrected JSON alone."
                 said += [Message("assistant", thought.answer), Message("user", problem)]
 
-    def _asked(self, mind: Mind, thought: Thought, said: list[Message]) -> Asked:
+    def _request(self, mind: Mind, thought: Thought, said: list[Message], asking: Asking) -> ModelRequest:
         agent = mind.agent
         if not thought.left:
             context = guarded("_build_context", agent._build_context)
             if not isinstance(context, str):
                 raise WorkerFailed(f"_build_context returned a {type(context).__name__}, not text")
             thought.prompt, thought.left = encodable(context), True
-        system = encodable(agent.system_text(self._system_prompt))
-        return Asked(
+        system = encodable(agent.system_text(self.system_prompt))
+        return asking.request(
             Conversation([Message("user", thought.prompt), *said], parent=self._prefix(system) if system else None),
             f"{encodable(agent.agent_id)}@{thought.tick}",
             mind.number,
-            agent.schema,
-            agent.schema_text,
-            tuple(agent.action_space.specs) if agent.schema is not None else (),
-            None if self._seed is None else seed_of(self._seed, agent.agent_id, thought.tick),
+            agent.form,
+            seed=None if self.seed is None else seed_of(self.seed, agent.agent_id, thought.tick),
         )

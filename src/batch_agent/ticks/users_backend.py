@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Self
 
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall
-from batch_agent.dispatch.cancellation import cancelled_by_us
-from batch_agent.errors import BackendError, Unavailable
-from batch_agent.foreign import describe
+from batch_agent.backends.base import Answers, Backend, Capabilities, ModelRequest, OnToolCall
+from batch_agent.errors import BackendError, BadResponse, JobError, Unavailable, WorkerFailed
 from batch_agent.messages import Reply, Usage, content_text
-from batch_agent.ticks.generation import GeneratesMany, GeneratesOne, arguments_for, failed, result_of
-from batch_agent.ticks.guard import guarded
+from batch_agent.ticks.generation import GeneratesMany, GeneratesOne, arguments_for, result_of
+from batch_agent.ticks.guard import called, guarded
 from batch_agent.tools.threads import Threads
 
-Asked = tuple[str, dict[str, object]]  # the prompt, and the other arguments
+Arguments = tuple[str, dict[str, object]]  # the prompt, and the other arguments
 
 
 class UsersBackend(Backend):
@@ -44,7 +44,7 @@ class UsersBackend(Backend):
         self._threads = Threads()
         try:
             available = guarded("is_available", lambda: getattr(self._generator, "is_available", None))
-            if available is not None and not await self._call(available, {}):
+            if available is not None and not await called(self._threads, self.name, available):
                 raise Unavailable(f"{self.name} says that it is not available", unreached=True)
         except BaseException:
             self._threads.close()
@@ -63,77 +63,69 @@ class UsersBackend(Backend):
             if isinstance(answer, BackendError):
                 raise answer
             return answer
-        prompt, options = _asked(self._one, request)
-        return self._reply(await self._call(self._one, options, prompt))
+        prompt, options = _arguments(self._one, request)
+        try:
+            return self._reply(await called(self._threads, self.name, partial(self._one, prompt, **options)))
+        except JobError as error:
+            raise _failed(error) from error
 
-    async def infer_batch(self, requests: Sequence[ModelRequest]) -> list[Reply | BackendError]:
+    async def infer_batch(self, requests: Sequence[ModelRequest]) -> Answers:
         """Return an answer or an error for each request. Requests that differ in more than their prompts, such as
         the system prompt where the method takes one, are calls of their own: at the same time if the method is async,
         else one after the other, since many models cannot be used by two threads."""
         assert self._many is not None
-        groups: dict[object, dict[int, Asked]] = {}  # by what they have in common, then by place
-        for place, request in enumerate(requests):
-            asked = _asked(self._many, request)
-            key = tuple((name, value) for name, value in asked[1].items() if name != "system_prompts")
-            groups.setdefault(key, {})[place] = asked
-        if inspect.iscoroutinefunction(self._many):
-            answered = await asyncio.gather(*map(self._infer_group, groups.values()))
-        else:
-            answered = [await self._infer_group(group) for group in groups.values()]
-        answers = {place: answer for group in answered for place, answer in group.items()}
+        asked = [_arguments(self._many, request) for request in requests]
+        groups: dict[object, list[int]] = {}  # places, by what the requests have in common
+        for place, (_, options) in enumerate(asked):
+            key = tuple((name, value) for name, value in options.items() if name != "system_prompts")
+            groups.setdefault(key, []).append(place)
+        calls = (self._infer_group(self._many, [asked[place] for place in group]) for group in groups.values())
+        at_once = inspect.iscoroutinefunction(self._many)
+        answered = await asyncio.gather(*calls) if at_once else [await call for call in calls]
+        answers = dict(zip(chain(*groups.values()), chain(*answered), strict=True))
         return [answers[place] for place in range(len(requests))]
 
-    async def _infer_group(self, group: Mapping[int, Asked]) -> dict[int, Reply | BackendError]:
-        assert self._many is not None
-        asked = list(group.values())
-        options = asked[0][1]
+    async def _infer_group(self, method: Callable[..., object], asked: Sequence[Arguments]) -> Answers:
+        prompts, options = [prompt for prompt, _ in asked], asked[0][1]
         if "system_prompts" in options:
             options = {**options, "system_prompts": [one["system_prompts"][0] for _, one in asked]}  # type: ignore[index]
         try:
-            answers = _listed(await self._call(self._many, options, [prompt for prompt, _ in asked]))
+            answers = _listed(await called(self._threads, self.name, partial(method, prompts, **options)))
             if len(answers) != len(asked):
-                raise failed(f"{self.name}.generate_batch returned {len(answers)} answers to {len(asked)} prompts")
-        except BackendError as error:
-            return dict.fromkeys(group, error)
-        return dict(zip(group, map(self._reply_or_error, answers), strict=True))
-
-    async def _call(self, method: Callable[..., object], options: Mapping[str, object], *given: object) -> object:
-        """Call the user's code. Whatever it raises becomes a BackendError."""
-        try:
-            if inspect.iscoroutinefunction(method):
-                return await method(*given, **options)
-            value = await self._threads.run(lambda: method(*given, **options))
-            return await value if inspect.isawaitable(value) else value
-        except (BackendError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            if not isinstance(error, Exception) and cancelled_by_us():
-                raise
-            raise failed(f"{self.name} raised {describe(error)}") from error
+                raise WorkerFailed(f"{self.name} gave {len(answers)} answers to {len(asked)} prompts")
+        except JobError as error:
+            return [_failed(error)] * len(asked)
+        return [self._reply_or_error(answer) for answer in answers]
 
     def _reply(self, value: object) -> Reply:
         result = result_of(value)
         if result.error:
-            raise failed(f"{self.name}: {result.error}")
+            raise WorkerFailed(f"{self.name}: {result.error}")
         return Reply(result.text, usage=Usage(completion_tokens=result.tokens_used), finish_reason=result.finish_reason)
 
     def _reply_or_error(self, value: object) -> Reply | BackendError:
         try:
             return self._reply(value)
-        except BackendError as error:
-            return error
+        except JobError as error:
+            return _failed(error)
+
+
+def _failed(error: JobError) -> BackendError:
+    """Return an error that is not retried and says nothing about other prompts: the user's code would fail again."""
+    if isinstance(error, BackendError):
+        return error
+    failure = BadResponse(str(error))
+    failure.retryable, failure.second_hand = False, True
+    return failure
 
 
 def _listed(answers: object) -> list[object]:
     if not isinstance(answers, Iterable) or isinstance(answers, str | bytes | Mapping):
-        raise failed(f"generate_batch returned a {type(answers).__name__}, not a list of answers")
-    try:
-        return list(answers)
-    except Exception as error:
-        raise failed(f"the list of answers raised {describe(error)}") from error
+        raise WorkerFailed(f"generate_batch returned a {type(answers).__name__}, not a list of answers")
+    return guarded("the list of answers", lambda: list(answers))
 
 
-def _asked(method: Callable[..., object], request: ModelRequest) -> Asked:
+def _arguments(method: Callable[..., object], request: ModelRequest) -> Arguments:
     messages, shape = request.conversation.messages, request.shape
     system = "\n\n".join(content_text(message.content) for message in messages if message.role == "system")
     prompt = "\n\n".join(content_text(message.content) for message in messages if message.role != "system")

@@ -172,7 +172,8 @@ class Connection(asyncio.Protocol):
         if self._done.done():  # only the end of the body is waited for
             return
         if self._receive(chunk):
-            self._done.set_result(None)
+            if not self._done.done():  # the request was not cancelled meanwhile
+                self._done.set_result(None)
             if not response.complete:
                 self._loop.call_later(STREAM_END_SECONDS, self.abandon, response)
         elif self._beat is not None and not response.complete:

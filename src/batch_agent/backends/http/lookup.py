@@ -43,8 +43,9 @@ class Lookup:
         if pending is None:
             pending = self._pending[place] = in_thread(lambda: _addresses(host, port))
             pending.add_done_callback(lambda done: self._looked(place, done))
-        await asyncio.shield(pending)  # a caller that is cancelled leaves it to the others
-        return self._known[place][1]
+        found = await asyncio.shield(pending)  # a caller that is cancelled leaves it to the others
+        # They share what is known, so that each begins with another address. Another caller may have forgotten it.
+        return self._known[place][1] if place in self._known else deque(found)
 
     def _looked(self, place: str, done: asyncio.Future[list[AddrInfoType]]) -> None:
         del self._pending[place]

@@ -29,7 +29,8 @@ class Pool:
         self._opening = 0
         self._idle: dict[Origin, list[Connection]] = {}  # the one used last at the end
         self._sweep: asyncio.TimerHandle | None = None
-        self._emptied: asyncio.Future[None] | None = None
+        self._closed = False
+        self._emptied = asyncio.Event()
 
     def take(self, origin: Origin) -> Connection | None:
         """An idle connection, if there is one and nothing to wait for."""
@@ -63,18 +64,19 @@ class Pool:
                 self._slots.release()
         elif connection in (idle := self._idle.get(connection.origin, [])):
             idle.remove(connection)
-        if not self._open and self._emptied is not None:
-            self._emptied.set_result(None)
+        if not self._open:
+            self._emptied.set()
 
     async def close(self) -> None:
         """Closes all connections, also those in use, and waits until their sockets are closed."""
+        self._closed = True
         if self._sweep is not None:
             self._sweep.cancel()
         if self._open:
-            self._emptied = self._loop.create_future()
+            self._emptied.clear()
             for connection in self._open:
                 connection.close()
-            await self._emptied
+            await self._emptied.wait()
 
     def _take(self, origin: Origin) -> Connection | None:
         idle = self._idle.get(origin)
@@ -97,8 +99,11 @@ class Pool:
             await self._connector.connect(origin, connection, limit_seconds)
         finally:
             self._opening -= 1
+        if self._closed:
+            connection.close()
+            raise ClosedEarly("the backend was left while a connection was being made")
         if connection.transport.is_closing():
-            raise ClosedEarly  # as it was accepted
+            raise ClosedEarly  # as soon as it was accepted
         self._open.add(connection)
         return connection
 

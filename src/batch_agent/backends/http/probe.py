@@ -28,28 +28,28 @@ async def probe_server(client: HttpClient) -> Probe:
     return probe
 
 
-async def probe_models(client: HttpClient, headers: Mapping[str, str] | None = None) -> tuple[Probe, Entries]:
-    """The same, with the entries of the models it lists. ``headers`` are sent with both requests."""
+async def probe_models(client: HttpClient) -> tuple[Probe, Entries]:
+    """The same, with the entries of the models it lists."""
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            return await _ask(client, headers)
+            return await _ask(client)
     except TimeoutError:
         return Probe("down", f"no answer in {PROBE_SECONDS:g} s"), {}
     except BackendError as error:
         return Probe("down", str(error)), {}
 
 
-async def _ask(client: HttpClient, headers: Mapping[str, str] | None) -> tuple[Probe, Entries]:
+async def _ask(client: HttpClient) -> tuple[Probe, Entries]:
     """Raises the BackendError of a server that is down."""
     healthy = False
     try:
-        await client.send(client.route("GET", "/health", beside=True), headers=headers)
+        await client.send(client.route("GET", "/health", beside=True))
         healthy = True
     except (Rejected, RateLimited):
         pass  # it answers, and has no such page for us
     models = client.route("GET", "/models")
     try:
-        entries = read_entries(await client.send(models, headers=headers) or b"")
+        entries = read_entries(await client.send(models) or b"")
     except (Rejected, RateLimited) as error:
         answers = healthy or error.status in NO_ACCESS
         return Probe("up" if answers else "unknown", str(error)), {}

@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from urllib.request import getproxies, proxy_bypass
 
 from yarl import URL
@@ -19,12 +19,9 @@ from batch_agent.backends.http.failures import ClosedEarly
 from batch_agent.backends.http.opened import OpenResponse
 from batch_agent.backends.http.origin import Origin
 from batch_agent.backends.http.parser import ResponseParser
-from batch_agent.backends.http.pool import KEEPALIVE_SECONDS, Pool
+from batch_agent.backends.http.pool import Pool
 from batch_agent.backends.http.request import with_length, write_head
 from batch_agent.errors import InternalError, SpecError
-
-if TYPE_CHECKING:
-    import aiohttp
 
 CONNECT_SECONDS = 30.0
 
@@ -40,7 +37,6 @@ class Transport:
         self._pool: Pool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._users = 0
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -60,10 +56,7 @@ class Transport:
         if self._users or self._pool is None:
             return
         pool, self._pool = self._pool, None
-        session, self._session = self._session, None
         await pool.close()
-        if session is not None:
-            await session.close()
 
     async def exchange(
         self,
@@ -139,21 +132,6 @@ class Transport:
         if self._pool is None:
             raise InternalError("a server was asked before its backend was entered (async with backend)")
         return self._pool
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """An aiohttp session beside the pool, made when it is first needed."""
-        if self._session is None:
-            self._open_pool()
-            import aiohttp
-
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=KEEPALIVE_SECONDS),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-                skip_auto_headers=("Accept",),
-            )
-        return self._session
 
     def proxy_for(self, url: URL) -> URL | None:
         """The proxy that the environment names for ``url``, or None."""

@@ -1,4 +1,4 @@
-"""SimulatedBackend: the simulated engine behind the Backend protocol, in this process and without a socket."""
+"""SimulatedBackend: the simulated engine as a Backend, in this process and without a socket."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import cast
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import say, writing
-from batch_agent.cli.spec.recorded import read_by
+from batch_agent.cli.spec.recorded import files_read_by
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.transcripts import prepared_again, transcript_lines
 from batch_agent.errors import BatchAgentError, SpecError
@@ -59,7 +59,7 @@ def export_command(options: argparse.Namespace) -> int:
     facts = read_run(directory)
     if output is not None:
         refuse_in_run_directory(output, directory)
-        for what, path in read_by(facts):
+        for what, path in files_read_by(facts):
             refuse_overwriting(output, path, what)
     records = RunRecords(directory)
     if kind == MESSAGES:

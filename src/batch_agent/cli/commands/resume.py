@@ -18,7 +18,7 @@ from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.run import run_command
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put, say
-from batch_agent.cli.spec.load import load_spec, says_stages, settings_beside, take_settings
+from batch_agent.cli.spec.load import is_pipeline, load_spec, settings_beside, take_settings
 from batch_agent.cli.spec.recorded import KEPT, command_again, matched, recorded_command, refuse_left_out
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.engine.run.recording import fingerprint_of
@@ -62,7 +62,7 @@ def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> ar
 
 def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
     rows = view.facts.get("rows")
-    if options.inputs == STDIN or says_stages(options) or not isinstance(rows, dict) or rows.get("failed"):
+    if options.inputs == STDIN or is_pipeline(options) or not isinstance(rows, dict) or rows.get("failed"):
         return False
     prepared = BatchAgent.plan(load_spec(options))
     inputs = prepared.spec.inputs

@@ -24,7 +24,7 @@ from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import logged
 from batch_agent.cli.output.results import ResultWriter, open_results
 from batch_agent.cli.output.streams import put, say
-from batch_agent.cli.spec.load import load_spec, says_stages, settle, take_settings
+from batch_agent.cli.spec.load import is_pipeline, load_spec, resolve_paths, take_settings
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.resume_forecast import ASKED, asked, forecast
 from batch_agent.engine.run.dryrun import DryRun, marks_for
@@ -52,8 +52,8 @@ def run_command(options: argparse.Namespace) -> int:
     # Standard output belongs to results: what a user's module or tool prints goes to standard error.
     with redirect_stdout(sys.stderr), ExitStack() as files:
         take_settings(options)
-        settle(options)
-        if says_stages(options):
+        resolve_paths(options)
+        if is_pipeline(options):
             from batch_agent.cli.commands.pipeline import run_stages
 
             return run_stages(options, stdout)

@@ -43,7 +43,7 @@ def take_settings(options: argparse.Namespace) -> None:
     options.set = left or None
 
 
-def settle(options: argparse.Namespace) -> None:
+def resolve_paths(options: argparse.Namespace) -> None:
     """Decide what a path without a flag is, and that ``-`` as output is standard output."""
     if options.spec_path is not None and (options.spec is not None or options.task is not None):
         if options.inputs is not None:
@@ -80,7 +80,7 @@ def overrides_of(file: SpecFile, options: argparse.Namespace) -> dict[str, objec
     return given_options(options) | recording_of(options, file)
 
 
-def says_stages(options: argparse.Namespace) -> bool:
+def is_pipeline(options: argparse.Namespace) -> bool:
     """Whether the spec file says a pipeline."""
     return options.spec is not None and STAGES in read_specfile(Path(options.spec)).options
 

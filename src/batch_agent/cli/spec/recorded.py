@@ -88,7 +88,7 @@ def refuse_left_out(command: Mapping[str, JsonValue], options: argparse.Namespac
             )
 
 
-def read_by(facts: JsonObject) -> list[tuple[str, Path]]:
+def files_read_by(facts: JsonObject) -> list[tuple[str, Path]]:
     """What the command of a recorded run read, as far as that can still be told: its spec and its inputs."""
     command = facts.get("command")
     if not isinstance(command, dict):

@@ -23,7 +23,7 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.engine.agent.history import History
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tally import Tally
-from batch_agent.engine.agent.turn import Turn
+from batch_agent.engine.agent.turn import TurnCall
 from batch_agent.engine.run.prepare import Prepared, only_model
 from batch_agent.errors import ContextOverflow, JobError, StoreError, WorkerFailed
 from batch_agent.foreign import describe
@@ -130,7 +130,7 @@ class Compactor:
         own_tally = Tally(turns=tally.turns)
         progress = Progress(LAST, model=shape.model)
         try:
-            turn = Turn(r, request, job.index, own_tally, None)
+            turn = TurnCall(r, request, job.index, own_tally, None)
             reply = await r.dispatcher.ask(turn, r.policy, progress=progress, observer=turn)
             summary = strip_reasoning(reply.text)
         except JobError as error:

@@ -21,7 +21,7 @@ from batch_agent.engine.agent.history import History
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.shapes import Shapes
 from batch_agent.engine.agent.tally import Tally
-from batch_agent.engine.agent.turn import Turn
+from batch_agent.engine.agent.turn import TurnCall
 from batch_agent.errors import BackendError, ContextOverflow, JobError, LimitExceeded, OutputError
 from batch_agent.events import AnswerRejected, ContextCompacted
 from batch_agent.job import AgentError, Job
@@ -31,8 +31,7 @@ from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import Progress
-from batch_agent.store.steps import Done, Ended, Failed, Outcome, Spent
-from batch_agent.store.steps import Turn as TurnStep
+from batch_agent.store.steps import Done, Ended, Failed, Outcome, Spent, Turn
 from batch_agent.store.trail import FailedBefore, Trail
 
 TOO_MANY_CALLS = "Error: not run: {count} calls in one answer are too many; ask for at most {most} at once."
@@ -263,7 +262,7 @@ class AgentContext:
         streams = may_stream and r.streaming.wants_next()
         early = EarlyCalls(r.tools, self.job, self.tally.turns + 1) if streams else None
         try:
-            turn = Turn(r, request, self.job.index, self.tally, early)
+            turn = TurnCall(r, request, self.job.index, self.tally, early)
             reply = await r.dispatcher.ask(turn, r.policy, ticket=ticket, observer=turn)
         except BaseException as error:
             if early is not None:
@@ -337,7 +336,7 @@ class AgentContext:
     def _lead_on(self) -> None:
         """The latest answer did not end the agent."""
         if self._answer is not None:
-            self._trail.add(TurnStep(self._answer, self._spent()))
+            self._trail.add(Turn(self._answer, self._spent()))
             self._answer = None
 
     def _leave_record(self) -> None:

@@ -18,37 +18,20 @@ from batch_agent.messages import Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 
 
-class Turn(Observer):
+class TurnCall(ModelCall, Observer):
     """A Question and its Observer. ``early`` has the tool calls that are started while the answer is streamed."""
 
-    __slots__ = ("_early", "_index", "_r", "_tally", "request")
+    __slots__ = ("_early", "_index", "_r", "_tally")
 
     def __init__(self, r: Resources, request: ModelRequest, index: int, tally: Tally, early: EarlyCalls | None) -> None:
-        self._r, self.request, self._index, self._tally, self._early = r, request, index, tally, early
+        super().__init__(r.backend, request, early)
+        if early is None and request.on_begin is not None:
+            self.on_tool_call = _start_nothing
+        self._r, self._index, self._tally, self._early = r, index, tally, early
 
-    @property
-    def text(self) -> str:
-        return "".join(self.request.said)
-
-    async def send(self, endpoint: str) -> Reply:
-        r, request = self._r, self.request
-        request.endpoint = endpoint
-        report = self._early if self._early is not None or request.on_begin is None else _start_nothing
-        try:
-            reply = await r.backend.infer(request, report)
-        except BackendError as error:
-            error.text = error.text or self.text
-            raise
-        finally:
-            request.tries += 1
-            if request.on_begin is not None:
-                request.on_begin()
-        if not reply.tool_calls and not _has_answer(reply.text, r.schema):
-            raise EmptyAnswer(f"{r.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
-        return reply
-
-    def again(self) -> ModelCall:
-        return ModelCall(self._r.backend, self.request).again()
+    def check(self, reply: Reply) -> None:
+        if not reply.tool_calls and not _has_answer(reply.text, self._r.schema):
+            raise EmptyAnswer(f"{self.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
 
     def lost(self) -> None:
         """Another request answered it: the tools of this one's answer are not wanted."""

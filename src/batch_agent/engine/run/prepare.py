@@ -23,7 +23,9 @@ from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreach
 from batch_agent.files.pictures import read_image
 from batch_agent.messages import Image
 from batch_agent.observe.text import rows
+from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.retry import retry_delay
+from batch_agent.scheduler.server import Terms
 from batch_agent.spec import BatchSpec
 from batch_agent.store.rundir import read_run
 from batch_agent.tools.base import Tool, resolve_tools
@@ -52,6 +54,13 @@ class Prepared:
     prices: Prices | None  # None: what a token costs is not known
     summaries: tuple[Backend, str | None] | None = None  # who writes them, where that is a model, and its name
     context: int | None = None  # the model's, in tokens, as the user or the server says
+
+    @property
+    def terms(self) -> Terms:
+        """What is known of each server before it is asked."""
+        spec, one = self.spec, len(self.backend.servers) == 1
+        start = (START if one else FLEET_START) if self.sought else None
+        return Terms(self.max_inflight, start, spec.rpm, spec.tpm, by_clock=one, given=spec.given("max_inflight"))
 
     def __str__(self) -> str:
         from batch_agent.engine.run.dryrun import DryRun

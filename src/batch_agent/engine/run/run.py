@@ -61,15 +61,11 @@ from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.limit_search import START
-from batch_agent.scheduler.server import Terms
 from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.tools.pool import ToolPool, ToolStatistics
-
-FLEET_START = 16  # requests in flight at each of many servers, until its answers show how many it takes
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
@@ -129,23 +125,14 @@ class Run(Generic[T]):
         return Shared(clock, self._emit, dispatcher, spending, dispatchers)
 
     def _new_dispatcher(self) -> Dispatcher:
-        prepared, spec, backend = self._prepared, self._prepared.spec, self._prepared.backend
-        one = len(backend.servers) == 1
-        terms = Terms(
-            prepared.max_inflight,
-            (START if one else FLEET_START) if prepared.sought else None,
-            spec.rpm,
-            spec.tpm,
-            by_clock=one,
-            given=spec.given("max_inflight"),
-        )
+        prepared, backend = self._prepared, self._prepared.backend
         dispatcher = Dispatcher(
             backend,
             prepared.max_inflight,
             prepared.max_agents,
             servers=backend.servers,
-            terms=terms,
-            max_outage=spec.max_outage,
+            terms=prepared.terms,
+            max_outage=prepared.spec.max_outage,
             on_limit=self._limit_changed,
             on_health=self._health_changed,
         )
@@ -325,7 +312,7 @@ class Run(Generic[T]):
             resources = Resources(
                 backend=prepared.backend,
                 dispatcher=shared.dispatcher,
-                policy=Policy(spec.max_retries, True, _time_limit(spec, prepared.backend), spec.hedge),
+                policy=Policy(spec.max_retries, timeout=_time_limit(spec, prepared.backend), hedge=spec.hedge),
                 tools=pool,
                 schema=prepared.schema,
                 shared=prepared.plan.shared,
@@ -377,7 +364,8 @@ class Run(Generic[T]):
         self.shared.session = self._session
         spec = prepared.spec
         if spec.run_dir is not None and (spec.rpm is not None or spec.tpm is not None):
-            self.shared.dispatcher.endpoints.keep_rates(RateMark(Path(spec.run_dir)))
+            dispatcher = self.shared.dispatcher
+            dispatcher.endpoints.budgets.keep(RateMark(Path(spec.run_dir)), dispatcher.scheduler.endpoints)
         return self._session
 
     def _record_of_parts(self, prepared: Prepared) -> Record | None:

@@ -1,0 +1,154 @@
+"""One request of a proxy's client as a question to the dispatcher: sent to an endpoint, its answer passed back.
+
+The request may go elsewhere as long as its client has seen no byte of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from aiohttp import web
+from multidict import CIMultiDict, MultiMapping
+from yarl import URL
+
+from batch_agent.backends.http.failures import TransportError
+from batch_agent.backends.http.faults import Faults
+from batch_agent.backends.http.opened import OpenResponse
+from batch_agent.backends.http.transport import Transport
+from batch_agent.dispatch.policy import Question
+from batch_agent.errors import Unavailable
+from batch_agent.fleet.affinity import Homes
+from batch_agent.fleet.upstreams import Upstream, Upstreams
+from batch_agent.messages import Reply
+from batch_agent.scheduler.core import Ticket
+
+CONNECT_SECONDS = 5.0
+LONGEST_HOLD = 10.0  # seconds that an endpoint is left alone, if it asks for more
+ELSEWHERE = frozenset({429, 502, 503, 504})  # statuses of an overloaded server
+MOST_REFUSED = 2  # endpoints that may refuse a request for load; the answer of the last stands
+MOST_REFUSAL_BYTES = 1024 * 1024
+HOP_BY_HOP = frozenset(
+    ("connection", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection")
+) | {"te", "trailer", "transfer-encoding", "upgrade"}
+
+
+class Forward(Question):
+    """``ticket`` is the claim that the request was made for, ``answer`` what the client gets."""
+
+    def __init__(
+        self,
+        upstreams: Upstreams,
+        transport: Transport,
+        homes: Homes,
+        request: web.Request,
+        body: bytes,
+        key: str,
+        ticket: Ticket,
+    ) -> None:
+        self._upstreams, self._transport, self._homes = upstreams, transport, homes
+        self._request, self._body, self._key, self._ticket = request, body, key, ticket
+        self._headers = passing(request.headers, {"content-length"})
+        self._refused = 0
+        self.answer: web.StreamResponse | None = None
+        self.begun = False  # the client has seen something of the answer
+        self.complete = False
+
+    @property
+    def can_move(self) -> bool:
+        """Whether another endpoint may be asked."""
+        endpoint = self._ticket.endpoint
+        if self.begun or endpoint is None or self._refused >= MOST_REFUSED:
+            return False
+        return not self._refused or self._upstreams.dispatcher.endpoints.others_work(endpoint)
+
+    async def send(self, endpoint: str) -> Reply:
+        upstream, granted = self._upstreams[endpoint], self._ticket.endpoint
+        assert granted is not None
+        self._homes.remember(self._key, granted)
+        upstream.requests += 1
+        if granted.inflight == 1:
+            upstream.heard = _now()
+        faults = Faults(upstream.host.address)
+        try:
+            await self._pass(upstream, faults)
+        except (TransportError, OSError) as error:
+            upstream.failures += 1
+            raise faults.raised(error) from None
+        except asyncio.CancelledError:
+            upstream.failures += self._ticket.recalled
+            raise
+        return Reply("")
+
+    async def _pass(self, upstream: Upstream, faults: Faults) -> None:
+        """Pass the request on and its answer back. Raises a TransportError if the endpoint failed, and a BackendError
+        for an answer that is not the client's, or says nothing good of the endpoint."""
+        async with self._open(upstream) as response:
+            chunk = await response.read_some()
+            upstream.heard = _now()
+            if response.status in ELSEWHERE:
+                await self._refuse(response, chunk, faults)
+            headers = passing(response.headers)
+            self.answer = web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
+            self.begun = True
+            await self._write(self.answer, None)
+            while chunk:
+                upstream.heard = _now()
+                self._upstreams.dispatcher.endpoints.flights.heard(self._ticket, upstream.heard)
+                await self._write(self.answer, chunk)
+                chunk = await response.read_some()
+            self.complete = True
+            if response.status >= 500:
+                error = Unavailable(f"{faults.where} answered {response.status}", status=response.status)
+                error.second_hand = True  # the server works, and what it took says nothing about its speed
+                raise error
+
+    def _open(self, upstream: Upstream) -> OpenResponse:
+        request, host = self._request, upstream.host
+        url = URL(host.api + request.rel_url.raw_path_qs.removeprefix("/v1"), encoded=True)
+        return self._transport.open(
+            request.method,
+            url,
+            self._headers,
+            self._body or None,
+            proxy=self._transport.proxy_for(url) if host.scheme == "https" else None,
+            connect_seconds=CONNECT_SECONDS,
+        )
+
+    async def _refuse(self, response: OpenResponse, chunk: bytes, faults: Faults) -> None:
+        """Raise the refusal, and keep its answer for a client that nobody else answers."""
+        body = bytearray(chunk)
+        while chunk and len(body) < MOST_REFUSAL_BYTES:
+            chunk = await response.read_some()
+            body += chunk
+        self._refused += 1
+        headers = passing(response.headers, {"content-length"})
+        self.answer = web.Response(status=response.status, reason=response.reason, headers=headers, body=bytes(body))
+        error = faults.answered(response.status, response.headers, bytes(body))
+        error.retry_after = None if error.retry_after is None else min(LONGEST_HOLD, error.retry_after)
+        raise error
+
+    async def _write(self, answer: web.StreamResponse, chunk: bytes | None) -> None:
+        """Write the head of the answer, or a chunk. A client that is gone is no failure of the endpoint."""
+        try:
+            if chunk is None:
+                await answer.prepare(self._request)
+            else:
+                await answer.write(chunk)
+        except OSError as error:
+            raise ClientGone from error
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+def passing(headers: MultiMapping[str], own: Collection[str] = ()) -> CIMultiDict[str]:
+    """Returns the headers without those for the next hop only: the known ones, those named in Connection, ``own``."""
+    named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
+    dropped = HOP_BY_HOP | named | set(own)
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
