@@ -71,7 +71,7 @@ class Decisions:
         while not endpoint.given_up:
             step = next_step(row, max_retries, retryable=retryable, move=verdict.move)
             if step == "wait" and alone:
-                if max_retries and not history.is_ripe(attempt):
+                if max_retries and not any(each.server.history.is_ripe(attempt) for each in self._endpoints):
                     return "retry"
                 for each in self._endpoints:
                     each.server.history.give_up_on(row)

@@ -150,8 +150,7 @@ class EndpointMonitor:
         others, few = self.others_work(endpoint) and ticket.pinned is None, self._few_rows()
         verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
         server.history.add(attempt, verdict)
-        if outcome != "recalled" or ticket.avoid is None:  # it still avoids the endpoint where it failed
-            ticket.avoid = endpoint if verdict.move else None
+        ticket.avoid = ticket.avoid | {endpoint} if verdict.move else frozenset()
         self._apply(endpoint, ticket, error, outcome, verdict, now)
         self.decisions.wake()
         return attempt, verdict

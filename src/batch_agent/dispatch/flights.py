@@ -149,7 +149,7 @@ class Flights:
         ]
         slow.sort(key=lambda item: -item[0])
         for _, ticket in slow[: int(min(self._router.spare, len(slow)))]:
-            ticket.moved = True
+            ticket.moves += 1
             self.recall(ticket, now)
         self._timer = asyncio.get_running_loop().call_later(max(SHORTEST_TAIL, fast / 2), self._ring)
 
@@ -165,11 +165,12 @@ class Flights:
         if server.seconds:
             queued = place * server.gap / QUEUED if server.seconds > SLOWER * fast else 0.0
             return max((server.seconds - waited) / COMPUTED, queued)
-        return inf if waited > UNKNOWN_FACTOR * self._router.usual else 0.0
+        # Twice as long after each move: between two that have never answered, one may be slow and the other dead.
+        return inf if waited > UNKNOWN_FACTOR * self._router.usual * 2.0 ** min(ticket.moves, 30) else 0.0
 
 
 def _may_move(ticket: Ticket) -> bool:
     """Once, but as often as needed from endpoints that have never answered."""
     assert ticket.endpoint is not None
-    moved = ticket.moved and ticket.endpoint.server.seconds > 0
+    moved = ticket.moves > 0 and ticket.endpoint.server.seconds > 0
     return not (ticket.trial or ticket.pinned or moved or ticket.recalled or ticket.heard_at)

@@ -69,7 +69,8 @@ class Slots:
     ) -> Ticket:
         """Join the queue for a slot; it may be granted at once. Follow it with ``hold``, or ``release`` it."""
         ticket = self.scheduler.request(progress, turns, asyncio.get_running_loop().time(), pinned)
-        ticket.avoid = avoid
+        if avoid is not None:
+            ticket.avoid = frozenset({avoid})
         self.pump()
         return ticket
 

@@ -57,7 +57,7 @@ class Ticket:
     state: State = "waiting"
     endpoint: Endpoint | None = None  # where it was last granted a slot
     pinned: Endpoint | None = None  # the only endpoint it may go to
-    avoid: Endpoint | None = None  # goes elsewhere if it can
+    avoid: frozenset[Endpoint] = frozenset()  # goes elsewhere if it can
     anywhere: bool = False  # has waited long enough for its own endpoint
     sent_at: float = 0.0
     generation: int = 0  # of the endpoint's capacity when it was sent
@@ -65,7 +65,7 @@ class Ticket:
     sound: bool = False  # the endpoint had just shown that it was up when it was sent
     overdue: bool = False  # a trial that took too long; it is waited for beside the next
     recalled: bool = False  # taken back by the dispatcher
-    moved: bool = False  # taken back once at the end of the batch
+    moves: int = 0  # times it was taken back at the end of the batch
     heard_at: float = 0.0  # when a piece of its answer was last passed on: it can no longer move
     lease: Lease | None = None  # of the endpoint's rate limits, while it is in flight
 
@@ -325,7 +325,7 @@ class Scheduler:
         """The next ticket and this endpoint, which is down; those that go elsewhere are served on the way."""
         while (ticket := self._next(trial=True)) is not None:
             # While others work, a turn that has failed somewhere is not put to the test again.
-            again = ticket.avoid is not None and self.router.working > 0
+            again = ticket.avoid and self.router.working
             if ticket.pinned is None and not again and self.router.serves(trial, ticket.progress.model):
                 return ticket, trial
             endpoint = self._route(ticket, now)
@@ -367,7 +367,7 @@ class Scheduler:
                 home = router.home(progress.key, progress.model) if progress.key else None
             worth = router.prefix.seconds(progress.tokens or int(router.first_tokens))
         best = self._best(progress, ticket.avoid, now)
-        if home is None or home is ticket.avoid:
+        if home is None or home in ticket.avoid:
             pass
         elif router.is_free(home) and home.has_slot(now):
             if best is None or router.seconds(home) <= MUCH_SLOWER * router.seconds(best) + worth + CHANCE:
@@ -375,12 +375,13 @@ class Scheduler:
         elif worth > router.wait(home, self._parking.waiting(home)):
             self._park(ticket, home, now + worth)
             return None
-        if best is None and ticket.avoid is not None:
+        if best is None and ticket.avoid:
             other = router.other(ticket.avoid, progress.model, progress.tokens)
             if other is not None:  # it has no slot now
                 self._park(ticket, other)
                 return None
-            best = self._best(progress, None, now)
+            ticket.avoid = frozenset()
+            best = self._best(progress, ticket.avoid, now)
         if best is None:  # another is free, of a kind that cannot take it
             self._park(ticket, progress.model)
         return best
@@ -391,7 +392,7 @@ class Scheduler:
             self.waiting += 1
         self._parking.park(ticket, ticket.progress.turns, place, due)
 
-    def _best(self, progress: Progress, avoid: Endpoint | None, now: float) -> Endpoint | None:
+    def _best(self, progress: Progress, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
         while True:
             best = self.router.best(progress.model, progress.tokens, avoid)
             if best is None or best.has_slot(now):
