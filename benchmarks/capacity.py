@@ -3,7 +3,8 @@
 ``python -m benchmarks.capacity``. On a virtual clock:
 
 - a server that takes 50 requests at once and answers 429 beyond, with and without ``Retry-After``, against the same
-  rows with ``max_inflight=50``; one whose limit halves in the middle; two runs at once at one server
+  rows with ``max_inflight=50``; one whose limit halves in the middle, and one whose limit grows from 8 to 128
+- two runs at once at a server that takes 50, and at one that takes 8
 - a provider that counts requests or tokens by the minute, in a window that slides or as a bucket that fills; told of by
   the user (``rpm``, ``tpm``) or by its headers
 - 1,000 rows on the simulated engine with no number given, against 16, 32, 64, 128, 256 and 512 in flight; where the
@@ -40,7 +41,8 @@ from benchmarks import report
 AT_ONCE, LATENCY, ROWS = 50, 1.0, 6_000
 TRAVEL = 0.02  # seconds that a request or an answer is on its way
 SPREAD = 0.4  # of the logarithm of an answer's seconds
-HALVES_AT = 40.0
+CHANGES_AT = 40.0
+GROWS = (8, 128)
 LATER = 15.0  # seconds by which the second of two runs begins after the first
 SETTLED = 10.0  # seconds after which refusals count
 FOUND_ROWS, TRIED = 1_000, (16, 32, 64, 128, 256, 512)
@@ -53,11 +55,11 @@ Way = Literal["window", "bucket"]
 
 
 class Crowded(ScriptedBackend):
-    """Takes ``at_once`` requests and refuses the rest; half as many from ``halves_at`` on."""
+    """Takes ``at_once`` requests and refuses the rest; ``later`` from ``CHANGES_AT`` on."""
 
-    def __init__(self, at_once: int = AT_ONCE, retry_after: float | None = None, halves_at: float = math.inf) -> None:
+    def __init__(self, at_once: int = AT_ONCE, retry_after: float | None = None, later: int | None = None) -> None:
         super().__init__(self._answer)
-        self.at_once, self.halves_at = at_once, halves_at
+        self.at_once, self.later = at_once, later or at_once
         self._headers = {} if retry_after is None else {"Retry-After": f"{retry_after:g}"}
         self._running = 0
         self._chance = random.Random(8)
@@ -66,7 +68,7 @@ class Crowded(ScriptedBackend):
 
     def _answer(self, request: Request) -> Say | Fail:
         now = asyncio.get_running_loop().time()
-        if self._running >= (self.at_once if now < self.halves_at else self.at_once // 2):
+        if self._running >= (self.at_once if now < CHANGES_AT else self.later):
             self.refused.append(now)
             return Fail(429, headers=self._headers, latency=TRAVEL)
         self._running += 1
@@ -110,28 +112,38 @@ def _refused_share(server: Crowded, since: float) -> float:
 def halved() -> tuple[float, float]:
     """Seconds after the limit fell until less than 2 % of the requests are refused and nine tenths of what is left is
     used, and the share that is refused from then on."""
-    server = Crowded(halves_at=HALVES_AT)
+    server = Crowded(later=AT_ONCE // 2)
     run_virtual(finish(server))
-    second = HALVES_AT
-    while second < HALVES_AT + 60:
+    second = CHANGES_AT
+    while second < CHANGES_AT + 60:
         answers = sum(1 for at in server.answered if second <= at < second + 3)
         refused = sum(1 for at in server.refused if second <= at < second + 3)
         if refused <= 0.02 * answers and answers >= 0.9 * 3 * AT_ONCE / 2 / LATENCY:
             break
         second += 0.25
-    return second - HALVES_AT, _refused_share(server, second)
+    return second - CHANGES_AT, _refused_share(server, second)
 
 
-def side_by_side(seed: int) -> float:
+def grown() -> float:
+    """Rounds of answers after the limit grew, of as many as there are slots then, until nine tenths of it are used."""
+    small, large = GROWS
+    server = Crowded(small, later=large)
+    run_virtual(finish(server))
+    answers = [at for at in server.answered if at >= CHANGES_AT]
+    used = (sum(1 for at in answers if second <= at < second + 1) / (large / LATENCY) for second in answers[::large])
+    return next(float(rounds) for rounds, share in enumerate(used) if share >= 0.9)
+
+
+def side_by_side(seed: int, at_once: int = AT_ONCE, retry_after: float | None = None) -> float:
     """The smaller share of the answers over the larger, while both runs are at work; the second begins later."""
     random.seed(seed)  # of the waits between tries
-    server = Crowded()
+    server = Crowded(at_once, retry_after)
     done: dict[str, list[float]] = {"first": [], "second": []}
 
     async def one(name: str, delay: float) -> None:
         await asyncio.sleep(delay)
         loop = asyncio.get_running_loop()
-        rows = list(map(str, range(ROWS)))
+        rows = list(map(str, range(120 * at_once)))
         async for result in BatchAgent.stream(task="{input}", inputs=rows, backend=server):
             assert result.ok
             done[name].append(loop.time())
@@ -331,9 +343,15 @@ def main() -> int:
     measurements.append({"case": "the limit halves", "seconds": followed, "refused_after": refused})
     bars.append(report.Bar("the limit halves: followed after seconds", followed, "<=", 5))
     bars.append(report.Bar("the limit halves: refused from then on", refused, "<=", 0.02))
-    fair = statistics.mean(side_by_side(seed) for seed in range(4))
-    measurements.append({"case": "two runs", "smaller_over_larger": fair})
-    bars.append(report.Bar("two runs: smaller share over larger", fair, ">=", 0.7))
+    rounds = grown()
+    measurements.append({"case": "the limit grows from 8 to 128", "rounds": rounds})
+    bars.append(report.Bar("the limit grows from 8 to 128: filled after rounds", rounds, "<=", 30))
+    for at_once in (AT_ONCE, 8):
+        for retry_after in (None, 1.0):
+            name = f"two runs, {at_once} at once" + (f", Retry-After {retry_after:g} s" if retry_after else "")
+            shares = [side_by_side(seed, at_once, retry_after) for seed in range(4)]
+            measurements.append({"case": name, "smaller_over_larger": shares})
+            bars.append(report.Bar(f"{name}: smaller share over larger", statistics.mean(shares), ">=", 0.5))
     bars += _budget_bars(measurements)
     bars += _found_bars(measurements)
     if with_real:

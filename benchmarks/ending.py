@@ -6,8 +6,9 @@
 - ``unknown``: the engine without that knowledge (the rows come from a generator), so nearest first to the very end
 - ``plain loop``: all agents at once and a semaphore around the model call, first come first served
 
-In ``fixed`` batches all agents are alike. In ``drawn`` ones an agent's turns are geometric and all times log-normal,
-with the same means; a number is then the mean over several batches, because one long agent decides when a batch ends.
+In ``fixed`` batches all agents take equally many turns, and all times are within 2 % of the mean. In ``drawn`` ones an
+agent's turns are geometric and all times log-normal, with the same means; a number is then the mean over several
+batches, because one long agent decides when a batch ends.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks import report
 BAR = 1.05
 SPREAD = 0.8  # of the logarithm of a drawn time: one in ten is more than twice the mean
 DRAWN = 8  # batches
-TIE = 1e-6  # seconds by which a tool is done before a slot that would be free in the same moment
+JITTER = 0.02  # of a fixed time, either way
 
 Kind = Literal["fixed", "drawn"]
 
@@ -79,16 +80,16 @@ class Outcome:
 
 
 def agents_of(batch: Batch, kind: Kind, seed: int) -> list[Agent]:
-    if kind == "fixed":
-        return [Agent((batch.turn,) * batch.turns, (batch.tool - TIE,) * (batch.turns - 1))] * batch.agents
     chance = random.Random(seed)
 
     def seconds(mean: float, count: int) -> tuple[float, ...]:
+        if kind == "fixed":
+            return tuple(mean * chance.uniform(1 - JITTER, 1 + JITTER) for _ in range(count))
         return tuple(mean * math.exp(chance.gauss(-SPREAD * SPREAD / 2, SPREAD)) for _ in range(count))
 
     def agent() -> Agent:
-        turns = 1
-        while chance.random() > 1 / batch.turns:
+        turns = batch.turns if kind == "fixed" else 1
+        while kind == "drawn" and chance.random() > 1 / batch.turns:
             turns += 1
         return Agent(seconds(batch.turn, turns), seconds(batch.tool, turns - 1))
 

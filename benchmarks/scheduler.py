@@ -1,18 +1,15 @@
 """What a turn costs in the scheduler alone: no HTTP, no conversation, no tools.
 
 ``python -m benchmarks.scheduler``. Each agent takes two turns, and between them waits for a tool that takes as long as
-a few hundred grants. Three ways to drive it:
+a few hundred grants. Two ways to drive it:
 
-- ``decisions``: the pure scheduler, driven as the engine drives it: an agent starts when there is room
-- ``coroutines``: the same through the dispatcher's slots, with one task per agent that really waits (most of it is
-  asyncio's cost)
-- ``crowd``: the pure scheduler with every agent ready from the start, the longest queue that a run can have
+- ``decisions``: as the engine drives it: an agent starts when there is room
+- ``crowd``: every agent is ready from the start, the longest queue that a run can have
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import statistics
 import sys
@@ -20,8 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from batch_agent.dispatch.dispatcher import Dispatcher
-from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.forecast import Progress
 from benchmarks import report
@@ -87,37 +82,7 @@ def _grant_all(scheduler: Scheduler, running: deque[Ticket]) -> None:
         running.append(ticket)
 
 
-REPLY = Reply("ok")
-
-
-def coroutines(agents: int) -> None:
-    asyncio.run(_coroutines(agents))
-
-
-async def _coroutines(agents: int) -> None:
-    dispatcher = Dispatcher(None, INFLIGHT)
-    feed = dispatcher.feed(lambda: None)
-
-    async def agent(ticket: Ticket) -> None:
-        for turn in range(1, TURNS + 1):
-            await dispatcher.slots.hold(ticket)
-            await asyncio.sleep(0)  # the model
-            dispatcher.endpoints.answered(ticket, 1.0, REPLY)
-            dispatcher.slots.release(ticket)
-            if turn < TURNS:
-                await asyncio.sleep(0)  # the tool
-                ticket = dispatcher.slots.claim(ticket.progress, turn)
-        dispatcher.end_agent(ticket.progress, TURNS)
-
-    async with asyncio.TaskGroup() as group:
-        for number in range(agents):
-            await feed.wait_room()
-            feed.expect(agents - number - 1)
-            group.create_task(agent(dispatcher.start_agent(Progress())))
-    dispatcher.close()
-
-
-WAYS: dict[str, Callable[[int], None]] = {"decisions": decisions, "coroutines": coroutines, "crowd": crowd}
+WAYS: dict[str, Callable[[int], None]] = {"decisions": decisions, "crowd": crowd}
 
 
 def seconds_per_turn(way: Callable[[int], None], agents: int) -> float:
@@ -155,10 +120,8 @@ def main() -> int:
         report.Bar(f"{way}: the dearest µs per turn", max(cost[way, a] for a in AGENTS) * 1e6, "<=", TURN_BAR * 1e6)
         for way in WAYS
     ]
-    bars += [
-        report.Bar(f"{way}: 100,000 agents over 1,000", cost[way, AGENTS[-1]] / cost[way, AGENTS[0]], "<=", FLAT_BAR)
-        for way in ("decisions", "coroutines")
-    ]
+    flat = cost["decisions", AGENTS[-1]] / cost["decisions", AGENTS[0]]
+    bars.append(report.Bar("decisions: 100,000 agents over 1,000", flat, "<=", FLAT_BAR))
     measurements = [
         {"way": way, "agents": agents, "cpu_per_turn_s": report.spread(values)}
         for (way, agents), values in costs.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batch_agent.scheduler.capacity import PAUSE, PAUSE_WAITS, Capacity
+from batch_agent.scheduler.capacity import MOST_WAITS, PAUSE, Capacity
 from batch_agent.scheduler.retry import FIRST, LONGEST, retry_delay
 
 
@@ -72,7 +72,8 @@ def test_a_number_whose_refusal_cost_a_wait_is_tried_again_only_after_many_such_
     for _ in range(10_000):
         good(capacity)
     assert capacity.limit == 50
-    assert good(capacity, now=1.0 + 2.0 * PAUSE_WAITS)
+    assert not good(capacity, now=1.0 + 2.0 * MOST_WAITS / 2)
+    assert good(capacity, now=1.0 + 2.0 * MOST_WAITS)
 
 
 def test_refusals_without_an_answer_between_them_do_not_lower_what_the_limit_comes_back_to() -> None:

@@ -18,13 +18,15 @@ After an outage the limit starts at one and doubles with each round, up to where
 
 from __future__ import annotations
 
+from math import sqrt
+
 from batch_agent.scheduler.engine_load import LoadGuide, Reading
 from batch_agent.scheduler.limit_search import LimitSearch
 
 GIVEN_UP = 1 / 8  # share of the limit that is left to others after a refusal
 PACE, DOUBLING = 1 / 5, 2  # slots per round at the start of the climb; rounds until the pace is twice that
 PAUSE = 6  # rounds before a number that was refused is tried again
-PAUSE_WAITS = 10  # times the server's Retry-After that the pause lasts at least: at most a tenth of the time is lost
+WAITS, MOST_WAITS = 3, 20  # Retry-Afters that the pause lasts: so many times the root of the limit, and at most
 
 
 class Capacity:
@@ -89,8 +91,9 @@ class Capacity:
             self._known, self._refused_at = int(known), refused_at
             gain = known - self._known
             self._pause = PAUSE
-            # A small share tries again sooner, so that it does not always meet a large one at its highest.
-            self._probe_at = now + wait * min(PAUSE_WAITS, PAUSE_WAITS / 2 + refused_at)
+            # All slots stand idle during a Retry-After, so it must be rare. A small share has less to lose, and tries
+            # again sooner, so that it does not always meet a large one at its highest.
+            self._probe_at = now + wait * min(MOST_WAITS, WAITS * sqrt(refused_at))
         self.limit = max(1, refused_at // 2)
         self.search = None  # the server has said itself what it takes
         self._answered = False

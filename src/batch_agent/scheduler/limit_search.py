@@ -136,7 +136,7 @@ class LimitSearch:
         self._count += 1
         self._work += tokens or 1
         self._seconds += seconds
-        if not (self._by_clock or self.guided) and (self._climbing or not self._best):
+        if not self._by_clock and (self._climbing or not (self._best or self.guided)):
             self._answers.append((seconds or TINY, tokens or 1))
             first = not self._best and not self._queued  # stage: the sooner it is known, the fewer rows are there
             if first and filled and self._count == max(ENOUGH, self.limit) // 2 and (reason := self._shrink()):
