@@ -233,7 +233,7 @@ class Slots:
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
                 self._watcher.sent(ticket)
-            if scheduler.due < inf:
+            if now < scheduler.due < inf:  # one that is overdue waits for a slot, not for the clock
                 self._set_alarm(scheduler.due)
         # The youngest first: they work on others' results, and bring the whole to its end.
         hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]

@@ -219,9 +219,8 @@ class Scheduler:
     def again(self, ticket: Ticket) -> None:
         """A turn whose request failed joins the queue again, before its equals; or is set aside."""
         if ticket.pinned is not None and len(self.endpoints) > 1:
-            ticket.state = "waiting"
+            self._wait(ticket)
             self._lanes.add(ticket, ticket.pinned, first=not ticket.trial)
-            self.waiting += 1
         elif ticket.row.suspect or (ticket.trial and not self.router.working):
             ticket.state = "set aside"
             (self.suspects if ticket.row.suspect else self.aside).append(ticket)
@@ -234,9 +233,8 @@ class Scheduler:
             self._rejoin(self.aside.pop())
 
     def _rejoin(self, ticket: Ticket) -> None:
-        ticket.state = "waiting"
+        self._wait(ticket)
         self._queue.add(ticket, ticket.progress.turns, first=True)
-        self.waiting += 1
 
     def grant(self, now: float = 0.0) -> Ticket | None:
         """The next ticket that may go, now held, with the endpoint it goes to; None when no slot is free or nobody
@@ -358,6 +356,7 @@ class Scheduler:
         if pinned is not None:
             if pinned.has_slot(now):
                 return pinned
+            self._wait(ticket)
             self._lanes.add(ticket, pinned)
             return None
         worth, home = 0.0, None
@@ -387,10 +386,13 @@ class Scheduler:
         return best
 
     def _park(self, ticket: Ticket, place: Endpoint | str, due: float = inf) -> None:
-        if ticket.state == "set aside":
-            ticket.state = "waiting"
-            self.waiting += 1
+        self._wait(ticket)
         self._parking.park(ticket, ticket.progress.turns, place, due)
+
+    def _wait(self, ticket: Ticket) -> None:
+        """A ticket that was set aside, or has just failed, waits with the others."""
+        self.waiting += ticket.state != "waiting"
+        ticket.state = "waiting"
 
     def _best(self, progress: Progress, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
         while True:
