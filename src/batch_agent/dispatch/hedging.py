@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 async def hedged(dispatcher: Dispatcher, question: Question, ticket: Ticket, policy: Policy) -> Reply:
     """The first answer. Raises the error of the first request if neither was answered."""
     loop = asyncio.get_running_loop()
-    first = loop.create_task(dispatcher.attempt(question, ticket, policy.timeout))
+    first = loop.create_task(dispatcher.attempt(question, ticket, policy))
     racers = [first]
     try:
         await asyncio.wait(racers, timeout=policy.hedge)
@@ -67,7 +67,7 @@ async def _second(dispatcher: Dispatcher, question: Question, first: Ticket, tic
         again = question.again()
         call = await dispatcher.reserve(ticket, again.request)
         try:
-            return await dispatcher.attempt(again, ticket, policy.timeout)
+            return await dispatcher.attempt(again, ticket, policy)
         except BackendError as error:
             dispatcher.endpoints.failed(ticket, error)
             raise
