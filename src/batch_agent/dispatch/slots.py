@@ -69,7 +69,8 @@ class Slots:
     ) -> Ticket:
         """Join the queue for a slot; it may be granted at once. Follow it with ``hold``, or ``release`` it."""
         ticket = self.scheduler.request(progress, turns, asyncio.get_running_loop().time(), pinned)
-        ticket.avoid = avoid
+        if avoid is not None:
+            ticket.avoid = frozenset({avoid})
         self.pump()
         return ticket
 
@@ -232,7 +233,7 @@ class Slots:
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
                 self._watcher.sent(ticket)
-            if scheduler.due < inf:
+            if now < scheduler.due < inf:  # one that is overdue waits for a slot, not for the clock
                 self._set_alarm(scheduler.due)
         # The youngest first: they work on others' results, and bring the whole to its end.
         hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]

@@ -45,7 +45,8 @@ RUN_DIR = ("run_dir", "checkpoint_dir")
 
 
 class Flow:
-    """``async with`` it, then ``finish``; ``statistics``, ``pause``, ``drain`` and ``cancel`` are those of a Run."""
+    """``async with`` it, then ``finish``; ``statistics``, ``pause``, ``drain`` and ``cancel`` are those of a Run.
+    ``wrap`` is called with each backend and its API key, and returns the backend to use."""
 
     def __init__(
         self,
@@ -56,12 +57,13 @@ class Flow:
         sinks: Sequence[Sink] = (),
         command: Mapping[str, JsonValue] | None = None,
         sends: bool = True,
+        wrap: Callable[[Backend, str | None], Backend] = lambda backend, api_key: backend,
     ) -> None:
         check_options_of_the_whole(options)
         self.inputs = inputs
         self.collector = Collector()
         self.nodes: list[AgentNode | ReduceNode] = []  # those before come before
-        self._options, self._sends = dict(options), sends
+        self._options, self._sends, self._wrap = dict(options), sends, wrap
         self._known: dict[tuple[object, ...], Backend] = {}
         self._pumps: list[Callable[[], Awaitable[None]]] = []
         self._failure: Exception | None = None
@@ -205,7 +207,9 @@ class Flow:
         where = spec.runtime if spec.backend is None else spec.backend
         place = where if isinstance(where, str | None) else id(where)
         key = (prepared.backend.name, place, spec.api_key, spec.cache)
-        return replace(prepared, backend=self._known.setdefault(key, prepared.backend))
+        if key not in self._known:
+            self._known[key] = self._wrap(prepared.backend, spec.api_key)
+        return replace(prepared, backend=self._known[key])
 
     def _outermost(self) -> Prepared:
         """The run that the stages are inside of. It sends nothing itself, and its one row is alive all the time."""

@@ -312,7 +312,12 @@ class Run(Generic[T]):
             resources = Resources(
                 backend=prepared.backend,
                 dispatcher=shared.dispatcher,
-                policy=Policy(spec.max_retries, timeout=_time_limit(spec, prepared.backend), hedge=spec.hedge),
+                policy=Policy(
+                    spec.max_retries,
+                    timeout=_time_limit(spec, prepared.backend),
+                    timeout_option="timeout_per_turn",
+                    hedge=spec.hedge,
+                ),
                 tools=pool,
                 schema=prepared.schema,
                 shared=prepared.plan.shared,
