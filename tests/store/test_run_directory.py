@@ -21,7 +21,7 @@ import pytest
 from batch_agent import BatchAgent
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.store.lock import Lock, is_locked
-from batch_agent.store.rundir import RunDir, RunView, _overwrite, read_run
+from batch_agent.store.rundir import LOCK, RunDir, RunView, _overwrite, read_run
 from batch_agent.store.session import Resuming, Session
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.testing import Fail, Say, ScriptedBackend
@@ -54,14 +54,14 @@ def test_a_lock_is_held_by_one_and_free_when_it_is_released(tmp_path: Path) -> N
 def test_a_killed_process_leaves_no_lock_behind(tmp_path: Path) -> None:
     code = "import sys; from batch_agent.store.lock import *; Lock(Path(sys.argv[1])); print(0, flush=True); input()"
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(tmp_path / LOCK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"0\n"
-        assert is_locked(tmp_path / "lock")
+        assert is_locked(tmp_path / LOCK)
         with pytest.raises(StoreError, match=f"process {process.pid} on "):
             RunDir.open(tmp_path, resume=True)
         process.send_signal(signal.SIGKILL)
-    assert not is_locked(tmp_path / "lock")
+    assert not is_locked(tmp_path / LOCK)
 
 
 async def test_a_run_that_was_killed_is_seen_as_interrupted(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ async def test_the_directory_is_free_as_soon_as_a_run_was_left(tmp_path: Path) -
             task="{input}", inputs=["a"], backend=ScriptedBackend(), run_dir=tmp_path, resume=True
         ) as left:
             left.cancel()
-        assert not is_locked(tmp_path / "lock")
+        assert not is_locked(tmp_path / LOCK)
 
 
 async def test_a_clock_that_goes_backwards_changes_nothing(tmp_path: Path) -> None:
@@ -318,4 +318,4 @@ async def test_a_run_cancelled_while_its_directory_is_opened_lets_go_of_it(tmp_p
         [outcome] = await asyncio.gather(opening, return_exceptions=True)
         if isinstance(outcome, Session):
             await outcome.end("interrupted", "", {})
-        assert not is_locked(tmp_path / "lock")
+        assert not is_locked(tmp_path / LOCK)

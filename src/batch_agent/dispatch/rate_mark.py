@@ -14,7 +14,7 @@ from pathlib import Path
 from batch_agent.scheduler.rates import MINUTE, SLACK
 from batch_agent.store.private import private
 
-FILE = "rates"
+FILE = "rates.time"
 AHEAD = 1.0  # seconds for which one mark covers the requests to come
 
 
