@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
 
@@ -49,7 +48,7 @@ from batch_agent.engine.run.recording import (
     open_session,
 )
 from batch_agent.engine.run.rows import Rows
-from batch_agent.engine.run.shared import Shared, Sinks
+from batch_agent.engine.run.shared import Owned, Shared, Sinks
 from batch_agent.errors import RunRejected, RunUnreachable, SpecError
 from batch_agent.events import (
     DrainStarted,
@@ -130,9 +129,8 @@ class Run(Generic[T]):
         if dispatcher is None:
             dispatcher = dispatchers[name] = self._new_dispatcher()
             dispatcher.spending = spending
-        run_dir = self._prepared.spec.run_dir
-        directory = within.directory if within is not None else None if run_dir is None else Path(run_dir)
-        return Shared(clock, self._emit, dispatcher, spending, dispatchers, directory)
+        owned = Owned.at(self._prepared.spec.run_dir) if within is None else within.owned
+        return Shared(clock, self._emit, dispatcher, spending, dispatchers, owned)
 
     def _new_dispatcher(self) -> Dispatcher:
         prepared, backend = self._prepared, self._prepared.backend
