@@ -169,11 +169,12 @@ async def test_a_limit_that_is_far_away_slows_nothing_down() -> None:
 
 
 @virtual_clock
-async def test_a_limit_that_the_first_wave_may_meet_slows_down_that_wave_alone() -> None:
+async def test_a_limit_that_calls_in_flight_might_meet_slows_the_run_down_a_little() -> None:
     _, statistics, backend = await finish(
         counting(lambda _: 0.25, 20), inputs=long_rows(128), max_total_tokens=60_000, max_tokens=50, max_inflight=64
     )
-    assert (statistics.ended, statistics.elapsed, backend.peak_inflight) == ("complete", 3, 64)
+    assert (statistics.ended, statistics.elapsed) == ("complete", 4)
+    assert backend.peak_inflight > 40
 
 
 @virtual_clock
@@ -333,7 +334,7 @@ async def test_a_run_that_is_out_of_budget_goes_on_with_a_higher_limit_and_what_
     tmp_path: Path,
 ) -> None:
     sent = 0
-    for limit, sends, ended in ((600, 10, "out of budget"), (600, 0, "out of budget"), (9_000, 20, "complete")):
+    for limit, sends, ended in ((600, 11, "out of budget"), (600, 0, "out of budget"), (9_000, 19, "complete")):
         _, statistics, backend = await finish(
             lambda _: Say("ok", usage=Usage(2, completion_tokens=50)),
             inputs=map(str, range(30)),

@@ -226,7 +226,7 @@ async def test_a_run_that_is_cancelled_twice_leaves_no_lock_behind(tmp_path: Pat
                 await asyncio.sleep(0)
             running.cancel()
         await asyncio.wait([running])
-        assert not is_locked(tmp_path / "lock")
+        assert not is_locked(tmp_path / "run.lock")
 
 
 # The directory
@@ -239,7 +239,7 @@ async def test_a_run_directory_is_its_owner_s_alone(tmp_path: Path) -> None:
         assert directory.stat().st_mode & 0o777 == 0o700
         files = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
         assert set(files.values()) == {0o600}, files
-        assert files.keys() >= {"run.json", "journal.db", "results.jsonl", "failures.jsonl", "summary.json", "lock"}
+        assert files.keys() >= {"run.json", "journal.db", "results.jsonl", "failures.jsonl", "summary.json", "run.lock"}
 
 
 @pytest.mark.parametrize("option", ["run_dir", "checkpoint_dir"])

@@ -270,7 +270,11 @@ class Dispatcher:
             return None
         if endpoint.server.rates is not None:
             await self.endpoints.budgets.afford(ticket, partial(spending.expect, request))
-        return spending.reserve_nowait(request) or await spending.reserve(request)
+        if (call := spending.reserve_nowait(request)) is not None:
+            return call
+        return await spending.reserve(
+            request, bought=isinstance(self.backend, Backend) and self.backend.has_bought(request)
+        )
 
     def _is_worth(self, policy: Policy, ticket: Ticket) -> bool:
         if policy.wanted is not None and not policy.wanted():

@@ -59,8 +59,7 @@ class Slots:
         self._alarm: asyncio.TimerHandle | None = None  # for turns that have waited long enough for their endpoint
         self.stopped = False  # no request is sent any more, whoever holds a slot
         self.refusal = ""  # why no slot is granted any more
-        self._user_paused = False
-        self._short_of_budget = False
+        self._paused_by: set[str] = set()  # why no slot is granted for now
 
     # Slots
 
@@ -206,18 +205,18 @@ class Slots:
 
     def pause(self, paused: bool) -> None:
         """While paused no request is sent; those in flight finish."""
-        self._user_paused = paused
-        self._update_pause()
+        self.set_paused_by("the user", paused)
 
     def set_short_of_budget(self, short: bool) -> None:
         """While a request waits for others to be settled, no other gets a slot: it would only wait behind it."""
-        if short != self._short_of_budget:
-            self._short_of_budget = short
-            self._update_pause()
+        self.set_paused_by("the budget", short)
 
-    def _update_pause(self) -> None:
-        self.scheduler.paused = self._user_paused or self._short_of_budget
-        self.pump()
+    def set_paused_by(self, reason: str, paused: bool) -> None:
+        """No slot is granted while there is a reason."""
+        if paused != (reason in self._paused_by):
+            self._paused_by ^= {reason}
+            self.scheduler.paused = bool(self._paused_by)
+            self.pump()
 
     def close(self) -> None:
         if self._alarm is not None:

@@ -72,7 +72,13 @@ class Flow:
         if not self.nodes:
             raise SpecError("a pipeline needs a stage that asks a model: map or reduce")
         self._prepared = self._outermost()
-        self._run: Run[Any] = Run(self._prepared, [self._observe, *sinks], command, worker=self._work)
+        self._run: Run[Any] = Run(
+            self._prepared,
+            [self._observe, *sinks],
+            command,
+            worker=self._work,
+            stages=[node.name for node in self.nodes],
+        )
         self._metrics = Metrics(self._run.shared.clock)
         for node in self.nodes:  # in this order: of those that want to start something, the last one goes first
             node.run = Run(node.prepared, within=self._run.shared)
