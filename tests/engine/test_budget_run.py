@@ -400,3 +400,23 @@ async def test_a_cached_answer_with_tool_calls_runs_its_tools(tmp_path: Path) ->
         assert results[0].output == "xx"
     assert ran == ["x", "x"]
     assert backend.requests == []
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+@virtual_clock
+async def test_a_run_that_a_budget_ends_has_a_result_for_each_row_of_a_list(as_list: bool) -> None:
+    rows = [{"id": f"r{number}", "text": "x"} for number in range(20)]
+    results = await BatchAgent.run(
+        task="{text}",
+        inputs=rows if as_list else iter(rows),
+        backend=ScriptedBackend(lambda _: Say("done", latency=1)),
+        max_inflight=2,
+        max_wall_time=2.5,
+    )
+    assert [result.index for result in results] == list(range(20 if as_list else 6))
+    assert [result.ok for result in results[:6]] == [True] * 6
+    if as_list:
+        assert [result.job_id for result in results] == [row["id"] for row, _ in zip(rows, results, strict=True)]
+        assert {result.error.message for result in results.failed} == {
+            "the run ended before this row was done (out of budget: max_wall_time, 2.5 s, is over)"
+        }

@@ -237,9 +237,6 @@ class Slots:
         # The youngest first: they work on others' results, and bring the whole to its end.
         hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]
         if hungry and scheduler.has_room():
-            if len(hungry) > 1:
-                slots = scheduler.slots
-                hungry.sort(key=lambda feed: feed.yields(slots))
             for feed in hungry:
                 feed.wake()
         else:

@@ -209,7 +209,7 @@ class AgentContext:
         if excess := compactor.excess(history):
             await self._cut(compactor, excess)
         try:
-            reply = await self._send(compactor.fitted(shape, history.foreseen()))
+            reply = await self._send(compactor.fitted(shape, compactor.foreseen(history)))
         except ContextOverflow as error:
             again, excess = compactor.after(error, shape, history)
             if again is shape and not (excess and await self._cut(compactor, excess)):
@@ -220,7 +220,7 @@ class AgentContext:
         return reply
 
     async def _cut(self, compactor: Compactor, excess: int) -> bool:
-        before = self._history.foreseen()
+        before = compactor.foreseen(self._history)
         compacted = await compactor.compact(self._history, excess, self.job, self.tally)
         if compacted is None:
             return False
