@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -15,6 +16,8 @@ from tests.cli.commandline import batch_agent, rows, serving, started
 from tests.tools.mcp.conftest import command
 from tests.tools.mcp.test_bad_mcp_servers import BAD_SERVER
 
+from batch_agent.cli.spec.arguments import add_run_arguments
+from batch_agent.cli.spec.recorded import command_of
 from batch_agent.testing import CallTools, Request, Say, ToolUse
 from batch_agent.testing.replies import Scripted
 
@@ -94,3 +97,15 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.05)
+
+
+def test_the_url_of_a_server_that_may_hold_a_key_is_not_recorded() -> None:
+    def kept(*arguments: str) -> dict[str, object]:
+        parser = argparse.ArgumentParser()
+        add_run_arguments(parser)
+        return dict(command_of(parser.parse_args(["spec.yaml", *arguments])))
+
+    harmless = kept("--tool", "read_file", "--mcp", "stdio:npx -y @scope/server")
+    assert harmless["tool"] == ["read_file", "mcp:stdio:npx -y @scope/server"]
+    assert kept("--mcp", "https://host/mcp?key=hush")["tool"] is None
+    assert kept("--mcp", "https://host/mcp?key=hush")["left_out"] == ["tool"]

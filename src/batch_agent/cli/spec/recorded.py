@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import cast
 
 from pydantic import JsonValue
 
@@ -18,11 +19,12 @@ from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.option import kinds
-from batch_agent.spec import BatchSpec
+from batch_agent.spec import MCP, BatchSpec
 
 # What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
 KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit")
 PATHS = {"inputs", "output", "env_file", *(FLAGS[name] for name in FLAGS if Path in kinds(BatchSpec, name))}
+TOOL = FLAGS["tools"]
 DIRECTORY = "directory"  # where the command was given
 LEFT_OUT = "left_out"  # the names of those that were given and are not kept
 
@@ -69,11 +71,18 @@ def command_of(options: argparse.Namespace) -> dict[str, JsonValue]:
         value = getattr(options, name)
         if name in PATHS and isinstance(value, str) and value != STDIN:
             value = str(Path(value).absolute())
-        if name == "backend" and value is not None and "@" in value:
+        if (name == "backend" and value is not None and "@" in value) or (
+            name == TOOL and any(map(_secret, value or ()))
+        ):
             value = None  # it may carry a password
-            kept[LEFT_OUT] = [name]
+            kept[LEFT_OUT] = [*cast("list[JsonValue]", kept.get(LEFT_OUT, [])), name]
         kept[name] = value
     return kept
+
+
+def _secret(tool: str) -> bool:
+    """Whether a tool is an MCP server whose URL may carry a password or a key."""
+    return tool.startswith(f"{MCP}http") and ("@" in tool or "?" in tool)
 
 
 def refuse_left_out(command: Mapping[str, JsonValue], options: argparse.Namespace) -> None:
