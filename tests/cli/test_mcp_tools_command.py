@@ -12,16 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("mcp")
 from tests.cli.commandline import batch_agent, rows, serving, started
-from tests.tools.mcp.conftest import command
-from tests.tools.mcp.test_bad_mcp_servers import BAD_SERVER
+from tests.tools.mcp_tools.conftest import command
+from tests.tools.mcp_tools.test_bad_mcp_servers import BAD_SERVER
 
 from batch_agent.cli.spec.arguments import add_run_arguments
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.testing import CallTools, Request, Say, ToolUse
 from batch_agent.testing.replies import Scripted
 
-pytest.importorskip("mcp")
 SERVER = f"stdio:{sys.executable} -I {BAD_SERVER} fine"
 
 

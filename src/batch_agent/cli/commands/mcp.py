@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 
 from batch_agent.cli.commands.mcp_batches import Batches
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.spec.arguments import RUNS
-from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
+from batch_agent.tools.mcp.address import require_sdk
 
 
 def add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +20,7 @@ def add_mcp_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def mcp_command(options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("mcp") is None:
-        raise SpecError("batch-agent mcp needs the package mcp; install it with: pip install mcp")
+    require_sdk("batch-agent mcp")
     given = {"backend": options.backend, "model": options.model}
     spec: JsonObject = {name: value for name, value in given.items() if value is not None}
     batches = Batches(Path(options.directory).absolute(), spec, options.max_cost)

@@ -24,7 +24,6 @@ from batch_agent.spec import MCP, BatchSpec
 # What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
 KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit")
 PATHS = {"inputs", "output", "env_file", *(FLAGS[name] for name in FLAGS if Path in kinds(BatchSpec, name))}
-TOOL = FLAGS["tools"]
 DIRECTORY = "directory"  # where the command was given
 LEFT_OUT = "left_out"  # the names of those that were given and are not kept
 
@@ -71,18 +70,18 @@ def command_of(options: argparse.Namespace) -> dict[str, JsonValue]:
         value = getattr(options, name)
         if name in PATHS and isinstance(value, str) and value != STDIN:
             value = str(Path(value).absolute())
-        if (name == "backend" and value is not None and "@" in value) or (
-            name == TOOL and any(map(_secret, value or ()))
-        ):
-            value = None  # it may carry a password
+        if value is not None and _may_be_secret(name, value):
+            value = None
             kept[LEFT_OUT] = [*cast("list[JsonValue]", kept.get(LEFT_OUT, [])), name]
         kept[name] = value
     return kept
 
 
-def _secret(tool: str) -> bool:
-    """Whether a tool is an MCP server whose URL may carry a password or a key."""
-    return tool.startswith(f"{MCP}http") and ("@" in tool or "?" in tool)
+def _may_be_secret(name: str, value: str | list[str]) -> bool:
+    """Whether an argument may carry a password: in the URL of a backend, or of an MCP server, which may have a key."""
+    if name == FLAGS["tools"]:
+        return any(tool.startswith(f"{MCP}http") and ("@" in tool or "?" in tool) for tool in value)
+    return name == "backend" and "@" in value
 
 
 def refuse_left_out(command: Mapping[str, JsonValue], options: argparse.Namespace) -> None:

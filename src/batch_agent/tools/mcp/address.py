@@ -44,6 +44,14 @@ class McpServer:
         return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
+def require_sdk(purpose: str) -> None:
+    """Raises SpecError if the package ``mcp`` is missing or too old."""
+    try:
+        from mcp import Client  # noqa: F401
+    except ImportError:
+        raise SpecError(f"{purpose} needs the package mcp, 2.3 or later; install it with: pip install mcp") from None
+
+
 def server_of(
     server: str | Sequence[str],
     *,

@@ -7,7 +7,6 @@ many servers list theirs in random order, and the order is part of every request
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import re
 import threading
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from batch_agent.errors import SpecError, ToolError
 from batch_agent.messages import JsonObject, ToolSpec
 from batch_agent.tools.base import Spawn, Tool
-from batch_agent.tools.mcp.address import McpServer, read_servers
+from batch_agent.tools.mcp.address import McpServer, read_servers, require_sdk
 from batch_agent.tools.mcp.arguments import SchemaSignature
 from batch_agent.tools.render import MAX_TOKENS
 
@@ -163,8 +162,7 @@ def _ignored() -> None:
 
 
 def _listed(server: McpServer) -> list[ToolOffer]:
-    if importlib.util.find_spec("mcp") is None:
-        raise SpecError("tools of MCP servers need the package mcp; install it with: pip install mcp")
+    require_sdk("a tool of an MCP server")
     from batch_agent.tools.mcp.connection import offers_of, open_client, reason_of
     from batch_agent.tools.mcp.stdio import Stderr
 

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.tools.mcp.test_bad_mcp_servers import BAD_SERVER
+
+pytest.importorskip("mcp")
+from tests.tools.mcp_tools.test_bad_mcp_servers import BAD_SERVER
 
 from batch_agent.errors import SpecError
 from batch_agent.tools import Tool

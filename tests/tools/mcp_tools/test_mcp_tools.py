@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("mcp")
 from tests.tools.conftest import OpenPool
-from tests.tools.mcp.conftest import command
+from tests.tools.mcp_tools.conftest import command
 from tests.tools.tool_calls import call
 
 from batch_agent.errors import SpecError

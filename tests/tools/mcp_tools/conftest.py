@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mcp")
-
 SERVERS = str(Path(__file__).parent / "servers.py")
 
 
