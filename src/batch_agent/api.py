@@ -60,7 +60,7 @@ class Options(TypedDict, total=False):
     images: Sequence[str]
     image_root: str | Path | None
     system_prompt: str
-    tools: Sequence[Tool[..., Any] | Callable[..., Any] | str]
+    tools: Sequence[Tool[..., Any] | Callable[..., Any] | str | Sequence[Tool[..., Any]]]
     model: str | None
     backend: str | Mapping[str, JsonValue] | Sequence[str | Mapping[str, JsonValue] | Backend] | Backend | None
     runtime: Backend | None

@@ -36,6 +36,7 @@ from batch_agent.option import (
     notes,
 )
 
+MCP = "mcp:"  # before the address of an MCP server, in `tools`
 OLD_NAMES = {"max_concurrent": "max_inflight", "max_dispatched": "max_agents", "checkpoint_dir": "run_dir"}
 SERVERS = Unset("the server's")
 TO_THE_SERVER = ", or None to leave it to the server"
@@ -91,7 +92,11 @@ class BatchSpec(BaseModel):
         Allowed("a list of tools"),
         Scope.STAGE,
         Flag("NAME", "a tool: read_file, module:function; repeatable", "tool", FlagGroup.QUESTION),
-    ] = Field((), description="Tools the agents may call: `Tool` values, plain functions, names of built-in tools.")
+    ] = Field(
+        (),
+        description="Tools the agents may call: `Tool` values, plain functions, names of built-in tools, `mcp:SERVER` "
+        "for those of an MCP server.",
+    )
     tool_choice: Annotated[
         JsonValue,
         Allowed("auto, none, required, one tool's name, or None"),
