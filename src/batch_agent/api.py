@@ -79,6 +79,7 @@ class Options(TypedDict, total=False):
     timeout_per_turn: float | None
     timeout_per_tool: float | None
     max_tokens: int | None
+    truncated: Literal["keep", "fail"]
     temperature: float | None
     top_p: float | None
     seed: int | None

@@ -292,6 +292,12 @@ class BatchSpec(BaseModel):
     max_tokens: Annotated[
         Count | None, Allowed(f"a whole number above 0{TO_THE_SERVER}"), Scope.STAGE, Compared.VALUE, SERVERS
     ] = Field(None, description="Tokens one answer may have.")
+    truncated: Annotated[Literal["keep", "fail"], Allowed("keep or fail"), Scope.STAGE] = Field(
+        "keep",
+        description='What becomes of free text that was cut at `max_tokens`. `"keep"`: it is the output, and the '
+        'result is marked `truncated`; `"fail"`: the row fails with `Truncated`, as it always does with '
+        "`output_schema`.",
+    )
     temperature: Annotated[
         Annotated[Number, Field(ge=0, le=10)] | None,
         Allowed(f"a number from 0 to 10{TO_THE_SERVER}"),

@@ -291,12 +291,13 @@ async def test_a_server_that_counts_nothing_is_taken_by_what_was_reserved() -> N
     assert (statistics.ended, statistics.ok) == ("out of budget", 3)
 
 
-async def test_an_answer_that_ran_into_its_limit_is_paid_for() -> None:
+@pytest.mark.parametrize(("truncated", "end"), [("keep", "ok"), ("fail", "Truncated")])
+async def test_an_answer_that_ran_into_its_limit_is_paid_for(truncated: str, end: str) -> None:
     def script(request: Request) -> Say:
         return Say("cut", finish_reason="length", usage=USAGE)
 
-    results, statistics, _ = await finish(script, inputs=["a", "b"], prices=PRICES)
-    assert ends(results) == ["Truncated"] * 2
+    results, statistics, _ = await finish(script, inputs=["a", "b"], prices=PRICES, truncated=truncated)
+    assert ends(results) == [end] * 2
     assert [(result.usage, result.cost) for result in results] == [(USAGE, pytest.approx(COST))] * 2
     assert (statistics.usage, statistics.cost) == (USAGE + USAGE, pytest.approx(2 * COST))
 

@@ -201,7 +201,11 @@ async def test_a_row_that_is_on_its_way_to_the_disk_when_the_run_is_cancelled_is
         return {"good": Say("answer"), "bad": Say("cut", finish_reason="length"), "slow": Hang()}[request.text]
 
     prepared = BatchAgent.plan(
-        task="{input}", inputs=["bad", "good", "slow"], backend=ScriptedBackend(script), run_dir=tmp_path
+        task="{input}",
+        inputs=["bad", "good", "slow"],
+        backend=ScriptedBackend(script),
+        run_dir=tmp_path,
+        truncated="fail",
     )
     async with Run[str](prepared, open_store=open_store) as stopped:
         await asyncio.to_thread(reached.wait, 10)

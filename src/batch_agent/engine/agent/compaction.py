@@ -192,7 +192,7 @@ async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncItera
     backend, model = prepared.summaries
     if backend is prepared.backend:
         compactor.shape = RequestShape(model or "", extra_body=spec.extra_body)
-        compactor.summaries = replace(resources, schema=None)
+        compactor.summaries = replace(resources, schema=None, keeps_cut_text=False)
         yield compactor
         return
     able = backend.capabilities
@@ -202,7 +202,9 @@ async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncItera
     try:
         async with backend:
             compactor.shape = RequestShape(model or await only_model(backend, spec, "compaction_model"))
-            compactor.summaries = replace(resources, backend=backend, dispatcher=dispatcher, schema=None)
+            compactor.summaries = replace(
+                resources, backend=backend, dispatcher=dispatcher, schema=None, keeps_cut_text=False
+            )
             yield compactor
     finally:
         dispatcher.close()

@@ -334,6 +334,7 @@ class Run(Generic[T]):
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
                 ends_with_answer=self._worker is None,
+                keeps_cut_text=self._worker is None and prepared.schema is None and spec.truncated == "keep",
                 prewarm=prewarm,
                 lead=self._lead(prepared),
                 hints=spec.nvext_agent_hints,
