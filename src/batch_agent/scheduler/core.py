@@ -18,7 +18,8 @@ that was in flight when its
 endpoint went down, twice, is a suspect: it may be what brings the server down. It goes when there is nobody else, and
 never beside another suspect.
 
-Everything here is synchronous and is told the time. ``engine.limiter`` wakes the coroutines that ``grant`` names.
+Everything here is synchronous and is given the time. ``dispatch.slots`` wakes the coroutines of the tickets that
+``grant`` returns.
 """
 
 from __future__ import annotations
