@@ -287,6 +287,13 @@ async def test_at_the_end_of_a_batch_what_a_much_slower_server_has_is_taken_back
 
 
 @virtual_clock
+async def test_at_the_end_of_a_batch_a_few_milliseconds_move_nothing() -> None:
+    slow, fast = ScriptedBackend(saying("slow", 0.09)), ScriptedBackend(saying("fast", 0.01))
+    results = await finish(Fleet([slow, fast]), model="scripted", inputs=ROWS[:2])
+    assert all(results) and len(slow.requests) + len(fast.requests) == 2
+
+
+@virtual_clock
 async def test_a_recorded_run_on_a_fleet_is_resumed_without_asking_again(tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         known = await servers(stack, "a", "b")

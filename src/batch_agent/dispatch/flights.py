@@ -20,7 +20,9 @@ COMPUTED, QUEUED = 1.5, 0.6  # times what an idle endpoint takes, that a request
 SLOWER = 1.25  # times what an idle endpoint takes: its answers wait in a queue
 SHORTEST_TAIL = 0.05  # seconds between two looks at the end of a batch
 STREAM_SILENCE = 3.0  # seconds without a byte, after which an answer that has begun is taken back
-UNKNOWN_FACTOR = 3.0  # times the usual seconds, after which a request at an endpoint that never answered is taken back
+SHORTEST_GAIN = 0.1  # seconds that moving a request must save: less may be a delay of our own event loop
+# Times the usual seconds, and seconds at the least, after which an endpoint that never answered loses its requests.
+UNKNOWN_FACTOR, UNKNOWN_SECONDS = 3.0, 0.5
 
 
 class Flights:
@@ -145,7 +147,8 @@ class Flights:
             for endpoint in self._at
             if endpoint is not best and not (endpoint.health.is_down or endpoint.health.patient)
             for place, ticket in enumerate(self.at(endpoint), start=1)
-            if (left := self._seconds_left(endpoint, ticket, place, fast, now)) > fast and _may_move(ticket)
+            if (left := self._seconds_left(endpoint, ticket, place, fast, now)) > fast + SHORTEST_GAIN
+            and _may_move(ticket)
         ]
         slow.sort(key=lambda item: -item[0])
         for _, ticket in slow[: int(min(self._router.spare, len(slow)))]:
@@ -166,7 +169,8 @@ class Flights:
             queued = place * server.gap / QUEUED if server.seconds > SLOWER * fast else 0.0
             return max((server.seconds - waited) / COMPUTED, queued)
         # Twice as long after each move: between two that have never answered, one may be slow and the other dead.
-        return inf if waited > UNKNOWN_FACTOR * self._router.usual * 2.0 ** min(ticket.moves, 30) else 0.0
+        patience = max(UNKNOWN_SECONDS, UNKNOWN_FACTOR * self._router.usual) * 2.0 ** min(ticket.moves, 30)
+        return inf if waited > patience else 0.0
 
 
 def _may_move(ticket: Ticket) -> bool:
