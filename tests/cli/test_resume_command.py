@@ -130,6 +130,8 @@ async def test_failed_rows_are_retried_by_type(tmp_path: Path) -> None:
         return Fail(400) if broken and "word 2" in request.text else Say(request.text)
 
     async with serving(tmp_path, script) as server:
+        with (tmp_path / "spec.yaml").open("a") as spec:
+            spec.write("truncated: fail\n")
         code, _, stderr = await batch_agent(tmp_path, "run", "spec.yaml", "--run-dir", "here")
         assert code == 2
         assert "batch-agent resume here" in stderr

@@ -57,3 +57,10 @@ def test_the_plan_of_a_large_file_shows_its_first_row_and_prints_the_same_again(
 def test_a_plan_without_a_number_says_that_it_will_be_found() -> None:
     plan = BatchAgent.plan(task="{input}", inputs=["a"], backend="http://127.0.0.1:9/v1", model="m")
     assert "as many model calls as are found to pay" in str(plan)
+
+
+def test_a_cell_of_megabytes_is_cut_where_it_is_printed_and_warned_of_by_its_real_size() -> None:
+    text = planned([{"text": "word " * 1_000_000}])
+    assert len(text) < 6_000
+    assert "[… 4,996,000 characters more …]" in text
+    assert facts(text)["warning"].startswith("the first message has 5,000,005 characters, about 1,250,002 tokens")

@@ -64,7 +64,7 @@ def test_a_csv_row_that_does_not_fit_the_header_or_is_not_utf8_fails_alone(tmp_p
     short, long, latin, good = read(tmp_path / "rows.csv", b"a,b\n1\n1,2,3\n\xe9,2\n1,2\n")
     assert isinstance(short, UnreadableRow) and "line 2 has 1 cells" in short.message
     assert isinstance(long, UnreadableRow) and "line 3 has 3 cells" in long.message
-    assert isinstance(latin, UnreadableRow) and "line 4 is not UTF-8" in latin.message
+    assert isinstance(latin, UnreadableRow) and "line 4 is not UTF-8; convert the file: iconv" in latin.message
     assert good == {"a": "1", "b": "2"}
 
 
@@ -93,8 +93,12 @@ def test_a_quote_that_is_never_closed_does_not_take_the_rest_of_a_large_file(tmp
     [
         ("rows.csv", b"a,a\n1,2\n", "more than one column 'a'"),
         ("rows.csv", b"a,,c\n1,2,3\n", "one has no name"),
-        ("rows.csv", "a,b\n".encode("utf-16"), "UTF-16"),
-        ("rows.csv", b"caf\xe9,b\n1,2\n", "its first line is not UTF-8; save it as UTF-8"),
+        (
+            "rows.csv",
+            "a,b\n".encode("utf-16"),
+            r": iconv -f UTF-16 -t UTF-8 \S*rows.csv > \S*rows.utf8.csv",
+        ),
+        ("rows.csv", b"caf\xe9,b\n1,2\n", "first line is not UTF-8; convert it: iconv -f WINDOWS-1252 -t UTF-8"),
         ("rows.csv", b"a,b\r1,2\r3,4\r", r"a carriage return outside of quotes; save the file with lines that end"),
         ("rows.tsv", b"a\tb\r1\t2\r", "a carriage return outside of quotes"),
         ("rows.csv", b'"a' + b"x" * (CELL_CHARACTERS + 1) + b"\n", "its first line .*field larger"),

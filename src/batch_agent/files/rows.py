@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TypeAlias
 
 from pydantic_core import from_json
 
+from batch_agent.files.compression import GZIP, ZSTD
 from batch_agent.files.openai_batch import from_batch_line, is_batch_line
 from batch_agent.job import UnreadableRow
 
+GUESSED = "WINDOWS-1252"  # what a file of bytes beyond ASCII that is not UTF-8 mostly is
 BOM = b"\xef\xbb\xbf"
 
 Row: TypeAlias = "dict[str, object] | str | UnreadableRow"
@@ -40,7 +44,7 @@ def parse_text(lines: Iterable[bytes], name: str) -> Iterator[Row]:
             try:
                 yield line.decode().rstrip("\r\n")
             except UnicodeDecodeError:
-                yield UnreadableRow(f"{name} line {number} is not UTF-8")
+                yield UnreadableRow(f"{name} line {number} is not UTF-8; convert the file{converted(name, GUESSED)}")
 
 
 def parse_line(line: bytes, where: str) -> Row | None:
@@ -52,6 +56,15 @@ def parse_line(line: bytes, where: str) -> Row | None:
     except ValueError as error:
         return UnreadableRow(f"{where} is not JSON: {str(error).replace(' at line 1 column', ' at column')}")
     return as_row(value, where)
+
+
+def converted(name: str, encoding: str) -> str:
+    """The command that makes a UTF-8 file of one in another encoding, for a message; "" if it is compressed."""
+    path = Path(name)
+    if path.suffix in (GZIP, ZSTD):
+        return ""
+    there = shlex.quote(str(path.with_suffix(f".utf8{path.suffix}")))
+    return f": iconv -f {encoding} -t UTF-8 {shlex.quote(name)} > {there}"
 
 
 def is_utf8(text: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from batch_agent.errors import SpecError
 from batch_agent.files.compression import Codec
-from batch_agent.files.rows import BOM
+from batch_agent.files.rows import BOM, converted
 
 CHUNK_BYTES = 256 * 2**10
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
@@ -53,7 +53,7 @@ class Source:
         except self._errors as error:
             raise self._error(error) from None
         if start in UTF16_BOMS:
-            raise SpecError(f"{self._path} is UTF-16; save it as UTF-8")
+            raise SpecError(f"{self._path} is UTF-16; convert it to UTF-8{converted(str(self._path), 'UTF-16')}")
 
     def _reading(self, parts: Iterator[bytes]) -> Iterator[bytes]:
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from batch_agent.errors import SpecError
-from batch_agent.files.rows import Row, is_utf8
+from batch_agent.files.rows import GUESSED, Row, converted, is_utf8
 from batch_agent.job import UnreadableRow
 
 # A cell may be a whole document; but a quote that is never closed must not swallow the rest of a large file.
@@ -29,7 +29,7 @@ class _Header:
 
     def __post_init__(self) -> None:
         if not all(map(is_utf8, self.columns)):
-            raise SpecError(f"{self.name}: its first line is not UTF-8; save it as UTF-8")
+            raise SpecError(f"{self.name}: its first line is not UTF-8; convert it{converted(self.name, GUESSED)}")
         refuse_twice(self.columns, self.name)
         if not all(column.strip() for column in self.columns):
             raise SpecError(f"{self.name}: its first line must name every column; one has no name")
@@ -39,7 +39,7 @@ class _Header:
         if len(cells) != len(self.columns):
             return UnreadableRow(f"{where} has {len(cells)} cells, the first line names {len(self.columns)} columns")
         if not all(map(is_utf8, cells)):
-            return UnreadableRow(f"{where} is not UTF-8")
+            return UnreadableRow(f"{where} is not UTF-8; convert the file{converted(self.name, GUESSED)}")
         return dict(zip(self.columns, cells, strict=True))
 
 

@@ -209,7 +209,7 @@ async def test_a_stop_string_ends_the_answer(engine: LocalBackend) -> None:
 
 
 async def test_a_prompt_beyond_the_context_is_refused(engine: LocalBackend) -> None:
-    with pytest.raises(ContextOverflow, match="8192"):
+    with pytest.raises(ContextOverflow, match=r"8,192 tokens or more \(45,\d+ characters\)"):
         await engine.infer(say("word " * 9000, SORT))
 
 

@@ -122,7 +122,9 @@ class Engine:
             return
         room = self._context - len(request.tokens)
         if room < 1:
-            what = f"the prompt has {len(request.tokens)} tokens, the model's context is {self._context}"
+            # The tokenizer stops at the model's context: the characters tell the real size.
+            size = f"{len(request.tokens):,} tokens or more ({len(request.text):,} characters)"
+            what = f"the prompt has {size}, the model's context is {self._context:,}"
             self.send({"id": request.id, "error": "context", "message": what})
             return
         request.config.max_new_tokens = min(request.config.max_new_tokens, room)

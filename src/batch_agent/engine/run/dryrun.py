@@ -9,6 +9,7 @@ from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TextIO, cast
 
+from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.plan import Description
 from batch_agent.compiler.template import Piece
 from batch_agent.engine.run.prepare import Prepared
@@ -18,6 +19,8 @@ from batch_agent.observe.text import amount, dollars, harmless, harmless_lines, 
 from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS
 
 SAMPLE_ROWS = 100  # enough for a mean, little enough to be quick
+SHOWN_CHARACTERS = 4_000  # of the system prompt, and of each field of the first message
+MANY_TOKENS = 128_000  # of a message, from which on most models do not read it
 STYLED = ("\x1b[1;36m", "\x1b[0m")  # what was filled in, on a terminal
 MARKED = ("«", "»")  # and anywhere else
 
@@ -125,7 +128,8 @@ class DryRun:
         lines = [f"  {label:<15} {harmless(text)}" for label, text in self._facts()]
         parts = ["\n".join(["Plan. Nothing was sent; token counts are estimates.", "", *lines])]
         if self.description.system:
-            parts.append(_headed("System prompt, the same for every row", harmless_lines(self.description.system)))
+            system = harmless_lines(_shortened(self.description.system))
+            parts.append(_headed("System prompt, the same for every row", system))
         if self.description.first_prompt:
             how = "in colour" if marks == STYLED else f"between {marks[0]} and {marks[1]}"
             title = f"First message; what its row filled in is {how}"
@@ -162,6 +166,11 @@ class DryRun:
             yield "ends at", limits
         if description.warning:
             yield "warning", description.warning
+        tokens, context = estimate_tokens(description.first_prompt), prepared.spec.model_max_context
+        if tokens > MANY_TOKENS and context is None:
+            size = f"{len(description.first_prompt):,} characters, about {tokens:,} tokens"
+            advice = "give model_max_context, and oversized='chunk' for rows that do not fit"
+            yield "warning", f"the first message has {size}, which is more than most models read: {advice}"
 
     def _limits(self) -> str:
         spec = self.prepared.spec
@@ -206,7 +215,15 @@ def marks_for(stream: TextIO) -> tuple[str, str]:
 
 
 def _marked(pieces: Iterable[Piece], marks: tuple[str, str]) -> str:
-    return "".join(harmless_lines(text).join(marks) if filled else harmless_lines(text) for text, filled in pieces)
+    shown = ((harmless_lines(_shortened(text)), filled) for text, filled in pieces)
+    return "".join(text.join(marks) if filled else text for text, filled in shown)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    head, tail = text[: SHOWN_CHARACTERS * 3 // 4], text[-SHOWN_CHARACTERS // 4 :]
+    return f"{head} [… {len(text) - len(head) - len(tail):,} characters more …] {tail}"
 
 
 def _headed(title: str, text: str) -> str:
