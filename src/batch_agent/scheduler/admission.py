@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 FARTHEST = 64  # turns that are looked ahead
 LONG_WAIT = 5.0  # times the mean seconds of a turn: after such a tool wait a context counts half, after two a quarter
 GONE = 0.5  # with less weight than this an agent has to be admitted again
+SPAN_SECONDS = 1.0, 5.0  # the shortest and the longest span in which prompt tokens per second are counted
+WORTH = 1.15  # times the turns per second, for which agents are held back
+NEAR = 2  # turns that are looked ahead before an admitted agent is held back
 RECHECK_SECONDS = 1.0  # between two looks at the weights of contexts while an agent is held back
 EVICTED = 0.5  # of an agent's own context: if the cache had less of it, the context was evicted
-LESS, MORE, LEAST = 0.97, 0.002, 0.6  # the margin after an eviction, what an answer without one adds, and the smallest
+LESS, MORE, LEAST = 1.0, 0.002, 0.6  # the margin after an eviction, what an answer without one adds, and the smallest
 
 Waiting = TypeVar("Waiting", bound=Hashable)
 
@@ -84,14 +87,35 @@ class ContextGrowth:
         return self._mean[turns] if turns <= last else self._mean[last] + (turns - last) * self._step
 
 
+class PrefillPace:
+    """The most prompt tokens per second that an engine was seen to compute."""
+
+    __slots__ = ("_began", "_heard", "_tokens", "rate")
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self._began = self._heard = -inf  # of the span in which the engine was never without a request of ours
+        self._tokens = 0
+
+    def learn(self, tokens: int, seconds: float, now: float) -> None:
+        """An answer took some seconds, and these tokens of its prompt were not cached."""
+        if now - seconds > self._heard or now - self._began > SPAN_SECONDS[1]:
+            self._began, self._tokens = min(now - seconds, now) if now - seconds > self._heard else self._heard, 0
+        self._heard = now
+        self._tokens += tokens
+        if now - self._began >= SPAN_SECONDS[0]:
+            self.rate = max(self.rate, self._tokens / (now - self._began))
+
+
 class WorkingSet:
     """The admitted agents of one endpoint, with the turns they took and the tokens of their contexts."""
 
-    __slots__ = ("_forecast", "_growth", "capacity", "margin", "members")
+    __slots__ = ("_forecast", "_growth", "capacity", "margin", "members", "pace")
 
     def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
         self._growth, self._forecast = growth, forecast
         self.capacity: int | None = None  # tokens that the cache holds; None: unknown
+        self.pace = PrefillPace()
         self.margin = 1.0  # the part of the capacity that is used
         self.members: dict[Progress, tuple[int, int]] = {}
 
@@ -102,8 +126,9 @@ class WorkingSet:
             return 1.0
         return float(min(1.0, 2.0 ** (1.0 - (now - progress.answered_at) / (LONG_WAIT * turn))))
 
-    def fits(self, now: float, turns: int | None = None, tokens: int = 0) -> bool:
-        """Whether the members' contexts fit, with one more agent that has taken ``turns`` if that is given."""
+    def fits(self, now: float, turns: int | None = None, tokens: int = 0, *, horizon: int = FARTHEST) -> bool:
+        """Whether the members' contexts fit for the turns ahead, with one more agent that has taken ``turns`` if that
+        is given."""
         if self.capacity is None or not self._growth.is_known:
             return True
         shared, after, goes_on = self._growth.shared, self._growth.after, self._forecast.goes_on
@@ -114,7 +139,7 @@ class WorkingSet:
             group[0] += weight
             group[1] += weight * size
         room = self.capacity * self.margin - shared
-        for ahead in range(FARTHEST):
+        for ahead in range(horizon):
             needed = alive = 0.0
             for taken, group in groups.items():
                 if ahead and group[0]:
@@ -130,6 +155,29 @@ class WorkingSet:
         return True
 
 
+    def pays(self, agents: float) -> bool:
+        """Whether more turns per second are taken with the members alone than with all ``agents``, whose contexts would
+        be evicted and computed again."""
+        cycle, rate, shared = self._forecast.seconds_per_cycle, self.pace.rate, self._growth.shared
+        if self.capacity is None or not cycle or not rate:
+            return False
+        turns = contexts = last = 0.0
+        chance = 1.0
+        for taken in range(FARTHEST):
+            chance *= self._forecast.goes_on(taken)
+            if chance < 0.01:
+                break
+            last = self._growth.after(taken + 1) - shared
+            turns += chance
+            contexts += chance * last
+        if not contexts or not last:
+            return True
+        fitting = (self.capacity * self.margin - shared) * turns / contexts
+        few = min(fitting / cycle, rate * turns / last)
+        many = min(agents / cycle, rate * turns / contexts)
+        return few >= WORTH * many
+
+
 class Admission(Generic[Waiting]):
     """The working sets of all endpoints, and the turns that wait until their agent's context fits."""
 
@@ -140,12 +188,13 @@ class Admission(Generic[Waiting]):
         self._home: dict[Progress, WorkingSet] = {}
         self._recheck = inf
         self.held: dict[Waiting, None] = {}
+        self.enabled = True
         self.is_on = False  # the capacity of some endpoint is known
         self.recomputed = 0  # tokens that had to be computed again because they were evicted
 
     def set_capacity(self, endpoint: Endpoint, tokens: int | None) -> None:
         working_set = self._set_of(endpoint)
-        if working_set.capacity != tokens:
+        if self.enabled and working_set.capacity != tokens:
             working_set.capacity = tokens
             self.is_on = any(each.capacity is not None for each in self._sets.values())
             self._recheck = -inf
@@ -168,7 +217,13 @@ class Admission(Generic[Waiting]):
         """Whether a new agent's context fits somewhere."""
         if not self.is_on:
             return True
-        return not self.held and any(not each.members or each.fits(now, 0) for each in self._sets.values())
+        return not self.held and any(self._takes(each, now, 0, 0) for each in self._sets.values())
+
+    def _takes(self, working_set: WorkingSet, now: float, turns: int, tokens: int) -> bool:
+        if not working_set.members or working_set.fits(now, turns, tokens):
+            return True
+        rows = self._forecast.rows
+        return not working_set.pays(inf if rows is None else (self._forecast.live + rows) / len(self._sets))
 
     def admit(self, waiting: Waiting, progress: Progress, endpoint: Endpoint, now: float) -> bool:
         """Whether the agent's turn may go to the endpoint. If not, it is kept in ``held``."""
@@ -176,7 +231,7 @@ class Admission(Generic[Waiting]):
         home = self._home.get(progress)
         tokens = max(progress.expected, progress.tokens)
         if home is not working_set and progress.live:
-            if working_set.members and not working_set.fits(now, progress.turns, tokens if progress.turns else 0):
+            if not self._takes(working_set, now, progress.turns, tokens if progress.turns else 0):
                 self.held[waiting] = None
                 self._recheck = now + RECHECK_SECONDS
                 return False
@@ -197,15 +252,17 @@ class Admission(Generic[Waiting]):
         home.members[progress] = progress.turns, max(progress.expected, progress.tokens)
         turn = self._forecast.seconds_per_turn
         gone = waited > (1 - log2(GONE)) * LONG_WAIT * turn > 0
-        if gone or (not home.fits(now) and progress.turns <= min(turns for turns, _ in home.members.values())):
+        if gone or (not home.fits(now, horizon=NEAR) and progress.turns <= min(turns for turns, _ in home.members.values())):
             del home.members[progress], self._home[progress]
 
-    def answered(self, progress: Progress, endpoint: Endpoint, usage: Usage) -> None:
+    def answered(self, progress: Progress, endpoint: Endpoint, usage: Usage, seconds: float, now: float) -> None:
         """Learn from the tokens of an answer."""
         tokens, cached, before = usage.prompt_tokens + usage.completion_tokens, usage.cached_tokens, progress.tokens
         growth, home = self._growth, self._home.get(progress)
         if not usage.prompt_tokens:
             return
+        working_set = self._set_of(endpoint)
+        working_set.pace.learn(usage.prompt_tokens - cached, seconds, now)
         if progress.turns == 0 and cached:
             growth.shared = min(growth.shared, cached) if growth.shared else cached
         elif progress.turns and cached and before:
@@ -218,7 +275,7 @@ class Admission(Generic[Waiting]):
         if not progress.live:
             return
         if home is None:
-            home = self._home[progress] = self._set_of(endpoint)
+            home = self._home[progress] = working_set
         home.members[progress] = progress.turns + 1, tokens
 
     def end(self, progress: Progress) -> None:

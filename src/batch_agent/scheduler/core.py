@@ -253,7 +253,7 @@ class Scheduler:
         if self.max_inflight is not None and self.inflight >= self.max_inflight:
             return None
         for held in self.admission.release(now) if self.admission.held else ():
-            self._queue.add(held, held.progress.turns)
+            self._queue.add(held, held.progress.turns, first=True)
         one = len(self.endpoints) == 1 and not self._lanes
         match = self._match_one(now) if one else self._match_many(now)
         if match is None:
@@ -457,7 +457,7 @@ class Scheduler:
         progress, endpoint = ticket.progress, ticket.endpoint
         self.forecast.answered(progress, seconds, now)
         if endpoint is not None and not ticket.chore:
-            self.admission.answered(progress, endpoint, usage)
+            self.admission.answered(progress, endpoint, usage, seconds, now)
         if len(self.endpoints) > 1 and endpoint is not None:
             self.router.answered(endpoint, seconds)
             if not ticket.chore:

@@ -95,9 +95,20 @@ class TurnForecast:
         return self._turns_left[turns]
 
     @property
+    def live(self) -> int:
+        """Agents that have started and not ended."""
+        return sum(self._live)
+
+    @property
     def seconds_per_turn(self) -> float:
         """Mean seconds of a request; 0 before the first answer."""
         return self._turn_seconds / self._turn_count if self._turn_count else 0.0
+
+    @property
+    def seconds_per_cycle(self) -> float:
+        """Mean seconds from one request of an agent to its next."""
+        rest = self._rest_seconds / self._rest_count if self._rest_count else 0.0
+        return self.seconds_per_turn + rest
 
     def goes_on(self, turns: int) -> float:
         """The chance that an agent that has taken ``turns`` takes another one."""
