@@ -173,7 +173,7 @@ class WorkingSet:
         if not contexts or not last:
             return True
         fitting = (self.capacity * self.margin - shared) * turns / contexts
-        few = min(fitting / cycle, rate * turns / last)
+        few = min(min(fitting, agents) / cycle, rate * turns / last)
         many = min(agents / cycle, rate * turns / contexts)
         return few >= WORTH * many
 
