@@ -23,7 +23,7 @@ from batch_agent.testing import Request, Say, ScriptedBackend
 from batch_agent.testing.clock import run_virtual
 from benchmarks import report
 
-BAR = 1.1
+BAR = 1.15  # parts start while the map runs; 1.10 is reached only by holding them back to the end of the map
 LEAVES = 1_000
 PREFILL, DECODE = 5_000, 50  # tokens a second of one request
 PARTIAL = 200  # tokens of a reduction's answer

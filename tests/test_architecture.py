@@ -50,7 +50,7 @@ FOLDERS = {
     "cli": ["output", "spec", "commands"],
     "engine": ["agent", "run"],
     "swarm": ["patterns", "uq"],
-    "tools": ["builtin"],
+    "tools": ["builtin", "mcp"],
 }
 PURE = ("compiler", "scheduler", "outputs")
 # Parts, or files, that start tasks: each owns what it starts, and waits for its end.

@@ -60,7 +60,7 @@ class Options(TypedDict, total=False):
     images: Sequence[str]
     image_root: str | Path | None
     system_prompt: str
-    tools: Sequence[Tool[..., Any] | Callable[..., Any] | str]
+    tools: Sequence[Tool[..., Any] | Callable[..., Any] | str | Sequence[Tool[..., Any]]]
     model: str | None
     backend: str | Mapping[str, JsonValue] | Sequence[str | Mapping[str, JsonValue] | Backend] | Backend | None
     runtime: Backend | None
@@ -79,6 +79,7 @@ class Options(TypedDict, total=False):
     timeout_per_turn: float | None
     timeout_per_tool: float | None
     max_tokens: int | None
+    truncated: Literal["keep", "fail"]
     temperature: float | None
     top_p: float | None
     seed: int | None
@@ -251,7 +252,7 @@ async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None) -> Resul
     from batch_agent.files.read import LazyRows
     from batch_agent.observe.display import with_expected
     from batch_agent.observe.progress import Progress
-    from batch_agent.results import Results, Summary
+    from batch_agent.results import Results, Summary, with_unfinished
 
     def statistics() -> Statistics:
         expected = spec.inputs.expected_rows() if isinstance(spec.inputs, LazyRows) else None
@@ -263,9 +264,6 @@ async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None) -> Resul
     view = Progress(progress, statistics)
     taken: list[AgentResult[R]] = []
 
-    def results() -> Results[R]:
-        return Results(sorted(taken, key=lambda result: result.index), summary(), spec.output_schema)
-
     try:
         async with run, view:
             async for result in run.results():
@@ -274,10 +272,11 @@ async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None) -> Resul
         if statistics().done:  # how far it came
             view.conclude(str(summary()))
         with suppress(AttributeError, TypeError):  # an exception of foreign code may have no room for it
-            error.results = results()  # type: ignore[attr-defined]
+            done = sorted(taken, key=lambda result: result.index)
+            error.results = Results(done, summary(), spec.output_schema)  # type: ignore[attr-defined]
         raise
     view.conclude(str(summary()))
-    return results()
+    return Results(with_unfinished(taken, spec.inputs, statistics()), summary(), spec.output_schema)
 
 
 class ResultStream(AsyncGenerator[AgentResult[R], None]):

@@ -1,41 +1,43 @@
-"""Calls that may wait for somebody else: a pipe that nobody fills or empties, a terminal that is stopped.
+"""Calls that may block: a read from a pipe, a write to a stopped terminal, a function of the user's.
 
-They run beside the event loop, so that agents go on meanwhile, and in threads that do not keep the process alive: after
-a second Ctrl-C the command must end although a read from standard input never returns.
+They run in threads, so that the event loop goes on. The threads are daemons: after a second Ctrl-C the command ends
+although a read from standard input never returns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class _DaemonThreads(concurrent.futures.Executor):
+    """One thread per call. As an executor, so that an event loop with a clock of its own knows of the call."""
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # from now on it cannot be cancelled, only ignored
+
+        def call() -> None:
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=call, daemon=True).start()
+        return future
+
+
+_THREADS = _DaemonThreads()
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """What ``function`` returns or raises, once it has."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def deliver(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def call() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, result, error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return future
+    """Returns the result of ``function``, or raises its exception."""
+    return asyncio.get_running_loop().run_in_executor(_THREADS, function)

@@ -134,9 +134,14 @@ class EmptyAnswer(BadResponse):
 
 
 class Truncated(BackendError):
-    """The model ran into its token limit; asking again would cost the same and end the same. ``text`` is its part."""
+    """The model ran into its token limit; asking again would cost the same and end the same. ``text`` is its part.
+    ``in_call`` says that a tool call was cut, so that the text is not the answer."""
 
     type = "Truncated"
+
+    def __init__(self, message: str, *, text: str = "", usage: Usage | None = None, in_call: bool = False) -> None:
+        super().__init__(message, text=text, usage=usage)
+        self.in_call = in_call
 
 
 class Rejected(BackendError):

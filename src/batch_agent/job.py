@@ -99,7 +99,8 @@ class BaseResult(Generic[T_co]):
     timings: Timings = field(default_factory=Timings)
     messages: tuple[Message, ...] = ()
     raw_text: str = ""  # the model's last text, before any parsing
-    repaired: bool = False  # the output was read from JSON that had to be mended
+    repaired: bool = False  # the output was read from JSON that was mended or cut out of prose
+    truncated: bool = False  # the output is text that was cut at max_tokens
     resumed: bool = False  # it was in the record of an earlier session; nothing was sent for it in this one
     chunks: int = 1  # the parts that the input was done in, where it did not fit (oversized="chunk")
     shortened: bool = False  # the input did not fit, and only its beginning was sent (oversized="truncate")

@@ -262,12 +262,17 @@ class Conversation:
     ``parent`` is the part shared by all agents of a run: it is complete, and each wire writes it once for all of them.
     """
 
-    __slots__ = ("_parent", "_views", "messages")
+    __slots__ = ("__weakref__", "_parent", "_views", "messages")
 
     def __init__(self, messages: Iterable[Message] = (), parent: Conversation | None = None) -> None:
         self.messages: list[Message] = [*parent.messages, *messages] if parent is not None else list(messages)
         self._parent = parent
         self._views: dict[Callable[[], View], tuple[View, int]] = {}  # with how many messages each has taken
+
+    @property
+    def parent(self) -> Conversation | None:
+        """The part that all agents of a run share."""
+        return self._parent
 
     def append(self, message: Message) -> None:
         self.messages.append(message)

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from batch_agent.compiler.fields import fields_of, own_id
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.errors import Interrupted, Invalid
+from batch_agent.errors import InputError, Interrupted, Invalid
 from batch_agent.files.columns import Column, Record
 from batch_agent.files.extras import extra
 from batch_agent.files.results import plainly, result_line, unwritten
 from batch_agent.files.tables import columns_of, complete_file, record_of
-from batch_agent.job import AgentResult, Failure, Success, cut
+from batch_agent.job import AgentError, AgentResult, Failure, Success, cut
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
@@ -154,6 +155,27 @@ class Results(list[AgentResult[T]]):
         more = f"<p>{len(self) - len(shown):,} more</p>" if len(self) > len(shown) else ""
         body = "".join(map(_html_row, shown))
         return f"{self.summary._repr_html_()}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+def with_unfinished(results: Iterable[AgentResult[T]], inputs: object, statistics: Statistics) -> list[AgentResult[T]]:
+    """The results in input order, with an Interrupted one for each row that the run ended before. Rows of an iterator
+    that were not read stay without."""
+    known = {result.index: result for result in results}
+    if isinstance(inputs, Collection) and len(known) < len(inputs):
+        reason = f"{statistics.ended}: {statistics.reason}" if statistics.reason else statistics.ended
+        error = AgentError.of(Interrupted(f"the run ended before this row was done ({reason})"))
+        for index, value in enumerate(inputs):
+            if index not in known:
+                known[index] = Failure(index, _job_id(index, value), value, False, None, error)
+    return [known[index] for index in sorted(known)]
+
+
+def _job_id(index: int, value: object) -> str:
+    try:
+        own = own_id(fields_of(value))
+    except InputError:
+        own = None
+    return str(index) if own is None else own
 
 
 def _html_row(result: AgentResult[object]) -> str:

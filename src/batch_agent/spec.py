@@ -36,6 +36,7 @@ from batch_agent.option import (
     notes,
 )
 
+MCP = "mcp:"  # before the address of an MCP server, in `tools`
 OLD_NAMES = {"max_concurrent": "max_inflight", "max_dispatched": "max_agents", "checkpoint_dir": "run_dir"}
 SERVERS = Unset("the server's")
 TO_THE_SERVER = ", or None to leave it to the server"
@@ -91,7 +92,11 @@ class BatchSpec(BaseModel):
         Allowed("a list of tools"),
         Scope.STAGE,
         Flag("NAME", "a tool: read_file, module:function; repeatable", "tool", FlagGroup.QUESTION),
-    ] = Field((), description="Tools the agents may call: `Tool` values, plain functions, names of built-in tools.")
+    ] = Field(
+        (),
+        description="Tools the agents may call: `Tool` values, plain functions, names of built-in tools, `mcp:SERVER` "
+        "for those of an MCP server.",
+    )
     tool_choice: Annotated[
         JsonValue,
         Allowed("auto, none, required, one tool's name, or None"),
@@ -292,6 +297,12 @@ class BatchSpec(BaseModel):
     max_tokens: Annotated[
         Count | None, Allowed(f"a whole number above 0{TO_THE_SERVER}"), Scope.STAGE, Compared.VALUE, SERVERS
     ] = Field(None, description="Tokens one answer may have.")
+    truncated: Annotated[Literal["keep", "fail"], Allowed("keep or fail"), Scope.STAGE] = Field(
+        "keep",
+        description='What becomes of free text that was cut at `max_tokens`. `"keep"`: it is the output, and the '
+        'result is marked `truncated`; `"fail"`: the row fails with `Truncated`, as it always does with '
+        "`output_schema`.",
+    )
     temperature: Annotated[
         Annotated[Number, Field(ge=0, le=10)] | None,
         Allowed(f"a number from 0 to 10{TO_THE_SERVER}"),

@@ -179,8 +179,9 @@ class BackendContract(Terms):
     @both
     async def test_a_cut_answer_is_an_error_also_where_calls_came_before_the_cut(self, streamed: bool) -> None:
         async with self.peer(Say("", CALLS, cut=True)) as peer:
-            with pytest.raises(Truncated):
+            with pytest.raises(Truncated) as caught:
                 await peer.backend.infer(self.ask(), listener(streamed))
+        assert caught.value.in_call
 
     @both
     async def test_reasoning_comes_apart_from_the_text(self, streamed: bool) -> None:

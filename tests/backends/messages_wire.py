@@ -192,7 +192,7 @@ def _reply(blocks: list[dict], calls: list[ToolCall], why: str, usage: JsonObjec
     text = "".join(block["text"] for block in blocks if block["type"] == "text")
     counts = _usage(usage)
     if why == "length":
-        raise Truncated(f"{naming.faults.where}: the answer was cut", text=text, usage=counts)
+        raise Truncated(f"{naming.faults.where}: the answer was cut", text=text, usage=counts, in_call=bool(calls))
     sealed = next((Sealed(WIRE, thought) for thought in thoughts if thought.get("signature")), None)
     reasoning = "".join(thought["thinking"] for thought in thoughts)
     return Reply(text, tuple(calls), counts, reasoning, sealed=sealed)

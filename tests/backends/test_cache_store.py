@@ -176,3 +176,18 @@ def test_the_file_is_where_one_says_else_in_the_variable_else_in_the_users_cache
     assert cache_file(True, {"BATCH_AGENT_CACHE": "/var/answers"}) == Path("/var/answers") / FILE
     assert cache_file(True, {"XDG_CACHE_HOME": "/xdg"}) == Path("/xdg/batch-agent") / FILE
     assert cache_file(True, {}) == home / ".cache/batch-agent" / FILE
+
+
+def test_only_its_owner_reads_it_also_where_an_earlier_release_made_it(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    for _ in range(2):
+        with ResponseStore(path) as store:
+            put(store, 1)
+            assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+        path.chmod(0o644)
+
+
+@pytest.mark.parametrize("where", ["", "  "])
+def test_an_empty_name_is_no_directory(where: str) -> None:
+    with pytest.raises(SpecError, match="cache is empty"):
+        cache_file(where)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import socket
+import tracemalloc
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -42,6 +44,27 @@ async def post(url: str, body: bytes = b"{}", times: int = 1, **options: object)
 
 async def silent_close(exchange: Exchange) -> None:
     exchange.writer.close()
+
+
+async def test_what_was_read_of_an_answer_without_end_is_freed_at_once() -> None:
+    endless = raw(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n" + bytes(LARGE))
+    async with WireServer(endless) as server:
+        gc.disable()  # errors are parts of reference cycles: what they hold waits for the collector
+        tracemalloc.start()
+        try:
+            errors = [await cut_off(server.url) for _ in range(5)]
+            used, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert all("cut off at this limit" in error for error in errors)
+    assert used < 2 * LARGE  # the server's own copy
+
+
+async def cut_off(url: str) -> str:
+    with pytest.raises(BadResponse) as caught:
+        await post(url, max_bytes=LARGE // 2)
+    return str(caught.value)
 
 
 # Kept and used again

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,14 @@ from pydantic import BaseModel
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.batch.job_ledger import FILE, JobLedger
-from batch_agent.backends.batch.jobs import JobBackend
+from batch_agent.backends.batch.jobs import Candidate, JobBackend, Lost
 from batch_agent.backends.batch.openai_jobs import OpenAIJobs
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import Rejected, SpecError, Unavailable
 from batch_agent.messages import Conversation, Message
 from batch_agent.scheduler.blame import outcome_of
-from batch_agent.testing.job_server import JobServer
+from batch_agent.testing import ScriptedBackend, virtual_clock
+from batch_agent.testing.job_server import JobServer, ServedJob
 
 Body = dict[str, Any]
 
@@ -38,9 +41,22 @@ def echo(body: Body) -> Body:
     return say(f"heard {body['messages'][-1]['content']}")
 
 
-def url(server: JobServer, **options: object) -> dict[str, str]:
+def answer_of_claude(body: Body) -> Body:
+    text = body["messages"][-1]["content"][-1]["text"]
+    return {
+        "id": "m",
+        "type": "message",
+        "role": "assistant",
+        "content": [{"type": "text", "text": f"heard {text}"}],
+        "stop_reason": "end_turn",
+        "usage": {"input_tokens": 10, "output_tokens": 5},
+    }
+
+
+def url(server: JobServer, scheme: str = "openai", **options: object) -> dict[str, str]:
     settings = "&".join(f"{name}={value}" for name, value in {"gather": 0.05, "look": 0.01, **options}.items())
-    return {"url": f"openai-batch://{server.address}/v1?tls=false&{settings}", "api_key": "k"}
+    where = "/v1?tls=false&" if scheme == "openai" else "?"
+    return {"url": f"{scheme}-batch://{server.address}{where}{settings}", "api_key": "k"}
 
 
 async def ask(server: JobServer, *rows: object, **options: Any) -> Any:
@@ -151,6 +167,82 @@ async def test_a_job_that_was_sent_before_its_id_was_noted_is_found_by_its_name(
     assert server.jobs == [job]
 
 
+def lose(directory: Path, into: Path) -> Path:
+    """The run directory of a process that was killed between the submission of a job and its answer."""
+    into.mkdir()
+    about_to = (directory / FILE).read_text().splitlines()[0]
+    (into / FILE).write_text(about_to + "\n")
+    return into
+
+
+@pytest.mark.parametrize("scheme", ["openai", "anthropic"])
+async def test_a_lost_job_is_found_among_many_newer_ones_although_the_list_fails_at_first(
+    scheme: str, tmp_path: Path
+) -> None:
+    answer = echo if scheme == "openai" else answer_of_claude
+    async with JobServer(answer) as server:
+        backend = url(server, scheme=scheme)
+        await ask(server, "a", "b", run_dir=tmp_path / "first", backend=backend)
+        server.jobs += [ServedJob(f"newer_{n}", {f"{n}-{m}": {} for m in "xy"}, status="ended") for n in range(300)]
+        server.refuse = [503, 503]
+        killed = lose(tmp_path / "first", tmp_path / "killed")
+        results = await ask(server, "a", "b", run_dir=killed, resume=True, backend=backend)
+    assert [result.output for result in results] == ["heard a", "heard b"]
+    assert len(server.jobs) == 301
+
+
+async def test_a_job_that_may_be_the_lost_one_is_waited_for_and_what_was_never_made_is_asked(tmp_path: Path) -> None:
+    async with JobServer(answer_of_claude, looks=5) as server:
+        backend = url(server, scheme="anthropic")
+        await ask(server, "a", "b", run_dir=tmp_path / "first", backend=backend)
+        killed = lose(tmp_path / "first", tmp_path / "killed")
+        server.jobs = [ServedJob("another", dict(zip("xy", server.jobs[0].requests.values(), strict=True)))]
+        results = await ask(server, "a", "b", run_dir=killed, resume=True, backend=backend)
+    assert [result.output for result in results] == ["heard a", "heard b"]
+    assert [len(job.requests) for job in server.jobs] == [2, 2]
+    assert server.jobs[0].looked == 5
+
+
+class SilentList(OpenAIJobs):
+    """A provider that takes jobs and does not answer, and whose list of jobs cannot be read."""
+
+    submitted = 0
+
+    async def candidates(self, lost: Lost) -> list[Candidate]:
+        raise Unavailable("no list")
+
+    async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:
+        self.submitted += 1
+        raise Unavailable("the answer was lost")
+
+
+@virtual_clock
+async def test_nothing_is_bought_again_while_it_cannot_be_known_whether_it_was_bought() -> None:
+    backend, _ = open_backend("openai-batch://127.0.0.1:9/v1?tls=false", model="m", api_key="k")
+    assert isinstance(backend, JobBackend)
+    backend._service = service = SilentList(backend._service.http)
+    async with backend:
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="no list"):
+                await backend.infer(request("a"))
+    assert service.submitted == 1
+
+
+async def test_what_was_bought_before_a_kill_is_taken_although_its_lease_has_used_the_budget_up(tmp_path: Path) -> None:
+    limits = {"max_total_tokens": 700, "max_tokens": 500}
+    async with JobServer(echo) as server:
+        await ask(server, "a", run_dir=tmp_path / "first", **limits)
+        killed = lose(tmp_path / "first", tmp_path / "killed")
+        await BatchAgent.run(task="{input}", inputs=["z"], backend=ScriptedBackend(), run_dir=killed, resume=True)
+        with sqlite3.connect(killed / "journal.db") as journal:
+            journal.execute("UPDATE session SET leased_tokens = 690")
+        journal.close()
+        results = await ask(server, "a", "b", run_dir=killed, resume=True, **limits)
+    assert [result.ok for result in results] == [True, False]
+    assert results[1].error.type == "Interrupted"
+    assert len(server.jobs) == 1
+
+
 async def test_without_a_run_directory_a_job_that_nobody_waits_for_is_cancelled() -> None:
     async with JobServer(echo, looks=1_000_000) as server:
         stopped = asyncio.create_task(ask(server, "a"))
@@ -259,18 +351,6 @@ async def test_whoever_drives_a_wave_may_leave_it_and_the_others_are_answered() 
             server._looks = 1
             assert (await other).text == "heard b"
     assert len(server.jobs) == 1
-
-
-def answer_of_claude(body: Body) -> Body:
-    text = body["messages"][-1]["content"][-1]["text"]
-    return {
-        "id": "m",
-        "type": "message",
-        "role": "assistant",
-        "content": [{"type": "text", "text": f"heard {text}"}],
-        "stop_reason": "end_turn",
-        "usage": {"input_tokens": 10, "output_tokens": 5},
-    }
 
 
 async def test_anthropics_batch_api_is_the_same_to_those_who_use_it() -> None:

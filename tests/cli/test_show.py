@@ -11,6 +11,7 @@ from batch_agent.cli.main import main
 from batch_agent.cli.spec.resume_forecast import differences
 from batch_agent.engine.run.prepare import prepare
 from batch_agent.engine.run.run import Run
+from batch_agent.messages import Usage
 from batch_agent.spec import BatchSpec
 from batch_agent.testing import CallTools, Fail, Request, Say, ScriptedBackend, ToolUse
 
@@ -187,3 +188,23 @@ def test_differences_are_told_in_few_words() -> None:
         "tools: + z, - y, x changed",
         "system_prompt: only spaces and line ends",
     ]
+
+
+def test_a_row_that_was_cut_off_is_shown_with_what_the_model_wrote(capsys: pytest.CaptureFixture[str]) -> None:
+    def cut(request: Request) -> Say:
+        if not request.turn:
+            return CallTools(ToolUse("look_up", {"sku": "K-1"}), usage=Usage(10, 0, 3))
+        return Say('{"mood": "rather', finish_reason="length", usage=Usage(20, 0, 5))
+
+    BatchAgent.run_sync(
+        task="Judge {input}",
+        inputs=["lovely"],
+        tools=[look_up],
+        output_schema=dict[str, str],
+        backend=ScriptedBackend(cut),
+        run_dir="runs/cut",
+    )
+    text = shown(capsys, "show", "runs/cut", "--failed")
+    assert "1 turn and one that was cut off, 30 tokens in, 8 out" in text
+    assert 'assistant, cut off\n    {"mood": "rather\n' in text
+    assert text.index("look_up answers") < text.index("assistant, cut off") < text.index("Truncated:")

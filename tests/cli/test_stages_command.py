@@ -53,8 +53,10 @@ async def test_a_spec_file_says_a_pipeline_and_run_runs_it(tmp_path: Path) -> No
     (tmp_path / "spec.yaml").write_text(SPEC)
     async with ScriptedServer(answer, models=["m"]) as server:
         command = ("run", "spec.yaml", "--backend", server.backend_url, "--run-dir", "here")
-        status, out, err = await batch_agent(tmp_path, *command)
+        status, out, err = await batch_agent(tmp_path, *command, "-v", "--log-file", "log.jsonl")
         assert status == 0, err
+        assert "> row 0, turn 1: user: read abc" in err and "user: letter a" in err, "all stages are logged"
+        assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2 * len(server.requests)
         [line] = out.splitlines()
         assert json.loads(line)["output"] == "abcxy"
         asked = len(server.requests)

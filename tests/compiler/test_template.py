@@ -31,7 +31,8 @@ def fill(text: str, values: dict[str, str] = VALUES) -> str:
         ('{"file": "{path}"}', '{"file": "<path>"}'),
         ('{"a": {"b": {path}}}', '{"a": {"b": <path>}}'),
         ('{"a": {"b": 1}}', '{"a": {"b": 1}}'),
-        ("{} { path } {0} {a-b} {%} {path: text}", "{} { path } {0} {a-b} {%} {path: text}"),
+        ("{} { other } {0} {a-b} {%} {path: text}", "{} { other } {0} {a-b} {%} {path: text}"),
+        ("{path, lang} {'path'} {path = 1} {the path of it}", "{path, lang} {'path'} {path = 1} {the path of it}"),
         ("{other: x} {{path: x}} {{other}}", "{other: x} {path: x} {other}"),
         ("{{path!r}} {{path:>10}} {{% for %}}", "{path!r} {path:>10} {% for %}"),
         ("{{{path}}}", "{<path>}"),
@@ -98,6 +99,25 @@ def test_whatever_str_format_would_fill_in_is_filled_in_the_same_or_refused(text
     assert filled == formatted
 
 
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("{Produkt Name}", "Product Name"),
+        ("{product name}", "Product Name"),
+        ("{ Product Name }", "Product Name"),
+        ("{Product  Name}", "Product Name"),
+        ("{Product-Name}", "Product Name"),
+        ("{product_name}", "Product Name"),
+        ("{ID}", "id"),
+        ("{ id }", "id"),
+        ("{Prcie (EUR)}", "Price (EUR)"),
+    ],
+)
+def test_words_that_resemble_a_field_are_an_error_that_names_it(text: str, field: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(f"Did you mean {{{field}}}? Write {{{text}}} to send the braces")):
+        Template.parse(f"Sort {text}", ("Product Name", "id", "Price (EUR)"))
+
+
 def test_a_name_with_a_space_is_text_unless_the_input_has_exactly_that_field() -> None:
     assert Template.parse("{First Name}", ("other",)).names == ()
     assert Template.parse("{First Name}", ("First Name",)).names == ("First Name",)
@@ -159,4 +179,4 @@ def _words(text: str) -> set[str]:
 @given(st.text("{}ab ", max_size=30))
 def test_without_adjacent_braces_nothing_but_fields_is_touched(text: str) -> None:
     spaced = text.replace("{", " { ").replace("}", " } ")
-    assert fill(spaced, {"a": "!"}) == spaced
+    assert fill(spaced, {"c": "!"}) == spaced

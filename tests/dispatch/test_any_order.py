@@ -7,7 +7,7 @@ time pass. At the end one server or all become healthy, and every row must end.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from math import inf
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -41,7 +41,7 @@ class Asked(Row):
         self.ticket: Ticket = dispatcher.start_agent(self.progress)
 
     async def send(self, endpoint: str) -> Reply:
-        self.machine.check_sent(self.ticket)
+        self.machine.check_sent(self, endpoint)
         server, sent = self.machine.world.simulated[endpoint], self.machine.loop.time()
         try:
             return await super().send(endpoint)
@@ -55,6 +55,8 @@ class Asked(Row):
         except BackendError as error:
             self.result = error
             self.machine.check_failed(self, error)
+        except asyncio.CancelledError as error:
+            self.result = error
         finally:
             self.dispatcher.end_agent(self.progress, 1)
 
@@ -72,13 +74,21 @@ class Dispatching(RuleBasedStateMachine):
         servers=st.lists(st.booleans(), min_size=1, max_size=4),
         ceiling=st.sampled_from([1, 4, None]),
         max_retries=st.integers(0, 3),
+        hedge=st.sampled_from([None, None, 1.0]),
         dispatchers=st.integers(1, 2),
         all_heal=st.booleans(),
     )
     def start(
-        self, servers: list[bool], ceiling: int | None, max_retries: int, dispatchers: int, all_heal: bool
+        self,
+        servers: list[bool],
+        ceiling: int | None,
+        max_retries: int,
+        hedge: float | None,
+        dispatchers: int,
+        all_heal: bool,
     ) -> None:
-        self.policy, self.ceiling, self.all_heal = Policy(max_retries, timeout=TIMEOUT), ceiling, all_heal
+        self.policy = Policy(max_retries, timeout=TIMEOUT, hedge=hedge)
+        self.ceiling, self.all_heal = ceiling, all_heal
         self.loop.run_until_complete(self._open(servers, dispatchers))
         for _ in range(len(servers) * dispatchers):
             self.add(1, "good")
@@ -88,7 +98,9 @@ class Dispatching(RuleBasedStateMachine):
         self.world = World(SimulatedServer(f"s{n}", has_probe=has) for n, has in enumerate(servers))
         self.servers = list(self.world.simulated.values())
         terms = Terms(self.ceiling) if self.ceiling else Terms(None, 8)
-        self.dispatchers = [Dispatcher(self.world, servers=self.world.servers, terms=terms) for _ in range(dispatchers)]
+        self.dispatchers = [
+            Dispatcher(self.world, servers=self.world.servers, terms=terms, max_outage=inf) for _ in range(dispatchers)
+        ]
 
     @rule(count=st.sampled_from([1, 2, 8, 30]), kind=st.sampled_from(["good", "good", "refused", "breaks", "crashes"]))
     def add(self, count: int, kind: Kind) -> None:
@@ -115,18 +127,39 @@ class Dispatching(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
+    @rule(which=st.integers(0, 99))
+    def cancel(self, which: int) -> None:
+        """Somebody no longer wants the answer."""
+        self.tasks[which % len(self.tasks)].cancel()
+        self.wait(0.05)
+
+    @rule(which=st.integers(0, 3))
+    def replace(self, which: int) -> None:
+        """A server leaves the fleet, and another joins."""
+        self.loop.run_until_complete(self._replace(which % len(self.servers)))
+
+    async def _replace(self, which: int) -> None:
+        gone, new = self.servers[which], SimulatedServer(f"s{len(self.world.simulated)}")
+        self.servers[which] = self.world.simulated[new.name] = new
+        for dispatcher in self.dispatchers:
+            dispatcher.add(new.name, new.known)
+            for endpoint in tuple(dispatcher.scheduler.endpoints):
+                if endpoint.name == gone.name:
+                    dispatcher.leave(endpoint)
+
     # What must hold
 
-    def check_sent(self, ticket: Ticket) -> None:
+    def check_sent(self, row: Asked, name: str) -> None:
         """An endpoint that is down gets one trial at a time, with pauses; one that is up, no more than its limit."""
-        assert ticket.endpoint is not None
-        server, health, now = ticket.endpoint.server, ticket.endpoint.health, self.loop.time()
+        ticket, now = row.ticket, self.loop.time()
+        server = self.world.simulated[name].known
+        health = server.health
         beside = 2 if health.is_down else 0  # the trial, and one that is waited for
         if self.ceiling is not None and server.inflight > (self.ceiling + beside) * len(self.dispatchers):
             self.wrong.append(f"{server.inflight} in flight")
         if not health.is_down or health.down_since == now:  # it goes down in this moment
             return
-        if not ticket.trial:
+        if not ticket.trial and self.policy.hedge is None:
             self.wrong.append("a request that is no trial, to an endpoint that is down")
         outage, latest = self.trials.get(server.name, (-1.0, 0.0))
         if outage == health.down_since and now - latest < SHORTEST_PAUSE:
@@ -135,10 +168,11 @@ class Dispatching(RuleBasedStateMachine):
 
     def check_failed(self, row: Asked, error: BackendError) -> None:
         """No row fails that a healthy server would answer, if the trouble shows to the probe or to several rows."""
-        live = Counter(other.dispatcher for other in self.rows if other.result is None)
+        others = [other for other in self.rows if other.result is None and other.dispatcher is row.dispatcher]
         since = self.loop.time() - 2 * TIMEOUT
-        hidden = any(server.is_hidden or server.hidden_at >= since for server in self.servers)
-        alone = live[row.dispatcher] < SEVERAL or isinstance(error, Timeout)
+        hidden = any(server.is_hidden or server.hidden_at >= since for server in self.world.simulated.values())
+        few = sum(other.kind != "refused" for other in others) < SEVERAL
+        alone = few or isinstance(error, Timeout) or not self.policy.max_retries
         if row.kind == "good" and not (hidden and alone) and not (row.ticket.row.crashes >= 2 <= row.blamed):
             self.wrong.append(f"failed: {error}, asked {row.asked}, {row.ticket.row}")
 
@@ -147,14 +181,14 @@ class Dispatching(RuleBasedStateMachine):
         assert not self.wrong
         for row in self.rows:
             assert row.ticket.row.charges <= self.policy.max_retries + 1
-            assert row.starts - row.ends in ((0, 1) if row.result is None else (0,))
+            assert row.starts - row.ends in ((0,) if isinstance(row.result, Reply | BackendError) else (0, 1))
 
     def teardown(self) -> None:
         if self.rows:
             self.loop.run_until_complete(self._finish())
             self.nothing_is_wrong()
             for row in self.rows:
-                assert row.kind == "good" or isinstance(row.result, BackendError)
+                assert row.kind == "good" or not isinstance(row.result, Reply)
         self.loop.close()
 
     async def _finish(self) -> None:

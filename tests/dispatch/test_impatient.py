@@ -162,7 +162,7 @@ async def test_questions_of_one_request_take_one_slot_and_an_error_stays_in_its_
     assert await asking == (Reply("a"), error, Reply("c"))
     only_errors = Together(error, error)
     assert await dispatcher.ask_many(only_errors, NOW) == (error, error)
-    with pytest.raises(BackendError, match="no complete answer"):
-        await dispatcher.ask_many(questions, Policy(0, wait_out=False, timeout=0.5))
+    with pytest.raises(BackendError, match=r"no complete answer in patience, 0\.5 s"):
+        await dispatcher.ask_many(questions, Policy(0, wait_out=False, timeout=0.5, timeout_option="patience"))
     assert (questions.sent, only_errors.sent) == (2, 1)
     dispatcher.close()

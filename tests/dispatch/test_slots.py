@@ -11,6 +11,8 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import RateLimited
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.server import Server, Terms
+from batch_agent.testing import virtual_clock
 
 
 async def hold(dispatcher: Dispatcher, turns: int = 0) -> Ticket:
@@ -57,6 +59,23 @@ async def test_the_feed_is_woken_when_a_slot_would_stay_idle() -> None:
     assert not feed.done()
     dispatcher.slots.release(ticket)
     assert await feed is True
+
+
+@virtual_clock
+async def test_a_turn_that_has_waited_long_enough_for_its_endpoint_waits_for_a_slot_without_spinning() -> None:
+    servers = {name: Server(name) for name in ("own", "other")}
+    dispatcher = Dispatcher(None, 3, servers=servers, terms=Terms(2))
+    own, other = dispatcher.scheduler.endpoints
+    busy = [dispatcher.slots.claim(Progress(), 0, pinned=endpoint) for endpoint in (own, own, other)]
+    dispatcher.slots.release(busy.pop())
+    progress = Progress()
+    progress.home, progress.tokens = own, 10_000
+    turn = asyncio.create_task(dispatcher.slots.hold(ticket := dispatcher.slots.claim(progress, 0)))
+    busy.append(dispatcher.slots.claim(Progress(), 0, pinned=other))
+    await asyncio.sleep(60)  # longer than its prefix is worth; the clock stands still while something is due
+    dispatcher.slots.release(busy[0])
+    await turn
+    assert ticket.state == "held"
 
 
 async def test_draining_tells_the_feed_that_no_room_will_come() -> None:

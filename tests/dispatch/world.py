@@ -140,7 +140,7 @@ class Row(Question, Observer):
         self.kind = kind
         self.asked: list[str] = []  # endpoints, in order
         self.starts = self.ends = 0
-        self.result: Reply | Exception | None = None
+        self.result: Reply | BaseException | None = None
         self._world = world
 
     async def send(self, endpoint: str) -> Reply:

@@ -27,11 +27,11 @@ def size(request: Request) -> int:
     return len(request.raw) // 4
 
 
-def looks(request: Request, turns: int = TURNS) -> Say:
+def looks(request: Request, turns: int = TURNS, *, counted: bool = True) -> Say:
     """Looks at one page after another; pages are told by the latest call, since a history may be cut."""
     calls = [call for message in request.conversation() for call in message.tool_calls]
     page = int(calls[-1].arguments.split(":")[1].strip(" }")) + 1 if calls else 0
-    usage = Usage(size(request), 0, 10)
+    usage = Usage(size(request), 0, 10) if counted else Usage()
     if page < turns:
         return CallTools(ToolUse("look", {"page": page}, id=f"look_{page}"), usage=usage, latency=1)
     return Say("done", usage=usage)
@@ -71,6 +71,16 @@ async def test_a_conversation_is_cut_before_it_outgrows_the_context_and_rarely()
     assert 0 < len(cuts(backend)) < TURNS / 3
     assert [event.turn for event in events] == [number + 1 for number in cuts(backend)]
     assert all(event.before_tokens > 0.85 * CONTEXT > event.after_tokens for event in events)
+
+
+@pytest.mark.parametrize("counted_turns", [0, 1])
+@virtual_clock
+async def test_a_conversation_is_cut_in_time_although_the_server_counts_no_tokens(counted_turns: int) -> None:
+    [result], backend, events = await run(lambda request: looks(request, counted=request.turn < counted_turns))
+    assert (result.ok, result.turns) == (True, TURNS + 1)
+    assert max(map(size, backend.requests)) < CONTEXT
+    assert 0 < len(cuts(backend)) < TURNS / 3
+    assert all(event.before_tokens > 0.6 * CONTEXT for event in events)
 
 
 @virtual_clock

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from email.utils import formatdate
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -57,7 +58,8 @@ async def run_one(script: object, **options: object) -> AgentResult[object]:
         (Malformed(b"<html>hello</html>"), "BadResponse", 4),
         (Body({"choices": []}), "BadResponse", 4),
         (Body({"error": {"message": "overloaded", "code": 503}}), "Unavailable", 4),
-        (Say("half an ans", finish_reason="length"), "Truncated", 1),
+        (CallTools(ToolUse("look_up", {"word": "x"}), text="I look", finish_reason="length"), "Truncated", 1),
+        (Say("<think>It must be", finish_reason="length"), "Truncated", 1),
         (Say("half an ans", finish_reason="abort"), "BadResponse", 4),
     ],
     ids=str,
@@ -95,11 +97,19 @@ async def test_a_cut_stream_is_asked_again_and_the_tools_it_started_do_no_harm()
 
 
 @virtual_clock
-async def test_the_text_of_a_truncated_answer_is_kept() -> None:
+async def test_free_text_that_was_cut_at_its_limit_is_the_output_and_marked() -> None:
     result = await run_one([Say("half an ans", finish_reason="length")])
-    assert result.raw_text == "half an ans"
+    assert (result.ok, result.output, result.truncated, result.turns) == (True, "half an ans", True, 1)
+    assert (await run_one([Say("a whole answer")])).truncated is False
+
+
+@pytest.mark.parametrize("options", [{"truncated": "fail"}, {"output_schema": dict[str, int]}], ids=str)
+@virtual_clock
+async def test_a_cut_answer_fails_its_row_with_a_schema_or_on_demand_and_keeps_its_text(options: Any) -> None:
+    result = await run_one([Say('{"a": 1', finish_reason="length")], **options)
+    assert (result.ok, result.truncated, result.raw_text) == (False, False, '{"a": 1')
     assert result.error is not None
-    assert "max_tokens" in result.error.message
+    assert (result.error.type, "max_tokens" in result.error.message) == ("Truncated", True)
 
 
 @virtual_clock

@@ -201,7 +201,11 @@ async def test_a_row_that_is_on_its_way_to_the_disk_when_the_run_is_cancelled_is
         return {"good": Say("answer"), "bad": Say("cut", finish_reason="length"), "slow": Hang()}[request.text]
 
     prepared = BatchAgent.plan(
-        task="{input}", inputs=["bad", "good", "slow"], backend=ScriptedBackend(script), run_dir=tmp_path
+        task="{input}",
+        inputs=["bad", "good", "slow"],
+        backend=ScriptedBackend(script),
+        run_dir=tmp_path,
+        truncated="fail",
     )
     async with Run[str](prepared, open_store=open_store) as stopped:
         await asyncio.to_thread(reached.wait, 10)
@@ -226,7 +230,7 @@ async def test_a_run_that_is_cancelled_twice_leaves_no_lock_behind(tmp_path: Pat
                 await asyncio.sleep(0)
             running.cancel()
         await asyncio.wait([running])
-        assert not is_locked(tmp_path / "lock")
+        assert not is_locked(tmp_path / "run.lock")
 
 
 # The directory
@@ -239,7 +243,7 @@ async def test_a_run_directory_is_its_owner_s_alone(tmp_path: Path) -> None:
         assert directory.stat().st_mode & 0o777 == 0o700
         files = {path.name: path.stat().st_mode & 0o777 for path in directory.iterdir()}
         assert set(files.values()) == {0o600}, files
-        assert files.keys() >= {"run.json", "journal.db", "results.jsonl", "failures.jsonl", "summary.json", "lock"}
+        assert files.keys() >= {"run.json", "journal.db", "results.jsonl", "failures.jsonl", "summary.json", "run.lock"}
 
 
 @pytest.mark.parametrize("option", ["run_dir", "checkpoint_dir"])

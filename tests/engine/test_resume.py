@@ -322,7 +322,7 @@ async def test_only_failures_of_the_named_types_are_tried_again(tmp_path: Path) 
     def script(request: Request) -> Any:
         return {"a": Say("half", finish_reason="length"), "b": Fail(400)}.get(request.text, Say("ok"))
 
-    await run(tmp_path, script)
+    await run(tmp_path, script, truncated="fail")
     results, backend = await run(tmp_path, retry_failed="Rejected")
     assert asked(backend) == ["b"]
     assert [result.error and result.error.type for result in results] == ["Truncated", None, None]
@@ -450,3 +450,12 @@ async def test_a_result_is_delivered_only_when_it_is_on_disk(tmp_path: Path) -> 
     assert min(seen) > 0
     assert seen == sorted(seen)
     assert seen[-1] == sum(r.usage.prompt_tokens + r.usage.completion_tokens for r in results)
+
+
+async def test_a_cut_text_comes_back_from_the_record_marked_or_as_a_failure(tmp_path: Path) -> None:
+    await run(tmp_path, lambda _: Say("half", finish_reason="length"))
+    kept, backend = await run(tmp_path)
+    assert ([(result.output, result.truncated) for result in kept], backend.requests) == ([("half", True)] * 3, [])
+    failed, backend = await run(tmp_path, truncated="fail")
+    assert [result.error and result.error.type for result in failed] == ["Truncated"] * 3
+    assert backend.requests == []

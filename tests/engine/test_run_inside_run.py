@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
-from batch_agent import BatchSpec
+from batch_agent import BatchSpec, Pipeline
+from batch_agent.dispatch.rate_mark import FILE
 from batch_agent.engine.agent.context import AgentContext
 from batch_agent.engine.run.prepare import prepare
 from batch_agent.engine.run.run import Run
@@ -72,3 +74,18 @@ async def test_runs_inside_a_run_are_recorded_in_its_journal_and_not_asked_again
     assert [result.output for result in again[:3]] == [result.output for result in first]
     assert len(backend.requests) == 16
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 4
+
+
+@virtual_clock
+async def test_a_rate_limit_holds_over_a_kill_for_all_stages_of_a_pipeline(tmp_path: Path) -> None:
+    """What the earlier session may have sent counts once, not also what this session has sent before a stage began."""
+    (tmp_path / FILE).touch()
+    seconds = []
+    for directory in (tmp_path, tmp_path / "fresh"):
+        backend = ScriptedBackend(lambda _: Say("ok", latency=1))
+        stages = Pipeline(["a", "b"]).map(name="one", task="1 {input}").map(name="two", task="2 {input}")
+        began = asyncio.get_running_loop().time()
+        await stages.run(backend=backend, model="m", run_dir=directory, resume=True, rpm=100)
+        seconds.append(asyncio.get_running_loop().time() - began)
+    assert 60 < seconds[0] < 70
+    assert seconds[1] < 5

@@ -56,20 +56,52 @@ def parse(text: str, schema: OutputSchema[object] = REVIEW) -> Parsed[object]:
         '\ufeff{"file": "a"}',
         '<think>maybe {"file": "b"}?</think>{"file": "a"}',
         'or {"file": "b"}\n</think>\n{"file": "a"}',
-        'Sure! Here it is: {"file": "a"}. Anything else?',
         '```json\n{"file": "a"}\n```',
-        'Sure:\n```\n{"file": "a"}\n```\nDone {x}.',
-        '```json {"file": "a"} ```',
-        'First {"file": "b"}, finally {"file": "a"}',
-        '{"file": "b"}\n{"file": "a"}',
-        'Other {"x": 1}, mine {"file": "a"}, see [1] and {"note": 2}',
-        'Not {"file": "b"} but\n```json\n{"file": "a"}\n```\nand not {"file": "b"}',
-        '{{"file": "a"}}',
-        'It\'s {braced} [1] and {"file": "a"}',
     ],
 )
-def test_an_answer_in_any_dress_is_read_exactly(text: str) -> None:
+def test_an_answer_without_prose_is_read_exactly(text: str) -> None:
     assert parse(text) == Parsed(A, repaired=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Sure! Here it is: {"file": "a"}. Anything else?',
+        'Sure, I can do that.\n\n{"file": "a"}\n\nI hope this helps!',
+        '{"file": "a"}\n\nExplanation: the file is a.',
+        'It has two faults, the second of which is in a\n\n{"file": "a"}',
+        '**Answer:** `{"file": "a"}`',
+        'answer = {"file": "a"};',
+        '<answer>{"file": "a"}</answer>',
+        'Sure:\n```\n{"file": "a"}\n```\nDone {x}.',
+        '```json {"file": "a"} ```',
+        'First: {"file": "b"}\nFinally: {"file": "a"}',
+        '{"file": "b"}\n{"file": "a"}',
+        '{"file": "a"}\n\nNote that {"file": "b"} would be wrong.',
+        'Other {"x": 1}, mine: {"file": "a"}\nsee [1] and {"note": 2}',
+        'Not {"file": "b"} but\n```json\n{"file": "a"}\n```\nand not {"file": "b"}',
+        '{{"file": "a"}}',
+    ],
+)
+def test_an_answer_that_stands_apart_from_prose_is_taken_and_marked(text: str) -> None:
+    assert parse(text) == Parsed(A, repaired=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'I considered {"file": "a"} but refuse.',
+        'I considered\n{"file": "a"}\nbut refuse.',
+        'I considered: {"file": "a"}, but refuse.',
+        '{"file": "a"} is what I would say if I were allowed to.',
+        "I considered {'file': 'a',} but refuse.",
+        'I will not answer {"file": "a"}',
+        '```\nprint({"file": "a"})\n```',
+    ],
+)
+def test_json_inside_a_sentence_is_not_the_answer(text: str) -> None:
+    with pytest.raises(NotJSON, match="inside a sentence"):
+        parse(text)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +115,7 @@ def test_an_answer_in_any_dress_is_read_exactly(text: str) -> None:
         'Here: ```json\n{"file": "a", "severity": "low",\n',
         '{"file": "a" "severity": "low"}',
         '{"file": "a", // the name\n "severity": "low"}',
-        'Sure: {"file": "a", "severity": "low",} bye',
+        'Sure: {"file": "a", "severity": "low",}\nbye',
     ],
 )
 def test_what_is_nearly_json_is_mended_and_marked(text: str) -> None:
@@ -104,7 +136,7 @@ def test_quotes_and_braces_inside_strings_survive_mending() -> None:
     ("text", "file"),
     [
         ("{'file': 'a } b'}", "a } b"),
-        ("So: {'file': 'a, } b', 'n': 3} and that's it", "a, } b"),
+        ("So: {'file': 'a, } b', 'n': 3}. That's it", "a, } b"),
         ("{'file': 'it's a } b', 'n': [1, 2,],}", "it's a } b"),
         ("{'file': 'x, } y', 'ok': True, 'why': None}", "x, } y"),
         ("{'file': 'True, or \"None\" } ', }", 'True, or "None" } '),
@@ -135,19 +167,20 @@ def test_an_object_as_python_writes_it_is_read_exactly(value: dict[str, object],
         (int, "42", Parsed(42, False)),
         (int, "```\n42\n```", Parsed(42, False)),
         (int, "<think>7</think>\n42", Parsed(42, False)),
+        (int, "So:\n```\n42\n```", Parsed(42, True)),
         (Literal["yes", "no"], '"yes"', Parsed("yes", False)),
         (Literal["yes", "no"], "yes", Parsed("yes", True)),
         (Literal["1", "2"], "1", Parsed("1", True)),
         (Literal["yes", "no"], "So:\n```\nno\n```", Parsed("no", True)),
         (Annotated[str, annotated_types.MinLen(2)], "free text", Parsed("free text", True)),
         (list[Review], '[{"file": "a"}, {"file": "b"}]', Parsed([A, B], False)),
-        (list[Review], 'Two: [{"file": "a"}, {"file": "b"}].', Parsed([A, B], False)),
+        (list[Review], 'Two: [{"file": "a"}, {"file": "b"}].', Parsed([A, B], True)),
         (list[Review], '[{"file": "a"}, {"file": "b"},]', Parsed([A, B], True)),
         (list[Review], '[{"file": "a"}, {"file": "b', Parsed([A, B], True)),
         (list[int], "see: [1, 2", Parsed([1, 2], True)),
         (Review | None, "null", Parsed(None, False)),
         (Strict, '{"pair": [1, 2],}', Parsed(Strict(pair=(1, 2)), True)),
-        ({"type": "object", "required": ["file"]}, 'x {"file": 1}', Parsed({"file": 1}, False)),
+        ({"type": "object", "required": ["file"]}, 'x: {"file": 1}', Parsed({"file": 1}, True)),
     ],
 )
 def test_every_kind_of_schema_is_served(kind: object, text: str, parsed: Parsed[object]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.core import Scheduler, Ticket
@@ -315,65 +313,3 @@ def test_what_a_token_costs_that_is_not_cached_is_learnt_from_answers() -> None:
         tokens = 10_000 * (number % 7)
         cost.learn(tokens, 2.0 + tokens * 0.001)
     assert cost.seconds(1000) == pytest.approx(1.0, rel=0.05)
-
-
-operations = st.lists(
-    st.tuples(
-        st.sampled_from(["ask", "turn", "answer", "withdraw", "down", "up", "join", "leave"]), st.integers(0, 99)
-    ),
-    max_size=150,
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(operations)
-def test_in_any_order_of_events_limits_hold_and_nobody_is_lost(steps: list[tuple[str, int]]) -> None:
-    scheduler = fleet(3, ceiling=2, max_inflight=5)
-    waiting: set[Ticket] = set()
-    held: list[Ticket] = []
-    resting: list[Progress] = []
-    for now, (step, number) in enumerate(steps):
-        if step == "ask":
-            waiting.add(ask(scheduler, None if number % 2 else _keyed(scheduler, number)))
-        elif step == "turn" and resting:
-            waiting.add(scheduler.request(resting.pop(), number % 3, now))
-        elif step == "answer" and held:
-            ticket = held.pop(number % len(held))
-            answer(scheduler, ticket, seconds=1.0 + number % 5, tokens=number * 1000)
-            resting.append(ticket.progress)
-        elif step == "withdraw" and waiting:
-            ticket = sorted(waiting, key=id)[number % len(waiting)]
-            waiting.remove(ticket)
-            scheduler.give_back(ticket)
-        elif step in ("down", "up"):
-            endpoint = scheduler.endpoints[number % len(scheduler.endpoints)]
-            endpoint.health.state = "down" if step == "down" else "healthy"
-            scheduler.touch(endpoint)
-        elif step == "join":
-            scheduler.add(serving(f"new {now}", 2))
-        elif step == "leave" and sum(not endpoint.leaving for endpoint in scheduler.endpoints) > 1:
-            scheduler.leave(next(endpoint for endpoint in scheduler.endpoints if not endpoint.leaving))
-        for ticket in granted(scheduler, float(now)):
-            waiting.remove(ticket)
-            held.append(ticket)
-        assert scheduler.waiting == len(waiting)
-        assert scheduler.inflight == len(held) <= 5
-        for endpoint in scheduler.endpoints:
-            there = [ticket for ticket in held if ticket.endpoint is endpoint]
-            assert endpoint.inflight == len(there)
-            # A trial goes beside what is lost there.
-            assert sum(not ticket.trial for ticket in there) <= 2
-    for endpoint in scheduler.endpoints:
-        endpoint.health.state = "healthy"
-        scheduler.touch(endpoint)
-    while held or waiting:
-        for ticket in granted(scheduler, 1e9):
-            waiting.remove(ticket)
-            held.append(ticket)
-        assert held, "somebody waits, and nothing is in flight"
-        scheduler.give_back(held.pop())
-
-
-def _keyed(scheduler: Scheduler, number: int) -> Progress:
-    scheduler.start_agent()
-    return Progress(key=f"key {number % 5}")

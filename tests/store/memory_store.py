@@ -26,7 +26,13 @@ class MemoryStore:
         return len(self._progress)
 
     def spent(self) -> tuple[int, float]:
-        return sum(past.tokens for past in self._progress), sum(past.cost or 0.0 for past in self._progress)
+        spent = [(past.tokens, past.cost or 0.0) for past in self._progress]
+        leases = [past.lease or (0, 0.0) for past in self._progress]
+        both = list(zip(spent, leases, strict=True))
+        return sum(max(s[0], lent[0]) for s, lent in both), sum(max(s[1], lent[1]) for s, lent in both)
+
+    def learnt(self) -> tuple[int, ...] | None:
+        return next((past.learnt for past in reversed(self._progress) if past.learnt is not None), None)
 
     def next_agent(self) -> int:
         return max((entry.agent for entry in self._entries), default=0) + 1

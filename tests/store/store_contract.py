@@ -110,3 +110,20 @@ class StoreContract:
         store = opened()
         assert store.spent() == (22, 0.75)
         store.close()
+
+    def test_a_lease_that_was_not_returned_is_spent_and_what_was_learnt_is_there_for_the_next_session(
+        self, opened: Opened
+    ) -> None:
+        for progress in (
+            Progress(tokens=10, cost=0.5, lease=(90, 0.25)),  # killed
+            Progress(tokens=20, cost=None, lease=(5, 0.0), learnt=(1, 2, 3)),
+            Progress(tokens=30, cost=1.0),  # at its end
+        ):
+            store = opened()
+            store.begin(b"f", "now")
+            store.commit([], Progress(lease=(1000, 9.0)))
+            store.commit([], progress)
+            store.close()
+        store = opened()
+        assert (store.spent(), store.learnt()) == ((140, 1.5), (1, 2, 3))
+        store.close()

@@ -14,9 +14,10 @@ from batch_agent.errors import StoreError
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply, Usage
 from batch_agent.store.base import Entry, Identity, Progress
-from batch_agent.store.journal import AT_ONCE, BACKLOG, GATHERING, Journal
+from batch_agent.store.journal import AT_ONCE, BACKLOG, GATHERING, OVERDUE, Journal
 from batch_agent.store.steps import Done, Past, Spent
 from batch_agent.store.trail import Trail
+from batch_agent.testing import virtual_clock
 
 
 class Disk:
@@ -44,6 +45,23 @@ class Disk:
 
     def write(self, results: Sequence[AgentResult[object]]) -> None:
         self.order += [f"line {result.index}" for result in results]
+
+
+class Purse:
+    def __init__(self) -> None:
+        self.told: list[StoreError | None] = []
+
+    def so_far(self) -> tuple[int, float | None]:
+        return 45, 0.75
+
+    def lease(self) -> tuple[int, float] | None:
+        return 100, 1.0
+
+    def learnt(self) -> tuple[int, ...] | None:
+        return None
+
+    def leased(self, error: StoreError | None = None) -> None:
+        self.told.append(error)
 
 
 @asynccontextmanager
@@ -171,11 +189,43 @@ async def test_many_waiters_go_on_a_few_at_a_time() -> None:
 async def test_what_the_session_has_spent_is_recorded_with_what_it_did() -> None:
     disk = Disk()
     disk.may_commit.release(10)
-    async with journal(disk, spent=lambda: (45, 0.75)) as book:
+    account = Purse()
+    async with journal(disk, account=account) as book:
         trail = Trail(book, Identity(b"k", b"r"), book.new_agent())
         trail.add(entry().step)
         await trail.settle()
-    assert disk.progress == Progress(tokens=45, cost=0.75)
+        assert (disk.progress, account.told) == (Progress(tokens=45, cost=0.75, lease=(100, 1.0)), [None])
+        book.touch()
+        await book.flush()
+        assert (disk.commits[1:], account.told) == ([[]], [None, None])
+        assert book.progress == Progress(tokens=45, cost=0.75)  # at its end a session returns its lease
+
+
+async def test_an_account_is_told_that_its_lease_will_never_be_on_disk() -> None:
+    disk, account = Disk(), Purse()
+    disk.error = StoreError("the disk is full")
+    async with journal(disk, account=account) as book:
+        book.touch()
+        disk.may_commit.release()
+        with pytest.raises(StoreError):
+            await book.flush()
+        book.touch()
+        assert account.told == [disk.error]
+
+
+@virtual_clock
+async def test_a_commit_that_takes_long_is_overdue_until_it_is_done() -> None:
+    disk = Disk()
+    told: list[bool] = []
+    async with journal(disk, on_overdue=told.append) as book:
+        number = book.add(entry())
+        await asyncio.sleep(0.9 * OVERDUE)
+        assert told == []
+        await asyncio.sleep(0.2 * OVERDUE)
+        assert told == [True]
+        disk.may_commit.release()
+        await book.wait(number)
+    assert told == [True, False]
 
 
 async def test_rows_that_come_from_the_record_show_in_the_progress() -> None:

@@ -7,7 +7,9 @@ import fcntl
 import json
 import os
 import resource
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -18,13 +20,15 @@ from typing import Any
 
 import pytest
 
-from batch_agent import BatchAgent
+from batch_agent import BatchAgent, Pipeline
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.messages import Usage
+from batch_agent.store.journal import OVERDUE
 from batch_agent.store.lock import Lock, is_locked
-from batch_agent.store.rundir import RunDir, RunView, _overwrite, read_run
+from batch_agent.store.rundir import JOURNAL, LOCK, RunDir, RunView, _overwrite, read_run
 from batch_agent.store.session import Resuming, Session
 from batch_agent.store.sqlite import SqliteJournal
-from batch_agent.testing import Fail, Say, ScriptedBackend
+from batch_agent.testing import Fail, Request, Say, ScriptedBackend
 
 
 async def run(directory: Path, count: int = 5, script: Any = None) -> tuple[int, ScriptedBackend]:
@@ -54,14 +58,14 @@ def test_a_lock_is_held_by_one_and_free_when_it_is_released(tmp_path: Path) -> N
 def test_a_killed_process_leaves_no_lock_behind(tmp_path: Path) -> None:
     code = "import sys; from batch_agent.store.lock import *; Lock(Path(sys.argv[1])); print(0, flush=True); input()"
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(tmp_path / LOCK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"0\n"
-        assert is_locked(tmp_path / "lock")
+        assert is_locked(tmp_path / LOCK)
         with pytest.raises(StoreError, match=f"process {process.pid} on "):
             RunDir.open(tmp_path, resume=True)
         process.send_signal(signal.SIGKILL)
-    assert not is_locked(tmp_path / "lock")
+    assert not is_locked(tmp_path / LOCK)
 
 
 async def test_a_run_that_was_killed_is_seen_as_interrupted(tmp_path: Path) -> None:
@@ -257,7 +261,7 @@ async def test_the_directory_is_free_as_soon_as_a_run_was_left(tmp_path: Path) -
             task="{input}", inputs=["a"], backend=ScriptedBackend(), run_dir=tmp_path, resume=True
         ) as left:
             left.cancel()
-        assert not is_locked(tmp_path / "lock")
+        assert not is_locked(tmp_path / LOCK)
 
 
 async def test_a_clock_that_goes_backwards_changes_nothing(tmp_path: Path) -> None:
@@ -318,4 +322,79 @@ async def test_a_run_cancelled_while_its_directory_is_opened_lets_go_of_it(tmp_p
         [outcome] = await asyncio.gather(opening, return_exceptions=True)
         if isinstance(outcome, Session):
             await outcome.end("interrupted", "", {})
-        assert not is_locked(tmp_path / "lock")
+        assert not is_locked(tmp_path / LOCK)
+
+
+async def test_another_process_that_keeps_the_journal_to_itself_costs_nothing_but_time(tmp_path: Path) -> None:
+    """While a commit waits, no request is sent."""
+    backend = ScriptedBackend(lambda request: Say(request.text, latency=0.1))
+    options: dict[str, Any] = {"task": "{input}", "inputs": map(str, range(300)), "backend": backend, "model": "m"}
+    async with BatchAgent.open(**options, run_dir=tmp_path, max_inflight=4) as run:
+        results = run.results()
+        first = [await anext(results) for _ in range(10)]
+        other = sqlite3.connect(tmp_path / JOURNAL, isolation_level=None, timeout=30)
+        other.execute("BEGIN EXCLUSIVE")
+        await asyncio.sleep(OVERDUE + 0.5)
+        sent = len(backend.requests)
+        assert sent < 300
+        await asyncio.sleep(4)  # longer than SQLite waits by itself
+        assert len(backend.requests) == sent
+        other.execute("ROLLBACK")
+        other.close()
+        rest = [result async for result in results]
+    assert sorted(int(result.output) for result in first + rest) == list(range(300))
+    assert (len(backend.requests), run.statistics().ended) == (300, "complete")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_process_that_was_forked_off_does_not_keep_the_lock_of_one_that_was_killed(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; from batch_agent.store.lock import *\n"
+        "lock = Lock(Path(sys.argv[1])); child = os.fork()\n"
+        "if child: print(child, flush=True)\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / LOCK)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            assert is_locked(tmp_path / LOCK)
+            process.kill()
+            process.wait()
+            os.kill(child, 0)  # it lives
+            assert is_locked(tmp_path / LOCK) is False
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+async def test_a_run_directory_that_was_deleted_is_not_said_to_be_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+
+    def script(request: Request) -> Say:
+        if request.text == "5":
+            shutil.rmtree(directory)
+        return Say("ok")
+
+    with pytest.raises(StoreError, match="is gone") as raised:
+        await BatchAgent.run(
+            task="{input}",
+            inputs=map(str, range(50)),
+            backend=ScriptedBackend(script),
+            run_dir=directory,
+            max_inflight=1,
+        )
+    assert "is kept" not in str(raised.value)
+
+
+async def test_a_reader_that_opens_the_top_of_a_pipeline_sees_its_stages(tmp_path: Path) -> None:
+    backend = ScriptedBackend(lambda request: Say("ok", usage=Usage(10, completion_tokens=5)))
+    stages = (
+        Pipeline(["a", "b"]).map(name="lock", task="1 {input}").map(name="rates", task="2 {input}").reduce("Sum up")
+    )
+    await stages.run(backend=backend, model="m", run_dir=tmp_path, rpm=1000)
+    view = RunView.of(tmp_path)
+    seen = {
+        name: (stage.state, stage.glance.latest.ok, stage.glance.latest.tokens) for name, stage in view.stages.items()
+    }
+    assert seen == {"lock": ("complete", 2, 30), "rates": ("complete", 2, 30), "reduce": ("complete", 1, 15)}
+    assert (view.state, view.glance.latest.tokens) == ("complete", 75)

@@ -153,13 +153,13 @@ class CountedSockets:
     """Servers that answer a pool and count their open connections, idle ones included. They close none themselves."""
 
     def __init__(self) -> None:
-        self.open = self.peak = self.accepted = 0
+        self.peak = self.accepted = 0
+        self._open: set[asyncio.StreamWriter] = set()
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
-        self.open += 1
-        await asyncio.sleep(0.001)  # what the client has closed before is noticed first
-        self.peak = max(self.peak, self.open)
+        self._open.add(writer)
+        self.peak = max(self.peak, sum(map(_is_open, self._open)))
         try:
             while head := await self._head(reader):
                 length = re.search(rb"content-length: (\d+)", head)
@@ -168,7 +168,7 @@ class CountedSockets:
                 body = b'{"response": "x", "choices": [{"index": 0, "text": "x", "message": {"content": "x"}}]}'
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         finally:
-            self.open -= 1
+            self._open.discard(writer)
             writer.close()
 
     async def _head(self, reader: asyncio.StreamReader) -> bytes:
@@ -184,6 +184,17 @@ class CountedSockets:
                 await stack.enter_async_context(await asyncio.start_server(self, "127.0.0.1", 0)) for _ in range(count)
             ]
             yield [AgentEndpoint("127.0.0.1", server.sockets[0].getsockname()[1]) for server in servers]
+
+
+def _is_open(writer: asyncio.StreamWriter) -> bool:
+    """Whether the client has it open, as the kernel knows it: the event loop may not have read that it was closed."""
+    with socket.fromfd(writer.get_extra_info("socket").fileno(), socket.AF_INET, socket.SOCK_STREAM) as connection:
+        try:
+            return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            return False
 
 
 @asynccontextmanager

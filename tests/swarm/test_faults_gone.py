@@ -30,14 +30,19 @@ async def test_a_slow_server_gets_what_it_can_do_and_no_more() -> None:
 
 async def test_a_server_that_dies_on_the_way_costs_no_prompt() -> None:
     dying: Agent
+    dies = asyncio.Event()
 
     async def die(asked: Asked) -> None:
         if len(dying.asked) == 5:
             asyncio.get_running_loop().create_task(dying.stop())
+            dies.set()
         await asyncio.sleep(0.001 if len(dying.asked) < 5 else 60)
 
-    dying = Agent(die)  # type: ignore[arg-type]
-    async with agents(dying, Agent(), Agent()) as endpoints, VLLMPool(endpoints, dispatch="balanced") as pool:
+    async def wait(asked: Asked) -> None:
+        await dies.wait()  # they must not do all of the work before
+
+    dying, others = Agent(die), [Agent(wait), Agent(wait)]  # type: ignore[arg-type]
+    async with agents(dying, *others) as endpoints, VLLMPool(endpoints, dispatch="balanced") as pool:
         responses = await pool.send_all([str(i) for i in range(100)], inflight=5)
     assert [response.text for response in responses] == [f"<{i}>" for i in range(100)]
     assert max(response.attempts for response in responses) > 1

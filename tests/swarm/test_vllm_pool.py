@@ -384,6 +384,14 @@ async def test_half_of_a_surrogate_pair_is_sent_as_what_can_be(dispatch: Any) ->
     assert all(response.success for response in responses)
 
 
+async def test_half_of_a_surrogate_pair_in_an_answer_is_read() -> None:
+    text = b'{"choices": [{"index": 0, "message": {"content": "a\\ud83d"}}]}'
+    agent = Agent(lambda asked: web.Response(body=text, content_type="application/json"))
+    async with agents(agent) as endpoints, VLLMPool(endpoints) as pool:
+        response = await pool.post(0, "x")
+    assert (response.success, response.text) == (True, "a\ufffd")
+
+
 async def test_a_key_is_sent_and_never_shown() -> None:
     agent = Agent(lambda asked: refuse(401, "the key secret-key is wrong"))
     async with agents(agent) as endpoints, VLLMPool(endpoints, api_key="secret-key") as pool:

@@ -154,3 +154,36 @@ async def test_a_finished_stage_is_not_run_again(tmp_path: Path) -> None:
     _, survey = await research(backend, run_dir=tmp_path, resume=True)
     assert (survey, [request.text.split()[0] for request in backend.requests]) == ("survey", ["Sum"])
     assert RunView.of(tmp_path).state == "complete"
+
+
+class Loose(BaseModel):
+    items: list[dict[str, str]]
+
+
+def loose(request: Request) -> ScriptedReply:
+    if request.text.startswith("Plan"):
+        return Say(json.dumps({"items": [{"question": "why"}, {"question": "how"}]}))
+    return answer(request)
+
+
+@virtual_clock
+async def test_one_mapping_is_one_row_of_the_plan() -> None:
+    backend = ScriptedBackend(answer)
+    results, _ = await research(backend, plan_inputs={"topic": "x"})
+    assert backend.requests[0].text == "Plan for x"
+    assert len(results) == 3
+
+
+@virtual_clock
+async def test_items_that_are_free_mappings_are_named_by_their_fields() -> None:
+    known = {"plan_output_schema": Loose, "task": "Find {question} as number {index}"}
+    results, _ = await research(ScriptedBackend(loose), **known)
+    assert [result.output.text for result in results] == ["Find why as number 0", "Find how as number 1"]
+
+
+@virtual_clock
+async def test_a_field_that_a_free_mapping_lacks_is_named_when_the_plan_is_known() -> None:
+    backend = ScriptedBackend(loose)
+    with pytest.raises(SpecError, match=r"\{answer\}, which the first input does not have .*: item, index, question"):
+        await research(backend, plan_output_schema=Loose, task="Find {answer}")
+    assert [request.text for request in backend.requests] == ["Plan for x"]

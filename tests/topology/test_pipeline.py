@@ -56,11 +56,11 @@ async def test_flat_map_numbers_its_rows_in_order_and_filter_leaves_rows_out() -
 
 
 @virtual_clock
-async def test_functions_before_the_first_model_read_the_inputs_one_by_one() -> None:
+async def test_functions_before_the_first_model_read_the_inputs_as_they_are_needed() -> None:
     read: list[int] = []
 
     async def inputs() -> AsyncIterator[int]:
-        for number in range(100):
+        for number in range(1_000):
             read.append(number)
             yield number
 
@@ -68,9 +68,9 @@ async def test_functions_before_the_first_model_read_the_inputs_one_by_one() -> 
     flow = pipeline.map(task="say {input}", output_schema=Word).open(backend=ScriptedBackend(echo), max_inflight=2)
     async with flow:
         await asyncio.sleep(1.5)
-        assert len(read) < 20
+        assert len(read) < 150
         await flow.finish()
-    assert len(flow.nodes[0].results) == 50
+    assert len(flow.nodes[0].results) == 500
 
 
 @virtual_clock

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from typing import Any
+import random
+from typing import Any, cast
 
 from batch_agent import BatchAgent
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, virtual_clock
@@ -44,25 +46,28 @@ async def test_rows_that_do_not_fit_the_context_are_reduced_by_a_tree_in_their_o
 
 
 @virtual_clock
-async def test_partial_reductions_that_are_more_than_one_round_of_slots_go_before_new_agents() -> None:
-    """Fewer than that cost nothing at the end, where the last of them has to be waited for anyway."""
+async def test_parts_are_reduced_while_the_map_is_still_running() -> None:
     backend = ScriptedBackend(answer)
-    await tree(backend, 60, reduce_tree=5)
+    await tree(backend, 200, max_inflight=16, model_max_context=700, min_response_tokens=100)
     kinds = [bool(rows_of(request)) for request in backend.requests]
     last_leaf = max(place for place, reduces in enumerate(kinds) if not reduces)
-    assert 20 < kinds.index(True) < 30
-    assert sum(kinds[:last_leaf]) >= 6
+    assert kinds.index(True) < 100
+    assert sum(kinds[:last_leaf]) >= 3
 
 
 @virtual_clock
-async def test_a_partial_reduction_takes_a_slot_that_is_free() -> None:
-    def slow_last(request: Request) -> ScriptedReply:
-        return Say("11", latency=9) if request.text == "11" else answer(request)
+async def test_the_parts_are_the_same_whatever_the_order_in_which_rows_end() -> None:
+    async def requests_of(seed: int) -> set[str]:
+        chance = random.Random(seed)
 
-    backend = ScriptedBackend(slow_last)
-    outcome = await tree(backend, 12, reduce_tree=4)
-    times = [bool(rows_of(request)) for request in backend.requests]
-    assert (times, outcome[1]) == ([False] * 12 + [True] * 4, ",".join(map(str, range(12))))
+        def shuffled(request: Request) -> ScriptedReply:
+            return dataclasses.replace(cast(Say, answer(request)), latency=chance.uniform(1, 9))
+
+        backend = ScriptedBackend(shuffled)
+        await tree(backend, 60, model_max_context=700, min_response_tokens=100)
+        return {request.text for request in backend.requests}
+
+    assert await requests_of(1) == await requests_of(2)
 
 
 @virtual_clock

@@ -255,6 +255,11 @@ class Backend(ABC):
         """Sets where a ``patient`` backend records what it has sent, so that a resumed run finds it again. None: it
         records nothing. Called before the backend is entered."""
 
+    def has_bought(self, request: ModelRequest) -> bool:
+        """Whether the answer was paid for already, in an earlier session or by a turn that was given up. If it turns
+        out that there is none, the request fails and is asked again."""
+        return False
+
 
 async def caught(asking: Awaitable[Reply]) -> Reply | BackendError:
     """The answer, or the BackendError that was raised instead."""

@@ -60,6 +60,8 @@ class CachedModel:
 
 def cache_file(where: bool | str | Path, environ: Mapping[str, str] = os.environ) -> Path:
     """The file in a directory that was named, else in ``BATCH_AGENT_CACHE``, else in the user's cache directory."""
+    if isinstance(where, str) and not where.strip():
+        raise SpecError("cache is empty: name a directory, or give True for your cache directory")
     if not isinstance(where, bool):
         return Path(where).expanduser() / FILE
     if named := environ.get(VARIABLE):
@@ -158,6 +160,7 @@ class ResponseStore:
     # SQLite
 
     def _connect(self) -> None:
+        self._make_private()
         self._connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
         with suppress(sqlite3.OperationalError):  # another process is doing the same; the file remembers it
             self._connection.execute("PRAGMA journal_mode = WAL")
@@ -173,6 +176,13 @@ class ResponseStore:
                 raise sqlite3.NotSupportedError(f"its version is {version}, and this release reads {VERSION}")
             total = self._connection.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
         self._size_bytes = int(total[0])
+
+    def _make_private(self) -> None:
+        """Answers may quote what was asked. SQLite gives the files beside it the same rights."""
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        if self.path.stat().st_mode & 0o077:
+            with suppress(PermissionError):  # another user's, who shares it
+                self.path.chmod(0o600)
 
     def _begin_anew(self, error: sqlite3.Error) -> None:
         self.close()

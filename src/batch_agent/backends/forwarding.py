@@ -85,3 +85,6 @@ class ForwardingBackend(Backend):
 
     def keep(self, directory: Path | None) -> None:
         self.inner.keep(directory)
+
+    def has_bought(self, request: ModelRequest) -> bool:
+        return self.inner.has_bought(request)

@@ -72,6 +72,15 @@ COMMANDS: Mapping[str, Command] = {
         "make a table of the results in a run directory",
         "The results in a run directory, finished or not, as another file, in input order.",
     ),
+    "tools": Command(
+        "list the tools of a spec, those of MCP servers included",
+        "The tools that agents could call, with what a model is told of them. MCP servers are started, or connected "
+        "to, for their lists.",
+    ),
+    "mcp": Command(
+        "serve this engine to coding agents, as an MCP server",
+        "An MCP server on standard input and output: a coding agent plans, starts, watches and reads batches with it.",
+    ),
     "models": Command(
         "the models of local://, and fetching them",
         "The models that local:// can use on this machine: in the cache, or to be had by name.",

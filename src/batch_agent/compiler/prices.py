@@ -59,7 +59,7 @@ class Prices:
                 rates = tier
         if rates is None:
             return 0.0
-        fresh = usage.prompt_tokens - usage.cached_tokens - usage.cache_write_tokens
+        fresh = max(0, usage.prompt_tokens - usage.cached_tokens - usage.cache_write_tokens)
         prompt = fresh * rates.input + usage.cached_tokens * rates.cached + usage.cache_write_tokens * rates.cache_write
         return (prompt + usage.completion_tokens * rates.output) / MILLION
 

@@ -2,8 +2,9 @@
 
 A brace pair is a field when what stands between is an identifier, ``{path}``, a place in a field's data,
 ``{user.name}`` or ``{items[0]}``, or exactly the name of a field of the first input, ``{First Name}``. One that the
-input does not have is an error, because it is nearly always a misspelling. Every other brace is text: ``{"a": {"b":
-1}}``, ``{}``, ``{a: b}``, ``{ x }`` are sent as written.
+input does not have is an error, because it is nearly always a misspelling. So are words that resemble a field's name,
+but for case, spaces or a few letters: ``{first name}``, ``{ path }``, ``{Frist Name}``. Every other brace is text:
+``{"a": {"b": 1}}``, ``{}``, ``{a: b}``, ``{ x }`` without a field ``x`` are sent as written.
 
 Doubled braces stand for single ones, as in ``str.format``: ``{{"a": 1}}`` and ``{{other}}`` are literal. Braces count
 as doubled when two adjacent ones open and two adjacent ones close the same stretch, or when neither of two adjacent
@@ -29,6 +30,10 @@ from batch_agent.errors import SpecError
 _BRACE = re.compile(r"[{}]")
 # What str.format reads after a field's name: a conversion, a format or both. Other words after a colon are text.
 _FORMAT = re.compile(r"(![rsa])?(:(.?[<>=^])?[-+ ]?z?#?0?\d*[,_]?(\.\d+)?[bcdeEfFgGnosxX%]?)?")
+_WORDS = re.compile(r"[^\n\"'`:;,=<>{}]{1,80}")  # what may be a name; JSON and code have other characters too
+_BETWEEN = re.compile(r"[\W_]+")
+RESEMBLES = 0.8  # of the letters, from which on two names of LEAST letters are taken for one misspelt
+LEAST = 4
 Partners = dict[int, int | None]
 Piece = tuple[str, bool]  # a stretch of a prompt, and whether it was filled in
 
@@ -184,16 +189,32 @@ def _is_field(name: str, fields: Collection[str]) -> bool:
     if root in fields:
         return True
     if root.isidentifier():
-        _refuse_unknown(name, root, fields)
+        near = _nearest(root, fields, 0.6)
+        _refuse_unknown(name, root, near and near + name.removeprefix(root), fields)
     _refuse_other_languages(name, fields)
+    if _WORDS.fullmatch(name) and (near := _nearest(name, fields, RESEMBLES)):
+        _refuse_unknown(name, name, near, fields)
     return False
 
 
-def _refuse_unknown(name: str, root: str, fields: Collection[str]) -> NoReturn:
-    near = difflib.get_close_matches(root, fields, n=1)
-    hint = f"Did you mean {{{near[0]}{name.removeprefix(root)}}}? " if near else ""
+def _nearest(name: str, fields: Collection[str], cutoff: float) -> str:
+    """The field that is called like that but for case, spaces and marks; else one with mostly the same letters."""
+    plain = {_plain(field): field for field in fields}
+    if (same := plain.get(_plain(name))) is not None and _plain(name):
+        return same
+    long_enough = [field for field in plain if len(field) >= LEAST or cutoff < RESEMBLES]
+    near = difflib.get_close_matches(_plain(name), long_enough, n=1, cutoff=cutoff)
+    return plain[near[0]] if near else ""
+
+
+def _plain(name: str) -> str:
+    return _BETWEEN.sub("", name).casefold()
+
+
+def _refuse_unknown(name: str, unknown: str, near: str, fields: Collection[str]) -> NoReturn:
+    hint = f"Did you mean {{{near}}}? " if near else ""
     raise SpecError(
-        f"task names the field {{{root}}}, which the first input does not have (its fields: {listed(fields)}). "
+        f"task names the field {{{unknown}}}, which the first input does not have (its fields: {listed(fields)}). "
         f"{hint}Write {{{{{name}}}}} to send the braces as text."
     )
 

@@ -23,6 +23,8 @@ class Budgets:
 
     def keep(self, mark: RateMark, endpoints: Iterable[Endpoint]) -> None:
         """Keep the user's rate limits over a kill: what an earlier session may have used counts."""
+        if self._mark is mark:  # runs inside a run share it
+            return
         self._mark = mark
         left = mark.seconds_left()
         for endpoint in endpoints if left else ():

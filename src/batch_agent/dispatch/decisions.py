@@ -17,15 +17,17 @@ from batch_agent.scheduler.endpoint import Endpoint
 
 
 class Decisions:
-    """``start_probe`` probes an endpoint, and returns None if it cannot be probed."""
+    """``start_probe`` probes an endpoint, and returns None if it cannot be probed. ``few_rows`` says whether too few
+    rows are left to tell a bad row from a bad endpoint."""
 
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
         start_probe: Callable[[Endpoint], asyncio.Task[Probe] | None],
+        few_rows: Callable[[], bool],
         pump: Callable[[], None],
     ) -> None:
-        self._endpoints, self._start_probe, self._pump = endpoints, start_probe, pump
+        self._endpoints, self._start_probe, self._few_rows, self._pump = endpoints, start_probe, few_rows, pump
         self.waiting: dict[Ticket, tuple[asyncio.Future[bool], int]] = {}  # with how many failures were undecided
         self.under_way = 0  # rows whose own failures are undecided
 
@@ -62,12 +64,14 @@ class Decisions:
         """The step once there is evidence for it."""
         row, history, alone = ticket.row, endpoint.server.history, False
         if verdict.hears_probe:
-            await self._ask_probe(attempt, endpoint, alone=verdict.alone)
-            alone = verdict.alone
+            is_up = await self._ask_probe(attempt, endpoint)
+            alone = is_up and verdict.alone and self._few_rows()  # others may have come meanwhile
+            if alone:
+                history.contradict(attempt)
         while not endpoint.given_up:
             step = next_step(row, max_retries, retryable=retryable, move=verdict.move)
             if step == "wait" and alone:
-                if max_retries and not history.is_ripe(attempt):
+                if max_retries and not any(each.server.history.is_ripe(attempt) for each in self._endpoints):
                     return "retry"
                 for each in self._endpoints:
                     each.server.history.give_up_on(row)
@@ -76,22 +80,25 @@ class Decisions:
                 return step
             alone = await self._decided(ticket)
             if alone and step == "wait":
-                await self._ask_probe(attempt, endpoint, alone=True)
+                is_up = await self._ask_probe(attempt, endpoint)
+                alone = is_up and not endpoint.server.inflight
+                if alone:
+                    history.contradict(attempt)
         return "retry"
 
-    async def _ask_probe(self, attempt: Attempt, endpoint: Endpoint, *, alone: bool) -> None:
-        """Note what a probe of the endpoint says about the row."""
+    async def _ask_probe(self, attempt: Attempt, endpoint: Endpoint) -> bool:
+        """Whether the endpoint is up, as far as a probe can tell. Notes that the row has crashed it."""
         row = attempt.row
         can_crash = attempt.outcome == "broken" and attempt.sound and (attempt.trial or row.suspect)
         probing = self._start_probe(endpoint)
         if probing is not None:
             await asyncio.wait([probing])
         found = None if probing is None or probing.cancelled() else probing.result()
-        if found is not None and found.state == "down":
-            endpoint.server.history.alone.pop(row, None)
-            row.crashes += can_crash
-        elif alone:
-            endpoint.server.history.contradict(attempt)
+        if found is None or found.state != "down":
+            return True
+        endpoint.server.history.alone.pop(row, None)
+        row.crashes += can_crash
+        return False
 
     async def _decided(self, ticket: Ticket) -> bool:
         """Wait for evidence. True: nobody is left to give it."""

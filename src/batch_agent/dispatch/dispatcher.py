@@ -171,7 +171,7 @@ class Dispatcher:
             observer.sent(sent - queued)
             try:
                 if policy.hedge is None or len(self.scheduler.endpoints) == 1:
-                    reply = await self.attempt(question, ticket, policy.timeout)
+                    reply = await self.attempt(question, ticket, policy)
                 else:
                     reply = await hedged(self, question, ticket, policy)
                 cost = None if call is None else call.settle(reply.usage, cached=reply.saved is not None)
@@ -216,19 +216,19 @@ class Dispatcher:
                 raise
         return together.answers
 
-    async def attempt(self, question: Question, ticket: Ticket, timeout: float | None) -> Reply:
+    async def attempt(self, question: Question, ticket: Ticket, policy: Policy) -> Reply:
         """Send the question once, with the slot that the ticket holds, and learn from the answer."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         began = asyncio.get_running_loop().time()
-        deadline = self.endpoints.flights.begin(ticket, timeout)
+        deadline = self.endpoints.flights.begin(ticket, policy.timeout)
         try:
             with deadline:
                 reply = await question.send(endpoint.name)
         except TimeoutError:
             if not deadline.expired:
                 raise
-            raise Timeout(self._too_late(ticket, began, timeout), text=question.text) from None
+            raise Timeout(self._too_late(ticket, began, policy), text=question.text) from None
         except asyncio.CancelledError:
             if cancelled_by_us():
                 raise
@@ -270,7 +270,11 @@ class Dispatcher:
             return None
         if endpoint.server.rates is not None:
             await self.endpoints.budgets.afford(ticket, partial(spending.expect, request))
-        return spending.reserve_nowait(request) or await spending.reserve(request)
+        if (call := spending.reserve_nowait(request)) is not None:
+            return call
+        return await spending.reserve(
+            request, bought=isinstance(self.backend, Backend) and self.backend.has_bought(request)
+        )
 
     def _is_worth(self, policy: Policy, ticket: Ticket) -> bool:
         if policy.wanted is not None and not policy.wanted():
@@ -293,12 +297,14 @@ class Dispatcher:
     def name(self) -> str:
         return "the server" if self.backend is None else self.backend.name
 
-    def _too_late(self, ticket: Ticket, began: float, timeout: float | None) -> str:
+    def _too_late(self, ticket: Ticket, began: float, policy: Policy) -> str:
         seconds = asyncio.get_running_loop().time() - began
         if ticket.recalled:
             return f"{self.name} was taken back after {seconds:.3g} s, to be sent elsewhere or later"
-        allowed = f"{seconds:.3g} s, on trial after an outage" if ticket.trial else f"timeout_per_turn, {timeout:g} s"
-        return f"{self.name} gave no complete answer in {allowed}"
+        if ticket.trial:
+            return f"{self.name} gave no complete answer in {seconds:.3g} s, on trial after an outage"
+        option = policy.timeout_option and f"{policy.timeout_option}, "
+        return f"{self.name} gave no complete answer in {option}{policy.timeout or seconds:g} s"
 
     # Outages, for those who do not wait
 
@@ -418,7 +424,7 @@ class Dispatcher:
         """Send nothing more there; what a dead endpoint has in flight is taken back."""
         self.scheduler.leave(endpoint)
         if endpoint.inflight:
-            self.endpoints.probe(endpoint)
+            self.endpoints.leave(endpoint)
         self.slots.pump()
         self._reject_impatient()
 

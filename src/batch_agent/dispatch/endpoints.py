@@ -24,7 +24,6 @@ from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcom
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.engine_load import Reading
-from batch_agent.scheduler.health import SHORTEST_SILENCE, SILENCE_FACTOR
 from batch_agent.scheduler.limit_search import LimitSearch
 from batch_agent.scheduler.rates import is_spent
 
@@ -55,7 +54,7 @@ class EndpointMonitor:
         on_limit: OnLimit,
         on_over: OnOver,
     ) -> None:
-        self._scheduler, self._all = scheduler, scheduler.endpoints
+        self._scheduler, self._all, self._router = scheduler, scheduler.endpoints, scheduler.router
         self._max_outage = inf if max_outage is None else max_outage
         self._max_silence = inf if max_outage == inf else min(self._max_outage, NEVER_REACHED)  # before the first word
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
@@ -67,7 +66,7 @@ class EndpointMonitor:
         self.flights = Flights(scheduler.router, self._pump)
         self.budgets = Budgets(self.arm)
         self._probes = Probes(backend, self.found)
-        self.decisions = Decisions(self._all, self.probe, self._pump)
+        self.decisions = Decisions(self._all, self.probe, lambda: self._slots.few_rows, self._pump)
 
     def start(self, slots: Slots) -> None:
         self._slots = slots
@@ -149,11 +148,10 @@ class EndpointMonitor:
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
             outcome = "broken"  # a lone request cannot be too many: the server, or this row, has another problem
         attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, ticket.sound, left)
-        others, few = self.others_work(endpoint) and ticket.pinned is None, self._slots.few_rows
+        others, few = self._router.others_work(endpoint) and ticket.pinned is None, self._slots.few_rows
         verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
         server.history.add(attempt, verdict)
-        if outcome != "recalled" or ticket.avoid is None:  # it still avoids the endpoint where it failed
-            ticket.avoid = endpoint if verdict.move else None
+        ticket.avoid = ticket.avoid | {endpoint} if verdict.move else frozenset()
         self._apply(endpoint, ticket, error, outcome, verdict, now)
         self.decisions.wake()
         return attempt, verdict
@@ -250,10 +248,6 @@ class EndpointMonitor:
             self._on_limit(endpoint, "asked for")
             self._scheduler.touch(endpoint)
 
-    def others_work(self, endpoint: Endpoint) -> bool:
-        router = self._scheduler.router
-        return len(self._all) > 1 and router.working > router.works(endpoint)
-
     def _wake(self, endpoint: Endpoint) -> None:
         self._scheduler.touch(endpoint)
         self._pump()
@@ -336,6 +330,8 @@ class EndpointMonitor:
         endpoint.tell_others()
 
     def _trial_failed(self, endpoint: Endpoint, now: float) -> None:
+        health = endpoint.health
+        health.next_trial = max(health.next_trial, now + health.pause(now))
         self._report(endpoint, now)
         if now >= self._patience_ends(endpoint):
             self._lose_patience(endpoint, endpoint.health.what_was_tried(now, self._max_outage))
@@ -350,13 +346,13 @@ class EndpointMonitor:
         """Let the next row be the trial."""
         endpoint.health.trial_over()
         endpoint.health.ready = True
-        trials = self._scheduler.router.trials
-        if self.others_work(endpoint) and endpoint not in trials:
+        trials = self._router.trials
+        if self._router.others_work(endpoint) and endpoint not in trials:
             trials.append(endpoint)
 
     def _lose_patience(self, endpoint: Endpoint, why: str) -> None:
         """An endpoint is given up only when no other works; until then it is probed now and then."""
-        if not endpoint.given_up and not self.others_work(endpoint):
+        if not endpoint.given_up and not self._router.others_work(endpoint):
             self._unreachable.append(endpoint)
             self._give_up(endpoint, "unreachable", why)
 
@@ -392,15 +388,13 @@ class EndpointMonitor:
     def _silent_at(self, endpoint: Endpoint) -> float:
         """When an endpoint has been silent for too long. If too little is known of it, its siblings' usual time
         counts."""
-        if endpoint.health.silent_at < inf or endpoint.health.patient or not self.others_work(endpoint):
+        if endpoint.health.silent_at < inf or endpoint.health.patient or not self._router.others_work(endpoint):
             return endpoint.health.silent_at
-        usual = self._scheduler.router.usual
-        return endpoint.health.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * usual) if usual else inf
+        return endpoint.health.heard + self._router.longest_silence
 
     def _patience_ends(self, endpoint: Endpoint) -> float:
-        health = endpoint.health
-        known = health.answered or health.reached
-        return health.down_since + (self._max_outage if known else self._max_silence)
+        known = endpoint.health.answered or endpoint.health.reached
+        return endpoint.health.down_since + (self._max_outage if known else self._max_silence)
 
     def _look(self, due: list[Endpoint]) -> None:
         now = _now()
@@ -431,20 +425,26 @@ class EndpointMonitor:
             if self._quiet.get(endpoint) != health.heard:  # answers that came while the loop stalled are read first
                 self._quiet[endpoint] = health.heard
                 self._alarms.set(endpoint, now + SECOND_LOOK)
-            elif self.others_work(endpoint):
+            elif self._router.others_work(endpoint):
                 self.probe(endpoint)
             elif health.is_silent(server.inflight, now):
                 self._is_silent(endpoint, now)
 
     def _is_silent(self, endpoint: Endpoint, now: float, why: str = "") -> None:
         endpoint.health.go_down(now, silent=True)
-        silent = f"{endpoint.inflight} requests are in flight, and nothing came back for too long"
-        endpoint.health.reason = why or silent
+        endpoint.health.reason = why or f"{endpoint.inflight} requests are in flight, and nothing came back for long"
         self._goes_down(endpoint, now)
-        if not self.others_work(endpoint):
+        if not self._router.others_work(endpoint):
             self.flights.recall_oldest(endpoint, now)
         else:
             self.flights.recall_all(endpoint, now)
+
+    def leave(self, endpoint: Endpoint) -> None:
+        """Take back what an endpoint that leaves has in flight, if it is down; find out, if that is not known."""
+        if not endpoint.health.is_down:
+            self.probe(endpoint)
+        elif self._router.others_work(endpoint):
+            self.flights.recall_all(endpoint, _now())
 
     # Probes
 
@@ -466,7 +466,7 @@ class EndpointMonitor:
             else:
                 self._is_slow(endpoint, now)
         elif health.state == "on trial" and health.probing:
-            if found.state == "down" and self.others_work(endpoint):
+            if found.state == "down" and self._router.others_work(endpoint):
                 health.reason = found.reason or health.reason
                 health.trials += 1
                 health.trial_over()
@@ -481,7 +481,7 @@ class EndpointMonitor:
 
     def _is_slow(self, endpoint: Endpoint, now: float) -> None:
         """The endpoint is up although it was silent."""
-        if endpoint.health.is_silent(endpoint.server.inflight, now) and self.others_work(endpoint):
+        if endpoint.health.is_silent(endpoint.server.inflight, now) and self._router.others_work(endpoint):
             self._is_silent(endpoint, now)  # it answers probes, and no request that siblings would have answered
             return
         endpoint.health.heard = now

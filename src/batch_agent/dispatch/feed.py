@@ -22,7 +22,7 @@ class Feed:
         self.closed = False  # no new agents, ever
         self.ended = False  # every input was read
         self.rows: int | None = None  # still to be started; None: unknown
-        self.channel: RowChannel | None = None  # set when its rows come from runs that share this dispatcher
+        self.channel: RowChannel[object] | None = None  # set when its rows come from runs that share this dispatcher
         self.room: asyncio.Future[None] | None = None
         self.reading = False  # it waits for its next input
 
@@ -35,14 +35,9 @@ class Feed:
             await self.room
         return False
 
-    def take_from(self, channel: RowChannel) -> None:
+    def take_from(self, channel: RowChannel[object]) -> None:
         """Rows that are not there yet are not counted: they come from rows that are."""
         self.channel, self.rows = channel, 0
-
-    def yields(self, slots: int | None) -> bool:
-        """Whether it leaves its room to other feeds."""
-        channel = self.channel
-        return channel is not None and channel.patient and (slots is None or channel.waiting + 1 < slots)
 
     @property
     def is_hungry(self) -> bool:

@@ -43,16 +43,24 @@ class Flights:
         usually takes."""
         endpoint = ticket.endpoint
         assert endpoint is not None
-        if ticket.trial and (trial := endpoint.health.trial_seconds(ticket.sent_at)) is not None:
-            if self._patient.setdefault(endpoint, ticket) is ticket:
-                trial = endpoint.health.patient_seconds(ticket.sent_at)
-            seconds = min(trial, inf if seconds is None else seconds)
-        deadline = self._deadlines.after(seconds)
+        deadline = self._deadlines.after(self._trial_seconds(ticket, endpoint, seconds) if ticket.trial else seconds)
         flights = self._at.get(endpoint)
         if flights is None:
             flights = self._at[endpoint] = {}
         flights[ticket] = deadline
         return deadline
+
+    def _trial_seconds(self, ticket: Ticket, endpoint: Endpoint, seconds: float | None) -> float | None:
+        """Time limit of a trial. While other endpoints work, it is not waited for longer than they may be silent."""
+        health, limit = endpoint.health, inf if seconds is None else seconds
+        trial = health.trial_seconds(ticket.sent_at)
+        if trial is not None and self._patient.setdefault(endpoint, ticket) is ticket:
+            trial = health.patient_seconds(ticket.sent_at)
+        if trial is not None:
+            limit = min(limit, trial)
+        if self._router.others_work(endpoint) and not health.patient:
+            limit = min(limit, self._router.longest_silence)
+        return None if limit == inf else limit
 
     def within(self, seconds: float) -> Deadline:
         """A time limit for a part of a request."""
@@ -71,6 +79,10 @@ class Flights:
     def at(self, endpoint: Endpoint) -> Collection[Ticket]:
         """The requests that are in flight there."""
         return tuple(self._at.get(endpoint, ()))
+
+    def has(self, ticket: Ticket) -> bool:
+        """Whether its request was sent, and has not ended."""
+        return ticket.endpoint is not None and ticket in self._at.get(ticket.endpoint, ())
 
     def patient(self, endpoint: Endpoint) -> Ticket | None:
         """The trial that may be waited for beside the next ones."""
@@ -137,7 +149,7 @@ class Flights:
         ]
         slow.sort(key=lambda item: -item[0])
         for _, ticket in slow[: int(min(self._router.spare, len(slow)))]:
-            ticket.moved = True
+            ticket.moves += 1
             self.recall(ticket, now)
         self._timer = asyncio.get_running_loop().call_later(max(SHORTEST_TAIL, fast / 2), self._ring)
 
@@ -153,11 +165,12 @@ class Flights:
         if server.seconds:
             queued = place * server.gap / QUEUED if server.seconds > SLOWER * fast else 0.0
             return max((server.seconds - waited) / COMPUTED, queued)
-        return inf if waited > UNKNOWN_FACTOR * self._router.usual else 0.0
+        # Twice as long after each move: between two that have never answered, one may be slow and the other dead.
+        return inf if waited > UNKNOWN_FACTOR * self._router.usual * 2.0 ** min(ticket.moves, 30) else 0.0
 
 
 def _may_move(ticket: Ticket) -> bool:
     """Once, but as often as needed from endpoints that have never answered."""
     assert ticket.endpoint is not None
-    moved = ticket.moved and ticket.endpoint.server.seconds > 0
+    moved = ticket.moves > 0 and ticket.endpoint.server.seconds > 0
     return not (ticket.trial or ticket.pinned or moved or ticket.recalled or ticket.heard_at)

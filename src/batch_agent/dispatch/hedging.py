@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 async def hedged(dispatcher: Dispatcher, question: Question, ticket: Ticket, policy: Policy) -> Reply:
     """The first answer. Raises the error of the first request if neither was answered."""
     loop = asyncio.get_running_loop()
-    first = loop.create_task(dispatcher.attempt(question, ticket, policy.timeout))
+    first = loop.create_task(dispatcher.attempt(question, ticket, policy))
     racers = [first]
     try:
         await asyncio.wait(racers, timeout=policy.hedge)
-        if not first.done():
-            racers.append(loop.create_task(_second(dispatcher, question, ticket, policy)))
-        return await _winner(dispatcher, question, ticket, racers)
+        if first.done():
+            return first.result()
+        other = dispatcher.slots.claim(ticket.progress, ticket.progress.turns, avoid=ticket.endpoint)
+        racers.append(loop.create_task(_second(dispatcher, question, ticket, other, policy)))
+        return await _winner(dispatcher, question, ticket, other, racers)
     finally:
         for racer in racers:
             racer.cancel()
@@ -35,7 +37,7 @@ async def hedged(dispatcher: Dispatcher, question: Question, ticket: Ticket, pol
 
 
 async def _winner(
-    dispatcher: Dispatcher, question: Question, ticket: Ticket, racers: list[asyncio.Task[Reply]]
+    dispatcher: Dispatcher, question: Question, ticket: Ticket, other: Ticket, racers: list[asyncio.Task[Reply]]
 ) -> Reply:
     first, running = racers[0], set(racers)
     while running:
@@ -51,12 +53,12 @@ async def _winner(
                 return racer.result()
             if not isinstance(error, BackendError | Interrupted):
                 raise error
+        if first.done() and not dispatcher.endpoints.flights.has(other):
+            break  # the slot that the first still holds may be the one it waits for
     return first.result()
 
 
-async def _second(dispatcher: Dispatcher, question: Question, first: Ticket, policy: Policy) -> Reply:
-    progress = first.progress
-    ticket = dispatcher.slots.claim(progress, progress.turns, avoid=first.endpoint)
+async def _second(dispatcher: Dispatcher, question: Question, first: Ticket, ticket: Ticket, policy: Policy) -> Reply:
     await dispatcher.slots.hold(ticket)
     call = None
     try:
@@ -65,7 +67,7 @@ async def _second(dispatcher: Dispatcher, question: Question, first: Ticket, pol
         again = question.again()
         call = await dispatcher.reserve(ticket, again.request)
         try:
-            return await dispatcher.attempt(again, ticket, policy.timeout)
+            return await dispatcher.attempt(again, ticket, policy)
         except BackendError as error:
             dispatcher.endpoints.failed(ticket, error)
             raise

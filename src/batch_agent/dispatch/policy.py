@@ -22,6 +22,7 @@ class Policy:
     wait_out: bool = True  # wait while every endpoint is down; False: fail at once with Unavailable
     wait_until: float | None = None  # of the event loop's clock, from when on no outage is waited out; None: never
     timeout: float | None = None
+    timeout_option: str = ""  # what the caller's user calls it, for the message
     hedge: float | None = None
     wanted: Callable[[], bool] | None = None  # whether the answer is still worth a retry; None: it is
 

@@ -14,22 +14,24 @@ from pathlib import Path
 from batch_agent.scheduler.rates import MINUTE, SLACK
 from batch_agent.store.private import private
 
-FILE = "rates"
+FILE = "rates.time"
 AHEAD = 1.0  # seconds for which one mark covers the requests to come
 
 
 class RateMark:
+    """Made when a session begins: what is there already is of earlier ones. One for all backends of a run."""
+
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE
         self._covered = 0.0
+        try:
+            self._before = self._path.stat().st_mtime
+        except OSError:
+            self._before = 0.0
 
     def seconds_left(self) -> float:
         """Seconds until every request of earlier sessions is more than a minute old; 0 if all are."""
-        try:
-            last = self._path.stat().st_mtime
-        except OSError:
-            return 0.0
-        return min(MINUTE + SLACK + AHEAD, max(0.0, last + MINUTE + SLACK - time.time()))
+        return min(MINUTE + SLACK + AHEAD, max(0.0, self._before + MINUTE + SLACK - time.time()))
 
     def mark(self) -> None:
         """Called before a request is sent."""

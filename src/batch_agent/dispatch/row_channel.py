@@ -1,52 +1,79 @@
-"""The inputs of a run that others put there while it goes on."""
+"""Rows that one part of a pipeline puts and another takes, while both are at work."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Self
+from typing import Generic, Self, TypeVar
+
+T = TypeVar("T")
+
+FULL = 16  # rows that wait before a source or a function makes more
 
 
-class RowChannel:
-    """An async iterator of what was ``put``, in that order, until ``close``. ``fetch`` is awaited for more when nothing
-    is there: it puts something, or closes; without it, others are waited for. Rows that are ``patient`` are not what
-    the runs beside this one wait for: one round of slots, when those have nothing left to start, does them all."""
+class RowChannel(Generic[T]):
+    """An async iterator over the rows that were ``put``, in that order, until ``close``."""
 
-    def __init__(self, fetch: Callable[[], Awaitable[None]] | None = None, *, patient: bool = False) -> None:
-        self.patient = patient
-        self._fetch = fetch
-        self._rows: deque[object] = deque()
+    def __init__(self) -> None:
+        self._rows: deque[T] = deque()
         self._closed = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._taker: asyncio.Future[None] | None = None
+        self._putters: list[asyncio.Future[None]] = []
 
     @property
     def waiting(self) -> int:
         """Rows that were put and not taken."""
         return len(self._rows)
 
-    def put(self, row: object) -> None:
+    def put(self, row: T) -> None:
         self._rows.append(row)
-        self._wake()
+        self._wake_taker()
 
     def close(self) -> None:
+        """Either side may close: after that nothing is put, and nothing is waited for."""
         self._closed = True
-        self._wake()
+        self._wake_taker()
+        self._wake_putters()
+
+    async def room(self) -> bool:
+        """Waits until fewer than ``FULL`` rows wait. False if the channel is closed."""
+        while len(self._rows) >= FULL and not self._closed:
+            putter = asyncio.get_running_loop().create_future()
+            self._putters.append(putter)
+            await putter
+        return not self._closed
+
+    async def take_all(self) -> list[T]:
+        """Waits for a row; returns all that are there. Empty at the end."""
+        await self._wait()
+        rows = list(self._rows)
+        self._rows.clear()
+        self._wake_putters()
+        return rows
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> object:
-        while not self._rows:
-            if self._closed:
-                raise StopAsyncIteration
-            if self._fetch is not None:
-                await self._fetch()
-                continue
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._rows.popleft()
+    async def __anext__(self) -> T:
+        await self._wait()
+        if not self._rows:
+            raise StopAsyncIteration
+        row = self._rows.popleft()
+        if len(self._rows) < FULL:
+            self._wake_putters()
+        return row
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    async def _wait(self) -> None:
+        while not self._rows and not self._closed:
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
+
+    def _wake_taker(self) -> None:
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
+
+    def _wake_putters(self) -> None:
+        putters, self._putters = self._putters, []
+        for putter in putters:
+            if not putter.done():
+                putter.set_result(None)

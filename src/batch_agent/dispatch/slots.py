@@ -59,8 +59,7 @@ class Slots:
         self._alarm: asyncio.TimerHandle | None = None  # for turns that have waited long enough for their endpoint
         self.stopped = False  # no request is sent any more, whoever holds a slot
         self.refusal = ""  # why no slot is granted any more
-        self._user_paused = False
-        self._short_of_budget = False
+        self._paused_by: set[str] = set()  # why no slot is granted for now
 
     # Slots
 
@@ -69,7 +68,8 @@ class Slots:
     ) -> Ticket:
         """Join the queue for a slot; it may be granted at once. Follow it with ``hold``, or ``release`` it."""
         ticket = self.scheduler.request(progress, turns, asyncio.get_running_loop().time(), pinned)
-        ticket.avoid = avoid
+        if avoid is not None:
+            ticket.avoid = frozenset({avoid})
         self.pump()
         return ticket
 
@@ -205,18 +205,18 @@ class Slots:
 
     def pause(self, paused: bool) -> None:
         """While paused no request is sent; those in flight finish."""
-        self._user_paused = paused
-        self._update_pause()
+        self.set_paused_by("the user", paused)
 
     def set_short_of_budget(self, short: bool) -> None:
         """While a request waits for others to be settled, no other gets a slot: it would only wait behind it."""
-        if short != self._short_of_budget:
-            self._short_of_budget = short
-            self._update_pause()
+        self.set_paused_by("the budget", short)
 
-    def _update_pause(self) -> None:
-        self.scheduler.paused = self._user_paused or self._short_of_budget
-        self.pump()
+    def set_paused_by(self, reason: str, paused: bool) -> None:
+        """No slot is granted while there is a reason."""
+        if paused != (reason in self._paused_by):
+            self._paused_by ^= {reason}
+            self.scheduler.paused = bool(self._paused_by)
+            self.pump()
 
     def close(self) -> None:
         if self._alarm is not None:
@@ -232,14 +232,11 @@ class Slots:
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
                 self._watcher.sent(ticket)
-            if scheduler.due < inf:
+            if now < scheduler.due < inf:  # one that is overdue waits for a slot, not for the clock
                 self._set_alarm(scheduler.due)
         # The youngest first: they work on others' results, and bring the whole to its end.
         hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]
         if hungry and scheduler.has_room(asyncio.get_running_loop().time()):
-            if len(hungry) > 1:
-                slots = scheduler.slots
-                hungry.sort(key=lambda feed: feed.yields(slots))
             for feed in hungry:
                 feed.wake()
         else:

@@ -1,9 +1,12 @@
 """What calls cost, and whether the next one may be made: ``scheduler.budget`` made awaitable.
 
-A call is reserved here after it has its slot and before it is sent. Where it does not fit beside those in flight it
-waits for them to settle, in order, and meanwhile nobody else gets a slot. A call that does not fit with nothing in
-flight ends its agent as Interrupted and the run starts no more of them: that is what out of budget means. Calls on
-their way are never cut off, by no limit.
+A call is reserved here after it has its slot and before it is sent. If it does not fit beside those in flight it
+waits for them to settle, in order, and meanwhile no other request gets a slot. A call that does not fit with nothing in
+flight ends its agent as Interrupted and the run starts no more agents: that is what out of budget means. Calls in
+flight are never cut off by a limit.
+
+A recorded run sends a call only when its lease covers it (``scheduler.budget``). Each commit of the journal writes the
+lease anew, so a call waits for a commit of its own only where the calls before it have not been answered yet.
 """
 
 from __future__ import annotations
@@ -12,21 +15,24 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Literal
 from weakref import WeakKeyDictionary
 
-from pydantic_core import to_json
-
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.compiler.budget import content_bytes, size_bytes
-from batch_agent.compiler.plan import tool_text
 from batch_agent.compiler.prices import Prices
-from batch_agent.errors import BackendError, Interrupted
+from batch_agent.dispatch.prompt_sizes import PromptSizes
+from batch_agent.errors import BackendError, Interrupted, StoreError
 from batch_agent.messages import Usage
-from batch_agent.scheduler.budget import Amount, Estimator, Ledger, TimeShare
+from batch_agent.scheduler.budget import (
+    LEASED_TEMPLATE_TOKENS,
+    NOTHING,
+    Amount,
+    Estimator,
+    Learnt,
+    Ledger,
+    TimeShare,
+)
 from batch_agent.spec import BatchSpec
-
-NOTHING = Amount()
-MESSAGE_BYTES = 16  # a role, an id and the marks that a template writes around a message or a call
 
 
 @dataclass(slots=True, eq=False)
@@ -34,10 +40,11 @@ class Call:
     """One request from its reservation to its settlement."""
 
     spending: Spending
-    prices: Prices | None = None
+    prices: Prices | None
+    request: ModelRequest
     prompt_bytes: int = 0
-    max_tokens: int | None = None
     amount: Amount = NOTHING  # reserved for it
+    bought: bool = False  # in an earlier session, whose ledger has it
     share: float = 0.0  # of the run's seconds, when it began
     settled: bool = False
 
@@ -77,14 +84,17 @@ class Spending:
         self._max_wall_time, self._max_cost = spec.max_wall_time, spec.max_cost
         self._time_limit = ""
         self._estimator = Estimator()
+        self._sizes = PromptSizes()
         self._measuring = False  # somebody asks what calls will take
         self._shares = TimeShare()
         self._prices_of: WeakKeyDictionary[RequestShape, Prices | None] = WeakKeyDictionary()
-        self._shape_bytes: WeakKeyDictionary[RequestShape, int] = WeakKeyDictionary()
         self._waiters: deque[tuple[Call, asyncio.Future[None]]] = deque()
         self.time_is_up = False
         self._timer: asyncio.TimerHandle | None = None
         self._before = NOTHING
+        self._commit: Callable[[], None] | None = None
+        self._next_lease = NOTHING  # the lease of the commit that is on its way
+        self._broken: StoreError | None = None  # why no lease can be had any more
         self._started: float | None = None
         self._closed: float | None = None
 
@@ -105,10 +115,17 @@ class Spending:
             return 0.0
         return (self._closed or asyncio.get_running_loop().time()) - self._started
 
-    def start(self, spent: Amount = NOTHING) -> None:
-        """The clock starts; ``spent`` is what earlier sessions of the run spent."""
+    def start(
+        self, spent: Amount = NOTHING, learnt: Learnt | None = None, commit: Callable[[], None] | None = None
+    ) -> None:
+        """The clock starts; ``spent`` is what earlier sessions of the run spent, ``learnt`` what they know of calls.
+        ``commit`` asks the journal of a recorded run for a commit, and with it for a new lease."""
+        if learnt is not None:
+            self._estimator.start(learnt)
         self._started = asyncio.get_running_loop().time()
         self._ledger.spent = self._before = spent
+        if commit is not None and self._counting:
+            self._commit, self._ledger.lease = commit, spent
         limits: list[tuple[float, str]] = []
         if self._max_wall_time is not None:
             limits.append((self._max_wall_time, f"max_wall_time, {self._max_wall_time:g} s, is over"))
@@ -125,6 +142,47 @@ class Spending:
         if self._timer is not None:
             self._timer.cancel()
 
+    # As the journal sees it
+
+    def lease(self) -> tuple[int, float] | None:
+        """The lease that goes with the commit that begins now, in tokens and $ of this session; None: there is none."""
+        ledger = self._ledger
+        if ledger.lease is None:
+            return None
+        known = bool(self._estimator.learnt[0])
+        template = Usage(prompt_tokens=0 if known else LEASED_TEMPLATE_TOKENS)
+        more = _amount(template, None if self._prices is None else self._prices.cost(template))
+        lease = self._next_lease = ledger.next_lease(self._awaited(), more)
+        # Either may be on disk until the commit is done.
+        ledger.lease = Amount(min(lease.tokens, ledger.lease.tokens), min(lease.cost, ledger.lease.cost))
+        own = lease - self._before
+        return own.tokens, own.cost
+
+    def learnt(self) -> Learnt | None:
+        return self._estimator.learnt if self._estimator.learnt[0] else None
+
+    def leased(self, error: StoreError | None = None) -> None:
+        """The commit with the latest lease is on disk, or nothing will be any more."""
+        if self._ledger.lease is None:
+            return
+        self._broken = error
+        if error is None:
+            self._ledger.lease = self._next_lease
+        self._serve()
+
+    def _awaited(self) -> Amount:
+        """What the calls that wait take, as far as they fit the limits."""
+        total = NOTHING
+        for call, turn in self._waiters:
+            if not turn.done():
+                amount = self._bound(call, alone=not self._ledger.in_flight and total == NOTHING)
+                if self._ledger.short(amount, beside=total):
+                    break
+                total += amount
+        return total
+
+    # Calls
+
     def set_prices(self, shapes: Iterable[RequestShape], prices: Prices | None) -> None:
         """Sets what requests of these shapes cost: those of a run inside may go to another model."""
         for shape in shapes:
@@ -135,13 +193,14 @@ class Spending:
         if self._counting or self.time_is_up or self._per_second:
             return None
         prices = self._prices_of.get(request.shape, self._prices)
-        return Call(self, prices, self._prompt_bytes(request) if self._measuring else 0)
+        return Call(self, prices, request, self._sizes.prompt_bytes(request) if self._measuring else 0)
 
-    async def reserve(self, request: ModelRequest) -> Call:
-        """Wait until the request fits the budget. Raises Interrupted when it does not."""
+    async def reserve(self, request: ModelRequest, *, bought: bool = False) -> Call:
+        """Wait until the request fits the budget. Raises Interrupted when it does not. ``bought``: an earlier session
+        has paid for its answer, and its ledger has it."""
         prices = self._prices_of.get(request.shape, self._prices)
-        call = Call(self, prices, self._prompt_bytes(request), request.shape.max_tokens)
-        if self._counting:
+        call = Call(self, prices, request, self._sizes.prompt_bytes(request), bought=bought)
+        if self._counting and not bought:
             await self._wait(call)
         elif self.time_is_up:
             raise self.refusal()
@@ -155,6 +214,8 @@ class Spending:
         spent = _amount(usage, cost)
         if not cached:
             self._estimator.learn(call.prompt_bytes, usage)  # also while nobody asks: a budget may become known
+            if call.prompt_bytes:
+                self._sizes.learn(call.request, call.prompt_bytes, usage)
             if self._counting and not spent.tokens:  # a server that counts nothing must not make a budget endless
                 spent = call.amount
         seconds = self._finish(call, spent)
@@ -172,7 +233,9 @@ class Spending:
 
     def _finish(self, call: Call, spent: Amount) -> float:
         call.settled = True
-        if self._counting:
+        if call.bought:
+            pass
+        elif self._counting:
             self._ledger.settle(call.amount, spent)
             self._serve()
         else:
@@ -192,41 +255,48 @@ class Spending:
             raise
 
     def _serve(self) -> None:
-        """Everybody who waits and can be told now, in order."""
-        waiters = self._waiters
-        while waiters:
+        """Answer the calls that wait, in order, as far as that is possible now."""
+        waiters, lacks = self._waiters, ""
+        while waiters and not lacks:
             call, turn = waiters[0]
-            if not turn.done() and not self._answer(call, turn):
-                break
-            waiters.popleft()
-        self._on_short(bool(waiters))
+            lacks = "" if turn.done() else self._answer(call, turn)
+            if not lacks:
+                waiters.popleft()
+        self._on_short(lacks == "room")
 
-    def _answer(self, call: Call, turn: asyncio.Future[None]) -> bool:
-        """Yes or no to one who waits; False when it has to go on waiting."""
+    def _answer(self, call: Call, turn: asyncio.Future[None]) -> Literal["", "room", "lease"]:
+        """Grant or refuse a call that waits. Returns what it has to wait for, if it can be neither."""
         if self.time_is_up:
             turn.set_exception(self.refusal())
-            return True
-        amount = self._expected(call)  # now, because calls that ended meanwhile have told something
-        short = self._ledger.short(amount)
-        if short and self._ledger.in_flight:
-            return False
-        if short:
-            turn.set_exception(self._refused(short))
+            return ""
+        in_flight = self._ledger.in_flight
+        amount = self._bound(call, alone=not in_flight)  # now, because calls that ended meanwhile have told something
+        limit = self._ledger.short(amount)
+        if limit and in_flight:
+            return "room"
+        if limit:
+            turn.set_exception(self._refused(limit))
+        elif self._broken is not None:
+            turn.set_exception(self._broken)
+        elif not self._ledger.covers(amount):
+            assert self._commit is not None
+            self._commit()
+            return "lease"
         else:
             call.amount = amount
             self._ledger.reserve(amount)
             turn.set_result(None)
-        return True
+        return ""
 
     def expect(self, request: ModelRequest) -> Usage:
-        """What the call takes at the most, as far as that can be told: for budgets by the minute."""
+        """What the call takes at the most, as far as that can be told: for limits by the minute."""
         self._measuring = True
-        return self._estimator.most(self._prompt_bytes(request), request.shape.max_tokens)
+        return self._estimator.most(self._sizes.prompt_bytes(request), request.shape.max_tokens)
 
-    def _expected(self, call: Call) -> Amount:
-        alone = not self._ledger.in_flight
-        expected = self._estimator.expect(call.prompt_bytes, call.max_tokens, alone=alone)
-        return _amount(expected, call.prices.cost(expected) if call.prices is not None else None)
+    def _bound(self, call: Call, *, alone: bool) -> Amount:
+        known = self._sizes.known(call.request)
+        most = self._estimator.bound(call.prompt_bytes, known, call.request.shape.max_tokens, alone=alone)
+        return _amount(most, call.prices.cost(most) if call.prices is not None else None)
 
     def refusal(self) -> Interrupted:
         """What an agent ends with whose next call comes after the run's time is up."""
@@ -249,22 +319,8 @@ class Spending:
         if self._on_time_up is not None:
             self._on_time_up()
 
-    def _prompt_bytes(self, request: ModelRequest) -> int:
-        size = self._shape_bytes.get(request.shape)
-        if size is None:
-            size = self._shape_bytes[request.shape] = _shape_bytes(request.shape)
-        for message in request.conversation.messages:
-            size += MESSAGE_BYTES + content_bytes(message.content)
-            for call in message.tool_calls:
-                size += MESSAGE_BYTES + size_bytes(call.name) + size_bytes(call.arguments)
-        return size
-
-
-def _shape_bytes(shape: RequestShape) -> int:
-    """Tools, and a schema that the server keeps: providers write it into the prompt too."""
-    schema = 0 if shape.schema is None else len(to_json(shape.schema))
-    return schema + sum(size_bytes(tool_text(tool)) for tool in shape.tools)
-
 
 def _amount(usage: Usage, cost: float | None) -> Amount:
-    return Amount(usage.prompt_tokens + usage.completion_tokens, cost or 0.0)
+    """A server may count what it read from its cache apart, and then report more of that than of the prompt."""
+    prompt = max(usage.prompt_tokens, usage.cached_tokens + usage.cache_write_tokens)
+    return Amount(prompt + usage.completion_tokens, cost or 0.0)

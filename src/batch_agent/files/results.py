@@ -38,6 +38,8 @@ def result_line(result: AgentResult[object]) -> bytes:
         record["cost"] = result.cost
     if result.repaired:
         record["repaired"] = True
+    if result.truncated:
+        record["truncated"] = True
     if result.chunks > 1:
         record["chunks"] = result.chunks
     if result.shortened:

@@ -60,7 +60,7 @@ class Forward(Question):
         endpoint = self._ticket.endpoint
         if self.begun or endpoint is None or self._refused >= MOST_REFUSED:
             return False
-        return not self._refused or self._upstreams.dispatcher.endpoints.others_work(endpoint)
+        return not self._refused or self._upstreams.dispatcher.scheduler.router.others_work(endpoint)
 
     async def send(self, endpoint: str) -> Reply:
         upstream, granted = self._upstreams[endpoint], self._ticket.endpoint

@@ -176,7 +176,7 @@ class Upstreams:
     def _is_silent(self, upstream: Upstream, now: float) -> bool:
         """Whether it has requests and sends nothing, while another endpoint is up that could take them."""
         quiet = upstream.endpoint.inflight and now - upstream.heard >= SILENCE_SECONDS
-        return bool(quiet) and self.dispatcher.endpoints.others_work(upstream.endpoint)
+        return bool(quiet) and self.dispatcher.scheduler.router.others_work(upstream.endpoint)
 
     async def probe(self, endpoint: str = "") -> Probe:
         """Whether the endpoint is up. One that fails a probe while it sends bytes may just be busy."""

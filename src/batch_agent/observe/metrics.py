@@ -326,6 +326,10 @@ class Metrics:
             reason=finished.reason if finished else "",
         )
 
+    def spent(self) -> tuple[int, float | None]:
+        """Tokens and $ of the turns so far; None where no price is known."""
+        return self._prompt + self._completion, self._cost
+
     def _run_started(self, event: RunStarted) -> None:
         """The first is the run whose statistics these are; the rows of runs inside it are added to its own."""
         if self._run is None:

@@ -31,14 +31,22 @@ TOKEN = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
+_LONE_FENCE = re.compile(r"\s*```[^\n`]*\n(.*)\n[ \t]*```\s*", re.DOTALL)
+# What may stand between prose and JSON that is no part of it: space, and the marks of quotations, code and emphasis.
+_LEFT_MARKS, _RIGHT_MARKS = " \t\r`*_\"'({[", " \t\r`*_\"')}]"
+_LED_TO = re.compile(r"(?:[:=>]|```\w*)\Z")  # "Here it is:", "answer =", "<answer>", a fence
+_SENTENCE_END = re.compile(r"[.!?\u2026]\Z")
+_GOES_ON = re.compile(r"(?!\n|</|[.;!](?:\s|\Z)|\Z)")
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """An outermost object or array in a text, or what looks like one. ``depth`` is its deepest nesting."""
+    """An outermost object or array in a text, or what looks like one. ``depth`` is its deepest nesting. ``apart`` says
+    that it is no part of a sentence."""
 
     text: str
     depth: int
+    apart: bool
 
 
 def strip_reasoning(text: str) -> str:
@@ -73,15 +81,37 @@ def last_regions(text: str, limit: int) -> list[Region]:
     What stands inside one is never offered by itself, even when the whole does not parse: a part of an answer is not
     an answer. The last one may lack its end.
     """
-    return list(deque(_regions(text), maxlen=limit))[::-1]
+    found = deque(_regions(text), maxlen=limit)
+    return [Region(text[start:end], depth, _stands_apart(text, start, end)) for start, end, depth in reversed(found)]
 
 
-def _regions(text: str) -> Iterator[Region]:
+def lone_fence(text: str) -> str | None:
+    """The content of the code fence that is the whole text."""
+    whole, contents = _LONE_FENCE.fullmatch(text), fences(text)
+    return contents[0] if whole is not None and contents == [whole[1].strip()] else None
+
+
+def _regions(text: str) -> Iterator[tuple[int, int, int]]:
+    """Start, end and depth of each."""
     at = 0
     while opening := _OPENING.search(text, at):
         start = opening.start()
         at, depth = _end(text, start)
-        yield Region(text[start:at], depth)
+        yield start, at, depth
+
+
+def _stands_apart(text: str, start: int, end: int) -> bool:
+    """Whether no sentence goes on around what stands there. It begins the text, or a colon leads to it, or it has lines
+    of its own, after the end of a sentence or at the end of the text; and its line or sentence ends with it."""
+    after = text[end:].lstrip(_RIGHT_MARKS)
+    if _GOES_ON.match(after):
+        return False
+    before = text[:start].rstrip(_LEFT_MARKS)
+    said = before.rstrip()
+    if not said or _LED_TO.search(said.rstrip(_LEFT_MARKS)):
+        return True
+    own_line = before.endswith("\n")
+    return own_line and (_SENTENCE_END.search(said) is not None or not after.strip(" \r\n.;!"))
 
 
 def _end(text: str, start: int) -> tuple[int, int]:

@@ -3,9 +3,11 @@
 1. The whole text, with its reasoning and then without; where that is never closed, there is no answer. JSON that breaks
    the schema ends here: a part of it that happens to fit would be a wrong answer without a sound.
 2. What is cut out of prose: code fences, then outermost objects and arrays. Of several that validate the last one wins,
-   because models think first and conclude at the end.
-3. The same cuttings read as nearly-JSON, and, where the schema is a string, number or Literal, the bare text. These
-   are marked as repaired.
+   because models think first and conclude at the end. An object inside a sentence is not the answer: the sentence may
+   be a refusal.
+3. The same cuttings read as nearly-JSON, and, where the schema is a string, number or Literal, the bare text.
+
+What is not the whole answer, or a code fence that is, is marked as repaired.
 """
 
 from __future__ import annotations
@@ -17,25 +19,19 @@ from typing import Generic, TypeVar
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid, NotJSON, OutputError
-from batch_agent.outputs.extract import fences, last_regions, strip_reasoning
+from batch_agent.outputs.extract import Region, fences, last_regions, lone_fence, strip_reasoning
 from batch_agent.outputs.repair import mended
 
 T = TypeVar("T")
 
 LAST_REGIONS = 32  # an answer with more bracketed stretches than this is not looked through from the start
+IN_A_SENTENCE = "it has JSON inside a sentence, which may be an example or a refusal and not the answer"
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[T]):
     value: T
     repaired: bool  # read from text that was not JSON as it stood
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    json: str | bytes
-    weight: int  # characters of the model's text behind it
-    repaired: bool
 
 
 def parse_output(text: str, schema: OutputSchema[T]) -> Parsed[T]:
@@ -61,7 +57,7 @@ def _scalar(answer: str, schema: OutputSchema[T]) -> Parsed[T]:
     failures: list[OutputError] = []
     for part in parts:
         try:
-            return Parsed(schema.validate_json(part), repaired=False)
+            return Parsed(schema.validate_json(part), repaired=part not in (answer, lone_fence(answer)))
         except OutputError as error:
             failures.append(error)
     for part in parts:
@@ -71,26 +67,28 @@ def _scalar(answer: str, schema: OutputSchema[T]) -> Parsed[T]:
 
 
 def _structure(answer: str, schema: OutputSchema[T]) -> Parsed[T]:
-    failure: OutputError
+    fenced = lone_fence(answer)
     try:
-        return Parsed(schema.validate_json(answer), repaired=False)
+        return Parsed(schema.validate_json(answer if fenced is None else fenced), repaired=False)
     except NotJSON as error:
-        failure = error
+        failure: OutputError = error
     weight = 0
-    for candidate in _candidates([*reversed(fences(answer)), answer]):
+    for region, json in _candidates([*reversed(fences(answer)), answer]):
         try:
-            return Parsed(schema.validate_json(candidate.json), candidate.repaired)
+            value = schema.validate_json(json)
+            if region.apart:
+                return Parsed(value, repaired=True)
+            reason: OutputError = NotJSON(IN_A_SENTENCE)
         except NotJSON:
             continue
-        except Invalid as error:
-            if candidate.weight > weight:
-                failure, weight = error, candidate.weight
+        except Invalid as invalid:
+            reason = invalid
+        if len(region.text) > weight:
+            failure, weight = reason, len(region.text)
     raise failure
 
 
-def _candidates(parts: Sequence[str]) -> Iterator[_Candidate]:
+def _candidates(parts: Sequence[str]) -> Iterator[tuple[Region, str | bytes]]:
     found = dict.fromkeys(region for part in parts for region in last_regions(part, LAST_REGIONS))
-    for region in found:
-        yield _Candidate(region.text, len(region.text), repaired=False)
-    for region, json in mended(found):
-        yield _Candidate(json, len(region.text), repaired=True)
+    yield from ((region, region.text) for region in found)
+    yield from mended(found)

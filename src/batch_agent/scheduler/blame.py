@@ -208,8 +208,9 @@ def judge(
         alone = attempt.left_in_flight == 0 and not is_down
         return Verdict("undecided" if alone else "clear", move=others_healthy, soon=True)
     row = attempt.row
+    alone = few_rows and not others_healthy
     if is_down and attempt.trial:
-        return Verdict("clear", "down", move=others_healthy, probe=True, hears_probe=True, alone=few_rows)
+        return Verdict("clear", "down", others_healthy, probe=True, hears_probe=True, alone=alone)
     if is_down:  # it was in flight when the endpoint went down, and may have caused that
         return Verdict("undecided", "down", move=others_healthy)
     witnesses = history.witnesses + (not row.charges and row not in history.open)
@@ -217,9 +218,9 @@ def judge(
         not row.charges and witnesses >= SEVERAL and attempt.left_in_flight <= 2 * witnesses
     ):  # those in flight may yet be answered
         return Verdict("undecided", "down", move=others_healthy)
-    hears = row.suspect or (few_rows and not others_healthy)
+    hears = row.suspect or alone
     probe = hears or others_healthy or outcome == "silent"
-    return Verdict("undecided", "suspect", others_healthy, probe, hears_probe=hears, alone=few_rows)
+    return Verdict("undecided", "suspect", others_healthy, probe, hears_probe=hears, alone=alone)
 
 
 Step = Literal["fail", "retry", "wait"]

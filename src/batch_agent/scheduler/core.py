@@ -18,7 +18,8 @@ that was in flight when its
 endpoint went down, twice, is a suspect: it may be what brings the server down. It goes when there is nobody else, and
 never beside another suspect.
 
-Everything here is synchronous and is told the time. ``engine.limiter`` wakes the coroutines that ``grant`` names.
+Everything here is synchronous and is given the time. ``dispatch.slots`` wakes the coroutines of the tickets that
+``grant`` returns.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Ticket:
     state: State = "waiting"
     endpoint: Endpoint | None = None  # where it was last granted a slot
     pinned: Endpoint | None = None  # the only endpoint it may go to
-    avoid: Endpoint | None = None  # goes elsewhere if it can
+    avoid: frozenset[Endpoint] = frozenset()  # goes elsewhere if it can
     anywhere: bool = False  # has waited long enough for its own endpoint
     sent_at: float = 0.0
     generation: int = 0  # of the endpoint's capacity when it was sent
@@ -66,7 +67,7 @@ class Ticket:
     sound: bool = False  # the endpoint had just shown that it was up when it was sent
     overdue: bool = False  # a trial that took too long; it is waited for beside the next
     recalled: bool = False  # taken back by the dispatcher
-    moved: bool = False  # taken back once at the end of the batch
+    moves: int = 0  # times it was taken back at the end of the batch
     heard_at: float = 0.0  # when a piece of its answer was last passed on: it can no longer move
     lease: Lease | None = None  # of the endpoint's rate limits, while it is in flight
 
@@ -226,10 +227,9 @@ class Scheduler:
     def again(self, ticket: Ticket) -> None:
         """A turn whose request failed joins the queue again, before its equals; or is set aside."""
         if ticket.pinned is not None and len(self.endpoints) > 1:
-            ticket.state = "waiting"
+            self._wait(ticket)
             self._lanes.add(ticket, ticket.pinned, first=not ticket.trial)
-            self.waiting += 1
-        elif ticket.row.suspect or ticket.trial:
+        elif ticket.row.suspect or (ticket.trial and not self.router.working):
             ticket.state = "set aside"
             (self.suspects if ticket.row.suspect else self.aside).append(ticket)
         else:
@@ -241,9 +241,8 @@ class Scheduler:
             self._rejoin(self.aside.pop())
 
     def _rejoin(self, ticket: Ticket) -> None:
-        ticket.state = "waiting"
+        self._wait(ticket)
         self._queue.add(ticket, ticket.progress.turns, first=True)
-        self.waiting += 1
 
     def grant(self, now: float = 0.0) -> Ticket | None:
         """The next ticket that may go, now held, with the endpoint it goes to; None when no slot is free or nobody
@@ -292,8 +291,8 @@ class Scheduler:
         if match is not None:
             return match
         trial = self._trial(now)
-        if trial is not None and (ticket := self._next_for(trial)) is not None:
-            return ticket, trial
+        if trial is not None and (match := self._match_trial(trial, now)) is not None:
+            return match
         while self._free(now) and (ticket := self._next()) is not None:
             endpoint = self._route(ticket, now)
             if endpoint is not None and self._admit(ticket, endpoint, now):
@@ -315,11 +314,12 @@ class Scheduler:
         return None
 
     def _of_its_kind(self, endpoint: Endpoint) -> Ticket | None:
-        """One that waits for a model that the endpoint serves."""
-        if not self.router.works(endpoint):
-            return None
-        model = next((model for model in self._parking.names if self.router.serves(endpoint, model)), None)
-        return None if model is None else self._parking.take(model, self.slots)
+        """One that waits for a model that the endpoint serves; if it is down, for one that no other serves now."""
+        router, works = self.router, self.router.works(endpoint)
+        for model in self._parking.names:
+            if router.serves(endpoint, model) and (works or not router.is_served(model)):
+                return self._parking.take(model, self.slots)
+        return None
 
     def _trial(self, now: float) -> Endpoint | None:
         """One that is down and may be tried: found to be worth it, or, where none works, any whose time has come."""
@@ -332,7 +332,22 @@ class Scheduler:
                 return endpoint
         if self.router.working:
             return None
-        return next((endpoint for endpoint in self.endpoints if endpoint.has_slot(now)), None)
+        due = [endpoint for endpoint in self.endpoints if endpoint.has_slot(now)]
+        return min(due, key=lambda each: (not each.health.is_sound(now), each.health.trials), default=None)
+
+    def _match_trial(self, trial: Endpoint, now: float) -> tuple[Ticket, Endpoint] | None:
+        """The next ticket and this endpoint, which is down; those that go elsewhere are served on the way."""
+        while (ticket := self._next(trial=True)) is not None:
+            # While others work, a turn that has failed somewhere is not put to the test again.
+            again = ticket.avoid and self.router.working
+            if ticket.pinned is None and not again and self.router.serves(trial, ticket.progress.model):
+                return ticket, trial
+            endpoint = self._route(ticket, now)
+            if endpoint is not None:
+                if endpoint is not trial and self.router.working:
+                    self.router.trials.appendleft(trial)
+                return ticket, endpoint
+        return None
 
     def _free(self, now: float) -> bool:
         """Whether an endpoint is free that the rest of the batch is worth. One that is much slower than the others
@@ -357,6 +372,7 @@ class Scheduler:
         if pinned is not None:
             if pinned.has_slot(now):
                 return pinned
+            self._wait(ticket)
             self._lanes.add(ticket, pinned)
             return None
         worth, home = 0.0, None
@@ -366,7 +382,7 @@ class Scheduler:
                 home = router.home(progress.key, progress.model) if progress.key else None
             worth = router.prefix.seconds(progress.tokens or int(router.first_tokens))
         best = self._best(progress, ticket.avoid, now)
-        if home is None or home is ticket.avoid:
+        if home is None or home in ticket.avoid:
             pass
         elif router.is_free(home) and home.has_slot(now):
             if best is None or router.seconds(home) <= MUCH_SLOWER * router.seconds(best) + worth + CHANCE:
@@ -374,23 +390,27 @@ class Scheduler:
         elif worth > router.wait(home, self._parking.waiting(home)):
             self._park(ticket, home, now + worth)
             return None
-        if best is None and ticket.avoid is not None:
+        if best is None and ticket.avoid:
             other = router.other(ticket.avoid, progress.model, progress.tokens)
             if other is not None:  # it has no slot now
                 self._park(ticket, other)
                 return None
-            best = self._best(progress, None, now)
+            ticket.avoid = frozenset()
+            best = self._best(progress, ticket.avoid, now)
         if best is None:  # another is free, of a kind that cannot take it
             self._park(ticket, progress.model)
         return best
 
     def _park(self, ticket: Ticket, place: Endpoint | str, due: float = inf) -> None:
-        if ticket.state == "set aside":
-            ticket.state = "waiting"
-            self.waiting += 1
+        self._wait(ticket)
         self._parking.park(ticket, ticket.progress.turns, place, due)
 
-    def _best(self, progress: Progress, avoid: Endpoint | None, now: float) -> Endpoint | None:
+    def _wait(self, ticket: Ticket) -> None:
+        """A ticket that was set aside, or has just failed, waits with the others."""
+        self.waiting += ticket.state != "waiting"
+        ticket.state = "waiting"
+
+    def _best(self, progress: Progress, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
         while True:
             best = self.router.best(progress.model, progress.tokens, avoid)
             if best is None or best.has_slot(now):
@@ -400,14 +420,6 @@ class Scheduler:
     def _unpark(self, place: Endpoint | str) -> None:
         while (ticket := self._parking.take(place, None)) is not None:
             self._queue.add(ticket, ticket.progress.turns, first=True)
-
-    def _next_for(self, endpoint: Endpoint) -> Ticket | None:
-        """The next ticket that may go to this endpoint; those pinned elsewhere are parked on the way."""
-        while (ticket := self._next(trial=True)) is not None:
-            if ticket.pinned in (None, endpoint):
-                return ticket
-            self._lanes.add(ticket, ticket.pinned)
-        return None
 
     def _next(self, *, trial: bool = False) -> Ticket | None:
         """The next ticket that is ready. A suspect goes alone; a trial is alone at its endpoint."""

@@ -14,13 +14,14 @@ worth is measured: seconds per token that was not in a cache, the slope through 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from math import inf, log
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.health import SHORTEST_SILENCE, SILENCE_FACTOR
 
 LEARN = 0.1  # the weight of the latest first prompt in their mean
 LEARN_ALL = 0.05  # the weight of the latest answer in the seconds per turn of all
@@ -174,7 +175,7 @@ class Router:
         standing = self._standing.get(entry[2])
         return standing is not None and standing.number == entry[1]
 
-    def best(self, model: str = "", tokens: int = 0, avoid: Endpoint | None = None) -> Endpoint | None:
+    def best(self, model: str = "", tokens: int = 0, avoid: Set[Endpoint] = frozenset()) -> Endpoint | None:
         """The free endpoint where a turn will be done soonest; None where none is free that could take it."""
         found: tuple[float, int, Endpoint] | None = None
         for kind in self._fitting(model, tokens):
@@ -183,11 +184,11 @@ class Router:
                 found = entry
         return None if found is None else found[2]
 
-    def other(self, avoid: Endpoint, model: str, tokens: int) -> Endpoint | None:
-        """The working endpoint beside this one where a turn will soonest have a slot; None where none could take it."""
+    def other(self, avoid: Set[Endpoint], model: str, tokens: int) -> Endpoint | None:
+        """The working endpoint beside these where a turn will soonest have a slot; None where none could take it."""
         kinds = self._fitting(model, tokens)
         others = [each for each, standing in self._standing.items() if standing.works and standing.kind in kinds]
-        return min((each for each in others if each is not avoid), key=lambda each: self.wait(each, 0), default=None)
+        return min((each for each in others if each not in avoid), key=lambda each: self.wait(each, 0), default=None)
 
     def _fitting(self, model: str, tokens: int) -> Sequence[Kind]:
         """Kinds that may take a turn of that model and length."""
@@ -202,20 +203,24 @@ class Router:
             return [kind for kind in self._heaps if kind[0] is None or model in kind[0]]
         return list(self._heaps)
 
-    def _top(
-        self, heap: list[tuple[float, int, Endpoint]], avoid: Endpoint | None
-    ) -> tuple[float, int, Endpoint] | None:
-        while heap and not self._is_current(heap[0]):
-            heappop(heap)
-        if not heap or heap[0][2] is not avoid:
-            return heap[0] if heap else None
-        avoided = heappop(heap)
-        other = self._top(heap, None)
-        heappush(heap, avoided)
-        return other
+    def _top(self, heap: list[tuple[float, int, Endpoint]], avoid: Set[Endpoint]) -> tuple[float, int, Endpoint] | None:
+        avoided: list[tuple[float, int, Endpoint]] = []
+        while heap and (not self._is_current(heap[0]) or heap[0][2] in avoid):
+            entry = heappop(heap)
+            if entry[2] in avoid and self._is_current(entry):
+                avoided.append(entry)
+        top = heap[0] if heap else None
+        for entry in avoided:
+            heappush(heap, entry)
+        return top
 
     def serves(self, endpoint: Endpoint, model: str) -> bool:
         return self._standing[endpoint].kind in self._serving(model)
+
+    def is_served(self, model: str) -> bool:
+        """Whether an endpoint that works may serve the model."""
+        kinds = self._serving(model)
+        return any(standing.works and standing.kind in kinds for standing in self._standing.values())
 
     def hide(self, endpoint: Endpoint) -> None:
         """It is not free, whatever it looked like; until it is touched again."""
@@ -237,6 +242,14 @@ class Router:
         return True
 
     # What is known of them
+
+    def others_work(self, endpoint: Endpoint) -> bool:
+        return self.working > self.works(endpoint)
+
+    @property
+    def longest_silence(self) -> float:
+        """Seconds that an endpoint may be silent while others answer."""
+        return max(SHORTEST_SILENCE, SILENCE_FACTOR * self.usual) if self.usual else inf
 
     def answered(self, endpoint: Endpoint, seconds: float) -> None:
         self._answers += 1

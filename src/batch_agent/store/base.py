@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from batch_agent.errors import StoreError
 from batch_agent.store.steps import Past, Step
 
 
@@ -28,13 +29,36 @@ class Entry:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a session is. ``resumed`` rows, a part of the others, came from the record; tokens and cost ($, None
-    where no price is known) are what it has spent."""
+    where no price is known) are what it has spent. ``lease`` is what it may spend before the next commit, in tokens and
+    $; None when it has no limit, or has returned its lease at its end."""
 
     ok: int = 0
     failed: int = 0
     resumed: int = 0
     tokens: int = 0
     cost: float | None = None
+    lease: tuple[int, float] | None = None
+    learnt: tuple[int, ...] | None = None  # what is known of calls, for the next session
+
+
+class Account(Protocol):
+    """What a session spends, for its journal."""
+
+    def so_far(self) -> tuple[int, float | None]:
+        """Tokens and $ spent in this session; None where no price is known."""
+        ...
+
+    def lease(self) -> tuple[int, float] | None:
+        """The lease that is written with the commit that begins now."""
+        ...
+
+    def learnt(self) -> tuple[int, ...] | None:
+        """What is known of calls, for the next session."""
+        ...
+
+    def leased(self, error: StoreError | None = None) -> None:
+        """That commit is on disk; or it failed, and so will all that follow."""
+        ...
 
 
 class Store(Protocol):
@@ -46,7 +70,11 @@ class Store(Protocol):
         ...
 
     def spent(self) -> tuple[int, float]:
-        """Tokens and $ of all sessions so far."""
+        """Tokens and $ of all sessions so far. A session that did not return its lease has spent all of it."""
+        ...
+
+    def learnt(self) -> tuple[int, ...] | None:
+        """What the latest session that learnt something knows of calls."""
         ...
 
     def next_agent(self) -> int:
@@ -58,8 +86,8 @@ class Store(Protocol):
         ...
 
     def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
-        """All of the entries are on disk when this returns, or none is; how far the session is, with them at the
-        latest."""
+        """All of the entries, and a lease that grew, are on disk when this returns, or none is; how far the session is,
+        with them at the latest."""
         ...
 
     def sort_by(self, column: Literal["key", "row"]) -> None:

@@ -7,6 +7,7 @@ before it.
 
     format 2    kind 6, an agent that ended without a last answer
     format 3    kind 7, a conversation that was cut
+    format 4    the lease of a session
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from batch_agent.job import AgentError
 from batch_agent.messages import Reply, Sealed, ToolCall, Usage
 from batch_agent.store.steps import Begun, Compacted, Done, Ended, Failed, Outcome, Spent, Step, Turn
 
-FORMAT = 3
+FORMAT = 4
 OLDEST = 1  # the first format that is still read
 SLOWLY = b" "  # before what orjson can neither write nor read
 TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED, COMPACTED = range(1, 8)

@@ -1,4 +1,8 @@
-"""One process at a time on a run directory. The lock is the operating system's: a killed process leaves none behind."""
+"""One process at a time on a run directory. The lock is the operating system's: a killed process leaves none behind.
+
+A process that is forked off shares its parent's lock, and would keep it after the parent's death. So the descriptor is
+closed in the child at once, and the parent unlocks before it closes its own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from weakref import WeakSet
 
 from batch_agent.errors import StoreError
 from batch_agent.store.private import private
@@ -21,6 +26,10 @@ if sys.platform == "win32":
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
 
     _look = _take
+
+    def _free(descriptor: int) -> None:
+        os.lseek(descriptor, 1 << 20, os.SEEK_SET)
+        msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
 else:
     import fcntl
 
@@ -30,6 +39,9 @@ else:
     def _look(descriptor: int) -> None:
         """As many as like may look at the same time; not while somebody holds the lock."""
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def _free(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 LOOKS = 50  # how often whoever is only looking is waited for, some milliseconds each time
@@ -51,9 +63,30 @@ class Lock:
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        _held.add(self)
 
     def release(self) -> None:
+        if self in _held:  # else this is a process that was forked off, and it is closed
+            _held.discard(self)
+            _free(self._descriptor)
+            os.close(self._descriptor)
+
+    def leave(self) -> None:
+        """Close the descriptor in a process that was forked off. Unlocking it would unlock the parent's."""
+        _held.discard(self)
         os.close(self._descriptor)
+
+
+_held: WeakSet[Lock] = WeakSet()  # of this process
+
+
+def _leave_all() -> None:
+    for lock in tuple(_held):
+        lock.leave()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_leave_all)
 
 
 def _take_patiently(descriptor: int) -> None:

@@ -5,7 +5,11 @@
     results.jsonl   the rows that are ok, as they finish
     failures.jsonl  the rows that failed
     summary.json    the numbers, when a session ended
-    lock            held while a process works here
+    run.lock        held while a process works here
+    NAME/           the same for each stage of a pipeline, which ``run.json`` names
+
+The outermost run owns the lock, the ledger and the jobs at batch APIs (``jobs.jsonl``) of all its stages. No name of a
+stage has a dot, so none is that of a file.
 
 A session writes every row it delivers to the two files of results, also what it takes from the journal, so after a
 session that reached its end they hold one line per row; ``resultfiles`` says what of them stays when one does not. All
@@ -17,9 +21,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
 
@@ -42,8 +46,9 @@ RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK = (
     "results.jsonl",
     "failures.jsonl",
     "summary.json",
-    "lock",
+    "run.lock",
 )
+OLD_LOCK = "lock"  # of earlier versions, which may be at work here
 
 
 class RunDir:
@@ -65,6 +70,9 @@ class RunDir:
             lock = Lock(path / LOCK)
         except OSError as error:
             raise StoreError(f"the run directory {path} cannot be used: {error.strerror}") from None
+        if (path / OLD_LOCK).is_file() and is_locked(path / OLD_LOCK):
+            lock.release()
+            raise StoreError(f"{path} is in use by an earlier version of this package; wait for it, or stop it")
         with ExitStack() as undone:
             undone.callback(lock.release)
             begun = (path / RUN).exists()
@@ -143,12 +151,15 @@ def _overwrite(path: Path, data: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run directory seen from outside, also while a process works on it."""
+    """A run directory seen from outside, also while a process works on it. ``stages`` are those of a pipeline that have
+    begun, by name and in their order; ``facts["stages"]`` names them all. What the whole has spent is in its own
+    ``glance``."""
 
     path: Path
     facts: JsonObject
     state: State
     glance: Glance
+    stages: Mapping[str, RunView] = field(default_factory=dict)
 
     @classmethod
     def of(cls, path: Path) -> RunView:
@@ -157,7 +168,11 @@ class RunView:
         if state == "running" and is_locked(path / LOCK) is False:
             state = "interrupted"  # killed, or the machine went down: nobody was left to say so
         journal = path / JOURNAL
-        return cls(path, facts, state, glance(journal) if journal.exists() else Glance(0, Progress()))
+        seen = glance(journal) if journal.exists() else Glance(0, Progress())
+        named = facts.get("stages")
+        names = [str(name) for name in named] if isinstance(named, list) else []
+        stages = {name: cls.of(path / name) for name in names if (path / name / RUN).exists()}
+        return cls(path, facts, state, seen, stages)
 
 
 def read_run(path: Path) -> JsonObject:
@@ -224,4 +239,6 @@ def _lines(results: Iterable[AgentResult[object]]) -> tuple[bytes, bytes]:
 
 
 def _unwritable(path: Path, error: OSError) -> StoreError:
+    if not path.exists():
+        return StoreError(f"the run directory {path} is gone, and with it what was recorded")
     return StoreError(f"cannot write in the run directory {path}: {error.strerror}. What was recorded is kept")

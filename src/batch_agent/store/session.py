@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.job import AgentResult, Job
 from batch_agent.messages import JsonObject
-from batch_agent.store.base import Identity, OpenStore, Progress
+from batch_agent.store.base import Account, Identity, OpenStore, Progress
 from batch_agent.store.codec import FORMAT
 from batch_agent.store.journal import Journal
 from batch_agent.store.keys import Keys
@@ -95,11 +95,12 @@ class Session:
         facts: JsonObject,
         *,
         schema: OutputSchema[object] | None,
-        spent: Callable[[], tuple[int, float | None]],
+        account: Account,
         on_backlog: Callable[[bool], None],
+        on_overdue: Callable[[bool], None],
     ) -> None:
         """``facts`` are what ``run.json`` says of the run, beside what is said here; ``schema`` is that of the outputs;
-        ``spent`` says what this session has spent so far, in tokens and $."""
+        ``account`` is what this session spends."""
         self._keys = Keys(fingerprint)
         self._directory.schema = schema
         began = _now()
@@ -124,8 +125,9 @@ class Session:
             self._directory,
             self._thread,
             next_agent=next_agent,
-            spent=spent,
+            account=account,
             on_backlog=on_backlog,
+            on_overdue=on_overdue,
         )
 
     def _prepare(self, fingerprint: bytes, began: str) -> tuple[int, JsonObject, bool]:
@@ -201,9 +203,14 @@ class Session:
     def publish(self, result: AgentResult[object]) -> None:
         self._open_journal.publish(result)
 
-    async def spent_before(self) -> tuple[int, float]:
-        """Tokens and $ of earlier sessions."""
-        return await self._run(self._directory.journal.spent)
+    async def spent_before(self) -> tuple[int, float, tuple[int, ...] | None]:
+        """Tokens and $ of earlier sessions, with the leases that they did not return; and what they learnt of calls."""
+        journal = self._directory.journal
+        return await self._run(lambda: (*journal.spent(), journal.learnt()))
+
+    def touch(self) -> None:
+        """Record soon what was spent, and a new lease."""
+        self._open_journal.touch()
 
     async def flush(self) -> bool:
         """Whether everything added or published until now is on disk; waited for even when whoever waits is

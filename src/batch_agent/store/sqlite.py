@@ -7,6 +7,7 @@ what it gives out. Order is the order of appending: no clock is asked.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sqlite3
@@ -37,7 +38,8 @@ SCHEMA = """
 CREATE TABLE session (
     id INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, started TEXT NOT NULL,
     ok INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0, resumed INTEGER NOT NULL DEFAULT 0,
-    tokens INTEGER NOT NULL DEFAULT 0, cost REAL
+    tokens INTEGER NOT NULL DEFAULT 0, cost REAL,
+    leased_tokens INTEGER, leased_cost REAL, learnt TEXT
 );
 CREATE TABLE record (
     id INTEGER PRIMARY KEY, agent INTEGER NOT NULL, key BLOB NOT NULL, row BLOB NOT NULL,
@@ -45,6 +47,14 @@ CREATE TABLE record (
 );
 CREATE INDEX record_agent ON record (agent);
 """
+# What formats before 4 do not have.
+RAISED = """
+ALTER TABLE session ADD COLUMN leased_tokens INTEGER;
+ALTER TABLE session ADD COLUMN leased_cost REAL;
+ALTER TABLE session ADD COLUMN learnt TEXT;
+"""
+LEASES = 4  # the first format with leases
+BUSY = 60.0  # seconds that another process may keep the journal to itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,7 @@ class SqliteJournal:
         self._db = connection
         self._path = path
         self._session = 0
+        self._lease: tuple[int, float] = (0, 0.0)  # as it stands on disk
         self._by_row = False
         self._claimed = bytearray()  # a bit for each recorded agent
 
@@ -73,7 +84,7 @@ class SqliteJournal:
         with _explained(path):
             with suppress(OSError):  # SQLite says it in its own words, and gives the files beside it the same mode
                 os.close(private(path, os.O_RDWR | os.O_CREAT))
-            journal = cls(sqlite3.connect(path, isolation_level=None, cached_statements=64), path)
+            journal = cls(sqlite3.connect(path, timeout=BUSY, isolation_level=None, cached_statements=64), path)
             try:
                 journal._prepare(was_there)
             except BaseException:
@@ -95,9 +106,10 @@ class SqliteJournal:
 
     def begin(self, fingerprint: bytes, started: str) -> None:
         with _explained(self._path):
-            # All that an older format has is in this one too: it takes no more than to say so, before anything new is
-            # written.
-            self._db.execute(f"PRAGMA user_version = {FORMAT}")
+            # All that an older format has is in this one too: what it lacks is added before anything new is written.
+            version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
+            raised = RAISED if version < LEASES else ""
+            self._db.executescript(f"BEGIN IMMEDIATE; {raised} PRAGMA user_version = {FORMAT}; COMMIT")
             row = self._db.execute(
                 "INSERT INTO session (fingerprint, started) VALUES (?, ?) RETURNING id", (fingerprint, started)
             ).fetchone()
@@ -113,8 +125,14 @@ class SqliteJournal:
 
     def spent(self) -> tuple[int, float]:
         with _explained(self._path):
-            tokens, cost = self._db.execute("SELECT coalesce(sum(tokens), 0), total(cost) FROM session").fetchone()
-            return int(tokens), float(cost)
+            tokens, cost = _spent(self._db)
+            return tokens, cost or 0.0
+
+    def learnt(self) -> tuple[int, ...] | None:
+        with _explained(self._path):
+            query = "SELECT learnt FROM session WHERE learnt IS NOT NULL ORDER BY id DESC LIMIT 1"
+            found = self._db.execute(query).fetchone()
+            return None if found is None else tuple(json.loads(found[0]))
 
     def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
         values: list[object] = []
@@ -122,16 +140,22 @@ class SqliteJournal:
             kind, body = encode(entry.step)
             values += (entry.agent, entry.identity.key, entry.identity.row, kind, body)
         with _explained(self._path):
+            if not self._path.exists():  # SQLite would go on writing to a file that has no name any more
+                raise StoreError(f"the journal {self._path} is gone, and with it what was recorded")
             # How far the session is need not survive a power cut: rows from the record alone are not worth an fsync.
-            self._db.execute(f"PRAGMA synchronous = {'FULL' if entries else 'NORMAL'}")
+            tokens, cost = lease = progress.lease or (0, 0.0)
+            full = bool(entries) or tokens > self._lease[0] or cost > self._lease[1]
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 self._insert(values)
                 self._db.execute(
-                    "UPDATE session SET ok = ?, failed = ?, resumed = ?, tokens = ?, cost = ? WHERE id = ?",
+                    "UPDATE session SET ok = ?, failed = ?, resumed = ?, tokens = ?, cost = ?, "
+                    "leased_tokens = ?, leased_cost = ?, learnt = ? WHERE id = ?",
                     (*_counts(progress), self._session),
                 )
                 self._db.execute("COMMIT")
+                self._lease = lease
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
@@ -222,9 +246,8 @@ def glance(path: Path) -> Glance:
         try:
             if _version(db, path) is None:
                 return Glance(0, Progress())
-            sessions, tokens, cost = db.execute(
-                "SELECT count(*), coalesce(sum(tokens), 0), sum(cost) FROM session"
-            ).fetchone()
+            sessions = db.execute("SELECT count(*) FROM session").fetchone()[0]
+            tokens, cost = _spent(db, looking=True)
             row = db.execute("SELECT ok, failed, resumed FROM session ORDER BY id DESC LIMIT 1").fetchone()
             ok, failed, resumed = row or (0, 0, 0)
             return Glance(sessions, Progress(ok, failed, resumed, tokens, cost))
@@ -266,8 +289,27 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _counts(progress: Progress) -> tuple[int, int, int, int, float | None]:
-    return progress.ok, progress.failed, progress.resumed, min(progress.tokens, LARGEST), progress.cost
+def _counts(progress: Progress) -> tuple[int | float | str | None, ...]:
+    tokens, cost = progress.lease or (None, None)
+    leased = None if tokens is None else min(tokens, LARGEST)
+    learnt = None if progress.learnt is None else json.dumps(progress.learnt)
+    spent = min(progress.tokens, LARGEST), progress.cost
+    return progress.ok, progress.failed, progress.resumed, *spent, leased, cost, learnt
+
+
+def _spent(db: sqlite3.Connection, *, looking: bool = False) -> tuple[int, float | None]:
+    """Tokens and $ of all sessions. A lease that was not returned is spent; but ``looking`` from outside, the latest
+    session may still be at work, and has spent what it says."""
+    if int(db.execute("PRAGMA user_version").fetchone()[0]) < LEASES:
+        query = "SELECT coalesce(sum(tokens), 0), sum(cost) FROM session"
+    else:
+        over = "id < (SELECT max(id) FROM session)" if looking else "TRUE"
+        query = (
+            f"SELECT coalesce(sum(CASE WHEN {over} AND leased_tokens > tokens THEN leased_tokens ELSE tokens END), 0), "
+            f"sum(CASE WHEN {over} AND leased_cost > coalesce(cost, 0) THEN leased_cost ELSE cost END) FROM session"
+        )
+    tokens, cost = db.execute(query).fetchone()
+    return int(tokens), cost
 
 
 def _version(db: sqlite3.Connection, path: Path) -> int | None:

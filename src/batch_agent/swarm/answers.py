@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.wire import counted
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Usage
+from batch_agent.outputs.surrogates import read_json
 from batch_agent.swarm.lines import Exchange
 from batch_agent.swarm.response import Response
 
@@ -81,8 +81,8 @@ def read_object(exchange: Exchange) -> JsonObject:
     if exchange.error is not None:
         raise exchange.error
     try:
-        document = orjson.loads(exchange.body)
-    except orjson.JSONDecodeError:
+        document = read_json(exchange.body)
+    except ValueError:
         document = None
     if not isinstance(document, dict):
         shown = exchange.faults.clean(exchange.body.decode("utf-8", "replace")) or "(nothing)"

@@ -9,8 +9,10 @@ rest expire.
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,6 +34,7 @@ class ServedJob:
     requests: dict[str, dict[str, Any]]
     lines: list[bytes] = field(default_factory=list)  # their bodies as they came
     metadata: dict[str, str] = field(default_factory=dict)
+    created_at: float = field(default_factory=time.time)
     looked: int = 0
     status: str = "in_progress"
     done: list[str] = field(default_factory=list)  # custom ids that were answered, newest first
@@ -67,6 +70,7 @@ class JobServer:
                 web.get("/v1/batches/{id}", self._retrieve),
                 web.post("/v1/batches/{id}/cancel", self._cancel),
                 web.post("/v1/messages/batches", self._create_messages),
+                web.get("/v1/messages/batches", self._list_messages),
                 web.get("/v1/messages/batches/{id}", self._retrieve_messages),
                 web.get("/v1/messages/batches/{id}/results", self._results_of_messages),
                 web.post("/v1/messages/batches/{id}/cancel", self._cancel_messages),
@@ -128,15 +132,13 @@ class JobServer:
         wrong = _wrong([line["custom_id"] for line in lines]) or self._invalid
         if wrong or any(line["url"] != asked["endpoint"] or line["method"] != "POST" for line in lines):
             job.status = "failed"
-        self.jobs.append(job)
-        if self.drop:
-            self.drop -= 1
-            assert http.transport is not None
-            http.transport.abort()
+        self._take(job, http)
         return web.json_response(self._openai(job))
 
     async def _list(self, http: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [self._openai(job) for job in reversed(self.jobs)]})
+        jobs, more = self._page(http, "after", most=100)
+        listed = [self._openai(job) for job in jobs]
+        return web.json_response({"object": "list", "data": listed, "has_more": more})
 
     async def _retrieve(self, http: web.Request) -> web.Response:
         job = self._job(http)
@@ -150,6 +152,7 @@ class JobServer:
 
     def _openai(self, job: ServedJob) -> dict[str, Any]:
         told: dict[str, Any] = {"id": job.id, "object": "batch", "status": job.status, "metadata": job.metadata}
+        told["created_at"] = int(job.created_at)
         if job.status == "failed":
             told["errors"] = {"data": [{"code": "invalid", "message": self._invalid or "the file is not valid"}]}
         if job.status in ("completed", "expired"):
@@ -176,8 +179,12 @@ class JobServer:
         if wrong := _wrong([request["custom_id"] for request in requests]):
             return _refusal(400, wrong)
         job = ServedJob(f"msgbatch_{len(self.jobs)}", {request["custom_id"]: request["params"] for request in requests})
-        self.jobs.append(job)
+        self._take(job, http)
         return web.json_response(_anthropic(job))
+
+    async def _list_messages(self, http: web.Request) -> web.Response:
+        jobs, more = self._page(http, "after_id", most=1000)
+        return web.json_response({"data": [_anthropic(job) for job in jobs], "has_more": more})
 
     async def _retrieve_messages(self, http: web.Request) -> web.Response:
         job = self._job(http)
@@ -205,6 +212,20 @@ class JobServer:
         return {"type": "succeeded", "message": answer}
 
     # Jobs
+
+    def _take(self, job: ServedJob, http: web.Request) -> None:
+        self.jobs.append(job)
+        if self.drop:
+            self.drop -= 1
+            assert http.transport is not None
+            http.transport.abort()
+
+    def _page(self, http: web.Request, cursor: str, *, most: int) -> tuple[list[ServedJob], bool]:
+        """Newest first, and whether there are more."""
+        jobs, after = self.jobs[::-1], http.query.get(cursor)
+        start = next((place for place, job in enumerate(jobs, 1) if job.id == after), 0)
+        end = start + min(most, int(http.query.get("limit", "20")))
+        return jobs[start:end], end < len(jobs)
 
     def _job(self, http: web.Request) -> ServedJob:
         found = next((job for job in self.jobs if job.id == http.match_info["id"]), None)
@@ -234,7 +255,10 @@ def _anthropic(job: ServedJob) -> dict[str, Any]:
     ended = job.status != "in_progress"
     url = f"/v1/messages/batches/{job.id}/results" if ended else None
     status = "ended" if ended else "in_progress"
-    return {"id": job.id, "type": "message_batch", "processing_status": status, "results_url": url}
+    made = datetime.fromtimestamp(job.created_at, UTC).isoformat()
+    told = {"id": job.id, "type": "message_batch", "processing_status": status, "results_url": url, "created_at": made}
+    counts = {"processing": 0 if ended else len(job.requests), "succeeded": len(job.done) if ended else 0}
+    return {**told, "request_counts": {**counts, "expired": len(job.requests) - sum(counts.values())}}
 
 
 def _wrong(ids: list[str]) -> str:

@@ -110,7 +110,7 @@ class Asking:
             except BackendError:  # another question of the call may have caused it
                 if not wants_again():
                     raise
-        policy = Policy(RETRIES, wait_out=False, timeout=self._timeout, wanted=wants_again)
+        policy = Policy(RETRIES, wait_out=False, timeout=self._timeout, timeout_option="timeout", wanted=wants_again)
         return await dispatcher.ask(_Alone(self, make), policy)
 
     async def _ask_together(self, dispatcher: Dispatcher, make: Make) -> Reply:
@@ -118,7 +118,7 @@ class Asking:
         group = self.group
         if group is None:
             group = self.group = _Group(self)
-            policy = Policy(0, wait_out=False, timeout=self._timeout)
+            policy = Policy(0, wait_out=False, timeout=self._timeout, timeout_option="timeout")
             group.call = asyncio.get_running_loop().create_task(dispatcher.ask_many(group, policy))
             self._calls.add(group.call)
             group.call.add_done_callback(self._calls.discard)

@@ -10,13 +10,16 @@ Tools are values. Nothing here runs one on a model's behalf: that is the pool's 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
+import os
 import re
 import types
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Concatenate, Generic, Literal, Protocol, cast, overload
 
 from typing_extensions import ParamSpec, TypeVar
@@ -24,7 +27,9 @@ from typing_extensions import ParamSpec, TypeVar
 from batch_agent.errors import SpecError, ToolError, ToolFailed
 from batch_agent.foreign import describe
 from batch_agent.messages import ToolSpec
+from batch_agent.spec import MCP
 from batch_agent.tools.batching import MAX_BATCH, Batching
+from batch_agent.tools.mcp.address import CONNECT_SECONDS, server_of
 from batch_agent.tools.rate import calls_per_second
 from batch_agent.tools.render import MAX_TOKENS
 from batch_agent.tools.schema import Arguments, Documentation, Function, Signature, is_async, signature_of
@@ -36,11 +41,33 @@ S = TypeVar("S")
 V = TypeVar("V")
 
 Effect = Literal["read", "write"]
+Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 CacheKey = Callable[..., object]
 
 BUILTIN_NAMES = ("http_get", "python_eval", "read_file", "web_search")
 # What the common wire formats accept.
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class OpenResource(Protocol):
+    """A resource in use by one run."""
+
+    async def ready(self) -> None:
+        """Waits until it can be used, within a time limit of its own. Raises ToolError."""
+
+    async def close(self) -> None: ...
+
+
+class Resource(Protocol):
+    """What the calls of a tool share within one run, such as a session with a server; equal ones are one.
+
+    The pool opens it for the first call and closes it at the end. The function takes what was opened as its first
+    argument, and as its second one a function to call when the tool shows that it is alive: its time starts again.
+    """
+
+    def __hash__(self) -> int: ...
+
+    def open(self, spawn: Spawn, /) -> OpenResource: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +95,7 @@ class Tool(Generic[P, R_co]):
     cache_key: CacheKey | None = field(repr=False)
     batching: Batching | None = field(default=None, repr=False)  # calls are answered together, by key
     version: str | None = None  # a change says that results differ from now on, and recorded answers no longer count
+    resource: Resource | None = field(default=None, repr=False)  # what its calls in one run share
 
     @property
     def description(self) -> str:
@@ -255,6 +283,60 @@ class Tool(Generic[P, R_co]):
 
         return cast(_Decorator, make)
 
+    @staticmethod
+    def mcp(
+        server: str | Sequence[str],
+        *,
+        only: Collection[str] | None = None,
+        prefix: str = "",
+        reads: Collection[str] = (),
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        connect_timeout: float = CONNECT_SECONDS,
+    ) -> list[Tool]:
+        """Tools of an MCP server, which is started or connected to for the list. A run has one session with it.
+
+        Args:
+            server: "stdio:COMMAND ARGUMENTS", the same as a list, or the URL of a server with streamable HTTP.
+            only: names of the tools to take; all.
+            prefix: comes before each tool's name.
+            reads: names of tools that only read, beside those of which the server says so; all others count as writes.
+            timeout: seconds a call may go without an answer or a sign of progress; the run's timeout_per_tool.
+            headers: for a URL, such as {"Authorization": "Bearer ..."}.
+            env: variables for a command, beside PATH, HOME and the like; it inherits no others.
+            cwd: where the command runs.
+            connect_timeout: seconds until the server must have started.
+        """
+        from batch_agent.tools.mcp.listing import mcp_tools
+
+        _check_positive(int | float, timeout=timeout)
+        address = server_of(server, headers=headers, env=env, cwd=cwd, connect_timeout=connect_timeout)
+        return mcp_tools(address, only=only, prefix=prefix, reads=reads, timeout=timeout)
+
+    @staticmethod
+    def mcp_file(
+        path: str | os.PathLike[str],
+        *,
+        servers: Collection[str] | None = None,
+        prefix: str = "",
+        reads: Collection[str] = (),
+        timeout: float | None = None,
+    ) -> list[Tool]:
+        """Tools of the servers of a file with "mcpServers", as desktop clients and editors have it.
+
+        Args:
+            path: the file; ${VARIABLE} in it is filled in from the environment.
+            servers: names of the servers to take; all.
+            prefix: comes before each tool's name; {server} in it is the server's name.
+            reads, timeout: as for ``mcp``.
+        """
+        from batch_agent.tools.mcp.listing import mcp_file_tools
+
+        _check_positive(int | float, timeout=timeout)
+        return mcp_file_tools(Path(path), servers=servers, prefix=prefix, reads=reads, timeout=timeout)
+
 
 class _Decorator(Protocol):
     """What ``Tool.define(...)`` returns."""
@@ -267,14 +349,29 @@ def resolve_tools(values: Sequence[object]) -> tuple[Tool, ...]:
     if isinstance(values, str):
         raise SpecError(f"tools is the text {values!r}: give a list, [{values!r}]")
     tools: dict[str, Tool] = {}
-    for value in values:
-        tool = _resolve(value)
+    for tool in _each(values):
         if tool.signature.unbound:
             raise SpecError(f"tool {tool.name} is a method without its object: give it as instance.{tool.name}")
         if tool.name in tools:
             raise SpecError(f"two tools are called {tool.name!r}: give one another name, Tool.define(name=...)")
         tools[tool.name] = tool
     return tuple(tools.values())
+
+
+def _each(values: Sequence[object]) -> Iterator[Tool]:
+    """Every tool; lists of them, as ``Tool.mcp`` makes, may stand among others."""
+    for value in values:
+        if isinstance(value, str) and value.startswith(MCP):
+            yield from tools_at(value.removeprefix(MCP))
+        elif isinstance(value, list | tuple):
+            yield from _each(value)
+        else:
+            yield _resolve(value)
+
+
+def tools_at(server: str, **options: Any) -> list[Tool]:
+    """The tools of an MCP server, or of the servers of a file, ``options`` as for ``Tool.mcp`` or ``Tool.mcp_file``."""
+    return Tool.mcp_file(server, **options) if server.endswith(".json") else Tool.mcp(server, **options)
 
 
 def _resolve(value: object) -> Tool:

@@ -55,6 +55,7 @@ class Flight:
     traffic: Traffic
     unasked: bool = False  # begun before any model asked for it, and none has yet
     context: ToolContext | None = None  # where its tool asks for one
+    began: float = 0.0  # to run: when it had passed the gates
     end: ToolOutcome | Exception | None = None  # an exception is a fault of ours, and stops whoever waits
     interested: int = 0
     task: asyncio.Task[None] | None = None

@@ -23,7 +23,7 @@ from batch_agent.errors import ToolError, ToolFailed, ToolTimeout, UnknownTool
 from batch_agent.foreign import message_of
 from batch_agent.job import Job
 from batch_agent.messages import ToolCall
-from batch_agent.tools.base import Tool
+from batch_agent.tools.base import OpenResource, Resource, Spawn, Tool
 from batch_agent.tools.batching import GATHERING, Answers, Batching, Keys, ask_all, read_answers
 from batch_agent.tools.boundary import run_foreign
 from batch_agent.tools.cache import Key, ResultCache
@@ -39,12 +39,12 @@ from batch_agent.tools.threads import THREADS, Threads
 __all__ = ["PendingCall", "ToolOutcome", "ToolPool", "ToolStatistics"]
 
 T = TypeVar("T")
-Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 logger = logging.getLogger("batch_agent")
 
 # Async calls running at once: many more than threads, for they cost little here; but each mostly holds a connection. As
 # many again may not stop when they are cancelled, before new ones fail instead.
 ASYNC_CALLS = 1024
+LONGEST_WITH_PROGRESS = 10  # times its timeout that a call may take which keeps reporting progress
 NOBODY = Job(-1, "", None, "")  # whose calls are no agent's
 _CANCELLED = ToolOutcome("Error: the call was cancelled", False, "run", 0.0)
 
@@ -97,6 +97,8 @@ class ToolPool:
         self._flights: dict[Key, Flight] = {}
         self._tasks: dict[asyncio.Task[None], Flight] = {}
         self._threads = Threads()
+        self._opened: dict[Resource, OpenResource] = {}
+        self._writes: Counter[Resource] = Counter()  # begun or ended: what was read before is stale
         self._state: dict[str, Any] = {}  # what the tools of this run share
         self._closed = False
 
@@ -146,7 +148,7 @@ class ToolPool:
             if not tool.declared:
                 tally.compare(identity)
             return self._launch(offer, arguments, None, context)
-        return self._share(offer, arguments, (tool.name, identity), context)
+        return self._share(offer, arguments, self._key(tool, identity), context)
 
     def prewarm(self, call: ToolCall) -> PendingCall | None:
         """Begins a call that a model is expected to make. None where nothing is begun: its result could not be kept, it
@@ -157,7 +159,7 @@ class ToolPool:
             return None
         try:
             arguments = offer.tool.signature.parse(call.arguments)
-            key = (call.name, offer.tool.identity(arguments))
+            key = self._key(offer.tool, offer.tool.identity(arguments))
         except ToolError:
             return None
         if self._cache.get(key, asyncio.get_running_loop().time()) is not None or self._under_way(key) is not None:
@@ -167,6 +169,11 @@ class ToolPool:
             return None
         offer.tally.prewarmed += 1
         return self._take_off(offer, arguments, flight)
+
+    def _key(self, tool: Tool, identity: str) -> Key:
+        """What tells a read apart. After a write to the resource that it reads from, it is another one."""
+        writes = "" if tool.resource is None else f"{self._writes[tool.resource]} "
+        return tool.name, f"{writes}{identity}"
 
     def statistics(self) -> dict[str, ToolStatistics]:
         return {name: offer.tally.statistics(name) for name, offer in self._offers.items()}
@@ -181,6 +188,8 @@ class ToolPool:
                     flight.give_up()
                 _, stuck = await asyncio.wait(list(self._tasks), timeout=ENDING_SECONDS)
                 self._leave_behind(stuck)
+            for opened in self._opened.values():
+                await opened.close()
         finally:
             self._threads.close()
 
@@ -246,16 +255,33 @@ class ToolPool:
     async def _fly(self, offer: _Offer, arguments: Arguments, flight: Flight) -> None:
         tool = offer.tool
         await flight.pass_gates(offer.gates)
-        work = partial(tool.function, **arguments.values)
+        self._note_write(tool)
         read = partial(render, max_tokens=tool.max_tokens)
         try:
+            work = await self._work(offer, arguments, flight)
             text = await self._execute(offer, flight, partial(self._run, offer, work, read))
             end = ToolOutcome(text, True, "run", _since(flight.asked))
         except ToolError as error:
             if flight.end is None:
                 flight.land(_failure(error, _since(flight.asked), offer))
             return
+        finally:
+            self._note_write(tool)
         self._land(offer, flight, end)
+
+    def _note_write(self, tool: Tool) -> None:
+        if tool.resource is not None and tool.effect == "write":
+            self._writes[tool.resource] += 1
+
+    async def _work(self, offer: _Offer, arguments: Arguments, flight: Flight) -> Callable[[], object]:
+        tool = offer.tool
+        if tool.resource is None:
+            return partial(tool.function, **arguments.values)
+        opened = self._opened.get(tool.resource)
+        if opened is None:
+            opened = self._opened[tool.resource] = tool.resource.open(self._spawn)
+        await opened.ready()  # a server that starts up takes nothing from the time of a call
+        return partial(tool.function, opened, partial(self._alive, offer, flight), **arguments.values)
 
     async def _fly_along(self, offer: _Offer, arguments: Arguments, flight: Flight) -> None:
         """A call for one key, which a batch answers: the one that is gathering, or a new one."""
@@ -312,13 +338,20 @@ class ToolPool:
 
     async def _execute(self, offer: _Offer, flight: Flight, work: Callable[[], Awaitable[T]]) -> T:
         """The time that a call may take begins here: waiting at a gate is not the tool's fault."""
-        tool = offer.tool
-        if tool.is_async and self._traffic.stuck >= ASYNC_CALLS:
+        if offer.tool.is_async and self._traffic.stuck >= ASYNC_CALLS:
             raise ToolError(f"not started: {self._traffic.stuck} earlier calls that were given up are still running")
-        seconds = self._timeout if tool.timeout is None else tool.timeout
-        if seconds is not None:
-            flight.set_clock(seconds, partial(self._time_is_over, offer, flight, seconds))
+        flight.began = asyncio.get_running_loop().time()
+        self._start_clock(offer, flight)
         return await work()
+
+    def _start_clock(self, offer: _Offer, flight: Flight) -> None:
+        seconds = self._timeout if offer.tool.timeout is None else offer.tool.timeout
+        if seconds is not None and _since(flight.began) <= seconds * LONGEST_WITH_PROGRESS:
+            flight.set_clock(seconds, partial(self._time_is_over, offer, flight, seconds))
+
+    def _alive(self, offer: _Offer, flight: Flight) -> None:
+        if flight.end is None:
+            self._start_clock(offer, flight)
 
     async def _run(self, offer: _Offer, work: Callable[[], object], read: Callable[[object], T]) -> T:
         offer.tally.runs += 1

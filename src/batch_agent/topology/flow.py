@@ -5,8 +5,9 @@ That outer run has one row, the pipeline itself. Everything is prepared, and so 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -26,8 +27,9 @@ from batch_agent.events import Event, JobFinished, JobStarted, Sink
 from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.spec import BatchSpec
+from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, KeyNode, Source
 from batch_agent.topology.items import Receiver
-from batch_agent.topology.nodes import AgentNode, Collector, FilterNode, FlatMapNode, JoinNode, Source
+from batch_agent.topology.nodes import AgentNode, Collector, JoinNode
 from batch_agent.topology.reduce import ReduceNode, Reduction
 from batch_agent.topology.stages import (
     OF_THE_WHOLE,
@@ -45,7 +47,8 @@ RUN_DIR = ("run_dir", "checkpoint_dir")
 
 
 class Flow:
-    """``async with`` it, then ``finish``; ``statistics``, ``pause``, ``drain`` and ``cancel`` are those of a Run."""
+    """``async with`` it, then ``finish``; ``statistics``, ``pause``, ``drain`` and ``cancel`` are those of a Run.
+    ``wrap`` is called with each backend and its API key, and returns the backend to use."""
 
     def __init__(
         self,
@@ -56,21 +59,29 @@ class Flow:
         sinks: Sequence[Sink] = (),
         command: Mapping[str, JsonValue] | None = None,
         sends: bool = True,
+        wrap: Callable[[Backend, str | None], Backend] = lambda backend, api_key: backend,
     ) -> None:
         check_options_of_the_whole(options)
         self.inputs = inputs
         self.collector = Collector()
         self.nodes: list[AgentNode | ReduceNode] = []  # those before come before
-        self._options, self._sends = dict(options), sends
+        self._options, self._sends, self._wrap = dict(options), sends, wrap
         self._known: dict[tuple[object, ...], Backend] = {}
-        self._pumps: list[Callable[[], Awaitable[None]]] = []
+        self._sources: list[Source] = []
+        self._functions: list[FunctionNode] = []
         self._failure: Exception | None = None
         self._wire(inputs, stages, self.collector)
         self.nodes.reverse()
         if not self.nodes:
             raise SpecError("a pipeline needs a stage that asks a model: map or reduce")
         self._prepared = self._outermost()
-        self._run: Run[Any] = Run(self._prepared, [self._observe, *sinks], command, worker=self._work)
+        self._run: Run[Any] = Run(
+            self._prepared,
+            [self._observe, *sinks],
+            command,
+            worker=self._work,
+            stages=[node.name for node in self.nodes],
+        )
         self._metrics = Metrics(self._run.shared.clock)
         for node in self.nodes:  # in this order: of those that want to start something, the last one goes first
             node.run = Run(node.prepared, within=self._run.shared)
@@ -103,6 +114,8 @@ class Flow:
 
     def drain(self) -> None:
         """Start nothing new; agents under way finish, and what would follow from them does not begin."""
+        for source in self._sources:
+            source.stop()
         for node in self.nodes:
             node.run.drain()
 
@@ -135,7 +148,8 @@ class Flow:
 
     async def _work(self, row: object, context: AgentContext) -> object:
         try:
-            await run_together(self.nodes, self._pumps)
+            beside: list[Source | FunctionNode] = [*self._sources, *self._functions]
+            await run_together(self.nodes, [partial(node.pump, self._run.shared) for node in beside])
         except Exception as error:
             self._failure = error
             raise
@@ -148,21 +162,16 @@ class Flow:
 
     def _wire(self, inputs: Inputs, stages: tuple[Stage, ...], out: Receiver) -> None:
         """From the last stage to the first, since each has to know where its rows go."""
-        source = None if stages and isinstance(stages[0], Agents) else Source(inputs)
-        waiting = next((place for place, stage in enumerate(stages) if not isinstance(stage, FlatMap | Filter)), None)
-        reads = waiting is not None and isinstance(stages[waiting], Agents)
-        if source is not None and not reads:
-            self._pumps.append(source.pump)
         for place, stage in reversed(list(enumerate(stages))):
             if isinstance(stage, Agents) and place:
                 check_fields(stages[place - 1], stage)
-                out = self._agents(stage, out, RowChannel(source.fetch if source and place == waiting else None))
+                out = self._agents(stage, out, RowChannel())
             elif isinstance(stage, Agents):
-                out = self._agents(stage, out, inputs)
+                self._agents(stage, out, inputs)
+                return
             else:
                 out = self._node(stage, out)
-        if source is not None:
-            source.out = out
+        self._sources.append(Source(inputs, out))
 
     def _agents(self, stage: Agents, out: Receiver, inputs: Inputs) -> AgentNode:
         prepared = self._prepare(stage.name, {**stage.options, "inputs": inputs})
@@ -173,19 +182,24 @@ class Flow:
     def _node(self, stage: Reduce | FlatMap | Filter | Join, out: Receiver) -> Receiver:
         match stage:
             case Reduce():
-                rows = RowChannel(patient=True)
+                rows: RowChannel[object] = RowChannel()
                 prepared = self._prepare(stage.name, {**stage.options, "task": "{prompt}", "inputs": rows})
                 node = ReduceNode(stage.name, stage.prompt, stage.tree, prepared, rows, out)
                 self.nodes.append(node)
                 return node
             case FlatMap():
-                return FlatMapNode(stage.function, out)
+                return self._function(FlatMapNode(stage.function, out))
             case Filter():
-                return FilterNode(stage.function, out)
+                return self._function(FilterNode(stage.function, out))
             case Join():
-                join = JoinNode(stage.key, stage.other_key, out)
-                self._wire(stage.other.inputs, stage.other.stages, join.other)
-                return join
+                join = JoinNode(out)
+                other = self._function(KeyNode(stage.other_key, join.other, looked_up=True))
+                self._wire(stage.other.inputs, stage.other.stages, other)
+                return self._function(KeyNode(stage.key, join))
+
+    def _function(self, node: FunctionNode) -> Receiver:
+        self._functions.append(node)
+        return node
 
     def _prepare(self, name: str, options: Mapping[str, Any]) -> Prepared:
         if any(node.name == name for node in self.nodes):
@@ -205,7 +219,9 @@ class Flow:
         where = spec.runtime if spec.backend is None else spec.backend
         place = where if isinstance(where, str | None) else id(where)
         key = (prepared.backend.name, place, spec.api_key, spec.cache)
-        return replace(prepared, backend=self._known.setdefault(key, prepared.backend))
+        if key not in self._known:
+            self._known[key] = self._wrap(prepared.backend, spec.api_key)
+        return replace(prepared, backend=self._known[key])
 
     def _outermost(self) -> Prepared:
         """The run that the stages are inside of. It sends nothing itself, and its one row is alive all the time."""

@@ -28,10 +28,12 @@ class Item:
 
 
 class Receiver(Protocol):
-    """Where a stage puts its rows. ``close`` comes once, after the last; ``why`` says what kept the others from coming,
-    where something did."""
+    """Where a stage puts its rows. A source or a function awaits ``room`` before it makes more of them; False says that
+    no more are taken. ``close`` comes once, after the last; ``why`` is the reason that some are missing, or ""."""
 
     def put(self, item: Item) -> None: ...
+
+    async def room(self) -> bool: ...
 
     def close(self, why: str) -> None: ...
 

@@ -7,7 +7,7 @@ prefix that say what an agent does (task, tools, output_schema, system_prompt, m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping
 from contextlib import suppress
 from itertools import count
 from typing import Any, Generic, Self, TypeVar, cast
@@ -66,19 +66,21 @@ def reduce_pipeline(
 def map_reduce_pipeline(
     *,
     plan_prompt: str,
-    plan_inputs: Iterable[object] = ({},),
+    plan_inputs: Iterable[object] | AsyncIterable[object] | Mapping[str, object] = ({},),
     plan_output_schema: object = Items,
     reduce: str,
     reduce_schema: object = None,
     reduce_tree: Shape = "auto",
     **options: Any,
 ) -> tuple[Pipeline[Any], Options]:
+    """The same with a plan before it. ``plan_inputs`` that are one mapping are one row."""
     whole, stages = split(options, (PLAN, MAP, REDUCE))
     task = _task(stages[MAP])
     if "inputs" in stages[MAP]:
         raise SpecError("inputs: what the agents work on comes from the plan; its own inputs are plan_inputs")
     fields = item_fields(OutputSchema.of(plan_output_schema))
-    planned = Pipeline(plan_inputs).map(name=PLAN, task=plan_prompt, output_schema=plan_output_schema, **stages[PLAN])
+    rows = [plan_inputs] if isinstance(plan_inputs, Mapping) else plan_inputs
+    planned = Pipeline(rows).map(name=PLAN, task=plan_prompt, output_schema=plan_output_schema, **stages[PLAN])
     mapped = planned.then(FlatMap(_numbered(), fields)).map(name=MAP, task=task, **stages[MAP])
     pipeline = mapped.reduce(reduce, name=REDUCE, output_schema=reduce_schema, tree=reduce_tree, **stages[REDUCE])
     return pipeline, whole
@@ -134,7 +136,8 @@ def items_of(plan: object) -> list[object]:
 
 
 def item_fields(schema: OutputSchema[object] | None) -> tuple[str, ...] | None:
-    """The fields that the task may name; None where the items may have any. SpecError for a schema without items."""
+    """The fields that the task may name; None if the items may have any, so that only the plan tells. SpecError for a
+    schema without items."""
     top = {} if schema is None else schema.json_schema
     if top.get("type") == "array":
         item = top.get("items")
@@ -145,9 +148,10 @@ def item_fields(schema: OutputSchema[object] | None) -> tuple[str, ...] | None:
             raise SpecError("plan_output_schema must have a field items that is a list, or be a list")
         item = listed.get("items")
     kind = _resolved(item, top)
-    if not kind or "anyOf" in kind:
-        return None
     own = kind.get("properties")
+    is_open = bool(kind.get("additionalProperties")) or (kind.get("type") == "object" and own is None)
+    if not kind or "anyOf" in kind or is_open:
+        return None
     return ("item", "index", *(own if isinstance(own, dict) else ()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class MapReduce:
         cls,
         *,
         plan_prompt: str,
-        plan_inputs: Iterable[object] = ...,
+        plan_inputs: Iterable[object] | Mapping[str, object] = ...,
         plan_output_schema: Any = ...,
         output_schema: type[T],
         reduce: str,
@@ -85,7 +85,7 @@ class MapReduce:
         cls,
         *,
         plan_prompt: str,
-        plan_inputs: Iterable[object] = ...,
+        plan_inputs: Iterable[object] | Mapping[str, object] = ...,
         plan_output_schema: Any = ...,
         output_schema: Any = ...,
         reduce: str,

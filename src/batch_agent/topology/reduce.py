@@ -59,7 +59,7 @@ class ReduceNode:
     run: Run[Any]
 
     def __init__(
-        self, name: str, prompt: str, shape: Shape, prepared: Prepared, channel: RowChannel, out: Receiver
+        self, name: str, prompt: str, shape: Shape, prepared: Prepared, channel: RowChannel[object], out: Receiver
     ) -> None:
         self.name, self.prepared = name, prepared
         self.results: list[AgentResult[Any]] = []
@@ -77,7 +77,12 @@ class ReduceNode:
         self._count += 1
         self._send(self._tree.add(item.index, None if item.left_out else leaf(item)))
 
+    async def room(self) -> bool:
+        return await self._inlet.room()
+
     def close(self, why: str) -> None:
+        if self.reduction is not None:
+            return
         if why:
             self._fail(AgentError.of(Interrupted(why)), why)
             return

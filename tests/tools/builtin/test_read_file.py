@@ -7,6 +7,7 @@ import pytest
 from batch_agent.errors import ToolError
 from batch_agent.messages import ToolCall
 from batch_agent.tools import Tool, read_file
+from batch_agent.tools.builtin.files import locate, read_located
 
 
 @pytest.fixture
@@ -17,6 +18,10 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "rootless").mkdir()
     (tmp_path / "rootless" / "near.txt").write_text("near")
     return root
+
+
+def open_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def test_a_file_is_read_by_relative_and_by_absolute_path(root: Path) -> None:
@@ -55,6 +60,48 @@ def test_a_directory_symlink_does_not_lead_out(root: Path) -> None:
     (root / "out").symlink_to(root.parent)
     with pytest.raises(ToolError, match="outside"):
         read_file(roots=[root])("out/secret.txt")
+
+
+def test_a_directory_that_becomes_a_symlink_after_it_was_found_leads_nowhere(root: Path) -> None:
+    (root / "sub").mkdir()
+    (root / "sub" / "secret.txt").write_text("mine")
+    located = locate("sub/secret.txt", [root])
+    (root / "sub").rename(root / "was")
+    (root / "sub").symlink_to(root.parent)
+    with pytest.raises(ToolError, match="cannot be read"):
+        read_located("sub/secret.txt", located, 100)
+
+
+@pytest.mark.parametrize("path", [".env", ".git/config", "sub/.env", "shown"])
+def test_hidden_files_are_read_only_where_the_user_allows_it(root: Path, path: str) -> None:
+    for directory in (".git", "sub"):
+        (root / directory).mkdir()
+    for name in (".env", ".git/config", "sub/.env"):
+        (root / name).write_text("key")
+    (root / "shown").symlink_to(".env")
+    with pytest.raises(ToolError, match="is hidden"):
+        read_file(roots=[root])(path)
+    assert read_file(roots=[root], hidden=True)(path) == "key"
+
+
+def test_a_hidden_root_was_named_by_the_user(root: Path) -> None:
+    (root / ".github").mkdir()
+    (root / ".github" / "ci.yml").write_text("on: push")
+    assert read_file(roots=[root, root / ".github"])(".github/ci.yml") == "on: push"
+    (root / ".env").write_text("key")
+    assert read_file(roots=[root / ".env"])(str(root / ".env")) == "key"
+
+
+def test_no_descriptor_is_left_open(root: Path) -> None:
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "a" / "b" / "c.txt").write_text("c")
+    tool = read_file(roots=[root])
+    before = open_descriptors()
+    assert tool("a/b/c.txt") == "c"
+    for path in ("a/b/none.txt", "a/b", "a/b/c.txt/d"):
+        with pytest.raises(ToolError):
+            tool(path)
+    assert open_descriptors() == before
 
 
 def test_a_missing_file_outside_looks_the_same_as_one_that_exists(root: Path) -> None:

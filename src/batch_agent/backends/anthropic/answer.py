@@ -217,7 +217,7 @@ class Answer:
         if stop == "max_tokens":
             count = f" after {usage.completion_tokens} tokens" if usage.completion_tokens else ""
             message = f"{faults.where}: the answer was cut{count} (stop_reason {stop}); give a larger max_tokens"
-            raise Truncated(message, text=text, usage=usage)
+            raise Truncated(message, text=text, usage=usage, in_call=bool(self._calls))
         if stop == "model_context_window_exceeded":
             message = f"{faults.where}: the answer filled the model's context and was cut (stop_reason {stop})"
             raise ContextOverflow(message, text=text, usage=usage)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from typing import cast
 from urllib.parse import quote
@@ -10,7 +12,7 @@ from urllib.parse import quote
 import orjson
 
 from batch_agent.backends.anthropic.answer import PAUSED
-from batch_agent.backends.batch.jobs import RESULT_BYTES, Answer, JobService, Limits, State
+from batch_agent.backends.batch.jobs import RESULT_BYTES, Answer, Candidate, JobService, Limits, Lost, State
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.blocking import in_thread
 from batch_agent.errors import Unavailable
@@ -27,8 +29,16 @@ class AnthropicJobs(JobService):
         requests = b",".join(b'{"custom_id":"%b","params":%b}' % (own.encode(), body) for own, body in bodies.items())
         return self.id_of(await self.ask(self.batches, b'{"requests":[%b]}' % requests))
 
-    async def find(self, wave: str) -> str | None:
-        """A job has no place for a name of ours, and tells its requests only when it is done."""
+    async def candidates(self, lost: Lost) -> list[Candidate]:
+        """A job has no place for a name of ours, and tells the ids of its requests only when it has ended. How many
+        there are it tells from the beginning."""
+        jobs = self.listed("/messages/batches?limit=1000", "after_id", lost.since)
+        return [Candidate(str(job.get("id")), False) async for job in jobs if _count(job) in (None, len(lost.requests))]
+
+    def made_at(self, job: JsonObject) -> float | None:
+        made = job.get("created_at")
+        with suppress(ValueError):
+            return datetime.fromisoformat(made).timestamp() if isinstance(made, str) else None
         return None
 
     async def look(self, job: str) -> State:
@@ -61,3 +71,9 @@ class AnthropicJobs(JobService):
             where = self.batches.faults.where
             return Unavailable(f"{where}: the job ended before this request was done ({kind})")
         return self.batches.faults.reported(told.get("error"))
+
+
+def _count(job: JsonObject) -> int | None:
+    """How many requests it has; None: it does not say."""
+    counts = job.get("request_counts")
+    return sum(n for n in counts.values() if isinstance(n, int)) if isinstance(counts, dict) else None

@@ -1,16 +1,19 @@
 """What was sent to a batch API, noted in the run directory: lines of JSON, each on disk before anything is built on it.
 
-    {"wave": name, "requests": [id, …]}    about to be sent
-    {"wave": name, "job": id}              the provider has it
-    {"wave": name, "over": true}           its answers were handed out and recorded
+    {"wave": name, "requests": [id, …], "at": seconds}    about to be sent
+    {"wave": name, "job": id}                             the provider has it
+    {"wave": name, "requests": [id, …]}                   only these answers are not handed out yet
+    {"wave": name, "over": true}                          its answers were handed out and recorded
 
-A line that a crash cut short is left out; the wave is then looked for at the provider, or sent again.
+A line that a crash cut short is left out. A wave with no job is looked for at the provider before its requests are sent
+again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +29,7 @@ class Entry:
     wave: str
     requests: Sequence[str] = ()
     job: str | None = None
+    at: float | None = None  # when it was about to be sent, Unix time
     over: bool = field(default=False)
 
 
@@ -38,16 +42,21 @@ class JobLedger:
         return await in_thread(self._read)
 
     async def intend(self, wave: str, requests: Iterable[str]) -> None:
-        await self._note({"wave": wave, "requests": [*requests]})
+        await self._note({"wave": wave, "requests": [*requests], "at": time.time()})
 
     async def sent(self, wave: str, job: str) -> None:
         await self._note({"wave": wave, "job": job})
 
-    async def close(self, unfinished: Sequence[str]) -> None:
-        """Every wave is over but these."""
+    async def close(self, left: Mapping[str, Sequence[str]]) -> None:
+        """Every wave is over but these, of which these requests are left."""
 
         def close() -> None:
-            lines = [{"wave": entry.wave, "over": True} for entry in self._read() if entry.wave not in unfinished]
+            lines: list[dict[str, object]] = []
+            for entry in self._read():
+                if entry.wave not in left:
+                    lines.append({"wave": entry.wave, "over": True})
+                elif len(left[entry.wave]) < len(entry.requests):
+                    lines.append({"wave": entry.wave, "requests": [*left[entry.wave]]})
             self._append(lines)
 
         await in_thread(close)
@@ -69,6 +78,7 @@ class JobLedger:
                 continue  # a crash cut it short
             entry.requests = note.get("requests", entry.requests)
             entry.job = note.get("job", entry.job)
+            entry.at = note.get("at", entry.at)
             entry.over = note.get("over", entry.over)
         return [entry for entry in entries.values() if not entry.over]
 

@@ -5,18 +5,21 @@ it is full; so the rows of a run are one job, and agents with tools go from wave
 here starts a task: whoever waits in a wave and finds nobody driving it drives it, and if that one is cancelled the next
 one does. Batch APIs have no way to call back, so the driver asks, at growing intervals, whether the job is done.
 
-What was sent is noted in the ledger of the run directory before it is waited for. A request is known by a hash of its
-body, which is also its id in the job: a run that is resumed asks the same, finds the job that has it, and waits for
-that one. An answer is handed out once. What a job left undone (expired, cancelled, failed on the provider's side) is an
-error that is tried again, in the next wave.
+What is sent is noted in the ledger of the run directory before it is sent. A request is known by a hash of its body,
+which is also its id in the job: a run that is resumed asks the same, finds the job that has it, and waits for that one.
+A job whose id was lost, with the process or with the answer to its submission, is looked for at the provider; its
+requests are sent again only when it is certain that there is none. An answer is handed out once. What a job left undone
+(expired, cancelled, failed on the provider's side) is an error that is tried again, in the next wave.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -24,6 +27,7 @@ from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.batch.job_ledger import JobLedger
@@ -40,6 +44,8 @@ FIRST_LOOK, LONGEST_LOOK, LOOK_GROWTH = 1.0, 60.0, 1.5  # seconds between two qu
 PATIENCE_SECONDS = 900.0  # of a provider that cannot be reached, before those who wait are told
 MOST_KNOCKS = 4  # at one that was never reached: its address may be wrong, which is to be said soon
 GOODBYE_SECONDS = 5.0  # to cancel what nobody will pick up
+UNLISTED_LOOKS = 10  # first looks that a provider may take to list a job that it has just been sent
+CLOCKS_DIFFER = 86_400.0  # seconds by which a provider's clock may be behind ours
 PRICE = 0.5  # of what the same tokens cost at once, at every provider
 
 
@@ -60,6 +66,23 @@ class State:
     places: Sequence[str] = ()  # where its answers are
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A job that may have been made, and whose id is not known. ``wave`` is our own name for it."""
+
+    wave: str
+    requests: Sequence[str]
+    since: float | None  # when it was about to be made, Unix time; None: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A job that may be a lost one; one that is not ``certain`` tells by its answers."""
+
+    job: str
+    certain: bool
+
+
 RESULT_BYTES = 2 * 1024**3  # the most that all answers of a job may have
 
 Answer = bytes | BackendError
@@ -78,11 +101,11 @@ class JobService(ABC):
 
     @abstractmethod
     async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:
-        """The id of a new job for these requests. ``wave`` is our own name for it, for ``find``."""
+        """The id of a new job for these requests. ``wave`` is our own name for it."""
 
     @abstractmethod
-    async def find(self, wave: str) -> str | None:
-        """The job that was submitted under this name; None where there is none, or the API cannot tell."""
+    async def candidates(self, lost: Lost) -> list[Candidate]:
+        """The jobs that may be the lost one; a certain one alone. None at all: it was never made."""
 
     @abstractmethod
     async def look(self, job: str) -> State: ...
@@ -96,6 +119,26 @@ class JobService(ABC):
 
     async def ask(self, route: Route, body: bytes | None = None, headers: Mapping[str, str] | None = None) -> bytes:
         return await self.http.send(route, body, headers=headers) or b""
+
+    async def listed(self, path: str, cursor: str, since: float | None) -> AsyncIterator[JsonObject]:
+        """All jobs that were made since then, newest first. ``cursor`` names the parameter for the next page."""
+        after = ""
+        while True:
+            page = self.document(await self.ask(self.http.route("GET", path + after)))
+            jobs = page.get("data")
+            found = [job for job in jobs if isinstance(job, dict)] if isinstance(jobs, list) else []
+            for job in found:
+                made = self.made_at(job)
+                if since is not None and made is not None and made < since - CLOCKS_DIFFER:
+                    return
+                yield job
+            if not found or page.get("has_more") is not True:
+                return
+            after = f"&{cursor}={quote(str(found[-1].get('id')), safe='')}"
+
+    @abstractmethod
+    def made_at(self, job: JsonObject) -> float | None:
+        """When it was made, Unix time; None: it does not say."""
 
     def document(self, body: bytes) -> JsonObject:
         return object_of(body, self.batches.faults)
@@ -114,9 +157,10 @@ class Wave:
 
     name: str
     job: str | None = None  # None while it is gathered
-    bodies: dict[str, bytes] = field(default_factory=dict)  # not yet sent
+    bodies: dict[str, bytes] = field(default_factory=dict)  # not known to be sent
     requests: tuple[str, ...] = ()  # once it is sent
-    tried: bool = False  # sending it was begun, and may have come to something
+    tried: bool = False  # sending it was begun, in this session or an earlier one, and may have come to something
+    since: float | None = None  # when that was, Unix time
     done: bool = False
     answers: dict[str, Answer] = field(default_factory=dict)  # once it is done, those that nobody has taken
     size: int = 0
@@ -141,8 +185,10 @@ class JobBackend(Backend):
         self._name = wire.name.replace("://", "-batch://", 1)
         self._gather, self._look = gather, look
         self._gathering: Wave | None = None
-        self._waves: list[Wave] = []  # submitted and not done
-        self._known: dict[str, list[tuple[Wave, str]]] = {}  # requests that were sent and that nobody waits for
+        self._waves: list[Wave] = []  # tried, with answers that nobody has taken
+        self._known: dict[str, list[tuple[Wave, str]]] = {}  # requests that may have been sent and nobody waits for
+        self._promised: Counter[str] = Counter()  # requests that were said to be bought
+        self._well = True  # every run that has used this has ended without an error
         self._ledger: JobLedger | None = None
         self._reached = False  # the provider has answered
         self._entered = 0
@@ -184,9 +230,10 @@ class JobBackend(Backend):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered -= 1
+        self._well = self._well and kind is None
         try:
             if not self._entered:
-                await self._leave(well=kind is None)
+                await self._leave(well=self._well)
         finally:
             await self._service.http.__aexit__(kind, error, trace)
             await self._wire.__aexit__(kind, error, trace)
@@ -212,16 +259,28 @@ class JobBackend(Backend):
                 on_tool_call(call)
         return reply
 
+    def has_bought(self, request: ModelRequest) -> bool:
+        digest = _digest(self._wire.body_of(request))
+        bought = len(self._known.get(digest, ())) > self._promised[digest]
+        self._promised[digest] += bought
+        return bought
+
     # Waves
 
     async def _answer(self, body: bytes) -> Answer:
-        digest = blake2b(body, digest_size=16).hexdigest()
+        digest = _digest(body)
+        promised = self._promised[digest] > 0
+        self._promised[digest] -= promised
         while known := self._known.get(digest):
             wave, own = known.pop()  # the latest first, and each once
             answer = await self._wait(wave, own)
             if isinstance(answer, bytes) or not wave.done:
                 return answer
             # What failed then is asked anew.
+        if promised:  # but not before there is a reservation for it
+            again = Unavailable(f"{self._name}: the job that was to have this answer does not have it", unreached=True)
+            again.second_hand = True
+            return again
         wave, own = self._join(digest, body)
         return await self._wait(wave, own)
 
@@ -257,7 +316,7 @@ class JobBackend(Backend):
             wave.waiting.pop(own, None)
             if not wave.requests:  # cancelled before anything was sent
                 wave.size -= len(wave.bodies.pop(own, b""))
-            elif wave.job is not None and not (wave.done and answer.done()):
+            elif wave.tried and not (wave.done and answer.done()):
                 self._remember(wave, own)
 
     async def _drive(self, wave: Wave) -> None:
@@ -271,46 +330,73 @@ class JobBackend(Backend):
         for own, waiting in wave.waiting.items():
             if not waiting.done():
                 waiting.set_result(answers.pop(own))
+        if wave.done and not wave.answers and wave in self._waves:
+            self._waves.remove(wave)
 
     async def _finish(self, wave: Wave) -> dict[str, Answer]:
         if wave.job is None:
             await self._submit(wave)
-        state = await self._patiently(lambda: self._until_done(wave))
+        if wave.job is None:
+            wave.done = True
+            never = Unavailable(f"{self._name}: the job of an earlier session was never made")
+            return dict.fromkeys(wave.requests, never)
+        job = wave.job
+        state = await self._patiently(lambda: self._until_done(job))
         found = {} if state.failed is not None else await self._patiently(lambda: self._service.answers(state))
         missing = state.failed or Unavailable(f"{self._name}: job {wave.job} ended without an answer to this request")
         for failure in (missing, *found.values()):
             if isinstance(failure, BackendError):
                 failure.second_hand = True
         wave.done = True
-        self._waves.remove(wave)
         return {own: found.get(own, missing) for own in wave.requests}
 
     async def _submit(self, wave: Wave) -> None:
+        """Give the wave its job; none if an earlier session was to send it and did not."""
         # Others join meanwhile, and then it is longer.
-        while not wave.full and (left := wave.joined_at + self._gather - _now()) > 0:  # noqa: ASYNC110
+        while not wave.tried and not wave.full and (left := wave.joined_at + self._gather - _now()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left)
         if self._gathering is wave:
             self._gathering = None
-        wave.requests = tuple(wave.bodies)
-        if self._ledger is not None:
-            await self._ledger.intend(wave.name, wave.requests)
+        if wave.bodies and not wave.requests:
+            wave.requests = tuple(wave.bodies)
+            wave.since = time.time()
+            self._waves.append(wave)
+            if self._ledger is not None:
+                await self._ledger.intend(wave.name, wave.requests)
         wave.job = await self._patiently(lambda: self._place(wave))
-        wave.bodies.clear()
-        self._waves.append(wave)
-        if self._ledger is not None:
-            await self._ledger.sent(wave.name, wave.job)
+        if wave.job is not None:
+            wave.bodies.clear()
+            if self._ledger is not None:
+                await self._ledger.sent(wave.name, wave.job)
 
-    async def _place(self, wave: Wave) -> str:
-        """The job's id. One that was sent although nobody heard of it is found again rather than paid twice."""
-        if wave.tried and (job := await self._service.find(wave.name)) is not None:
-            return job
+    async def _place(self, wave: Wave) -> str | None:
+        """The job's id. One that may have been sent before is looked for rather than paid twice."""
+        if wave.tried:
+            job = await self._find(wave)
+            if job is not None or not wave.bodies:
+                return job
         wave.tried = True
         return await self._service.submit({own: wave.bodies[own] for own in wave.requests}, wave.name)
 
-    async def _until_done(self, wave: Wave) -> State:
-        assert wave.job is not None
+    async def _find(self, wave: Wave) -> str | None:
+        """The job of a wave that was sent and not heard of; None when it is certain that there is none."""
+        lost = Lost(wave.name, wave.requests, wave.since)
+        others = {other.job for other in self._waves}
+        for pause in (self._look * UNLISTED_LOOKS, 0.0):
+            for candidate in await self._service.candidates(lost):
+                if candidate.certain:
+                    return candidate.job
+                if candidate.job not in others:
+                    state = await self._until_done(candidate.job)
+                    if state.failed is None and (await self._service.answers(state)).keys() == set(wave.requests):
+                        return candidate.job
+                    others.add(candidate.job)
+            await asyncio.sleep(pause)  # what was just sent may not be listed yet
+        return None
+
+    async def _until_done(self, job: str) -> State:
         pause = self._look
-        while not (state := await self._service.look(wave.job)).done:
+        while not (state := await self._service.look(job)).done:
             await asyncio.sleep(pause)
             pause = min(LONGEST_LOOK, pause * LOOK_GROWTH)
         return state
@@ -336,30 +422,31 @@ class JobBackend(Backend):
     # From session to session
 
     async def _pick_up(self, ledger: JobLedger) -> None:
+        """A job that may have been made and is not known is looked for when one of its requests is asked."""
         for entry in await ledger.read():
-            job = entry.job
-            if job is None:
-                with suppress(BackendError):  # it may never have been sent, and then it is asked anew
-                    job = await self._service.find(entry.wave)
-            if job is not None:
-                wave = Wave(entry.wave, job, requests=tuple(entry.requests))
-                self._waves.append(wave)
-                for own in wave.requests:
-                    self._remember(wave, own)
+            wave = Wave(entry.wave, entry.job, requests=tuple(entry.requests), tried=True, since=entry.at)
+            self._waves.append(wave)
+            for own in wave.requests:
+                self._remember(wave, own)
 
     async def _leave(self, *, well: bool) -> None:
+        left, self._waves, self._gathering = self._waves, [], None
         self._known.clear()
-        unfinished = [wave for wave in self._waves if wave.job is not None]
-        self._waves, self._gathering = [], None
         if self._ledger is not None:
             if well:  # every answer that was handed out is recorded
-                await self._ledger.close([wave.name for wave in unfinished])
+                await self._ledger.close({w.name: tuple(w.answers) if w.done else w.requests for w in left})
             return
         # Nobody will pick it up, and what is not done need not be paid for.
         with suppress(BackendError, TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
-                for wave in unfinished:
-                    await self._service.cancel(wave.job or "")
+                for wave in left:
+                    job = await self._find(wave) if wave.job is None and wave.tried else wave.job
+                    if job is not None and not wave.done:
+                        await self._service.cancel(job)
+
+
+def _digest(body: bytes) -> str:
+    return blake2b(body, digest_size=16).hexdigest()
 
 
 def _now() -> float:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import orjson
 from pydantic import JsonValue
 
-from batch_agent.backends.batch.jobs import RESULT_BYTES, Answer, JobService, Limits, State
+from batch_agent.backends.batch.jobs import RESULT_BYTES, Answer, Candidate, JobService, Limits, Lost, State
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.blocking import in_thread
 from batch_agent.errors import Rejected, Unavailable
@@ -27,7 +27,6 @@ class OpenAIJobs(JobService):
     def __init__(self, http: HttpClient) -> None:
         super().__init__(http, "/batches")
         self._files = http.route("POST", "/files")
-        self._list = http.route("GET", "/batches?limit=100")
 
     async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:
         lines = b"".join(
@@ -44,13 +43,17 @@ class OpenAIJobs(JobService):
         }
         return self.id_of(await self.ask(self.batches, orjson.dumps(job)))
 
-    async def find(self, wave: str) -> str | None:
-        jobs = self.document(await self.ask(self._list)).get("data")
-        for job in jobs if isinstance(jobs, list) else ():
-            metadata = job.get("metadata") if isinstance(job, dict) else None
-            if isinstance(job, dict) and isinstance(metadata, dict) and metadata.get(WAVE) == wave:
-                return str(job["id"])
-        return None
+    async def candidates(self, lost: Lost) -> list[Candidate]:
+        """A job carries our name for it."""
+        async for job in self.listed("/batches?limit=100", "after", lost.since):
+            metadata = job.get("metadata")
+            if isinstance(metadata, dict) and metadata.get(WAVE) == lost.wave:
+                return [Candidate(str(job["id"]), certain=True)]
+        return []
+
+    def made_at(self, job: JsonObject) -> float | None:
+        made = job.get("created_at")
+        return float(made) if isinstance(made, int | float) else None
 
     async def look(self, job: str) -> State:
         told = self.document(await self.ask(self.http.route("GET", f"/batches/{quote(job, safe='')}")))

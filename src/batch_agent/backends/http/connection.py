@@ -111,6 +111,7 @@ class Connection(asyncio.Protocol):
         """Closes the connection at once if ``response`` is still being read."""
         if self._response is response:
             self._end()
+            response.discard()
             self.transport.abort()
 
     def close(self) -> None:
@@ -207,6 +208,8 @@ class Connection(asyncio.Protocol):
             self._complete(response)
 
     def _fail(self, error: Exception) -> None:
+        if self._response is not None:
+            self._response.discard()
         done = self._end()
         if not done.done():
             done.set_exception(error)

@@ -108,6 +108,10 @@ class ResponseParser:
         """Frees the parser, which refers to this object."""
         del self._parser
 
+    def discard(self) -> None:
+        """Frees the body of a response that nobody will read. Errors keep this object alive for a while."""
+        self._buffer.clear()
+
     # What httptools calls.
 
     def on_message_begin(self) -> None:

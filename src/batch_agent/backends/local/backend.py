@@ -25,7 +25,7 @@ from batch_agent.backends.local import weights
 from batch_agent.backends.local.options import Options, parse_url
 from batch_agent.backends.local.process import ENGINE_PROGRAM, Answer, EngineDied, EngineProcess
 from batch_agent.backends.local.prompt import chat_messages, describe_schema, describe_tools, read_call
-from batch_agent.backends.local.toolgrammar import compile_turn
+from batch_agent.backends.local.toolgrammar import OPEN, compile_turn
 from batch_agent.errors import InternalError, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolCall, Usage
 
@@ -238,7 +238,7 @@ def _reply(answer: Answer) -> Reply:
     usage = Usage(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
     if answer.finish == "length":
         message = f"the answer was cut off after {answer.completion_tokens} tokens: raise max_tokens"
-        raise Truncated(message, text=answer.text, usage=usage)
+        raise Truncated(message, text=answer.text, usage=usage, in_call=answer.text.lstrip().startswith(OPEN))
     call = read_call(answer.text)
     if call is None:
         return Reply(answer.text, usage=usage, first_token=answer.first_token)

@@ -256,6 +256,7 @@ def check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: 
             f"{faults.where}: the answer was cut{count} (finish_reason {finish}); give a larger max_tokens, or none",
             text=text,
             usage=usage,
+            in_call=has_calls,
         )
     if finish in _ABORTED:
         raise faults.bad(f"the server gave the answer up (finish_reason {finish})", text=text)

@@ -75,7 +75,7 @@ class SimulatedBackend(Backend):
         reply = await self._generate(prompt, answer, priority if isinstance(priority, int) else 0, on_tool_call)
         if answer.cut:
             message = f"the simulated answer reached max_tokens={shape.max_tokens}"
-            raise Truncated(message, text=answer.text, usage=reply.usage)
+            raise Truncated(message, text=answer.text, usage=reply.usage, in_call=bool(answer.calls))
         return reply
 
     def answer(self, prompt: bytes, request: ModelRequest) -> Answer:

@@ -34,7 +34,7 @@ def add_cache_arguments(cache: argparse.ArgumentParser) -> None:
 
 
 def cache_command(options: argparse.Namespace) -> int:
-    path = cache_file(options.cache or True)
+    path = cache_file(True if options.cache is None else options.cache)
     # To look must not make one.
     with ResponseStore(path) if path.exists() else nullcontext() as store:
         if options.action == "list":

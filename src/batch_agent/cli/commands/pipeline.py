@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from typing import TextIO
 
 from batch_agent.cli.commands.models import fetch_missing
@@ -14,6 +14,7 @@ from batch_agent.cli.commands.run import choose_view, exit_code, open_output
 from batch_agent.cli.exit_status import ALL_OK, SIGNALLED
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.report import Reporter
+from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter
 from batch_agent.cli.output.streams import put
 from batch_agent.cli.spec.load import inputs_of, overrides_of, rows_of, spec_file
@@ -28,8 +29,8 @@ from batch_agent.observe.terminal import View
 from batch_agent.topology.flow import Flow
 
 
-def run_stages(options: argparse.Namespace, stdout: TextIO) -> int:
-    flow = _load(options)
+def run_stages(options: argparse.Namespace, stdout: TextIO, files: ExitStack) -> int:
+    flow = _load(options, files)
     if options.dry_run:
         stages = {node.name: (node.prepared.model, node.prepared.backend.name) for node in flow.nodes}
         lines = [f"{name}: {model or 'the one model'} at {backend}" for name, (model, backend) in stages.items()]
@@ -44,14 +45,17 @@ def run_stages(options: argparse.Namespace, stdout: TextIO) -> int:
         return asyncio.run(_finish(flow, writer, view, Reporter(options, flow.spec, writer, stdout)))
 
 
-def _load(options: argparse.Namespace) -> Flow:
-    """The pipeline of the file, with what the command line says in its place."""
+def _load(options: argparse.Namespace, files: ExitStack) -> Flow:
+    """The pipeline of the file, with what the command line says in its place. ``files`` closes its log."""
     file = spec_file(options)
     pipeline = read_stages(file, inputs_of(file, options), lambda named: rows_of(file, named, options))
     whole = {name: value for name, value in file.options.items() if name not in (STAGES, "inputs")}
     try:
         known = file.follow(whole) | overrides_of(file, options)
-        return Flow(pipeline.inputs, pipeline.stages, known, command=command_of(options), sends=not options.dry_run)
+        if options.dry_run:
+            return Flow(pipeline.inputs, pipeline.stages, known, sends=False)
+        log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
+        return Flow(pipeline.inputs, pipeline.stages, known, command=command_of(options), wrap=log.wrap)
     except SpecError as error:
         raise file.error(str(error)) from None
 

@@ -21,7 +21,7 @@ from batch_agent.cli.exit_status import ALL_OK, OUT_OF_BUDGET, ROWS_FAILED, RUN_
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.report import Reporter
-from batch_agent.cli.output.request_log import logged
+from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter, open_results
 from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.load import is_pipeline, load_spec, resolve_paths, take_settings
@@ -56,7 +56,7 @@ def run_command(options: argparse.Namespace) -> int:
         if is_pipeline(options):
             from batch_agent.cli.commands.pipeline import run_stages
 
-            return run_stages(options, stdout)
+            return run_stages(options, stdout, files)
         spec = load_spec(options)
         if options.dry_run:
             dry = DryRun.of(BatchAgent.plan(spec))
@@ -68,7 +68,8 @@ def run_command(options: argparse.Namespace) -> int:
             say(f"batch-agent: {words}")
         fetch_missing(prepared.backend.name, sys.stderr)
         command = {**command_of(options), ASKED: asked(prepared)}
-        prepared = logged(prepared, verbose=options.verbose, log_file=options.log_file, files=files)
+        log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
+        prepared = replace(prepared, backend=log.wrap(prepared.backend, spec.api_key))
         run: Run[object] = Run(prepared, command=command)
         with open_output(options, spec) as writer:
             return asyncio.run(_run(run, spec, writer, view, Reporter(options, spec, writer, stdout)))

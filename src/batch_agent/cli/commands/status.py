@@ -30,7 +30,7 @@ def status_command(options: argparse.Namespace) -> int:
     path, shown = Path(options.run_dir), ""
     while True:
         view = RunView.of(path)
-        text = to_json(_json(view)).decode() if options.json else _text(view)
+        text = to_json(status_json(view)).decode() if options.json else _text(view)
         if not options.json:
             text = wrapped(text, terminal_width(sys.stdout))
         if text != shown:
@@ -65,7 +65,7 @@ def pace(view: RunView, now: datetime) -> tuple[float, float | None]:
     return speed, max(0, total - done) / speed
 
 
-def _json(view: RunView) -> JsonObject:
+def status_json(view: RunView) -> JsonObject:
     now = view.glance.latest
     facts = {name: value for name, value in view.facts.items() if name not in ("command", "rows")}
     speed, left = pace(view, datetime.now(UTC))

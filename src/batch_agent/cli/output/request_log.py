@@ -20,7 +20,6 @@ from typing import BinaryIO
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.cli.output.streams import say
-from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject, Message, Reply
@@ -34,19 +33,25 @@ SHOWN_CHARACTERS = 200
 Tell = Callable[[JsonObject], None]
 
 
-def logged(prepared: Prepared, *, verbose: bool, log_file: str | None, files: ExitStack) -> Prepared:
-    """The same run, with its exchanges logged if ``verbose`` or ``log_file`` asks for it. ``files`` closes the file."""
-    secrets = sorted(_secrets(prepared.spec.api_key, os.environ), key=len, reverse=True)
-    tellers: list[Tell] = [partial(_say, secrets)] if verbose else []
-    if log_file is not None:
-        try:
-            file = files.enter_context(open(log_file, "ab", buffering=0, opener=private))  # noqa: SIM115
-        except OSError as error:
-            raise SpecError(f"cannot write the log file {Path(log_file)}: {error.strerror}") from None
-        tellers.append(partial(_write, secrets, file))
-    if not tellers:
-        return prepared
-    return replace(prepared, backend=LoggedBackend(prepared.backend, tellers))
+class RequestLog:
+    """The log of one command: on the terminal if ``verbose``, in ``log_file`` if there is one. ``files`` closes it."""
+
+    def __init__(self, *, verbose: bool, log_file: str | None, files: ExitStack) -> None:
+        self._verbose = verbose
+        self._file: BinaryIO | None = None
+        if log_file is not None:
+            try:
+                self._file = files.enter_context(open(log_file, "ab", buffering=0, opener=private))  # noqa: SIM115
+            except OSError as error:
+                raise SpecError(f"cannot write the log file {Path(log_file)}: {error.strerror}") from None
+
+    def wrap(self, backend: Backend, api_key: str | None) -> Backend:
+        """The backend with its exchanges logged; the same backend if no log is wanted."""
+        secrets = sorted(_secrets(api_key, os.environ), key=len, reverse=True)
+        tellers: list[Tell] = [partial(_say, secrets)] if self._verbose else []
+        if self._file is not None:
+            tellers.append(partial(_write, secrets, self._file))
+        return LoggedBackend(backend, tellers) if tellers else backend
 
 
 class LoggedBackend(ForwardingBackend):

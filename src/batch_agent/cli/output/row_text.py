@@ -71,15 +71,31 @@ def _heading(record: Record | None, past: Past | None) -> str:
     if isinstance(total, int | float):
         facts.append(duration(total))
     if past is not None:
-        facts.append(counted(len(past.turns), "turn"))
-        usage = [turn.reply.usage for turn in past.turns]
-        tokens = sum(each.prompt_tokens for each in usage), sum(each.completion_tokens for each in usage)
+        facts.append(counted(len(past.turns), "turn") + (" and one that was cut off" if _cut_off(past) else ""))
+        tokens = _tokens(record, past)
         facts.append(f"{tokens[0]:,} tokens in, {tokens[1]:,} out")
     cost = (record or {}).get("cost")
     if isinstance(cost, int | float):
         facts.append(dollars(cost))
     line = f"{name}: {', '.join(facts)}"
     return f"{line}\n{'=' * len(line)}"
+
+
+def _tokens(record: Record | None, past: Past) -> tuple[int, int]:
+    """Of the prompts and of the answers: as the result says, which counts attempts that failed; else of the turns."""
+    usage = (record or {}).get("usage")
+    if isinstance(usage, dict):
+        prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if isinstance(prompt, int) and isinstance(completion, int):
+            return prompt, completion
+    each = [turn.reply.usage for turn in past.turns]
+    return sum(one.prompt_tokens for one in each), sum(one.completion_tokens for one in each)
+
+
+def _cut_off(past: Past) -> str:
+    """What the model had written of an answer that never became a turn."""
+    text = past.failed.text if past.failed is not None else ""
+    return "" if past.turns and past.turns[-1].reply.text == text else text
 
 
 def _state(record: Record | None, past: Past | None) -> str:
@@ -102,6 +118,8 @@ def _conversation(past: Past, page: Page) -> Iterator[str]:
             yield page.said(label, reply.text)
             label = ""
         yield from _calls(turn, label, page)
+    if text := _cut_off(past):
+        yield page.said("assistant, cut off", text)
 
 
 def _calls(turn: PastTurn, label: str, page: Page) -> Iterator[str]:

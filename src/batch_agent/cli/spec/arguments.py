@@ -11,7 +11,7 @@ from batch_agent.cli.spec.numbers import positive
 from batch_agent.documented import first_sentence
 from batch_agent.errors import SpecError
 from batch_agent.option import Flag, FlagGroup, kinds, notes
-from batch_agent.spec import BatchSpec
+from batch_agent.spec import MCP, BatchSpec
 
 RUNS = "runs"
 # Options that have a flag, and its name among the parsed arguments.
@@ -121,6 +121,7 @@ def _add_recording_arguments(run: argparse.ArgumentParser) -> None:
 def _add_run_options(run: argparse.ArgumentParser) -> None:
     question = run.add_argument_group(FlagGroup.QUESTION.value, "each in place of what the spec says")
     _add_options(question, FlagGroup.QUESTION)
+    add_mcp_argument(question)
     question.add_argument(
         "--set",
         action="append",
@@ -134,6 +135,17 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
         "--env-file", metavar="FILE", help="lines of NAME=VALUE, such as keys; set variables stay as set"
     )
     _add_words(run.add_argument_group("what is said"))
+
+
+def add_mcp_argument(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    group.add_argument(
+        "--mcp",
+        dest=FLAGS["tools"],
+        action="append",
+        type=lambda server: f"{MCP}{server}",
+        metavar="SERVER",
+        help="the tools of an MCP server: 'stdio:COMMAND', a URL, or a file with mcpServers; repeatable",
+    )
 
 
 def _add_options(group: argparse._ArgumentGroup, kind: FlagGroup) -> None:

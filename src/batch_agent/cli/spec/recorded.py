@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import cast
 
 from pydantic import JsonValue
 
@@ -18,7 +19,7 @@ from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.option import kinds
-from batch_agent.spec import BatchSpec
+from batch_agent.spec import MCP, BatchSpec
 
 # What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
 KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit")
@@ -69,11 +70,18 @@ def command_of(options: argparse.Namespace) -> dict[str, JsonValue]:
         value = getattr(options, name)
         if name in PATHS and isinstance(value, str) and value != STDIN:
             value = str(Path(value).absolute())
-        if name == "backend" and value is not None and "@" in value:
-            value = None  # it may carry a password
-            kept[LEFT_OUT] = [name]
+        if value is not None and _may_be_secret(name, value):
+            value = None
+            kept[LEFT_OUT] = [*cast("list[JsonValue]", kept.get(LEFT_OUT, [])), name]
         kept[name] = value
     return kept
+
+
+def _may_be_secret(name: str, value: str | list[str]) -> bool:
+    """Whether an argument may carry a password: in the URL of a backend, or of an MCP server, which may have a key."""
+    if name == FLAGS["tools"]:
+        return any(tool.startswith(f"{MCP}http") and ("@" in tool or "?" in tool) for tool in value)
+    return name == "backend" and "@" in value
 
 
 def refuse_left_out(command: Mapping[str, JsonValue], options: argparse.Namespace) -> None:

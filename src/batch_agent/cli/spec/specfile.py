@@ -20,12 +20,13 @@ from typing import Any
 
 import yaml
 
+from batch_agent.cli.spec.mcp_entry import mcp_entry
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.textfile import read_text
 from batch_agent.errors import SpecError
 from batch_agent.foreign import describe
 from batch_agent.option import NotSettable, kinds, notes
-from batch_agent.spec import BatchSpec
+from batch_agent.spec import MCP, BatchSpec
 
 STAGES = "stages"  # of a file that says a pipeline
 REFERENCE = re.compile(r"[\w.]+:[\w.]+")
@@ -112,8 +113,12 @@ class SpecFile:
         return [self._tool(item) for item in value]
 
     def _tool(self, item: object) -> object:
+        if isinstance(item, dict) and "mcp" in item:
+            return mcp_entry(item, self.path.parent)
         if not isinstance(item, str):
             raise SpecError(f"{item!r} is not the name of a tool")
+        if item.startswith(MCP):
+            return mcp_entry({"mcp": item.removeprefix(MCP)}, self.path.parent)
         return self.imported(item) if ":" in item else item
 
     def _schema(self, value: object) -> object:

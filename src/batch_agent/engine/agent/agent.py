@@ -91,6 +91,7 @@ class Agent:
             messages=_kept(context.conversation.messages, self.job),
             raw_text=context.text,
             repaired=context.repaired and self._verdict is None,
+            truncated=context.truncated and self._verdict is None,
             resumed=not self._trail.fresh,
             shortened=self.job.shortened,
         )

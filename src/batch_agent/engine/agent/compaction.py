@@ -38,6 +38,7 @@ from batch_agent.store.steps import Compacted
 logger = logging.getLogger("batch_agent")
 
 Teller = Callable[[Sequence[Message]], str | Awaitable[str]]
+TRUSTED = 0.75  # of the context, that an estimate may fill where the server counts no tokens
 MARGIN = 0.02  # of the context, by which a prompt may be longer than was foreseen
 PATIENCE = 15.0  # seconds that a server for summaries alone may be out of reach
 SUMMARISE = Message(
@@ -51,23 +52,39 @@ SUMMARISE = Message(
 
 @dataclass(slots=True, eq=False)
 class Compactor:
-    """``context`` is the model's, in tokens, as the spec says or as the server was heard to say. ``summaries`` is where
-    a model writes them, and ``shape`` what it is asked with."""
+    """``context`` is the model's, in tokens, as the spec says or as the server was heard to say. ``prefix_tokens`` is
+    the estimate of what all agents share. ``summaries`` is where a model writes them, and ``shape`` what it is asked
+    with."""
 
     mode: Literal["auto", "off"] | Teller
     context: int | None
     min_response_tokens: int
+    prefix_tokens: int = 0
     summaries: Resources | None = None
     shape: RequestShape | None = None
 
     def excess(self, history: History) -> int:
         """By how many tokens the next prompt should be shorter than it would be; 0 where it is short enough."""
+        if self.mode == "off" or self.context is None:
+            return 0
+        room, foreseen = self.context, history.foreseen()
+        if foreseen is None:
+            room, foreseen = int(TRUSTED * self.context), self._estimated(history)
+        if foreseen is None or foreseen <= compaction.THRESHOLD * room:
+            return 0
+        return foreseen - int(compaction.TARGET * room)
+
+    def foreseen(self, history: History) -> int | None:
+        """Tokens of the next prompt, as far as they were counted; else estimated, and rather too many. None before an
+        answer."""
         foreseen = history.foreseen()
-        if self.mode == "off" or self.context is None or foreseen is None:
-            return 0
-        if foreseen <= compaction.THRESHOLD * self.context:
-            return 0
-        return foreseen - int(compaction.TARGET * self.context)
+        if foreseen is None and (estimated := self._estimated(history)) is not None:
+            return int(estimated / TRUSTED)
+        return foreseen
+
+    def _estimated(self, history: History) -> int | None:
+        own = history.estimated()
+        return None if own is None else self.prefix_tokens + own
 
     def fitted(self, shape: RequestShape, prompt: int | None) -> RequestShape:
         """The same with ``max_tokens`` no larger than what a prompt of so many tokens leaves of the context."""
@@ -81,8 +98,7 @@ class Compactor:
         prompt must be shorter before. (shape, 0): nothing helps."""
         says = stated(str(error))
         self.context = says.context or self.context
-        foreseen = history.foreseen()
-        prompt = says.prompt or foreseen
+        prompt = says.prompt or self.foreseen(history)
         if self.context is not None and prompt is not None and prompt + self.min_response_tokens <= self.context:
             smaller = self.fitted(shape, prompt)
             if smaller is not shape:
@@ -167,14 +183,16 @@ def _written(message: Message) -> str:
 async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncIterator[Compactor]:
     """A server for summaries alone has slots of its own."""
     spec = prepared.spec
-    compactor = Compactor(spec.compaction, prepared.context, spec.min_response_tokens)
+    compactor = Compactor(
+        spec.compaction, prepared.context, spec.min_response_tokens, prefix_tokens=prepared.plan.prefix_tokens
+    )
     if prepared.summaries is None:
         yield compactor
         return
     backend, model = prepared.summaries
     if backend is prepared.backend:
         compactor.shape = RequestShape(model or "", extra_body=spec.extra_body)
-        compactor.summaries = replace(resources, schema=None)
+        compactor.summaries = replace(resources, schema=None, keeps_cut_text=False)
         yield compactor
         return
     able = backend.capabilities
@@ -184,7 +202,9 @@ async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncItera
     try:
         async with backend:
             compactor.shape = RequestShape(model or await only_model(backend, spec, "compaction_model"))
-            compactor.summaries = replace(resources, backend=backend, dispatcher=dispatcher, schema=None)
+            compactor.summaries = replace(
+                resources, backend=backend, dispatcher=dispatcher, schema=None, keeps_cut_text=False
+            )
             yield compactor
     finally:
         dispatcher.close()

@@ -21,8 +21,8 @@ from batch_agent.engine.agent.history import History
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.shapes import Shapes
 from batch_agent.engine.agent.tally import Tally
-from batch_agent.engine.agent.turn import TurnCall
-from batch_agent.errors import BackendError, ContextOverflow, JobError, LimitExceeded, OutputError
+from batch_agent.engine.agent.turn import CUT, TurnCall
+from batch_agent.errors import BackendError, ContextOverflow, JobError, LimitExceeded, OutputError, Truncated
 from batch_agent.events import AnswerRejected, ContextCompacted
 from batch_agent.job import AgentError, Job
 from batch_agent.messages import Conversation, Message, Reply, ToolCall
@@ -60,6 +60,7 @@ class AgentContext:
         "tally",
         "text",
         "ticket",
+        "truncated",
     )
 
     def __init__(self, job: Job, resources: Resources, trail: Trail) -> None:
@@ -68,6 +69,7 @@ class AgentContext:
         self.progress = Progress(key=job.affinity, model=resources.shapes.first.model)
         self.text = ""
         self.repaired = False  # the output was read from JSON that had to be mended
+        self.truncated = False  # the output is text that was cut at max_tokens
         self.failure: JobError | None = None
         self.ticket: Ticket | None = None  # a claim to a slot that was made already
         self._r = resources
@@ -132,6 +134,9 @@ class AgentContext:
         """The answer as a value of the output schema; as text without one. Raises OutputError."""
         schema = self._r.schema
         if schema is None:
+            self.truncated = reply.finish_reason == CUT
+            if self.truncated and not self._r.keeps_cut_text:  # a record of a session that did
+                raise Truncated("the answer was cut at max_tokens", text=reply.text)
             return strip_reasoning(reply.text)
         parsed = parse_output(reply.text, schema)
         self.repaired = parsed.repaired
@@ -209,7 +214,7 @@ class AgentContext:
         if excess := compactor.excess(history):
             await self._cut(compactor, excess)
         try:
-            reply = await self._send(compactor.fitted(shape, history.foreseen()))
+            reply = await self._send(compactor.fitted(shape, compactor.foreseen(history)))
         except ContextOverflow as error:
             again, excess = compactor.after(error, shape, history)
             if again is shape and not (excess and await self._cut(compactor, excess)):
@@ -220,7 +225,7 @@ class AgentContext:
         return reply
 
     async def _cut(self, compactor: Compactor, excess: int) -> bool:
-        before = self._history.foreseen()
+        before = compactor.foreseen(self._history)
         compacted = await compactor.compact(self._history, excess, self.job, self.tally)
         if compacted is None:
             return False

@@ -38,6 +38,7 @@ class Resources:
     timeout_per_agent: float | None
     early_tools: bool  # start a tool while the model is still writing
     ends_with_answer: bool = True  # an agent asks no more after a valid answer without tool calls
+    keeps_cut_text: bool = False  # free text that was cut at max_tokens is an answer, marked as truncated
     streaming: Streaming = field(default_factory=Streaming)
     prewarm: ToolPrewarm | None = None
     compactor: Compactor | None = None  # None: conversations are never cut

@@ -12,10 +12,12 @@ from batch_agent.dispatch.policy import Observer
 from batch_agent.engine.agent.early_calls import EarlyCalls
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tally import Tally
-from batch_agent.errors import BackendError, EmptyAnswer, OutputError
+from batch_agent.errors import BackendError, EmptyAnswer, OutputError, Truncated
 from batch_agent.events import SchemaUnsupported, StreamingDecided, TurnFailed, TurnFinished, TurnStarted
 from batch_agent.messages import Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
+
+CUT = "length"  # the finish reason of a text that is kept although it was cut at max_tokens
 
 
 class TurnCall(ModelCall, Observer):
@@ -28,6 +30,14 @@ class TurnCall(ModelCall, Observer):
         if early is None and request.on_begin is not None:
             self.on_tool_call = _start_nothing
         self._r, self._index, self._tally, self._early = r, index, tally, early
+
+    async def send(self, endpoint: str) -> Reply:
+        try:
+            return await super().send(endpoint)
+        except Truncated as cut:
+            if not self._r.keeps_cut_text or cut.in_call or not _is_begun(cut.text):
+                raise
+            return Reply(cut.text, usage=cut.usage or Usage(), finish_reason=CUT)
 
     def check(self, reply: Reply) -> None:
         if not reply.tool_calls and not _has_answer(reply.text, self._r.schema):
@@ -84,6 +94,14 @@ def _has_answer(text: str, schema: OutputSchema[object] | None) -> bool:
         with suppress(OutputError):  # which is for whoever reads the answer to say
             text = strip_reasoning(text)
     return bool(text)
+
+
+def _is_begun(text: str) -> bool:
+    """Whether there is more than reasoning in a text that was cut."""
+    try:
+        return bool(strip_reasoning(text).strip())
+    except OutputError:
+        return False
 
 
 def _start_nothing(call: ToolCall) -> None:

@@ -102,6 +102,7 @@ class Parts:
             messages=last.messages if last is not None else (),
             raw_text=last.raw_text if last is not None else "",
             repaired=self.error is None and any(result.repaired for result in results),
+            truncated=self.error is None and any(result.truncated for result in results),
             resumed=bool(results) and all(result.resumed for result in results),
             chunks=len(self.job.parts),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 
@@ -10,8 +10,10 @@ from pydantic import JsonValue
 
 from batch_agent.engine.agent.context import Worker
 from batch_agent.engine.run.prepare import Prepared
+from batch_agent.errors import StoreError
+from batch_agent.observe.metrics import Metrics
 from batch_agent.spec import BatchSpec
-from batch_agent.store.base import OpenStore
+from batch_agent.store.base import Account, OpenStore
 from batch_agent.store.keys import fingerprint
 from batch_agent.store.rundir import State
 from batch_agent.store.session import Resuming, Session
@@ -46,19 +48,49 @@ async def begin_session(
     command: Mapping[str, JsonValue] | None,
     worker: Worker | None,
     *,
-    spent: Callable[[], tuple[int, float | None]],
+    account: Account,
+    stages: Sequence[str],
     on_backlog: Callable[[bool], None],
+    on_overdue: Callable[[bool], None],
 ) -> None:
     facts: dict[str, JsonValue] = {
         "model": prepared.model,
         "backend": prepared.backend.name,
         "total": prepared.plan.total,
     }
+    if stages:
+        facts["stages"] = list(stages)
     if command is not None:
         facts["command"] = dict(command)
     await session.begin(
-        fingerprint_of(prepared, worker), facts, schema=prepared.schema, spent=spent, on_backlog=on_backlog
+        fingerprint_of(prepared, worker),
+        facts,
+        schema=prepared.schema,
+        account=account,
+        on_backlog=on_backlog,
+        on_overdue=on_overdue,
     )
+
+
+class StageAccount:
+    """What a run inside another spends, for its own directory. The ledger is the outer run's, whose ``session`` records
+    it whenever this run records something."""
+
+    def __init__(self, metrics: Metrics, session: Session | None) -> None:
+        self._metrics, self._session = metrics, session
+
+    def so_far(self) -> tuple[int, float | None]:
+        return self._metrics.spent()
+
+    def lease(self) -> tuple[int, float] | None:
+        return None
+
+    def learnt(self) -> tuple[int, ...] | None:
+        return None
+
+    def leased(self, error: StoreError | None = None) -> None:
+        if self._session is not None:
+            self._session.touch()
 
 
 def fingerprint_of(prepared: Prepared, worker: Worker | None = None) -> bytes:

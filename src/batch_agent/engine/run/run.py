@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
 
@@ -29,7 +28,6 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.policy import Policy
-from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.agent.agent import bounded
 from batch_agent.engine.agent.compaction import open_compactor
@@ -42,9 +40,15 @@ from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.delivery import Delivery
 from batch_agent.engine.run.prefix_leader import PrefixLeader, lead_of
 from batch_agent.engine.run.prepare import Prepared, choose_model, learn_context
-from batch_agent.engine.run.recording import RECORDED_STATES, begin_session, fingerprint_of, open_session
+from batch_agent.engine.run.recording import (
+    RECORDED_STATES,
+    StageAccount,
+    begin_session,
+    fingerprint_of,
+    open_session,
+)
 from batch_agent.engine.run.rows import Rows
-from batch_agent.engine.run.shared import Shared, Sinks
+from batch_agent.engine.run.shared import Owned, Shared, Sinks
 from batch_agent.errors import RunRejected, RunUnreachable, SpecError
 from batch_agent.events import (
     DrainStarted,
@@ -83,17 +87,20 @@ class Run(Generic[T]):
         worker: Worker | None = None,
         open_store: OpenStore = SqliteJournal.open,
         within: Shared | None = None,
+        stages: Sequence[str] = (),
     ) -> None:
         """``command`` is how to start this run again, for the record. ``worker`` works on the rows in place of the loop
         of a model with tools; ``open_store`` is what is behind the journal of a run directory. ``within`` is what
         another run works with: this one then takes its slots, spends its budget, is recorded in its journal (unless it
-        has a run directory of its own) and shows in its view."""
+        has a run directory of its own) and shows in its view. ``stages`` are the names of the runs that have their
+        directories in this one's."""
         self.id = secrets.token_hex(8)
         self._prepared = prepared
         self._command = command
         self._worker = worker
         self._work_on: Worker = tool_loop if worker is None else bounded(worker)
         self._open_store = open_store
+        self._stages = stages
         self._outer = within
         clock = Clock() if within is None else within.clock
         self._metrics = Metrics(clock)
@@ -122,7 +129,8 @@ class Run(Generic[T]):
         if dispatcher is None:
             dispatcher = dispatchers[name] = self._new_dispatcher()
             dispatcher.spending = spending
-        return Shared(clock, self._emit, dispatcher, spending, dispatchers)
+        owned = Owned.at(self._prepared.spec.run_dir) if within is None else within.owned
+        return Shared(clock, self._emit, dispatcher, spending, dispatchers, owned)
 
     def _new_dispatcher(self) -> Dispatcher:
         prepared, backend = self._prepared, self._prepared.backend
@@ -242,7 +250,7 @@ class Run(Generic[T]):
             async with asyncio.TaskGroup() as first:
                 self._feeder = first.create_task(self._check_first())
             self._emit_start()
-            self._keep_jobs()
+            self.shared.keep_jobs(self._prepared.backend)
             if self._rows.seen:  # without inputs nothing is asked, and nothing recorded
                 backend = self._prepared.backend
                 async with backend:
@@ -273,14 +281,6 @@ class Run(Generic[T]):
             failure = await self._end_session(ended, reason, failure) or failure
             self._delivery.close(failure)
 
-    def _keep_jobs(self) -> None:
-        """A backend whose answers take hours notes in the run directory what it has sent."""
-        backend, directory = self._prepared.backend, self._prepared.spec.run_dir
-        if backend.capabilities.patient:
-            backend.keep(None if directory is None else Path(directory))
-            if directory is None:
-                logger.warning("%s: without run_dir a job that is interrupted is lost, and paid for", backend.name)
-
     def _emit_start(self) -> None:
         """Before the backend is entered: an engine that loads its weights is part of the run's time."""
         prepared, now, price = self._prepared, self.shared.clock(), self.shared.spending.per_second
@@ -301,6 +301,7 @@ class Run(Generic[T]):
         shapes = prepared.shapes
         shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
         record = await self._begin_record(prepared)
+        shared.keep_rates(spec)
         hold = partial(self._backlog, "the engine's queue")
         async with (
             self._tools(prepared) as pool,
@@ -313,7 +314,12 @@ class Run(Generic[T]):
             resources = Resources(
                 backend=prepared.backend,
                 dispatcher=shared.dispatcher,
-                policy=Policy(spec.max_retries, timeout=_time_limit(spec, prepared.backend), hedge=spec.hedge),
+                policy=Policy(
+                    spec.max_retries,
+                    timeout=_time_limit(spec, prepared.backend),
+                    timeout_option="timeout_per_turn",
+                    hedge=spec.hedge,
+                ),
                 tools=pool,
                 schema=prepared.schema,
                 shared=prepared.plan.shared,
@@ -329,6 +335,7 @@ class Run(Generic[T]):
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
                 ends_with_answer=self._worker is None,
+                keeps_cut_text=self._worker is None and prepared.schema is None and spec.truncated == "keep",
                 prewarm=prewarm,
                 lead=self._lead(prepared),
                 hints=spec.nvext_agent_hints,
@@ -350,23 +357,22 @@ class Run(Generic[T]):
 
     async def _begin_record(self, prepared: Prepared) -> Record | None:
         """Where the rows are recorded: in a session of this run's own, or as a part of the outer run's."""
+        outer = None if self._outer is None else self._outer.session
         if self._session is None:
-            outer = None if self._outer is None else self._outer.session
             self.shared.session = outer
             return None if outer is None else outer.part(fingerprint_of(prepared, self._worker))
+        spending = self.shared.spending
         await begin_session(
             self._session,
             prepared,
             self._command,
             self._worker,
-            spent=self.shared.spending.so_far,
+            account=spending if self._outer is None else StageAccount(self._metrics, outer),
+            stages=self._stages,
             on_backlog=partial(self._backlog, "journal"),
+            on_overdue=partial(self.shared.set_overdue, self.id),
         )
         self.shared.session = self._session
-        spec = prepared.spec
-        if spec.run_dir is not None and (spec.rpm is not None or spec.tpm is not None):
-            dispatcher = self.shared.dispatcher
-            dispatcher.endpoints.budgets.keep(RateMark(Path(spec.run_dir)), dispatcher.scheduler.endpoints)
         return self._session
 
     def _record_of_parts(self, prepared: Prepared) -> Record | None:
@@ -401,8 +407,11 @@ class Run(Generic[T]):
         if self._outer is not None:
             yield
             return
-        before = await self._session.spent_before() if self._session is not None else (0, 0.0)
-        self.shared.spending.start(Amount(*before))
+        if self._session is None:
+            self.shared.spending.start()
+        else:
+            tokens, cost, learnt = await self._session.spent_before()
+            self.shared.spending.start(Amount(tokens, cost), learnt, self._session.touch)
         try:
             yield
         finally:

@@ -1,15 +1,24 @@
-"""What a run works with: slots, a budget, a tool pool, a record, a stream of events. Runs inside a run share its."""
+"""What a run works with: slots, a budget, a tool pool, a record, a stream of events. Runs inside a run share its.
+
+The outermost run owns what must be there once: the ledger of what is spent, the lock of its run directory, the jobs at
+batch APIs, the rate limits. A run inside it may have a directory of its own, for its journal and its results.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
+from batch_agent.backends.base import Backend
 from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.run.clock import Clock
 from batch_agent.events import Event, Sink
+from batch_agent.spec import BatchSpec
 from batch_agent.store.session import Session
 from batch_agent.tools.pool import ToolPool
 
@@ -31,6 +40,18 @@ class Sinks:
                 self._sinks = [other for other in self._sinks if other is not sink]
 
 
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What the outermost run keeps in its run directory, beside its session; nothing without one."""
+
+    directory: Path | None = None
+    rate_mark: RateMark | None = None
+
+    @classmethod
+    def at(cls, run_dir: str | Path | None) -> Self:
+        return cls() if run_dir is None else cls(Path(run_dir), RateMark(Path(run_dir)))
+
+
 @dataclass(slots=True, eq=False)
 class Shared:
     """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool`` and ``session`` are
@@ -41,5 +62,31 @@ class Shared:
     dispatcher: Dispatcher
     spending: Spending
     dispatchers: dict[str, Dispatcher]
+    owned: Owned
     pool: ToolPool | None = None
     session: Session | None = None
+    _was_overdue: bool = False
+
+    def keep_jobs(self, backend: Backend) -> None:
+        """A backend whose answers take hours notes in the run directory what it has sent."""
+        if backend.capabilities.patient:
+            backend.keep(self.owned.directory)
+            if self.owned.directory is None:
+                logger.warning("%s: without run_dir a job that is interrupted is lost, and paid for", backend.name)
+
+    def keep_rates(self, spec: BatchSpec) -> None:
+        """Keep the user's rate limits over kills."""
+        mark = self.owned.rate_mark
+        if mark is not None and (spec.rpm is not None or spec.tpm is not None):
+            self.dispatcher.endpoints.budgets.keep(mark, self.dispatcher.scheduler.endpoints)
+
+    def set_overdue(self, journal: str, overdue: bool) -> None:
+        """Send nothing while a journal waits for the disk: an answer that cannot be recorded soon should not be asked
+        for."""
+        if overdue and not self._was_overdue:
+            self._was_overdue = True
+            logger.warning(
+                "%s is slow, or in use: no request is sent while a commit waits for it", self.owned.directory
+            )
+        for dispatcher in self.dispatchers.values():
+            dispatcher.slots.set_paused_by(journal, overdue)

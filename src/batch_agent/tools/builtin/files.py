@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.errors import ToolError
@@ -26,23 +27,48 @@ _MARKS = (
 )
 
 
-def read_file(*, roots: Sequence[str | os.PathLike[str]] | None = None, max_bytes: int = MAX_BYTES) -> Tool[..., str]:
+DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
+
+
+class Located(NamedTuple):
+    """A file below a root: no part of ``inside`` was a symlink when it was found."""
+
+    root: Path
+    inside: tuple[str, ...]
+
+    @property
+    def path(self) -> Path:
+        return self.root.joinpath(*self.inside)
+
+    @property
+    def is_hidden(self) -> bool:
+        """The root itself was named by the user, whatever it is called."""
+        return any(part.startswith(".") for part in self.inside)
+
+
+def read_file(
+    *,
+    roots: Sequence[str | os.PathLike[str]] | None = None,
+    max_bytes: int = MAX_BYTES,
+    hidden: bool = False,
+) -> Tool[..., str]:
     """The tool for given directories; without ``roots``, the working directory at the time of the call.
 
-    Of a file longer than ``max_bytes`` the beginning is returned, with a note.
+    Of a file longer than ``max_bytes`` the beginning is returned, with a note. Files and directories below a root whose
+    names begin with a dot (``.env``, ``.git``) are read only with ``hidden``.
     """
     given = None if roots is None else tuple(Path(root) for root in roots)
 
-    def locate(path: str) -> Path:
-        return _locate(path, (Path.cwd(),) if given is None else given)
+    def found(path: str) -> Located:
+        return locate(path, (Path.cwd(),) if given is None else given, hidden=hidden)
 
     def version(path: str) -> tuple[str, int, int]:
-        found = locate(path)
+        located = found(path)
         try:
-            status = found.stat()
+            status = located.path.stat()
         except OSError as error:
             raise _unreadable(path, error) from None
-        return str(found), status.st_mtime_ns, status.st_size
+        return str(located.path), status.st_mtime_ns, status.st_size
 
     # Not cut a second time: what was not read is counted here, in the words of a file.
     @Tool.define(name="read_file", cacheable=True, cache_key=version, max_tokens=None)
@@ -52,30 +78,34 @@ def read_file(*, roots: Sequence[str | os.PathLike[str]] | None = None, max_byte
         Args:
             path: The file's path, absolute or relative to the directory that may be read.
         """
-        return _read(path, locate(path), max_bytes)
+        return read_located(path, found(path), max_bytes)
 
     return read
 
 
-def _locate(path: str, roots: Sequence[Path]) -> Path:
-    """The real path of a file, all symlinks resolved, if it is below one of the roots."""
+def locate(path: str, roots: Sequence[Path], *, hidden: bool = False) -> Located:
+    """The file of that path below one of the roots, all symlinks resolved. Raises ToolError if there is none."""
     try:
         allowed = [root.resolve() for root in roots]
-        candidates = [real for root in allowed if _is_below(real := (root / path).resolve(), allowed)]
-        if candidates:
-            return next((real for real in candidates if real.exists()), candidates[0])
+        candidates = [below for root in allowed for below in _below((root / path).resolve(), allowed)]
+        shown = [located for located in candidates if hidden or not located.is_hidden]
+        if shown:
+            return next((located for located in shown if located.path.exists()), shown[0])
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name too long, a loop of symlinks
         raise ToolError(f"{path!r} is not a path that can be read: {error}") from None
+    if candidates:
+        raise ToolError(f"{path!r} is hidden, and hidden files may not be read")
     raise ToolError(f"{path!r} is outside the directories that may be read")
 
 
-def _is_below(path: Path, roots: Sequence[Path]) -> bool:
-    return any(path.is_relative_to(root) for root in roots)
+def _below(real: Path, roots: Sequence[Path]) -> list[Located]:
+    return [Located(root, real.relative_to(root).parts) for root in roots if real.is_relative_to(root)]
 
 
-def _read(path: str, real: Path, max_bytes: int) -> str:
+def read_located(path: str, located: Located, max_bytes: int) -> str:
+    """The text of a file that was located; ``path`` is what it is called in errors."""
     try:
-        with io.FileIO(real, opener=_open) as file:
+        with io.FileIO(located.path, opener=lambda _, flags: _open(located, flags)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ToolError(f"{path!r} is not a file but a device, pipe or socket")
@@ -88,9 +118,21 @@ def _read(path: str, real: Path, max_bytes: int) -> str:
     return text
 
 
-def _open(path: str, flags: int) -> int:
-    # NOFOLLOW: the last part was no symlink a moment ago. NONBLOCK: opening a pipe must not wait for its writer.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _open(located: Located, flags: int) -> int:
+    """Opens step by step from the root and follows no symlink: a directory that became one since leads nowhere."""
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait for its writer
+    if not located.inside:
+        return os.open(located.root, flags)
+    *directories, name = located.inside
+    at = os.open(located.root, DIRECTORY)
+    try:
+        for directory in directories:
+            inner = os.open(directory, DIRECTORY, dir_fd=at)
+            os.close(at)
+            at = inner
+        return os.open(name, flags, dir_fd=at)
+    finally:
+        os.close(at)
 
 
 def _unreadable(path: str, error: OSError) -> ToolError:

@@ -1,6 +1,7 @@
-"""The process that ``python_eval`` starts: runs one program in a child of its own, and leaves none of its processes.
+"""Runs one program in a child of its own, and leaves none of its processes.
 
-The child limits itself, runs the program and prints the value of its last expression. This process watches: orphans of
+For ``python_eval`` the child limits itself, runs a Python program and prints the value of its last expression; after
+``EXEC`` it becomes the command that follows, such as an MCP server. This process watches: orphans of
 the program become its children (Linux), whatever session they put themselves in, and it kills them when the program has
 ended, when it is told to stop, and when whoever started it is gone.
 
@@ -20,6 +21,7 @@ import traceback
 from pathlib import Path
 
 NAME = "<program>"
+EXEC = "--exec"
 # prctl(2)
 _SIGNAL_WHEN_PARENT_DIES = 1
 _ADOPT_ORPHANS = 36
@@ -66,6 +68,14 @@ def program(path: str, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> 
     return 0
 
 
+def become(command: list[str]) -> int:
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.stderr.write(f"{command[0]}: {error.strerror}\n")
+    return 127
+
+
 def watch(child: int) -> int:
     """The child's exit status, negative for a signal, when nothing of it is left."""
 
@@ -107,7 +117,8 @@ def children() -> list[int]:
 
 
 def main() -> int:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    core = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, core[1]))
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.prctl(_ADOPT_ORPHANS, 1)
@@ -118,6 +129,9 @@ def main() -> int:
     if child == 0:
         os.setsid()  # a program that signals its whole group does not mean us
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        if sys.argv[1] == EXEC:
+            resource.setrlimit(resource.RLIMIT_CORE, core)
+            return become(sys.argv[2:])
         return program(sys.argv[1], *map(int, sys.argv[2:5]))
     status = watch(child)
     if status < 0:  # ends as the program did

@@ -1,0 +1,253 @@
+"""Batches that a coding agent starts: each is a run directory and a process of its own.
+
+The process is ``batch-agent run``, detached: it goes on when the MCP server ends, and another server finds it by its
+directory. Everything is read from the run directory; nothing but the child processes to be reaped is kept in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+from pydantic import JsonValue
+
+from batch_agent.cli.commands.export import RunRecords
+from batch_agent.cli.commands.status import status_json
+from batch_agent.errors import SpecError
+from batch_agent.files.read import LazyRows, read_inputs
+from batch_agent.files.results import to_json
+from batch_agent.messages import JsonObject
+from batch_agent.store.lock import is_locked
+from batch_agent.store.private import DIRECTORY
+from batch_agent.store.rundir import LOCK, RUN, RunView
+
+SPEC, ROWS, LOG = "spec.json", "rows.jsonl", "log.txt"
+LOG_CHARACTERS = 2000  # of the end of a process's log, in messages
+SHOWN_CHARACTERS = 20_000  # of one row's output
+_HOLDER = re.compile(r"process (\d+) on ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """What a batch is to do."""
+
+    instruction: str
+    rows: Sequence[Mapping[str, JsonValue]] | None = None
+    path: str | None = None
+    id_column: str | None = None
+    output_schema: JsonObject | None = None
+    output_path: str | None = None
+    max_concurrency: int | None = None
+    max_cost: float | None = None
+    max_rows: int | None = None
+    model: str | None = None
+    system_prompt: str | None = None
+    runtime: str | None = None
+
+    def check(self) -> None:
+        if (self.rows is None) == (self.path is None):
+            raise SpecError("give either rows or path, the path of a CSV or JSONL file")
+        if self.max_cost is None and self.max_rows is None:
+            raise SpecError("a limit is required: give max_cost, in dollars, or max_rows")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise SpecError("max_rows must be above 0")
+
+
+@dataclass(slots=True)
+class Batches:
+    """The batches below ``directory``. ``options`` go into the spec of each: the backend, the model."""
+
+    directory: Path
+    options: JsonObject = field(default_factory=dict)
+    max_cost: float | None = None  # the most that one batch may cost
+    _children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def prepare(self, request: BatchRequest) -> str:
+        """Writes the spec of a new batch and returns its name. Raises SpecError."""
+        request.check()
+        name = f"mcp-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+        place = self.directory / name
+        place.mkdir(DIRECTORY, parents=True)
+        try:
+            (place / SPEC).write_bytes(to_json(self._spec(request, place)))
+        except BaseException:
+            self.discard(name)
+            raise
+        return name
+
+    def _spec(self, request: BatchRequest, place: Path) -> dict[str, object]:
+        spec: dict[str, object] = {**self.options, "task": request.instruction, "inputs": self._inputs(request, place)}
+        for option, value in (
+            ("output_schema", request.output_schema),
+            ("max_inflight", request.max_concurrency),
+            ("model", request.model),
+            ("system_prompt", request.system_prompt),
+            ("runtime", request.runtime),
+            ("max_cost", _least(request.max_cost, self.max_cost)),
+        ):
+            if value is not None:
+                spec[option] = value
+        return spec
+
+    def _inputs(self, request: BatchRequest, place: Path) -> str:
+        """The file of rows: the one that was named, or one beside the spec, where each row has its id."""
+        if request.path is not None and request.id_column in (None, "id"):
+            return str(Path(request.path).absolute())
+        given: Iterable[object] = request.rows or ()
+        if request.path is not None:
+            if not Path(request.path).is_file():
+                raise SpecError(f"there is no file {request.path}")
+            given = read_inputs(Path(request.path), request.max_rows)
+        with (place / ROWS).open("wb") as file:
+            for number, row in enumerate(given, 1):
+                file.write(to_json(_with_id(row, request.id_column, number)) + b"\n")
+        if isinstance(given, LazyRows):
+            given.close()
+        return ROWS
+
+    def plan(self, name: str, max_rows: int | None) -> JsonObject:
+        """What a prepared batch would do. Raises SpecError where it could not start."""
+        command = [*_command("run", str(self.directory / name / SPEC), "--dry-run", "--json"), *_limit(max_rows)]
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise SpecError(_words(done.stderr))
+        plan: JsonObject = json.loads(done.stdout)
+        plan.pop("first_prompt_pieces", None)
+        return plan
+
+    def discard(self, name: str) -> None:
+        """Removes a batch that was only planned."""
+        shutil.rmtree(self.directory / name)
+
+    def start(self, name: str, request: BatchRequest) -> None:
+        place = self.directory / name
+        arguments = ["run", str(place / SPEC), "--run-dir", str(place), "--json", *_limit(request.max_rows)]
+        if request.output_path is not None:
+            arguments += ["--output", str(Path(request.output_path).absolute())]
+        self._spawn(name, arguments)
+
+    def resume(self, name: str, max_cost: float | None) -> None:
+        place = self._place(name)
+        if is_locked(place / LOCK):
+            raise SpecError(f"{name} is running")
+        cost = _least(max_cost, self.max_cost) if max_cost is not None else None
+        more = [] if cost is None else ["--max-cost", str(cost)]
+        self._spawn(name, ["resume", str(place), "--json", *more])
+
+    def stop(self, name: str, *, now: bool) -> None:
+        """Lets the agents under way finish, or stops them too (``now``)."""
+        place = self._place(name)
+        if not is_locked(place / LOCK):
+            raise SpecError(f"{name} is not running")
+        holder = _HOLDER.match((place / LOCK).read_text())
+        if holder is None:
+            raise SpecError(f"which process works on {name} is not known")
+        os.kill(int(holder[1]), signal.SIGTERM if now else signal.SIGINT)
+
+    def status(self, name: str) -> JsonObject:
+        """How far a batch is. ``state`` is ``starting`` before its record begins."""
+        place, child = self._place(name), self._children.get(name)
+        alive = child is not None and child.poll() is None
+        if child is not None and not alive:
+            del self._children[name]
+        if not (place / RUN).exists():
+            locked = bool(is_locked(place / LOCK))
+            if alive or locked:
+                return {"batch": name, "state": "starting"}
+            return {"batch": name, "state": "failed", "why": self._log(name)}
+        status = status_json(RunView.of(place))
+        if alive:  # also while it is only about to be resumed, or writes its last lines
+            status["state"] = "running"
+        status.pop("summary", None)
+        if status["state"] == "failed":
+            status.setdefault("log", self._log(name))
+        return {"batch": name, "run_dir": str(place), **status}
+
+    def results(self, name: str, offset: int, limit: int, *, failed_only: bool) -> JsonObject:
+        """Finished rows in input order, ``limit`` of them from the ``offset``-th on."""
+        place = self._place(name)
+        records = (record for record in RunRecords(place) if not failed_only or not record.get("ok"))
+        page = list(islice(records, offset, offset + limit + 1))
+        return {
+            "batch": name,
+            "rows": [_shown(cast("JsonObject", record)) for record in page[:limit]],
+            "next_offset": offset + limit if len(page) > limit else None,
+        }
+
+    def show(self, name: str, row: str, *, full: bool) -> str:
+        command = _command("show", str(self._place(name)), f"--row={row}", *(["--full"] if full else []))
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+        text = done.stdout.decode(errors="replace").strip()
+        if done.returncode or not text:
+            raise SpecError(_words(done.stderr) or f"there is no row {row}")
+        return text
+
+    def _place(self, name: str) -> Path:
+        place = self.directory / name
+        if place.parent != self.directory or not (place / SPEC).exists():
+            known = sorted(path.parent.name for path in self.directory.glob(f"*/{SPEC}"))
+            raise SpecError(f"there is no batch {name!r}; there are {', '.join(known[-20:]) or 'none'}")
+        return place
+
+    def _spawn(self, name: str, arguments: Sequence[str]) -> None:
+        with (self.directory / name / LOG).open("ab") as log:
+            self._children[name] = subprocess.Popen(
+                _command(*arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,  # it outlives this server, and does not get its Ctrl-C
+            )
+
+    def _log(self, name: str) -> str:
+        try:
+            return _words((self.directory / name / LOG).read_bytes())
+        except OSError:
+            return ""
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "batch_agent", *arguments]
+
+
+def _words(stderr: bytes) -> str:
+    """The end of what a command said."""
+    return stderr.decode(errors="replace").strip().removeprefix("batch-agent: ")[-LOG_CHARACTERS:]
+
+
+def _limit(max_rows: int | None) -> list[str]:
+    return [] if max_rows is None else ["--limit", str(max_rows)]
+
+
+def _least(*values: float | None) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _with_id(row: object, id_column: str | None, number: int) -> object:
+    if id_column is None:
+        return row
+    if not isinstance(row, Mapping) or row.get(id_column) is None:
+        raise SpecError(f"row {number} has no {id_column!r}, the column of ids")
+    return {**row, "id": row[id_column]}
+
+
+def _shown(record: JsonObject) -> JsonObject:
+    shown: JsonObject = {name: record.get(name) for name in ("index", "job_id", "ok", "output")}
+    if not record.get("ok"):
+        shown["error"] = record.get("error")
+    if len(to_json(shown["output"])) > SHOWN_CHARACTERS:
+        cut = record["output"] if isinstance(record["output"], str) else to_json(record["output"]).decode()
+        shown["output"] = f"{cut[:SHOWN_CHARACTERS]}... (cut: show_row or the results file has all of it)"
+    return shown

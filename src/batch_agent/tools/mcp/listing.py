@@ -1,0 +1,190 @@
+"""From an MCP server to tools: what it offers is listed once, when the tools are made.
+
+A run's requests contain the tools, so they must be known before it starts, and stay the same. They are sorted by name:
+many servers list theirs in random order, and the order is part of every request and of what resuming compares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from batch_agent.errors import SpecError, ToolError
+from batch_agent.messages import JsonObject, ToolSpec
+from batch_agent.tools.base import Spawn, Tool
+from batch_agent.tools.mcp.address import McpServer, read_servers, require_sdk
+from batch_agent.tools.mcp.arguments import SchemaSignature
+from batch_agent.tools.render import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from mcp.types import Tool as ToolOffer
+
+    from batch_agent.tools.mcp.connection import McpConnection
+
+SERVER_NAME = "{server}"  # in a prefix
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
+_LONGEST_NAME = 64  # that the common wire formats accept
+
+
+@dataclass(frozen=True, slots=True)
+class McpResource:
+    """The session that a server's tools share in a run."""
+
+    server: McpServer
+
+    def open(self, spawn: Spawn) -> McpConnection:
+        from batch_agent.tools.mcp.connection import McpConnection
+
+        return McpConnection(self.server, spawn)
+
+
+def mcp_tools(
+    server: McpServer,
+    *,
+    only: Collection[str] | None = None,
+    prefix: str = "",
+    reads: Collection[str] = (),
+    timeout: float | None = None,
+) -> list[Tool]:
+    """The tools of a server, which is started, or connected to, for the list. Raises SpecError."""
+    offers = _listed(server)
+    names = [offer.name for offer in offers]
+    _check_names("only", only or (), names, server)
+    _check_names("reads", reads, names, server)
+    if only is not None:
+        offers = [offer for offer in offers if offer.name in only]
+    tools = [_tool(server, offer, prefix, offer.name in reads, timeout) for offer in offers]
+    return sorted(tools, key=lambda tool: tool.name)
+
+
+def mcp_file_tools(
+    path: Path,
+    *,
+    servers: Collection[str] | None = None,
+    prefix: str = "",
+    reads: Collection[str] = (),
+    timeout: float | None = None,
+) -> list[Tool]:
+    """The tools of all servers of an ``mcpServers`` file, or of those that are named."""
+    known = read_servers(path)
+    for name in servers or ():
+        if name not in known:
+            raise SpecError(f"{path} has no server {name!r}; it has {', '.join(known) or 'none'}")
+    tools: dict[str, tuple[str, Tool]] = {}
+    unseen = set(reads)
+    for name, server in known.items():
+        if servers is not None and name not in servers:
+            continue
+        offers = _listed(server)
+        here = {offer.name for offer in offers} & set(reads)
+        unseen -= here
+        own_prefix = prefix.replace(SERVER_NAME, _NOT_IN_NAMES.sub("_", name))
+        for offer in offers:
+            tool = _tool(server, offer, own_prefix, offer.name in here, timeout)
+            if tool.name in tools:
+                raise SpecError(
+                    f"{path}: {tools[tool.name][0]} and {name} both have a tool {tool.name!r}; "
+                    f'give prefix="{SERVER_NAME}_", or name the servers to use, servers=[...]'
+                )
+            tools[tool.name] = (name, tool)
+    if unseen:
+        raise SpecError(f"reads: no server of {path} has a tool {sorted(unseen)[0]!r}")
+    return [tools[name][1] for name in sorted(tools)]
+
+
+def _check_names(option: str, given: Collection[str], names: Sequence[str], server: McpServer) -> None:
+    if isinstance(given, str):
+        raise SpecError(f"{option} is the text {given!r}: give a list, [{given!r}]")
+    for name in given:
+        if name not in names:
+            listed = ", ".join(sorted(names)) or "none"
+            raise SpecError(f"{option}: the MCP server {server.label} has no tool {name!r}; it has {listed}")
+
+
+def _tool(server: McpServer, offer: ToolOffer, prefix: str, reads: bool, timeout: float | None) -> Tool:
+    name = _NOT_IN_NAMES.sub("_", f"{prefix}{offer.name}")
+    if not 0 < len(name) <= _LONGEST_NAME:
+        raise SpecError(
+            f"the MCP server {server.label} has a tool {name!r}, and a name has 1 to {_LONGEST_NAME} characters: "
+            "leave it out with only=[...], or give a shorter prefix"
+        )
+    try:
+        signature = SchemaSignature.of(cast("JsonObject", dict(offer.input_schema)))
+    except SpecError as error:
+        raise SpecError(
+            f"the MCP server {server.label} has a tool {offer.name!r} that cannot be offered: {error}; "
+            "leave it out with only=[...]"
+        ) from None
+    hints = offer.annotations
+    only_reads = reads or (hints is not None and hints.read_only_hint is True)
+    return Tool(
+        spec=ToolSpec(name, offer.description or offer.title or "", signature.json_schema),
+        function=_function(server, offer.name, only_reads),
+        signature=signature,
+        name=name,
+        is_async=True,
+        cacheable=only_reads,
+        effect="read" if only_reads else "write",
+        declared=True,
+        rate_limit=None,
+        max_concurrent=None,
+        timeout=timeout,
+        ttl=None,
+        max_tokens=MAX_TOKENS,
+        cache_key=None,
+        resource=McpResource(server),
+    )
+
+
+def _function(server: McpServer, name: str, reads: bool) -> Callable[..., Awaitable[str]]:
+    async def call(session: McpConnection | None = None, alive: Callable[[], None] = _ignored, /, **given: Any) -> str:
+        from batch_agent.tools.mcp.connection import open_client
+        from batch_agent.tools.mcp.results import text_of
+        from batch_agent.tools.mcp.stdio import Stderr
+
+        if session is not None:
+            return text_of(name, await session.call(name, given, reads=reads, alive=alive))
+        async with open_client(server, Stderr()) as client:  # a call without a run: a session of its own
+            return text_of(name, await client.call_tool(name, given))
+
+    call.__name__ = name
+    return call
+
+
+def _ignored() -> None:
+    pass
+
+
+def _listed(server: McpServer) -> list[ToolOffer]:
+    require_sdk("a tool of an MCP server")
+    from batch_agent.tools.mcp.connection import offers_of, open_client, reason_of
+    from batch_agent.tools.mcp.stdio import Stderr
+
+    async def listed() -> list[ToolOffer]:
+        async with open_client(server, Stderr()) as client, asyncio.timeout(server.connect_timeout):
+            return await offers_of(client)
+
+    outcome: Future[list[ToolOffer]] = Future()
+
+    def drive() -> None:
+        try:
+            outcome.set_result(asyncio.run(listed()))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # In a thread with a loop of its own: tools are made in plain code, also where a loop is running.
+    threading.Thread(target=drive, name="batch-agent mcp", daemon=True).start()
+    try:
+        return outcome.result()
+    except ToolError as error:
+        raise SpecError(str(error)) from None
+    except TimeoutError:
+        raise SpecError(f"the MCP server {server.label} does not list its tools") from None
+    except Exception as error:
+        raise SpecError(f"the MCP server {server.label} does not list its tools: {reason_of(error)}") from None

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SERVERS = str(Path(__file__).parent / "servers.py")
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, SERVERS, *arguments]
+
+
+@contextmanager
+def http_server(*modes: str, port: int = 0, **variables: str) -> Iterator[str]:
+    """The URL of a server of its own process."""
+    process = subprocess.Popen(
+        command("http", str(port), *modes), stdout=subprocess.PIPE, text=True, env={"PATH": "/usr/bin", **variables}
+    )
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{process.stdout.readline().strip()}/mcp"
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    """What the server notes: one line per call that ran."""
+    path = tmp_path / "notes"
+    path.touch()
+    return path
