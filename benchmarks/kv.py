@@ -1,4 +1,4 @@
-"""Agents whose contexts do not all fit the engine's KV cache: wall time against a plain loop and static numbers of agents.
+"""Agents whose contexts do not all fit the KV cache: wall time against a plain loop and static numbers of agents.
 
 ``python -m benchmarks.kv --simulated`` plays the work on the simulated engine in virtual time. ``--url
 http://127.0.0.1:8000/v1 --work growing`` measures a real vLLM server, which speaks the scripts that the prompts carry
@@ -62,7 +62,7 @@ class Work:
         return " ".join(random.Random(f"{seed} {name}").choices(WORDS, k=self.result_words))
 
 
-WORDS = "tree rock lamp snow page leaf door gold dawn port iron hay wax wood road".split()
+WORDS = ("tree", "rock", "lamp", "snow", "page", "leaf", "door", "gold", "dawn", "port", "iron", "hay", "wax", "wood")
 WORKS = {
     work.name: work
     for work in (
@@ -132,7 +132,9 @@ READ = {
 
 async def on_server(work: Work, url: str, seed: int, contender: str) -> float:
     """Seconds of one contender against a real server, all answers checked."""
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout()) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout()
+    ) as session:
 
         async def ask(messages: list[dict[str, object]]) -> dict[str, object]:
             body = {"model": "m", "messages": messages, "tools": [READ]}

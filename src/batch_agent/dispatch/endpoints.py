@@ -227,10 +227,8 @@ class EndpointMonitor:
 
     def loaded(self, endpoint: Endpoint, load: Reading) -> None:
         """The server told how busy it is."""
-        server = endpoint.server
-        self._say(endpoint, endpoint.capacity.loaded(load, server.inflight))
-        room = kv_tokens_left(load, server.inflight, len(server.endpoints))
-        self._scheduler.admission.set_capacity(endpoint, room)
+        self._say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
+        self._scheduler.admission.set_capacity(endpoint, kv_tokens_left(load, endpoint.server))
         self._wake(endpoint)
 
     def search(self, endpoint: Endpoint, search: LimitSearch, why: str) -> None:

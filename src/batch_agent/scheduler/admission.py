@@ -1,15 +1,16 @@
 """Which agents may have their contexts in an engine's KV cache at the same time.
 
-An agent that waits for a tool leaves its context in the cache. If the contexts of all live agents do not fit, the engine
-evicts some of them, and the next turn of those agents computes its whole history again. So an agent is admitted to an
-endpoint only if, for every turn ahead, the projected sum of the admitted agents' contexts stays within the capacity. An
-agent that does not fit waits at a turn boundary.
+An agent that waits for a tool leaves its context in the cache. If the contexts of all live agents do not fit, the
+engine evicts some of them, and the next turn of those agents computes its whole history again. So an agent is admitted
+to an endpoint only if, for every turn ahead, the projected sum of the admitted agents' contexts stays within the
+capacity. An agent that does not fit waits at a turn boundary.
 
 The projection takes the mean context after each turn from the agents that were there already, and the chance that an
-agent goes on from the turn forecast. What all agents share is counted once. An agent that waits long for its tool counts
-less and less: its context would occupy memory that others could use meanwhile.
+agent goes on from the turn forecast. What all agents share is counted once. An agent that waits long for its tool
+counts less and less, because others could use its memory meanwhile.
 
-Where the capacity is unknown, or all contexts fit, nothing is held back.
+Nothing is held back if the capacity is unknown, if all contexts fit, or if the engine would stand idle: agents that
+wait 20 seconds for their tools need more agents beside them, and computing their contexts again costs less.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from batch_agent.scheduler.forecast import Progress, TurnForecast
 
 if TYPE_CHECKING:
     from batch_agent.scheduler.endpoint import Endpoint
+    from batch_agent.scheduler.server import Server
 
 FARTHEST = 64  # turns that are looked ahead
 LONG_WAIT = 5.0  # times the mean seconds of a turn: after such a tool wait a context counts half, after two a quarter
@@ -38,15 +40,15 @@ LESS, MORE, LEAST = 1.0, 0.002, 0.6  # the margin after an eviction, what an ans
 Waiting = TypeVar("Waiting", bound=Hashable)
 
 
-def kv_tokens_left(load: Reading, inflight: int, dispatchers: int) -> int | None:
+def kv_tokens_left(load: Reading, server: Server) -> int | None:
     """Tokens of an engine's KV cache that one dispatcher may use; None if the engine does not report its size.
 
     What the requests of other clients hold is left out: their part of the running requests, of the part in use.
     """
     if not load.kv_tokens:
         return None
-    others = max(0, load.running - inflight) / load.running if load.running else 0.0
-    return round(load.kv_tokens * (1.0 - others * (load.kv_usage or 0.0)) / dispatchers)
+    others = max(0, load.running - server.inflight) / load.running if load.running else 0.0
+    return round(load.kv_tokens * (1.0 - others * (load.kv_usage or 0.0)) / max(1, len(server.endpoints)))
 
 
 class ContextGrowth:
@@ -78,7 +80,7 @@ class ContextGrowth:
             self._step = (self._mean[last] - self._mean[1]) / (last - 1)
 
     def expect(self, turns: int, more: int) -> None:
-        """The next prompt of an agent that has taken ``turns`` is longer by this. It counts until an answer is there."""
+        """The next prompt of an agent that has taken ``turns`` is longer by this. An answer replaces it."""
         if turns and turns + 1 >= len(self._mean):
             self._step = max(self._step, float(more))
 
@@ -153,7 +155,6 @@ class WorkingSet:
             if alive < 0.01:
                 break
         return True
-
 
     def pays(self, agents: float) -> bool:
         """Whether more turns per second are taken with the members alone than with all ``agents``, whose contexts would
@@ -252,7 +253,9 @@ class Admission(Generic[Waiting]):
         home.members[progress] = progress.turns, max(progress.expected, progress.tokens)
         turn = self._forecast.seconds_per_turn
         gone = waited > (1 - log2(GONE)) * LONG_WAIT * turn > 0
-        if gone or (not home.fits(now, horizon=NEAR) and progress.turns <= min(turns for turns, _ in home.members.values())):
+        if gone or (
+            not home.fits(now, horizon=NEAR) and progress.turns <= min(turns for turns, _ in home.members.values())
+        ):
             del home.members[progress], self._home[progress]
 
     def answered(self, progress: Progress, endpoint: Endpoint, usage: Usage, seconds: float, now: float) -> None:
@@ -299,4 +302,3 @@ class Admission(Generic[Waiting]):
         self.held.clear()
         self._recheck = inf
         return held
-
