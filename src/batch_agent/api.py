@@ -93,6 +93,7 @@ class Options(TypedDict, total=False):
     max_outage: float | None
     affinity: str | None
     hedge: float | None
+    kvflow: bool | Literal["auto"]
     cache: bool | str | Path
     run_dir: str | Path | None
     checkpoint_dir: str | Path | None

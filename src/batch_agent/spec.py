@@ -251,6 +251,11 @@ class BatchSpec(BaseModel):
         description="Seconds after which a turn without an answer is asked of another server too, where a slot is "
         "free; the first answer counts. Needs several servers ([fleet.md](fleet.md)).",
     )
+    kvflow: Annotated[bool | Literal["auto"], Allowed('True, False or "auto"')] = Field(
+        "auto",
+        description="Keep the agents' contexts within the engine's KV cache: an agent whose context does not fit waits "
+        "at a turn boundary. `False` turns it off ([kv.md](kv.md)).",
+    )
     cache: Annotated[
         bool | Word | Path,
         Allowed("True, False or a directory"),

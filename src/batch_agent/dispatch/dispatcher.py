@@ -345,6 +345,7 @@ class Dispatcher:
     def start_agent(self, progress: Progress) -> Ticket:
         """A new agent, with its claim for its first turn made now, so that the room it takes is seen to be taken."""
         self.scheduler.start_agent()
+        progress.live = True
         return self.slots.claim(progress, 0)
 
     def end_agent(self, progress: Progress, turns: int) -> None:

@@ -19,6 +19,7 @@ from batch_agent.dispatch.flights import Flights
 from batch_agent.dispatch.probing import Probed, Probes
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
+from batch_agent.scheduler.admission import kv_tokens_left
 from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
@@ -227,6 +228,7 @@ class EndpointMonitor:
     def loaded(self, endpoint: Endpoint, load: Reading) -> None:
         """The server told how busy it is."""
         self._say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
+        self._scheduler.admission.set_capacity(endpoint, kv_tokens_left(load, endpoint.server))
         self._wake(endpoint)
 
     def search(self, endpoint: Endpoint, search: LimitSearch, why: str) -> None:

@@ -29,7 +29,7 @@ class Feed:
     async def wait_room(self) -> bool:
         """Wait until another agent may start. False: none will."""
         while not self.closed:
-            if self._slots.scheduler.has_room():
+            if self._slots.scheduler.has_room(asyncio.get_running_loop().time()):
                 return True
             self.room = asyncio.get_running_loop().create_future()
             await self.room

@@ -236,7 +236,7 @@ class Slots:
                 self._set_alarm(scheduler.due)
         # The youngest first: they work on others' results, and bring the whole to its end.
         hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]
-        if hungry and scheduler.has_room():
+        if hungry and scheduler.has_room(asyncio.get_running_loop().time()):
             for feed in hungry:
                 feed.wake()
         else:

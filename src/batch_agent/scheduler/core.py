@@ -32,6 +32,7 @@ from typing import Literal
 
 from batch_agent.errors import InternalError
 from batch_agent.messages import Usage
+from batch_agent.scheduler.admission import Admission
 from batch_agent.scheduler.blame import RowHistory
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress, TurnForecast
@@ -98,6 +99,7 @@ class Scheduler:
         self._queue: Queue[Ticket] = Queue(self.forecast)
         self._parking: Parking[Ticket, Endpoint | str] = Parking(self.forecast)
         self._lanes: Lanes[Ticket] = Lanes()  # of those that are pinned to an endpoint
+        self.admission: Admission[Ticket] = Admission(self.forecast)  # by the engine's KV cache
         self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for those who are parked there
         self._suspect_in_flight: Ticket | None = None  # beside other turns, which it may take down
 
@@ -121,6 +123,7 @@ class Scheduler:
             return
         self.endpoints.remove(endpoint)
         self.router.drop(endpoint)
+        self.admission.drop(endpoint)
         self._freed.pop(endpoint, None)
         if len(self.endpoints) == 1:
             self._unpark(self.endpoints[0])
@@ -141,14 +144,14 @@ class Scheduler:
     @property
     def due(self) -> float:
         """When a turn will have waited for its endpoint for long enough; never, where none does."""
-        return self._parking.due if self._parking else inf
+        return min(self._parking.due if self._parking else inf, self.admission.due)
 
     # Agents
 
-    def has_room(self) -> bool:
+    def has_room(self, now: float = 0.0) -> bool:
         """Whether an agent may start now: a slot is free and nobody who is ready, or will be soon, wants it; or the
         batch is ending."""
-        if self.paused or self.closed or self.backlogged:
+        if self.paused or self.closed or self.backlogged or not self.admission.has_room(now):
             return False
         if self.max_agents is not None and self.agents >= self.max_agents:
             return False
@@ -204,11 +207,15 @@ class Scheduler:
             raise InternalError("an agent ended that never started")
         self.agents -= 1
         self.forecast.end(progress, turns)
+        self.admission.end(progress)
 
     def request(self, progress: Progress, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
         """A turn of an agent that has taken so many joins the queue; ``grant`` says when it may go. It goes nowhere but
         to the endpoint that it is ``pinned`` to."""
+        answered_at = progress.answered_at
         self.forecast.go_on(progress, turns, now)
+        if self.admission.is_on and answered_at is not None:
+            self.admission.go_on(progress, now - answered_at, now)
         ticket = Ticket(progress, pinned=pinned)
         if pinned is not None and len(self.endpoints) > 1:
             self._lanes.add(ticket, pinned)
@@ -244,6 +251,8 @@ class Scheduler:
             return None
         if self.max_inflight is not None and self.inflight >= self.max_inflight:
             return None
+        for held in self.admission.release(now) if self.admission.held else ():
+            self._queue.add(held, held.progress.turns, first=True)
         one = len(self.endpoints) == 1 and not self._lanes
         match = self._match_one(now) if one else self._match_many(now)
         if match is None:
@@ -269,8 +278,10 @@ class Scheduler:
         endpoint = self.endpoints[0]
         if not endpoint.has_slot(now):
             return None
-        ticket = self._next(trial=endpoint.health.is_down)
-        return None if ticket is None else (ticket, endpoint)
+        while (ticket := self._next(trial=endpoint.health.is_down)) is not None:
+            if self._admit(ticket, endpoint, now):
+                return ticket, endpoint
+        return None
 
     def _match_many(self, now: float) -> tuple[Ticket, Endpoint] | None:
         while self._parking and (impatient := self._parking.impatient(now)) is not None:
@@ -284,9 +295,13 @@ class Scheduler:
             return match
         while self._free(now) and (ticket := self._next()) is not None:
             endpoint = self._route(ticket, now)
-            if endpoint is not None:
+            if endpoint is not None and self._admit(ticket, endpoint, now):
                 return ticket, endpoint
         return None
+
+    def _admit(self, ticket: Ticket, endpoint: Endpoint, now: float) -> bool:
+        admission = self.admission
+        return not admission.is_on or admission.admit(ticket, ticket.progress, endpoint, now)
 
     def _match_parked(self, now: float) -> tuple[Ticket, Endpoint] | None:
         while self._freed:
@@ -434,7 +449,9 @@ class Scheduler:
             (self.aside if ticket in self.aside else self.suspects).remove(ticket)
         elif ticket.state == "waiting":
             self.waiting -= 1
-            if ticket in self._parking.parked:
+            if ticket in self.admission.held:
+                del self.admission.held[ticket]
+            elif ticket in self._parking.parked:
                 self._parking.remove(ticket)
             elif ticket in self._lanes:
                 self._lanes.remove(ticket)
@@ -451,8 +468,10 @@ class Scheduler:
         """The ticket's request was answered, after so many seconds."""
         progress, endpoint = ticket.progress, ticket.endpoint
         self.forecast.answered(progress, seconds, now)
+        if endpoint is not None and not ticket.chore:
+            self.admission.answered(progress, endpoint, usage, seconds, now)
         if len(self.endpoints) > 1 and endpoint is not None:
             self.router.answered(endpoint, seconds)
             if not ticket.chore:
                 self.router.learn_prefix(usage, seconds, first=progress.home is None)
-                progress.home, progress.tokens = endpoint, usage.prompt_tokens + usage.completion_tokens
+                progress.home = endpoint

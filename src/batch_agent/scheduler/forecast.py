@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from batch_agent.scheduler.endpoint import Endpoint
 
 ENDING = 1.7  # the batch ends when the work left for each slot takes at most this many times as long as the longest way
+FIRST_GUESS = 4  # turns of an agent, at least, until one has ended
 LEARN_AGAIN = 8  # expectations are computed again when another eighth of the agents has ended
 
 
 class Progress:
     """How far one agent has come."""
 
-    __slots__ = ("answered_at", "home", "key", "model", "tokens", "turns")
+    __slots__ = ("answered_at", "expected", "home", "key", "live", "model", "tokens", "turns")
 
     def __init__(self, turns: int = 0, *, key: str = "", model: str = "") -> None:
         self.turns = turns  # taken when it last asked for another
@@ -30,6 +31,8 @@ class Progress:
         self.model = model  # that it asks; "": any
         self.home: Endpoint | None = None  # where it was last answered, and its prefix is cached
         self.tokens = 0  # of that prefix
+        self.expected = 0  # tokens of its next prompt, as far as is known
+        self.live = False  # between the start and the end of an agent
         self.answered_at: float | None = None  # time of its last answer, until it asks for the next turn
 
 
@@ -90,6 +93,31 @@ class TurnForecast:
     def turns_left(self, turns: int) -> float:
         """Turns expected of an agent that has taken ``turns``."""
         return self._turns_left[turns]
+
+    @property
+    def live(self) -> int:
+        """Agents that have started and not ended."""
+        return sum(self._live)
+
+    @property
+    def seconds_per_turn(self) -> float:
+        """Mean seconds of a request; 0 before the first answer."""
+        return self._turn_seconds / self._turn_count if self._turn_count else 0.0
+
+    @property
+    def seconds_per_cycle(self) -> float:
+        """Mean seconds from one request of an agent to its next."""
+        rest = self._rest_seconds / self._rest_count if self._rest_count else 0.0
+        return self.seconds_per_turn + rest
+
+    def goes_on(self, turns: int) -> float:
+        """The chance that an agent that has taken ``turns`` takes another one."""
+        if not turns:
+            return 1.0
+        furthest = len(self._live) - 1
+        if turns > furthest or not (resolved := self._went_on[turns] + self._ended[turns]):
+            return 1.0 if not self._ends and turns < max(FIRST_GUESS, 2 * furthest) else 0.0
+        return self._went_on[turns] / resolved
 
     def slack(self, turns: int, slots: int) -> float:
         """How many times as long as the way of an agent that has taken ``turns`` the work left for each slot takes.

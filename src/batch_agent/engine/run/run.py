@@ -144,6 +144,7 @@ class Run(Generic[T]):
             on_limit=self._limit_changed,
             on_health=self._health_changed,
         )
+        dispatcher.scheduler.admission.enabled = prepared.spec.kvflow is not False
         for endpoint in dispatcher.scheduler.endpoints:
             endpoint.health.patient = backend.capabilities.patient
         return dispatcher

@@ -1,0 +1,174 @@
+"""Agents whose contexts do not all fit the KV cache of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from batch_agent import BatchAgent, Tool
+from batch_agent.backends.simulated import EngineModel, SimulatedBackend
+from batch_agent.messages import Usage
+from batch_agent.scheduler.admission import Admission, kv_tokens_left
+from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.server import Server
+from batch_agent.testing import run_virtual
+
+
+class Reported:
+    """What an engine reports of itself."""
+
+    preemptions = first_token_count = None
+    first_token_seconds = None
+    waiting = 0
+
+    def __init__(self, kv_tokens: int | None, running: int = 0, kv_usage: float | None = None) -> None:
+        self.kv_tokens, self.running, self.kv_usage = kv_tokens, running, kv_usage
+
+
+class Agents:
+    """Agents of a scheduler with one endpoint, whose contexts grow by 1,000 tokens per turn. A turn takes a second, a
+    tool ``rest`` seconds."""
+
+    def __init__(self, kv_tokens: int | None, rest: float = 1.0) -> None:
+        self.scheduler = Scheduler(64)
+        self.admission: Admission[Ticket] = self.scheduler.admission
+        self.endpoint = self.scheduler.endpoints[0]
+        self.admission.set_capacity(self.endpoint, kv_tokens)
+        self.rest = rest
+        self.now = 0.0
+
+    def start(self) -> tuple[Progress, Ticket]:
+        progress = Progress()
+        self.scheduler.start_agent()
+        progress.live = True
+        return progress, self.scheduler.request(progress, 0, self.now)
+
+    def serve(self) -> list[Ticket]:
+        granted = []
+        while (ticket := self.scheduler.grant(self.now)) is not None:
+            granted.append(ticket)
+        return granted
+
+    def answer(self, ticket: Ticket) -> None:
+        tokens = 1_000 * (ticket.progress.turns + 1)
+        usage = Usage(prompt_tokens=tokens, completion_tokens=0, cached_tokens=max(0, tokens - 1_000))
+        self.scheduler.answered(ticket, 1.0, usage, self.now)
+        self.scheduler.give_back(ticket)
+
+    def learn(self, agents: int, turns: int) -> None:
+        """Some agents work to their ends, so that the others' turns and contexts can be projected."""
+        for _ in range(agents):
+            progress, ticket = self.start()
+            for turn in range(1, turns + 1):
+                self.serve()
+                self.now += 1.0
+                self.answer(ticket)
+                if turn < turns:
+                    self.now += self.rest
+                    ticket = self.scheduler.request(progress, turn, self.now)
+            self.scheduler.end_agent(progress, turns)
+
+
+def test_an_agent_starts_only_if_the_contexts_of_all_turns_ahead_fit() -> None:
+    agents = Agents(kv_tokens=10_000)
+    agents.learn(2, turns=4)
+    started = 0
+    agents.scheduler.forecast.rows = 100
+    while agents.scheduler.has_room(agents.now) and started < 20:
+        agents.start()
+        agents.serve()
+        started += 1
+    assert started == 2  # three of them would need 12,000 tokens at their fourth turn
+
+
+def test_the_first_agent_starts_whatever_its_context() -> None:
+    agents = Agents(kv_tokens=1_500)
+    agents.learn(1, turns=4)
+    assert agents.scheduler.has_room(agents.now)
+    agents.start()
+    assert len(agents.serve()) == 1
+
+
+def test_nothing_is_held_back_where_the_engine_does_not_report_its_cache() -> None:
+    agents = Agents(kv_tokens=None)
+    agents.learn(2, turns=4)
+    for _ in range(20):
+        agents.start()
+    assert len(agents.serve()) == 20
+
+
+def test_a_turn_that_is_held_back_goes_when_another_agent_has_ended() -> None:
+    agents = Agents(kv_tokens=10_000)
+    agents.learn(2, turns=4)
+    first, *others = [agents.start() for _ in range(3)]
+    assert [ticket.progress for ticket in agents.serve()] == [first[0], others[0][0]]
+    assert others[1][1] in agents.admission.held
+    agents.answer(first[1])
+    agents.scheduler.end_agent(first[0], 4)
+    assert agents.serve() == [others[1][1]]
+
+
+def test_a_turn_that_is_held_back_can_be_withdrawn() -> None:
+    agents = Agents(kv_tokens=10_000)
+    agents.learn(2, turns=4)
+    tickets = [agents.start()[1] for _ in range(3)]
+    agents.serve()
+    agents.scheduler.give_back(tickets[2])
+    assert not agents.admission.held
+    assert agents.scheduler.waiting == 0
+
+
+def test_nothing_is_held_back_where_tools_take_so_long_that_the_engine_would_idle() -> None:
+    agents = Agents(kv_tokens=10_000, rest=60.0)
+    agents.learn(2, turns=4)
+    agents.scheduler.forecast.rows = 100
+    for _ in range(20):
+        agents.start()
+    assert len(agents.serve()) == 20
+
+
+def test_what_other_clients_hold_of_a_cache_is_left_out() -> None:
+    server = Server()
+    server.inflight = 4
+    assert kv_tokens_left(Reported(None), server) is None
+    assert kv_tokens_left(Reported(1_000, running=4, kv_usage=0.5), server) == 1_000
+    assert kv_tokens_left(Reported(1_000, running=8, kv_usage=0.5), server) == 750
+
+
+def wall(kv_tokens: int, kvflow: bool) -> float:
+    """Seconds of 24 agents with five turns and large tool results on a simulated engine."""
+    model = EngineModel(
+        prefill_tokens_per_second=9_000,
+        step_seconds=0.03,
+        kv_tokens=kv_tokens,
+        context_tokens=16_384,
+        answer_tokens=40,
+        tool_calls_per_agent=4,
+    )
+
+    @Tool.define()
+    async def read(document: str) -> str:
+        """Read a document."""
+        await asyncio.sleep(2.0)
+        return document.ljust(12_000, ".")
+
+    async def play() -> float:
+        began = asyncio.get_running_loop().time()
+        results = await BatchAgent.run(
+            task="Read {n}", inputs=[{"n": str(n)} for n in range(24)], tools=[read], backend=SimulatedBackend(model),
+            max_turns=8, kvflow="auto" if kvflow else False,
+        )  # fmt: skip
+        assert all(result.ok for result in results)
+        return asyncio.get_running_loop().time() - began
+
+    return run_virtual(play())
+
+
+def test_a_batch_whose_contexts_do_not_fit_ends_sooner() -> None:
+    assert wall(98_304, kvflow=True) < 0.9 * wall(98_304, kvflow=False)
+
+
+def test_a_batch_whose_contexts_fit_takes_as_long_as_without() -> None:
+    assert wall(400_000, kvflow=True) == pytest.approx(wall(400_000, kvflow=False), rel=0.02)
