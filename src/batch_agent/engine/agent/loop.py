@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from batch_agent.engine.agent.context import AgentContext
+from batch_agent.engine.agent.loop_context import LoopContext
 from batch_agent.errors import OutputError
 
 
-async def tool_loop(row: object, ctx: AgentContext) -> object:
+async def tool_loop(row: object, ctx: LoopContext) -> object:
     """Ask. Use the tools that the answer calls and ask again; show the model what is wrong with an answer that does not
     validate and ask again; else the answer is the output."""
     shapes = ctx.shapes

@@ -33,8 +33,8 @@ from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.agent.agent import bounded
 from batch_agent.engine.agent.compaction import open_compactor
-from batch_agent.engine.agent.context import Worker
 from batch_agent.engine.agent.loop import tool_loop
+from batch_agent.engine.agent.loop_context import InnerWorker
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.engine.run.batch import Batch
@@ -80,7 +80,7 @@ class Run(Generic[T]):
         sinks: Sequence[Sink] = (),
         command: Mapping[str, JsonValue] | None = None,
         *,
-        worker: Worker | None = None,
+        worker: InnerWorker | None = None,
         open_store: OpenStore = SqliteJournal.open,
         within: Shared | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Run(Generic[T]):
         self._prepared = prepared
         self._command = command
         self._worker = worker
-        self._work_on: Worker = tool_loop if worker is None else bounded(worker)
+        self._work_on: InnerWorker = tool_loop if worker is None else bounded(worker)
         self._open_store = open_store
         self._outer = within
         clock = Clock() if within is None else within.clock

@@ -1,14 +1,14 @@
-"""What an agent can do: ask the model and call tools.
+"""What the tool loop, and workers of our own, can do: ask the model and call tools, one thing at a time.
 
 Both are answered from the agent's trail as long as that has something of an earlier session, and then by the model and
-the tools; what is new is recorded before anything is built on it. Whoever works with a context need not know which it
-was: a worker that was interrupted is run again from its start, and finds itself where it was. So what a worker does
-must follow from its row and from what it is told here, and it does one thing at a time.
+the tools; what is new is recorded before anything is built on it. An interrupted worker is run again from its start and
+finds itself where it was. So what it does must follow from its row and from what it is told here. A request is compared
+with the one that was recorded at its place: a recorded answer is never used for another question. Workers of users are
+followed otherwise (``row_work.py``).
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -20,67 +20,59 @@ from batch_agent.engine.agent.early_calls import MOST_CALLS, EarlyCalls
 from batch_agent.engine.agent.history import History
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.shapes import Shapes
-from batch_agent.engine.agent.tally import Tally
 from batch_agent.engine.agent.turn import TurnCall
-from batch_agent.errors import BackendError, ContextOverflow, JobError, LimitExceeded, OutputError
+from batch_agent.engine.agent.work_state import WorkState
+from batch_agent.errors import BackendError, ContextOverflow, JobError, LimitExceeded, OutputError, ReplayMismatch
 from batch_agent.events import AnswerRejected, ContextCompacted
 from batch_agent.job import AgentError, Job
 from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
-from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.forecast import Progress
-from batch_agent.store.steps import Done, Ended, Failed, Outcome, Spent, Turn
+from batch_agent.store.digests import asked_text, difference, is_same, message_digest
+from batch_agent.store.steps import Done, Ended, Failed, Outcome, Turn
 from batch_agent.store.trail import FailedBefore, Trail
 
 TOO_MANY_CALLS = "Error: not run: {count} calls in one answer are too many; ask for at most {most} at once."
+MISMATCH = (
+    "this row would ask something else now than what its record answers: {difference}. The recorded answers are not "
+    "used for it. Undo what was changed since the run was recorded; or resume with force_resume=True (--force-resume), "
+    "which keeps recorded answers whatever they answer"
+)
 
 
-class AgentContext:
-    """``conversation`` begins with the task; ``text`` is the model's latest. ``failure`` is what an ask or a call ended
-    in: there is no going on after that, since a trail cannot tell what was done about it."""
+class LoopContext(WorkState):
+    """``conversation`` begins with the task. ``failure`` is what an ask or a call ended in: there is no going on after
+    that, since a trail cannot tell what was done about it."""
 
     __slots__ = (
         "_answer",
-        "_began",
-        "_called",
+        "_asked",
+        "_chain",
         "_cut_from",
+        "_digested",
         "_early",
         "_forgiven",
         "_history",
-        "_loop",
-        "_r",
         "_repairs",
-        "_trail",
-        "failure",
-        "job",
-        "progress",
-        "repaired",
-        "tally",
-        "text",
-        "ticket",
+        "_worker",
     )
 
-    def __init__(self, job: Job, resources: Resources, trail: Trail) -> None:
-        self.job = job
-        self.tally = Tally()
-        self.progress = Progress(key=job.affinity, model=resources.shapes.first.model)
-        self.text = ""
-        self.repaired = False  # the output was read from JSON that had to be mended
-        self.failure: JobError | None = None
-        self.ticket: Ticket | None = None  # a claim to a slot that was made already
-        self._r = resources
+    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker) -> None:
+        super().__init__(job, resources, trail)
+        self._worker = worker
         self._history = History(resources.shared, content_of(job))
         self._cut_from: int | None = None  # tokens, where the conversation was cut since the latest answer
-        self._trail = trail
-        self._loop = asyncio.get_running_loop()
-        self._began = self._loop.time()
         self._answer: Reply | None = None  # the latest answer, while it is not known whether it leads on
+        self._asked = ""  # digest of what it answers
+        # The digest of the conversation so far, and of how many messages. The row's key covers those before.
+        self._chain, self._digested = trail.key, len(self._history.said.messages)
         self._early: EarlyCalls | None = None
-        self._called = 0  # calls of the latest answer that were made
         self._repairs = 0  # answers asked for again because they did not validate
         self._forgiven = 0  # of those, the ones before a failure that is being tried again
+
+    def work(self) -> Awaitable[object]:
+        return self._worker(self.job.input, self)
 
     @property
     def shapes(self) -> Shapes:
@@ -90,6 +82,10 @@ class AgentContext:
     def conversation(self) -> Conversation:
         """All that was said, also what is no longer sent because the conversation was cut."""
         return self._history.said
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        return self._history.said.messages
 
     def turns_left(self) -> int:
         limit = self._turn_limit
@@ -101,22 +97,24 @@ class AgentContext:
         """The model's answer to the conversation, of which it is then a part. ``shape`` is the kind of request, where
         that is not the usual one."""
         self._go_on()
+        if shape is None:
+            shape = self.shapes.later if self.tally.turns else self.shapes.first
         try:
-            reply = self._replayed()
+            reply = self._replayed(shape)
             if reply is None:
-                reply = await self._send_fitting(self._next_shape(shape))
+                self._ready_to_send()
+                reply = await self._send_fitting(shape)
                 self._answer = reply if self._trail.records else None
         except JobError as error:
             self.failure = error
             raise
         self.text = reply.text
         self._history.answered(reply)
-        self._called = 0
         return reply
 
     async def call(self, calls: Sequence[ToolCall]) -> list[str]:
-        """What became of these calls, which are those of the latest answer or the next few of them. The model reads it
-        with what it is asked next."""
+        """What became of these calls, which are those of the latest answer. The model reads it with what it is asked
+        next."""
         self._go_on()
         try:
             return await self._outcomes(calls)
@@ -155,7 +153,6 @@ class AgentContext:
     # What the run does
 
     def end(self, verdict: AgentError | None) -> None:
-        """How the agent ended goes to its trail, where that is new."""
         trail = self._trail
         if not trail.records or not trail.fresh:
             return
@@ -164,42 +161,50 @@ class AgentContext:
             self._lead_on()
             trail.add(Failed(verdict, self.text, spent))
         elif self._answer is not None:
-            trail.add(Done(self._answer, spent))
+            trail.add(Done(self._answer, spent, self._asked))
         else:
             trail.add(Ended(spent))
 
-    def close(self) -> None:
-        """The worker is done: what was started for it and never asked for is given up."""
+    async def close(self) -> None:
+        self._abandon_early()
+
+    def _abandon_early(self) -> None:
         if self._early is not None:
             self._early.abandon()
             self._early = None
 
-    def seconds(self) -> float:
-        """How long the agent was worked on, in all sessions."""
-        return self.tally.before + (self._loop.time() - self._began if self._trail.fresh else 0.0)
-
     # Asking
 
-    def _replayed(self) -> Reply | None:
+    def _replayed(self, shape: RequestShape) -> Reply | None:
         """The answer that an earlier session recorded; None: the model is to be asked."""
         if (compacted := self._trail.compacted) is not None:
             self.tally.pay(compacted.usage, None)
             self._history.compact(compacted.cut)
         past = self._trail.next_turn()
+        if self._trail.records:
+            self._check(shape, None if past is None or not self._trail.checks else past.asked)
         if past is None:
             return None
         self.tally.follow(past.reply, past.spent)
         return past.reply
 
-    def _next_shape(self, shape: RequestShape | None) -> RequestShape:
-        """The kind of the next request. Raises LimitExceeded when there is none."""
+    def _check(self, shape: RequestShape, then: str | None) -> None:
+        """Take the digest of the next request. Raises ReplayMismatch where ``then`` is that of another."""
+        new, first, digests = self._history.said.messages[self._digested :], self._digested + 1, []
+        for message in new:
+            self._chain = message_digest(self._chain, message)
+            digests.append(self._chain)
+        self._digested += len(new)
+        self._asked = asked_text(self._chain, self._r.digests.of(shape), digests)
+        if then is not None and not is_same(then, self._asked):
+            raise ReplayMismatch(MISMATCH.format(difference=difference(then, self._asked, new, first)))
+
+    def _ready_to_send(self) -> None:
+        """Raises LimitExceeded when there is no next request."""
         self._leave_record()
         if self._out_of_turns and not self.tally.again:  # an answer that is asked for again comes on top
             raise LimitExceeded(f"after max_turns, {self._r.max_turns}, the agent asks again")
-        self.close()
-        if shape is None:
-            shape = self.shapes.later if self.tally.turns else self.shapes.first
-        return shape
+        self._abandon_early()
 
     async def _send_fitting(self, shape: RequestShape) -> Reply:
         """Cut what is about to outgrow the context; what the server finds too long all the same is sent once more."""
@@ -285,18 +290,17 @@ class AgentContext:
     # Calling tools
 
     async def _outcomes(self, calls: Sequence[ToolCall]) -> list[str]:
-        first, trail = self._called, self._trail
-        self._called += len(calls)
+        trail = self._trail
         known = trail.outcomes()
         if trail.stays_failed:  # no call is run for it any more
-            self._tell(calls, first, known)
+            self._tell(calls, known)
             self._leave_record()
         if self._out_of_turns and not trail.goes_on:
             names = ", ".join(dict.fromkeys(call.name for call in calls))
             raise LimitExceeded(f"after max_turns, {self._r.max_turns}, the model still wants to call {names}")
         if len(calls) > MOST_CALLS:
-            self._refuse(len(calls), first, known)
-        new = {place: call for place, call in enumerate(calls, first) if place not in known}
+            self._refuse(len(calls), known)
+        new = {place: call for place, call in enumerate(calls) if place not in known}
         began = self._loop.time()
         try:
             if new:
@@ -305,23 +309,23 @@ class AgentContext:
         finally:
             if new:
                 self.tally.tool_wait += self._loop.time() - began
-            texts = self._tell(calls, first, known)
+            texts = self._tell(calls, known)
         return texts
 
-    def _tell(self, calls: Sequence[ToolCall], first: int, known: Mapping[int, str]) -> list[str]:
+    def _tell(self, calls: Sequence[ToolCall], known: Mapping[int, str]) -> list[str]:
         """The outcomes in the order of the calls, as far as they are known, into the conversation."""
         texts = []
-        for place, call in enumerate(calls, first):
+        for place, call in enumerate(calls):
             if place not in known:
                 break
             texts.append(known[place])
             self._history.append(Message("tool", known[place], tool_call_id=call.id, tool_name=call.name))
         return texts
 
-    def _refuse(self, count: int, first: int, known: dict[int, str]) -> None:
+    def _refuse(self, count: int, known: dict[int, str]) -> None:
         """So many calls at once are no plan but a loop: none of them is run, and the model is told."""
-        self.close()
-        for place in range(first, first + count):
+        self._abandon_early()
+        for place in range(count):
             if place not in known:
                 known[place] = TOO_MANY_CALLS.format(count=count, most=MOST_CALLS)
                 self._trail.add(Outcome(place, known[place]))
@@ -336,7 +340,7 @@ class AgentContext:
     def _lead_on(self) -> None:
         """The latest answer did not end the agent."""
         if self._answer is not None:
-            self._trail.add(Turn(self._answer, self._spent()))
+            self._trail.add(Turn(self._answer, self._spent(), self._asked))
             self._answer = None
 
     def _leave_record(self) -> None:
@@ -353,8 +357,5 @@ class AgentContext:
             self.tally.take_over(before.failed.spent)
             raise
 
-    def _spent(self) -> Spent:
-        return self.tally.spent(self._loop.time() - self._began)
 
-
-Worker: TypeAlias = Callable[[object, AgentContext], Awaitable[object]]
+InnerWorker: TypeAlias = Callable[[object, LoopContext], Awaitable[object]]
