@@ -159,6 +159,7 @@ class Past:
     done: bool = False
     worked: tuple[Asked | CallBegun | CallEnded, ...] = ()
     output: str | None = None
+    spent: Spent | None = None  # as the last step that says it tells
     unreadable: str = ""
 
     @property
@@ -199,6 +200,7 @@ def read_past(agent: int, steps: list[Step]) -> Past:
         isinstance(last, Done | Ended),
         tuple(worked),
         last.output if isinstance(last, Ended) else None,
+        next((step.spent for step in reversed(steps) if isinstance(step, Turn | Done | Failed | Ended | Asked)), None),
     )
 
 

@@ -10,20 +10,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TypeAlias, cast
 
-from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.dispatch.spending import Spending
+from batch_agent.engine.agent.loop import tool_loop
 from batch_agent.engine.agent.loop_context import InnerWorker, LoopContext
 from batch_agent.engine.agent.resources import Resources
+from batch_agent.engine.agent.row_work import RowWork
+from batch_agent.engine.agent.user_worker import UserWorker, bounded
 from batch_agent.engine.agent.work_state import WorkState
-from batch_agent.errors import AgentTimeout, Interrupted, JobError, RecordUnreadable, StoreError, WorkerFailed
-from batch_agent.foreign import describe
+from batch_agent.engine.run.prepare import Prepared
+from batch_agent.errors import AgentTimeout, Interrupted, JobError, RecordUnreadable
 from batch_agent.job import AgentError, AgentResult, BaseResult, Job
 from batch_agent.messages import Message, content_shown
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.store.trail import FailedBefore, Trail
 
+AgentWorker: TypeAlias = InnerWorker | UserWorker
 UNREADABLE = (
     "the record of this row is damaged, and it holds a write that was begun: the row is not worked on again, since "
     "that could write twice. Find out what it wrote; to have it done anew, give the row another id. ({reason})"
@@ -31,7 +35,7 @@ UNREADABLE = (
 
 
 class Agent:
-    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: InnerWorker) -> None:
+    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: AgentWorker) -> None:
         self.job = job
         self.error: JobError | None = None
         self.recorded: AgentResult[object] | None = None  # its result, when that is on its way to the disk
@@ -39,7 +43,11 @@ class Agent:
         self._output: object = None
         self._deadline = resources.timeout_per_agent
         self._trail = trail
-        self._state: WorkState = LoopContext(job, resources, trail, worker)
+        self._state: WorkState
+        if isinstance(worker, UserWorker):
+            self._state = RowWork(job, resources, trail, worker)
+        else:
+            self._state = LoopContext(job, resources, trail, worker)
 
     async def run(self, ticket: Ticket | None) -> AgentResult[object]:
         """To the end, starting with a claim to a slot, where one was made already. A JobError is part of the result."""
@@ -100,6 +108,7 @@ class Agent:
             repaired=state.repaired and self._verdict is None,
             resumed=not self._trail.fresh,
             shortened=self.job.shortened,
+            artifacts=state.artifacts,
         )
         return cast("AgentResult[object]", result)
 
@@ -122,17 +131,8 @@ def _kept(messages: Sequence[Message], job: Job) -> tuple[Message, ...]:
     )
 
 
-def bounded(worker: InnerWorker) -> InnerWorker:
-    """A worker that is not ours: whatever it raises fails its row alone."""
-
-    async def work(row: object, context: LoopContext) -> object:
-        try:
-            return await worker(row, context)
-        except (JobError, StoreError, KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
-                raise
-            raise WorkerFailed(f"the worker failed: {describe(error)}") from error
-
-    return work
+def worker_of(prepared: Prepared, inner: InnerWorker | None, spending: Spending) -> AgentWorker:
+    """What works on the rows of a run: the user's worker, one of our own (``inner``), or the tool loop."""
+    if prepared.spec.worker is not None:
+        return UserWorker(prepared.spec.worker, prepared, spending)
+    return tool_loop if inner is None else bounded(inner)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tally import Tally
-from batch_agent.errors import JobError
+from batch_agent.errors import JobError, StoreError
 from batch_agent.job import AgentError, Job
 from batch_agent.messages import Message
 from batch_agent.scheduler.core import Ticket
@@ -32,7 +32,7 @@ class WorkState(ABC):
         self.progress = Progress(key=job.affinity, model=resources.shapes.first.model)
         self.text = ""
         self.repaired = False
-        self.failure: JobError | None = None
+        self.failure: JobError | StoreError | None = None
         self.ticket: Ticket | None = None  # a claim to a slot that was made already
         self._r = resources
         self._trail = trail

@@ -62,8 +62,10 @@ async def begin_session(
 
 
 def fingerprint_of(prepared: Prepared, worker: InnerWorker | None = None) -> bytes:
-    """``worker`` is one of the user's own. A change in what it does is not seen, as with tools; its name is."""
-    kind = worker if worker is None or isinstance(worker, FunctionType) else type(worker)
+    """``worker`` is one of our own; the user's is in the spec. A change in what it does is not seen, as with tools; its
+    name is."""
+    function = prepared.spec.worker if worker is None else worker
+    kind = function if function is None or isinstance(function, FunctionType) else type(function)
     return fingerprint(
         task=prepared.spec.task,
         template=prepared.spec.template,

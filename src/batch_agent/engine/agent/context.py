@@ -1,0 +1,307 @@
+"""What a worker of the user's can do: ``AgentContext``, and ``BlockingContext`` for one that runs in a thread.
+
+Both are thin: ``row_work`` asks, calls and records, ``dialogue`` is a conversation, ``user_worker`` knows the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
+
+from pydantic import JsonValue
+
+from batch_agent.engine.agent.dialogue import Dialogue
+from batch_agent.engine.agent.loop import tool_loop
+from batch_agent.engine.agent.row_work import RowWork
+from batch_agent.errors import BadArguments, InputError, OutcomeUnknown, OutputError, RowEnded, ToolFailed, UnknownTool
+from batch_agent.messages import Conversation, Message, ToolCall, Usage
+
+T = TypeVar("T")
+Prompt: TypeAlias = str | Sequence[Message | Mapping[str, object]]
+MAX_TURNS = 10  # of a loop whose tools may be called
+
+
+class AskOptions(TypedDict, total=False):
+    """How one thing is asked. What is not given is the run's; ``tool_choice`` is left to the server."""
+
+    model: str | None
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    tool_choice: JsonValue
+    extra_body: Mapping[str, JsonValue] | None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReply:
+    """An answer. ``output`` is a value of the ``output_schema`` that was asked for, without one the text; None where
+    the answer calls tools. ``message`` is the answer as a message, to go on from."""
+
+    text: str
+    tool_calls: tuple[ToolCall, ...]
+    output: Any
+    usage: Usage
+    message: Message
+
+
+class AgentContext:
+    """One row, while a worker works on it. It ends with the row: what is asked or called later is refused."""
+
+    def __init__(self, work: RowWork) -> None:
+        self._work = work
+        self._busy = False  # the row's own conversation is being asked
+
+    def __repr__(self) -> str:
+        return f"<AgentContext of row {self.index}>"
+
+    @property
+    def row(self) -> object:
+        """The input."""
+        return self._work.job.input
+
+    @property
+    def index(self) -> int:
+        """Its place among the inputs, from 0."""
+        return self._work.job.index
+
+    @property
+    def job_id(self) -> str:
+        """Its ``id``, or its place as text."""
+        return self._work.job.job_id
+
+    @property
+    def prompt(self) -> str:
+        """The task, filled from the row; "" without a task."""
+        return self._work.job.prompt
+
+    @property
+    def model(self) -> str:
+        """The model that is asked where ``ask`` names no other."""
+        return self._work.worker.model
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The row's own conversation so far: the system prompt, the task, what was said and asked without messages."""
+        return tuple(self._work.conversation.messages)
+
+    @property
+    def workdir(self) -> Path:
+        """A directory of this row's own. It is empty when the worker begins, also after a resume. In a run directory it
+        is kept, else it is removed when the row ends."""
+        self._check_open()
+        return self._work.place.directory
+
+    def save(self, name: str, content: str | bytes | Path) -> Path:
+        """Keep text, bytes or a copy of a file: ``result.artifacts[name]`` is its path."""
+        self._check_open()
+        return self._work.place.save(name, content)
+
+    def say(self, text: str) -> None:
+        """Add a message of the user's to the row's own conversation."""
+        self._check_open()
+        self._work.conversation.append(Message("user", text))
+
+    async def ask(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        tools: Sequence[object] = (),
+        output_schema: Any = None,
+        **options: Unpack[AskOptions],
+    ) -> AgentReply:
+        """The model's answer to a prompt or to messages; without either, to the row's own conversation, of which it is
+        then a part.
+
+        Many may be under way at once, but one at a time of the row's own conversation. ``tools`` are those of the run's
+        that the model may call. With ``output_schema``, an answer that does not fit is shown to the model with its
+        errors, ``max_retries`` times; then OutputError is raised. BackendError is raised for a request that failed.
+        Both may be caught. The system prompt of the run comes before messages that have none.
+        """
+        dialogue = self._dialogue(prompt, tools, output_schema, None, options)
+        if prompt is None:
+            if self._busy:
+                raise InputError("the row's own conversation is being asked already: give ask a prompt or messages")
+            self._busy = True
+        try:
+            return await self._asked(dialogue)
+        finally:
+            self._busy = self._busy and prompt is not None
+
+    async def _asked(self, dialogue: Dialogue) -> AgentReply:
+        shape, usage = dialogue.shapes.first, Usage()
+        while True:
+            reply = await dialogue.ask(shape)
+            usage += reply.usage
+            output = None
+            if not reply.tool_calls:
+                try:
+                    output = dialogue.read(reply)
+                except OutputError as error:
+                    dialogue.repair(error)
+                    shape = dialogue.shapes.repair
+                    continue
+            return AgentReply(reply.text, reply.tool_calls, output, usage, reply.message())
+
+    async def loop(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        tools: Sequence[object] | None = None,
+        output_schema: Any = None,
+        max_turns: int | None = None,
+        **options: Unpack[AskOptions],
+    ) -> Any:
+        """The output of our tool loop: ask, run the tools that the answer calls, and ask again, until there is an
+        answer; a value of ``output_schema``, or text. ``tools`` are all of the run's where none are named. After
+        ``max_turns`` answers (10 with tools, 1 without) LimitExceeded is raised."""
+        offered = self._work.worker.tool_names if tools is None else tools
+        turns = max_turns if max_turns is not None else MAX_TURNS if offered else 1
+        return await tool_loop(self.row, self._dialogue(prompt, offered, output_schema, turns, options))
+
+    async def call(self, tool: str | ToolCall, /, **arguments: object) -> str:
+        """What a tool of the run's returns.
+
+        By its name and arguments; a failure is raised, as ToolError. Or as a model asked for it (``reply.tool_calls``):
+        then a failure is returned as the text that the model reads, and a call of the row's own conversation is
+        answered there.
+        """
+        if isinstance(tool, ToolCall):
+            text = (await self._work.call(tool)).text
+            self._answer_call(tool, text)
+            return text
+        try:
+            written = json.dumps(arguments, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise BadArguments(f"the arguments of {tool} are not JSON: {error}") from None
+        outcome = await self._work.call(ToolCall("", tool, written))
+        if outcome.ok:
+            return outcome.text
+        message = outcome.text.removeprefix("Error: ")
+        if outcome.unknown:
+            raise OutcomeUnknown(message)
+        raise (ToolFailed if tool in self._work.worker.tool_names else UnknownTool)(message)
+
+    def _answer_call(self, call: ToolCall, text: str) -> None:
+        """The result of a call goes to the row's own conversation, where that made the call."""
+        own = self._work.conversation
+        asked = next((message for message in reversed(own.messages) if message.tool_calls), None)
+        if asked is not None and call in asked.tool_calls:
+            own.append(Message("tool", text, tool_call_id=call.id, tool_name=call.name))
+
+    def _dialogue(
+        self,
+        prompt: Prompt | None,
+        tools: Sequence[object],
+        output_schema: object,
+        max_turns: int | None,
+        options: AskOptions,
+    ) -> Dialogue:
+        self._check_open()
+        asking = self._work.worker.asking(tools, output_schema, options)
+        if prompt is not None:
+            own = Conversation(_messages(prompt))
+        elif self._work.conversation.messages[len(self._work.shared.messages) :]:
+            own = self._work.conversation
+        else:
+            raise InputError("there is nothing to ask: the run has no task, so give ask a prompt or messages")
+        return Dialogue(self._work, asking.shapes, asking.schema, own, max_turns)
+
+    def _check_open(self) -> None:
+        self._work.check_open()
+
+
+def _messages(prompt: Prompt) -> list[Message]:
+    if isinstance(prompt, str):
+        return [Message("user", prompt)]
+    try:
+        messages = [item if isinstance(item, Message) else Message.from_dict(item) for item in prompt]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise InputError(f"messages cannot be asked: {error}") from None
+    if not messages:
+        raise InputError("there is nothing to ask: the list of messages is empty")
+    return messages
+
+
+class BlockingContext:
+    """The same for a worker that is a plain function, which runs in a thread: ``ask``, ``call`` and ``loop`` wait there
+    and return what they come to. Threads that it starts may use it too."""
+
+    def __init__(self, context: AgentContext, loop: asyncio.AbstractEventLoop) -> None:
+        self._context, self._loop = context, loop
+
+    def __repr__(self) -> str:
+        return f"<BlockingContext of row {self.index}>"
+
+    @property
+    def row(self) -> object:
+        return self._context.row
+
+    @property
+    def index(self) -> int:
+        return self._context.index
+
+    @property
+    def job_id(self) -> str:
+        return self._context.job_id
+
+    @property
+    def prompt(self) -> str:
+        return self._context.prompt
+
+    @property
+    def model(self) -> str:
+        return self._context.model
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return self._context.messages
+
+    @property
+    def workdir(self) -> Path:
+        return self._context.workdir
+
+    def save(self, name: str, content: str | bytes | Path) -> Path:
+        return self._context.save(name, content)
+
+    def say(self, text: str) -> None:
+        self._context.say(text)
+
+    def ask(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        tools: Sequence[object] = (),
+        output_schema: Any = None,
+        **options: Unpack[AskOptions],
+    ) -> AgentReply:
+        return self._wait(self._context.ask(prompt, tools=tools, output_schema=output_schema, **options))
+
+    def loop(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        tools: Sequence[object] | None = None,
+        output_schema: Any = None,
+        max_turns: int | None = None,
+        **options: Unpack[AskOptions],
+    ) -> Any:
+        return self._wait(
+            self._context.loop(prompt, tools=tools, output_schema=output_schema, max_turns=max_turns, **options)
+        )
+
+    def call(self, tool: str | ToolCall, /, **arguments: object) -> str:
+        return self._wait(self._context.call(tool, **arguments))
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop is closed: the run has ended
+            coroutine.close()
+            raise RowEnded("the run of this context has ended") from None
+        return future.result()
