@@ -304,3 +304,60 @@ async def test_a_worker_that_ignores_its_cancellation_cannot_keep_the_run(caplog
     assert "does not stop when it is cancelled" in caplog.text
     over = True
     await asyncio.sleep(2)
+
+
+@virtual_clock
+async def test_a_worker_cannot_make_up_for_the_end_of_the_budget_or_of_the_time(tmp_path: Path) -> None:
+    async def stubborn(row: str, ctx: AgentContext) -> object:
+        for _ in range(20):
+            with suppress(Exception):
+                await ctx.ask("again")
+        return "done"
+
+    async def idle(row: str, ctx: AgentContext) -> object:
+        await ctx.call("slow_note", text="once")
+        await asyncio.sleep(10_000)
+
+    @Tool.define(effect="write")
+    async def slow_note(text: str) -> str:
+        await asyncio.sleep(60)
+        ran.append(text)
+        return text
+
+    backend = ScriptedBackend(lambda _: Say("more", latency=1))
+    limited = BatchAgent.open(worker=stubborn, inputs=["a"], backend=backend, max_total_tokens=100)
+    async with limited as running:
+        assert [result.error and result.error.type async for result in running.results()] == ["Interrupted"]
+    timed = {"worker": idle, "inputs": ["a"], "tools": [slow_note], "run_dir": tmp_path, "resume": True}
+    for seconds in (30.0, 10.0):
+        async with BatchAgent.open(backend=backend, max_wall_time=seconds, **timed) as running:
+            assert [result.error and result.error.type async for result in running.results()] == ["Interrupted"]
+    assert ran == ["once"]
+
+
+async def test_options_of_an_ask_are_checked_and_an_exit_is_the_row_s_alone() -> None:
+    async def work(row: str, ctx: AgentContext) -> object:
+        match row:
+            case "misspelt":
+                await ctx.ask("x", temprature=1)  # type: ignore[call-arg]
+            case "wrong":
+                await ctx.ask("x", temperature=99)
+            case "no tool":
+                await ctx.ask("x", tools=["nothing"])
+            case "nothing":
+                await ctx.ask()
+            case "exits":
+                raise SystemExit(3)
+        return (await ctx.ask("x", temperature=0.5, model="other")).text
+
+    backend = ScriptedBackend(echo)
+    rows = ["misspelt", "wrong", "no tool", "nothing", "exits", "fine"]
+    results = await run(work, backend, inputs=rows, model="usual")
+    messages = [result.error.message if result.error else "" for result in results]
+    assert "there is no option 'temprature' of an ask" in messages[0]
+    assert "temperature: must be a number from 0 to 10" in messages[1]
+    assert "nothing is not a tool of this run" in messages[2]
+    assert "the run has no task" in messages[3]
+    assert "SystemExit: 3" in messages[4]
+    [request] = backend.requests
+    assert (request.body["model"], request.body["temperature"]) == ("other", 0.5)
