@@ -58,6 +58,7 @@ class RowWork(WorkState):
     """``conversation`` is the row's own: what all rows share, the task, and what was said since."""
 
     __slots__ = (
+        "_at_end",
         "_calls",
         "_closed",
         "_output",
@@ -79,6 +80,7 @@ class RowWork(WorkState):
         self._place: Workplace | None = None  # made when it is first asked for
         self._output: str | None = None  # what the worker returned, as JSON
         self._closed = False
+        self._at_end: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._writing: set[asyncio.Task[Any]] = set()  # those of calls that may write
         self._progress_of = {self.progress.model: self.progress}
@@ -298,8 +300,14 @@ class RowWork(WorkState):
                 await asyncio.wait(self._writing)
             raise
 
+    def at_end(self, act: Callable[[], None]) -> None:
+        """Call ``act`` once when the row ends: when nothing can be asked or called for it any more."""
+        self._at_end.append(act)
+
     async def close(self) -> None:
         self._closed = True
+        while self._at_end:
+            self._at_end.pop()()
         cancelled: asyncio.CancelledError | None = None
         while self._tasks:
             for task in self._tasks:
