@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent import AgentContext, AgentResult, BatchAgent, BlockingContext, Tool
-from batch_agent.errors import BackendError, OutcomeUnknown, ToolError
+from batch_agent.errors import BackendError, JobError, OutcomeUnknown, RowEnded, ToolError
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 ran: list[str] = []
@@ -361,3 +362,42 @@ async def test_options_of_an_ask_are_checked_and_an_exit_is_the_row_s_alone() ->
     assert "SystemExit: 3" in messages[4]
     [request] = backend.requests
     assert (request.body["model"], request.body["temperature"]) == ("other", 0.5)
+
+
+async def test_a_worker_that_has_changed_works_on_finished_rows_again_and_repeats_nothing(tmp_path: Path) -> None:
+    async def before(row: str, ctx: AgentContext) -> object:
+        return [(await ctx.ask("same")).text, await ctx.call("note", text=row)]
+
+    async def after(row: str, ctx: AgentContext) -> object:
+        return [(await ctx.ask("same")).text, (await ctx.ask("other")).text, await ctx.call("note", text=row)]
+
+    backend = ScriptedBackend(echo)
+    [first] = await run(before, backend, tmp_path)
+    [kept] = await run(after, backend, tmp_path, force_resume=True)
+    assert (kept.output, len(backend.requests)) == (first.output, 1)
+    for _ in range(2):
+        [changed] = await run(after, backend, tmp_path, task="now with a task: {input}")
+        assert changed.output == ["answer to same", "answer to other", "noted a"]
+        assert ([request.text for request in backend.requests], ran) == (["same", "other"], ["a"])
+    assert (changed.resumed, changed.turns) == (True, 2)
+
+
+async def test_a_plain_function_that_hangs_is_given_up_and_what_it_asks_later_is_refused() -> None:
+    release, left = threading.Event(), asyncio.Event()
+    loop, errors = asyncio.get_running_loop(), list[JobError]()
+
+    def work(row: str, ctx: BlockingContext) -> object:
+        if row == "hangs":
+            release.wait()
+            try:
+                ctx.ask("late")
+            except JobError as error:
+                errors.append(error)
+            loop.call_soon_threadsafe(left.set)
+        return "done"
+
+    results = await run(work, ScriptedBackend(), inputs=["hangs", "b"], timeout_per_agent=0.2)
+    assert results_of(results) == ["TimeoutError", "done"]
+    release.set()
+    await left.wait()
+    assert [type(error) for error in errors] == [RowEnded]

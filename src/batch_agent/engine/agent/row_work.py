@@ -95,13 +95,22 @@ class RowWork(WorkState):
         past, trail = self._trail.past, self._trail
         if past.failed is not None and not trail.retried:
             raise FailedBefore(past.failed)
-        if past.output is not None:  # what it does beside its output is not done again
-            return self._worker.read(past.output)
+        if (kept := self._kept) is not None:  # what the worker does beside its output is not done again
+            return self._worker.read(kept)
         if trail.has_past:
             await self._loop.run_in_executor(None, self._worker.places.clear, trail.agent)
         returned = await self._worker.run(self)
         self._output, output, self.repaired = self._worker.written(returned)
         return output
+
+    @property
+    def _kept(self) -> str | None:
+        """The recorded output, where it is still the output: nothing that it depends on has changed since, as far as
+        the run can tell."""
+        ended = self._trail.past.ended
+        if ended is None or (self._trail.checks and ended.fingerprint != self._worker.fingerprint):
+            return None
+        return ended.output
 
     @property
     def worker(self) -> UserWorker:
@@ -344,10 +353,9 @@ class RowWork(WorkState):
 
     def end(self, verdict: AgentError | None) -> None:
         trail, past = self._trail, self._trail.past
-        stays_failed = past.failed is not None and not trail.retried
-        if past.output is not None or stays_failed or past.unreadable:  # its end is recorded, or cannot be
+        if self._kept is not None or (past.failed is not None and not trail.retried):
             return
         if verdict is not None:
             trail.add(Failed(verdict, self.text, self._spent()))
         else:
-            trail.add(Ended(self._spent(), self._output))
+            trail.add(Ended(self._spent(), self._output, self._worker.fingerprint))

@@ -28,6 +28,7 @@ from batch_agent.engine.agent.shapes import Shapes, build_shapes
 from batch_agent.engine.agent.worker_output import read_output, write_output
 from batch_agent.engine.agent.workplace import Workplaces
 from batch_agent.engine.run.prepare import Prepared
+from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import InputError, JobError, SpecError, StoreError, WorkerFailed
 from batch_agent.foreign import describe, is_async
 from batch_agent.spec import BatchSpec
@@ -51,10 +52,11 @@ class AskShapes:
 
 
 class UserWorker:
-    """``places`` are the directories of its rows."""
+    """``places`` are the directories of its rows; ``fingerprint`` is the run's."""
 
     def __init__(self, function: Callable[..., Any], prepared: Prepared, spending: Spending | None = None) -> None:
         self.places = Workplaces(None if prepared.spec.run_dir is None else Path(prepared.spec.run_dir))
+        self.fingerprint = fingerprint_of(prepared).hex()
         self._function = function
         self._prepared = prepared
         self._spending = spending
