@@ -73,7 +73,7 @@ async def test_a_worker_may_be_all_that_the_command_line_says(tmp_path: Path) ->
         assert (done.code, len(done.results)) == (0, 1), done.stderr
         for wrong, says in (
             ("kettles:NOTHING", "must be a function"),
-            ("kettles:none", "there is no none in the module mine"),
+            ("kettles:none", "there is no none in the module kettles"),
         ):
             refused = await batch_agent(tmp_path, *command, "--worker", wrong)
             assert refused.code != 0 and says in refused.stderr
