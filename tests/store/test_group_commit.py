@@ -191,7 +191,7 @@ async def test_what_the_session_has_spent_is_recorded_with_what_it_did() -> None
     disk.may_commit.release(10)
     account = Purse()
     async with journal(disk, account=account) as book:
-        trail = Trail(book, Identity(b"k", b"r"), book.new_agent())
+        trail = Trail(book, Identity(b"k", b"r"))
         trail.add(entry().step)
         await trail.settle()
         assert (disk.progress, account.told) == (Progress(tokens=45, cost=0.75, lease=(100, 1.0)), [None])

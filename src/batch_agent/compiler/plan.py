@@ -170,6 +170,8 @@ class Plan:
     def question(self, job: Job) -> str:
         """The job's prompt as it reads when nothing is hoisted: two jobs ask the same when these are the same, however
         their runs were compiled."""
+        if self._spec.worker is not None:
+            return _whole_row(job.input, job.images)
         return job.prompt if self._unhoisted is None else self.asks(job.input)[1]
 
     def asks(self, value: object) -> tuple[str | None, str]:
@@ -184,6 +186,8 @@ class Plan:
             tokens = self._tokens(_fill(sent, own))
             if not self._sizing.fits(tokens):
                 fields = {**fields, **self._sizing.cut(sent.names, own, tokens)[0]}
+        if self._spec.worker is not None:
+            return own_id(fields), _whole_row(value, images)
         return own_id(fields), with_pictures(template.render(fields), images)
 
     def describe(self, sample: Sequence[object]) -> Description:
@@ -245,7 +249,7 @@ def compile_plan(
         head = template.head
         if isinstance(template, Template):  # what other languages do with a value cannot be done with a reference
             constants = constants_of(readable, [name for name in template.names if name not in spec.images])
-            if not spec.no_hoist:
+            if not spec.no_hoist and spec.worker is None:  # a worker has its whole prompt
                 moved = {name: constants[name] for name in hoistable(template, constants)}
                 if sizing.how != "fail":  # what is to be cut stays in its row
                     moved = {
@@ -279,6 +283,11 @@ def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
     if not isinstance(inputs, Iterable | AsyncIterable):
         raise SpecError(f"inputs must be a list, iterator or async iterator, not {type(inputs).__name__}")
     return inputs
+
+
+def _whole_row(value: object, images: Iterable[str]) -> str:
+    """What tells the rows of a worker apart: all that they hold, since it reads what it likes."""
+    return "\n".join([to_json(value, fallback=str, inf_nan_mode="constants").decode(), *sorted(images)])
 
 
 def _affinity(name: str, fields: Mapping[str, object]) -> str:

@@ -18,7 +18,7 @@ from batch_agent.backends.base import Backend
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.template import Template
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.engine.agent.context import AgentContext
+from batch_agent.engine.agent.loop_context import LoopContext
 from batch_agent.engine.run.prepare import Prepared, prepare
 from batch_agent.engine.run.run import Run
 from batch_agent.engine.run.together import run_together
@@ -146,7 +146,7 @@ class Flow:
 
     # At work
 
-    async def _work(self, row: object, context: AgentContext) -> object:
+    async def _work(self, row: object, context: LoopContext) -> object:
         try:
             beside: list[Source | FunctionNode] = [*self._sources, *self._functions]
             await run_together(self.nodes, [partial(node.pump, self._run.shared) for node in beside])
@@ -248,4 +248,4 @@ def check_fields(before: Stage, stage: Agents) -> None:
             elif known is not None and isinstance(properties := known.json_schema.get("properties"), dict):
                 fields = properties
     if fields is not None:
-        Template.parse(stage.options["task"], tuple(fields))
+        Template.parse(stage.options.get("task", ""), tuple(fields))

@@ -17,9 +17,10 @@ from batch_agent.cli.spec.recorded import matched
 from batch_agent.cli.spec.transcripts import open_journal
 from batch_agent.engine.run.dryrun import DryRun
 from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.recording import fingerprint_of
+from batch_agent.engine.run.recording import fingerprint_of, rows_under
 from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.files.results import to_json
+from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, counted, dollars, harmless, rows
 from batch_agent.option import Compared, kinds, notes
@@ -27,6 +28,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.store.base import Identity
 from batch_agent.store.keys import Keys
 from batch_agent.store.rundir import JOURNAL, RunView
+from batch_agent.store.steps import Past
 
 ASKED = "asked"  # in the recorded command
 MOST_WORDS = 4000  # of a text that is compared word by word
@@ -36,7 +38,12 @@ AT_ONCE = 256  # rows looked up in the journal together
 
 def asked(prepared: Prepared) -> dict[str, JsonValue]:
     """What answers depend on, in a form that can be compared later. What may hold a secret is there as a hash."""
-    resolved = {"model": prepared.model, "output_schema": prepared.schema.json_schema if prepared.schema else None}
+    worker = prepared.spec.worker
+    resolved = {
+        "model": prepared.model,
+        "output_schema": prepared.schema.json_schema if prepared.schema else None,
+        "worker": None if worker is None else name_of(worker),
+    }
     values: dict[str, JsonValue] = {}
     for name, compared in notes(BatchSpec, Compared).items():
         value = resolved.get(name, getattr(prepared.spec, name))
@@ -129,14 +136,21 @@ def _forecast(prepared: Prepared, inputs: Sequence[object], directory: Path, *, 
 
 
 def _kept(prepared: Prepared, inputs: Sequence[object], directory: Path, *, by_row: bool) -> int:
-    plan, keys, kept = prepared.plan, Keys(fingerprint_of(prepared)), 0
+    plan, keys, kept = prepared.plan, Keys(rows_under(prepared)), 0
+    present = fingerprint_of(prepared).hex()
     plan.check_first(inputs[0])
     identities = _identities(prepared, keys, inputs)
     with closing(open_journal(directory / JOURNAL)) as journal:
         journal.sort_by("row" if by_row else "key")
         while wanted := list(islice(identities, AT_ONCE)):
-            kept += sum(past is not None and past.done for past in journal.claim(wanted))
+            kept += sum(past is not None and _stays(past, present, by_row) for past in journal.claim(wanted))
     return kept
+
+
+def _stays(past: Past, fingerprint: str, by_row: bool) -> bool:
+    """Whether a recorded row is done, and stays so: a worker that has changed works on its rows again."""
+    ended = past.ended
+    return past.done and (by_row or ended is None or ended.output is None or ended.fingerprint == fingerprint)
 
 
 def _identities(prepared: Prepared, keys: Keys, inputs: Sequence[object]) -> Iterator[Identity]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
-from types import FunctionType
 
 from pydantic import JsonValue
 
-from batch_agent.engine.agent.context import Worker
+from batch_agent.engine.agent.loop_context import InnerWorker
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import StoreError
+from batch_agent.foreign import name_of
 from batch_agent.observe.metrics import Metrics
 from batch_agent.spec import BatchSpec
 from batch_agent.store.base import Account, OpenStore
-from batch_agent.store.keys import fingerprint
+from batch_agent.store.keys import KEY_BYTES, fingerprint
 from batch_agent.store.rundir import State
 from batch_agent.store.session import Resuming, Session
 
@@ -46,7 +47,7 @@ async def begin_session(
     session: Session,
     prepared: Prepared,
     command: Mapping[str, JsonValue] | None,
-    worker: Worker | None,
+    worker: InnerWorker | None,
     *,
     account: Account,
     stages: Sequence[str],
@@ -65,6 +66,7 @@ async def begin_session(
     await session.begin(
         fingerprint_of(prepared, worker),
         facts,
+        rows_under=rows_under(prepared, worker),
         schema=prepared.schema,
         account=account,
         on_backlog=on_backlog,
@@ -93,14 +95,25 @@ class StageAccount:
             self._session.touch()
 
 
-def fingerprint_of(prepared: Prepared, worker: Worker | None = None) -> bytes:
-    """``worker`` is one of the user's own. A change in what it does is not seen, as with tools; its name is."""
-    kind = worker if worker is None or isinstance(worker, FunctionType) else type(worker)
+def fingerprint_of(prepared: Prepared, worker: InnerWorker | None = None) -> bytes:
+    """``worker`` is one of our own; the user's is in the spec. A change in what it does is not seen, as with tools; its
+    name is."""
+    function = prepared.spec.worker if worker is None else worker
     return fingerprint(
         task=prepared.spec.task,
         template=prepared.spec.template,
         system=prepared.plan.own_system,
         shapes=prepared.shapes.asked,
         tool_versions={tool.name: tool.version for tool in prepared.tools},
-        worker=None if kind is None else f"{kind.__module__}.{kind.__qualname__}",
+        worker=None if function is None else name_of(function),
     )
+
+
+def rows_under(prepared: Prepared, worker: InnerWorker | None = None, *, part: bool = False) -> bytes:
+    """What a run's rows are found under in its journal: its fingerprint. The rows of a user's worker are found whatever
+    has changed, since what it asks and calls is found by content, and nothing may be paid for or written twice. As a
+    ``part`` of another run they are found under the worker's name: others may have the same rows."""
+    if prepared.spec.worker is None:
+        return fingerprint_of(prepared, worker)
+    name = name_of(prepared.spec.worker) if part else ""
+    return blake2b(f"worker {name}".encode(), digest_size=KEY_BYTES).digest()

@@ -1,0 +1,361 @@
+"""One row while a worker of the user's works on it: its asks, its tool calls, and their record.
+
+Replay is by content. An ask is found in the record by the digest of what is asked (messages, model, tools, sampling,
+schema) and by how often the same was asked before; a tool call by its name and arguments, likewise. So a worker may ask
+many things at once, and in another order after a resume. What is not found is sent. An answer is on disk before the
+worker receives it, and a call that may write is on disk before it starts.
+
+``answer`` is the one way to a model: ``AgentContext`` and whatever else asks as this row call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent.compiler.pictures import content_of
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.dispatch.policy import Question
+from batch_agent.engine.agent.resources import Resources
+from batch_agent.engine.agent.turn import TurnCall
+from batch_agent.engine.agent.work_state import WorkState
+from batch_agent.engine.agent.workplace import Workplace
+from batch_agent.errors import BackendError, InputError, Interrupted, LimitExceeded, RowEnded, StoreError
+from batch_agent.events import ToolFinished, ToolStarted
+from batch_agent.job import AgentError, Job
+from batch_agent.messages import Conversation, Message, Reply, ToolCall
+from batch_agent.scheduler.forecast import Progress
+from batch_agent.store.digests import call_digest, request_digest
+from batch_agent.store.replay import WorkReplay, chain
+from batch_agent.store.steps import CallBegun, CallEnded, Ended, Failed, conversation_of_ask
+from batch_agent.store.trail import UNKNOWN_OUTCOME, FailedBefore, Trail
+from batch_agent.tools.pool import ToolOutcome
+
+if TYPE_CHECKING:
+    from batch_agent.engine.agent.user_worker import UserWorker
+
+T = TypeVar("T")
+Send: TypeAlias = Callable[[ModelRequest], Question]
+ENDED = "the row of this context has ended: nothing can be asked or called for it any more"
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutcome:
+    """How a tool call ended. ``text`` is what a model reads. ``unknown``: it was interrupted while it may have been
+    writing, and is not run again."""
+
+    text: str
+    ok: bool
+    unknown: bool = False
+
+
+class RowWork(WorkState):
+    """``conversation`` is the row's own: what all rows share, the task, and what was said since."""
+
+    __slots__ = (
+        "_at_end",
+        "_calls",
+        "_closed",
+        "_output",
+        "_place",
+        "_progress_of",
+        "_replay",
+        "_tasks",
+        "_worker",
+        "_writing",
+        "conversation",
+    )
+
+    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: UserWorker) -> None:
+        super().__init__(job, resources, trail)
+        own = [Message("user", content_of(job))] if job.prompt else []
+        self.conversation = Conversation(own, parent=resources.shared)
+        self._worker = worker
+        self._replay = WorkReplay(trail.past, resources.shared.messages)
+        self._place: Workplace | None = None  # made when it is first asked for
+        self._output: str | None = None  # what the worker returned, as JSON
+        self._closed = False
+        self._at_end: list[Callable[[], None]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._writing: set[asyncio.Task[Any]] = set()  # those of calls that may write
+        self._progress_of = {self.progress.model: self.progress}
+        self._calls = 0
+        for ask in trail.past.asked:  # all that was paid for counts, whether or not it is asked for again
+            self.tally.add(ask.reply, None)
+            self.text = ask.reply.text
+        if trail.past.spent is not None:
+            self.tally.take_over(trail.past.spent)
+
+    async def work(self) -> object:
+        past, trail = self._trail.past, self._trail
+        if past.failed is not None and not trail.retried:
+            raise FailedBefore(past.failed)
+        if (kept := self._kept) is not None:  # what the worker does beside its output is not done again
+            return self._worker.read(kept)
+        if trail.has_past:
+            await self._loop.run_in_executor(None, self._worker.places.clear, trail.agent)
+        returned = await self._worker.run(self)
+        self._output, output, self.repaired = self._worker.written(returned)
+        return output
+
+    @property
+    def _kept(self) -> str | None:
+        """The recorded output, where it is still the output: nothing that it depends on has changed since, as far as
+        the run can tell."""
+        ended = self._trail.past.ended
+        if ended is None or (self._trail.checks and ended.fingerprint != self._worker.fingerprint):
+            return None
+        return ended.output
+
+    @property
+    def worker(self) -> UserWorker:
+        return self._worker
+
+    @property
+    def shared(self) -> Conversation:
+        """What all rows begin with: the system prompt, if there is one."""
+        return self._r.shared
+
+    # Asking
+
+    async def answer(
+        self,
+        shape: RequestShape,
+        conversation: Conversation,
+        *,
+        send: Send | None = None,
+        schema: OutputSchema[object] | None = None,
+    ) -> Reply:
+        """The model's answer to a conversation, asked as this row: from the record if it has been answered before, else
+        by the dispatcher, in the row's order, at its price and within its budget; it is on disk when this returns.
+
+        ``send`` makes the question that is sent, for one that is not ``backend.infer(request)``; its ``request`` is
+        what is priced. Raises BackendError, LimitExceeded, Interrupted, RowEnded.
+        """
+        self._check_caller()
+        messages = tuple(conversation.messages)
+        digests = chain(messages)
+        digest = request_digest(digests[-1], self._r.digests.of(shape))
+        nth = self._replay.take(digest)
+        reply = self._replay.answer(digest, nth)
+        if reply is None:
+
+            async def ask() -> Reply:
+                reply = await self._dispatch(shape, conversation, send, schema)
+                self._trail.add(self._replay.add_ask(digest, nth, reply, self._spent(), messages, digests))
+                await self._trail.settle()
+                return reply
+
+            try:
+                reply = await self._owned(ask())
+            except BaseException as error:
+                self._replay.give_back(digest, nth)
+                if isinstance(error, BackendError):
+                    self.text = error.text or self.text
+                raise
+        self.text = reply.text
+        return reply
+
+    async def _dispatch(
+        self, shape: RequestShape, conversation: Conversation, send: Send | None, schema: OutputSchema[object] | None
+    ) -> Reply:
+        r, tally, turns = self._r, self.tally, self.tally.turns
+        if r.max_turns is not None and turns >= r.max_turns:
+            raise LimitExceeded(f"after max_turns, {r.max_turns}, the worker asks again")
+        self._trail.fresh = True
+        request = ModelRequest(
+            shape,
+            conversation,
+            self.job.job_id,
+            -turns if r.max_turns is None else r.max_turns - turns,
+            self.job.index,
+            run=r.run,
+            turn=turns + 1,
+            hints=r.hints,
+            usual_tokens=r.usual_tokens,
+        )
+        turn = TurnCall(r, request, self.job.index, tally, None, schema)
+        ticket = r.dispatcher.slots.claim(self._progress(shape.model), turns)
+        return await r.dispatcher.ask(turn if send is None else send(request), r.policy, ticket=ticket, observer=turn)
+
+    def _progress(self, model: str) -> Progress:
+        """The row's, where it asks this model: servers are chosen by it."""
+        if model not in self._progress_of:
+            self._progress_of[model] = Progress(key=self.job.affinity, model=model)
+        return self._progress_of[model]
+
+    # Calling tools
+
+    async def call(self, call: ToolCall) -> CallOutcome:
+        """How a call of one of the run's tools ended: from the record if it was made before. A call that may write is
+        never made twice: one that was begun and has no outcome is ``unknown``."""
+        self._check_caller()
+        if not self._r.tools.knows(call.name):
+            return await self._owned(self._run_call(call))
+        digest = call_digest(call.name, call.arguments)
+        nth = self._replay.take(digest)
+        past, wrote = self._replay.outcome(digest, nth), self._replay.wrote(digest, nth)
+        if past is not None and (past.ok or wrote or not self._trail.retried):
+            return CallOutcome(past.text, past.ok)
+        if wrote:
+            return CallOutcome(UNKNOWN_OUTCOME.format(name=call.name), ok=False, unknown=True)
+        try:
+            return await self._owned(self._recorded_call(call, digest, nth))
+        except BaseException:
+            self._replay.give_back(digest, nth)
+            raise
+
+    async def _recorded_call(self, call: ToolCall, digest: str, nth: int) -> CallOutcome:
+        self._trail.fresh = True
+        if self._r.tools.can_start_early(call.name):
+            outcome = await self._run_call(call)
+        else:
+            # A write that was begun must never be taken for one that was not.
+            await self._record_call(CallBegun(digest, nth, call.name, call.arguments))
+            writing = asyncio.current_task()
+            assert writing is not None
+            self._writing.add(writing)
+            try:
+                outcome = await self._run_call(call)
+            finally:
+                self._writing.discard(writing)
+        await self._record_call(CallEnded(digest, nth, call.name, call.arguments, outcome.ok, outcome.text))
+        return outcome
+
+    async def _record_call(self, step: CallBegun | CallEnded) -> None:
+        self._replay.add_call(step)
+        self._trail.add(step)
+        await self._trail.settle()
+
+    async def _run_call(self, call: ToolCall) -> CallOutcome:
+        r, index, turn = self._r, self.job.index, self.tally.turns
+        place, self._calls = self._calls, self._calls + 1
+        began, ended = self._loop.time(), self._loop.create_future()
+        r.emit(ToolStarted(r.clock(), r.run, index, turn, place, call.id, call.name))
+        pending = r.tools.start(call, self.job, turn)
+        found: list[ToolOutcome] = []
+
+        def tell(end: ToolOutcome | Exception) -> None:
+            if ended.done():
+                return
+            if isinstance(end, Exception):
+                ended.set_exception(end)
+                return
+            found.append(end)
+            ended.set_result(None)
+
+        try:
+            pending.on_end(tell)
+            # What became of a write must be known: it is waited for whatever the run's time is.
+            await (r.dispatcher.wait_for_tools(ended) if r.tools.can_start_early(call.name) else ended)
+        finally:
+            pending.abandon()
+            self.tally.tool_wait += self._loop.time() - began
+        [end] = found
+        r.emit(ToolFinished(r.clock(), r.run, index, turn, place, call.id, call.name, end.seconds, end.ok, end.source))
+        return CallOutcome(end.text, end.ok)
+
+    # What the worker started
+
+    def check_open(self) -> None:
+        """Raises RowEnded after the row's end, and what it failed with where it cannot go on."""
+        if self._closed:
+            raise RowEnded(ENDED)
+        if self.failure is not None:
+            raise self.failure
+
+    def _check_caller(self) -> None:
+        self.check_open()
+        if asyncio.get_running_loop() is not self._loop:
+            raise InputError("an AgentContext is for the event loop of its run: to use another, write a plain function")
+
+    async def _owned(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` comes to, in a task of this row's: it ends with the row, whoever waits for it."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._closed and not cancelled_by_us():
+                raise RowEnded(ENDED) from None
+            raise
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Interrupted | StoreError) and self.failure is None:
+            self.failure = error  # the run cannot go on, whatever the worker makes of it
+
+    async def wait_for(self, worker: asyncio.Task[Any]) -> None:
+        """Until the worker has ended. Raises Interrupted when the run's time is over first; what it was writing then is
+        waited for."""
+        ended = self._loop.create_future()
+
+        def tell(_: object) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        worker.add_done_callback(tell)
+        try:
+            await self._r.dispatcher.wait_for_tools(ended)
+        except Interrupted:
+            if self._writing:
+                await asyncio.wait(self._writing)
+            raise
+
+    def at_end(self, act: Callable[[], None]) -> None:
+        """Call ``act`` once when the row ends: when nothing can be asked or called for it any more."""
+        self._at_end.append(act)
+
+    async def close(self) -> None:
+        self._closed = True
+        while self._at_end:
+            self._at_end.pop()()
+        cancelled: asyncio.CancelledError | None = None
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            try:
+                await asyncio.wait(self._tasks)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if self._place is not None and not self._worker.places.keeps:
+            await self._loop.run_in_executor(None, self._place.leave)
+        if cancelled is not None:
+            raise cancelled
+
+    # Its end
+
+    @property
+    def place(self) -> Workplace:
+        """Its working directory and its artifacts."""
+        if self._place is None:
+            self._place = self._worker.places.open(self._trail.agent)
+        return self._place
+
+    @property
+    def artifacts(self) -> Mapping[str, Path]:
+        return self._worker.places.artifacts(self._trail.agent) if self._place is None else self._place.artifacts
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Of the latest answer and what led to it; the row's own conversation, where nothing was asked."""
+        asks = self._replay.asks
+        if not asks:
+            return self.conversation.messages
+        return conversation_of_ask(asks, len(asks) - 1, self._r.shared.messages)
+
+    def end(self, verdict: AgentError | None) -> None:
+        trail, past = self._trail, self._trail.past
+        if self._kept is not None or (past.failed is not None and not trail.retried):
+            return
+        if verdict is not None:
+            trail.add(Failed(verdict, self.text, self._spent()))
+        else:
+            trail.add(Ended(self._spent(), self._output, self._worker.fingerprint))
