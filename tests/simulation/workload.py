@@ -1,0 +1,205 @@
+"""What a simulated run has to do: rows, a shape of run, options. One seed makes one workload.
+
+A sitting opens the run in its process, takes the results and returns them as plain values that can be compared with
+those of the undisturbed run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Literal
+
+from batch_agent import BatchAgent, Fleet, Pipeline
+from batch_agent.backends.base import Backend
+from batch_agent.engine.agent.context import AgentContext
+from batch_agent.engine.run.run import Run
+from batch_agent.job import AgentResult
+from batch_agent.topology.pipeline import outcome_of
+from tests.simulation.faults import EditKind
+from tests.simulation.model import SURE, Answer
+from tests.simulation.process import Process, ServerBackend
+from tests.simulation.world import Row
+
+Shape = Literal["tool loop", "chunks", "worker", "pipeline"]
+SHAPES: tuple[Shape, ...] = ("tool loop", "chunks", "worker", "pipeline")
+# Shapes that are known not to keep the promise yet; they are played when asked for by name.
+NOT_YET: tuple[Shape, ...] = ("worker", "pipeline")
+
+Outcome = dict[str, object]  # by row or stage: its output, or the type of its error
+LONG = 400  # numbers in a row that does not fit
+CONTEXT = 1_200  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Edition:
+    """The prompt and the rows of one sitting."""
+
+    version: int
+    rows: tuple[str, ...]
+
+    def edited(self, what: EditKind, chance: Random) -> Edition:
+        rows = list(self.rows)
+        place = chance.randrange(len(rows))
+        match what:
+            case "prompt":
+                return replace(self, version=self.version + 1)
+            case "add":
+                rows.insert(place, f"n{chance.randrange(10_000)}")
+            case "remove" if len(rows) > 1:
+                del rows[place]
+            case "replace":
+                rows[place] = f"n{chance.randrange(10_000)}"
+            case "reorder":
+                chance.shuffle(rows)
+        return replace(self, rows=tuple(rows))
+
+    def wanted(self) -> Counter[Row]:
+        return Counter((self.version, row) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    seed: int
+    shape: Shape
+    first: Edition
+    servers: int
+    capacity: int | None  # of each server
+    max_inflight: int | None
+    rpm: int | None
+    max_retries: int
+    hedge: float | None
+    streaming: bool
+
+    @classmethod
+    def of(cls, seed: int, shapes: Sequence[Shape]) -> Workload:
+        chance = Random(f"workload {seed}")
+        shape = chance.choice(shapes)
+        rows = [f"k{number}" for number in range(chance.choice((1, 2, 5, 12, 30)))]
+        if len(rows) > 4 and chance.random() < 0.3:
+            rows[3] = rows[0]  # the same row twice
+        servers = chance.choice((1, 1, 2, 3))
+        return cls(
+            seed,
+            shape,
+            Edition(0, tuple(rows)),
+            servers,
+            capacity=chance.choice((None, None, 4, 8)),
+            max_inflight=chance.choice((None, 1, 4, 16)),
+            rpm=chance.choice((None, None, None, 30)),
+            max_retries=chance.choice((1, 2, 3)),
+            hedge=chance.choice((None, None, 20.0)) if servers > 1 else None,
+            streaming=chance.random() < 0.5,
+        )
+
+    @property
+    def writes(self) -> bool:
+        return self.shape != "chunks"
+
+    def is_complete(self, outcome: Outcome, edition: Edition) -> bool:
+        every = len(edition.rows) if self.shape != "pipeline" else 1
+        return len(outcome) >= every and all(isinstance(value, dict) for value in outcome.values())
+
+    def backend(self, process: Process) -> Backend:
+        backends = [ServerBackend(server, process) for server in process.world.servers]
+        return backends[0] if len(backends) == 1 else Fleet(backends)
+
+    def options(self, process: Process) -> dict[str, object]:
+        options: dict[str, object] = {
+            "backend": self.backend(process),
+            "run_dir": process.directory,
+            "resume": True,
+            "rpm": self.rpm,
+            "max_retries": self.max_retries,
+            "hedge": self.hedge,
+            "timeout_per_turn": 120.0,
+            "timeout_per_tool": 60.0,
+            "streaming_tool_dispatch": self.streaming,
+        }
+        if self.max_inflight is not None:
+            options["max_inflight"] = self.max_inflight
+        return options
+
+    async def sit(self, process: Process, edition: Edition) -> Outcome:
+        """One sitting to its end."""
+        if self.shape == "pipeline":
+            return await self._sit_at_pipeline(process, edition)
+        options = self.options(process) | self._asking(process, edition)
+        worker = ask_twice if self.shape == "worker" else None
+        run: Run[Answer] = Run(BatchAgent.plan(**options), worker=worker, open_store=process.open_store)
+        results: list[AgentResult[Answer]] = []
+        async with run:
+            process.run = run
+            async for result in run.results():
+                process.deliver(result)
+                results.append(result)
+        return _outcome(results)
+
+    def _asking(self, process: Process, edition: Edition) -> dict[str, object]:
+        if self.shape == "chunks":
+            return {
+                "task": f"Version {edition.version} of the range of {{words}}",
+                "inputs": [{"id": row, "words": words_of(row, LONG)} for row in edition.rows],
+                "output_schema": Answer,
+                "oversized": "chunk",
+                "model_max_context": CONTEXT,
+            }
+        return {
+            "task": f"v{edition.version}: work on {{row}}: {{words}}",
+            "inputs": [{"row": row, "words": words_of(row, 3)} for row in edition.rows],
+            "output_schema": Answer,
+            "tools": process.tools(),
+        }
+
+    async def _sit_at_pipeline(self, process: Process, edition: Edition) -> Outcome:
+        pipeline = (
+            Pipeline([{"row": row, "words": words_of(row, 3)} for row in edition.rows])
+            .map(
+                name="work",
+                task=f"v{edition.version}: work on {{row}}: {{words}}",
+                output_schema=Answer,
+                tools=process.tools(),
+            )
+            .filter(lambda answer: answer.low % 3)
+            .flat_map(lambda answer: [{"words": f"w{answer.low}"}, {"words": f"w{answer.high}"}])
+            .map(name="again", task="the range of {words}", output_schema=Answer)
+            .reduce("the range of all", tree=4, output_schema=Answer)
+        )
+        async with pipeline.open(**self.options(process)) as flow:
+            process.run = flow
+            await flow.finish()
+            outcome = outcome_of(flow)
+        results = [result for stage in outcome.results.values() for result in stage]
+        for result in results:
+            process.deliver(result)
+        found = {f"{name} {key}": value for name in outcome.results for key, value in _outcome(outcome.results[name]).items()}
+        return found
+
+
+async def ask_twice(row: object, ctx: AgentContext) -> object:
+    """A worker of the user's own: the tool loop by hand, and a question after the answer."""
+    reply = await ctx.ask()
+    while True:
+        if reply.tool_calls:
+            await ctx.call(reply.tool_calls)
+        elif reply.text.startswith("{"):
+            break
+        else:
+            ctx.say("JSON, please.")
+        reply = await ctx.ask()
+    ctx.say(SURE)
+    return ctx.read(await ctx.ask())
+
+
+def words_of(row: str, count: int) -> str:
+    chance = Random(f"words {row}")
+    return " ".join(f"w{chance.randrange(1000)}" for _ in range(count))
+
+
+def _outcome(results: Sequence[AgentResult[Answer]]) -> Outcome:
+    return {
+        str(result.index): result.output.model_dump() if result.ok and result.output is not None else f"{result.error}"
+        for result in results
+    }
