@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 async def hedged(dispatcher: Dispatcher, question: Question, ticket: Ticket, policy: Policy) -> Reply:
     """The first answer. Raises the error of the first request if neither was answered."""
-    loop = asyncio.get_running_loop()
+    loop, sent = asyncio.get_running_loop(), asyncio.Event()
     first = loop.create_task(dispatcher.attempt(question, ticket, policy.timeout))
     racers = [first]
     try:
         await asyncio.wait(racers, timeout=policy.hedge)
         if not first.done():
-            racers.append(loop.create_task(_second(dispatcher, question, ticket, policy)))
-        return await _winner(dispatcher, question, ticket, racers)
+            racers.append(loop.create_task(_second(dispatcher, question, ticket, policy, sent)))
+        return await _winner(dispatcher, question, ticket, racers, sent)
     finally:
         for racer in racers:
             racer.cancel()
@@ -35,8 +35,10 @@ async def hedged(dispatcher: Dispatcher, question: Question, ticket: Ticket, pol
 
 
 async def _winner(
-    dispatcher: Dispatcher, question: Question, ticket: Ticket, racers: list[asyncio.Task[Reply]]
+    dispatcher: Dispatcher, question: Question, ticket: Ticket, racers: list[asyncio.Task[Reply]], sent: asyncio.Event
 ) -> Reply:
+    """``sent``: the second request has left. Before that it may wait for the slot or the budget that the first still
+    holds, so it is not waited for when the first has failed."""
     first, running = racers[0], set(racers)
     while running:
         done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -51,10 +53,14 @@ async def _winner(
                 return racer.result()
             if not isinstance(error, BackendError | Interrupted):
                 raise error
+        if first.done() and not sent.is_set():
+            break
     return first.result()
 
 
-async def _second(dispatcher: Dispatcher, question: Question, first: Ticket, policy: Policy) -> Reply:
+async def _second(
+    dispatcher: Dispatcher, question: Question, first: Ticket, policy: Policy, sent: asyncio.Event
+) -> Reply:
     progress = first.progress
     ticket = dispatcher.slots.claim(progress, progress.turns, avoid=first.endpoint)
     await dispatcher.slots.hold(ticket)
@@ -64,6 +70,7 @@ async def _second(dispatcher: Dispatcher, question: Question, first: Ticket, pol
             raise Interrupted("no other endpoint is free")
         again = question.again()
         call = await dispatcher.reserve(ticket, again.request)
+        sent.set()
         try:
             return await dispatcher.attempt(again, ticket, policy.timeout)
         except BackendError as error:
