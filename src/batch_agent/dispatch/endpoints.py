@@ -79,9 +79,8 @@ class EndpointMonitor:
         endpoint.on_change = self._changed_by_others
 
     def close(self) -> None:
-        self._alarms.close()
-        self.flights.close()
-        self._probes.close()
+        for part in (self._alarms, self.flights, self._probes):
+            part.close()
         for endpoint in self._all:
             endpoint.on_change = None
             endpoint.close()
@@ -346,6 +345,7 @@ class EndpointMonitor:
         """Let the next row be the trial."""
         endpoint.health.trial_over()
         endpoint.health.ready = True
+        self.arm(endpoint)  # the row may have to wait
         trials = self._scheduler.router.trials
         if self.others_work(endpoint) and endpoint not in trials:
             trials.append(endpoint)
@@ -378,11 +378,11 @@ class EndpointMonitor:
             return ()
         if health.state == "on trial":
             return (health.trial_ends,)
+        free_at = inf if server.rates is None else server.rates.free_at(_now())
         if health.state == "down":
-            return health.next_trial, server.held_until, self._patience_ends(endpoint)
-        search, rates = endpoint.capacity.search, server.rates
+            return health.next_trial, server.held_until, self._patience_ends(endpoint), free_at
+        search = endpoint.capacity.search
         ramp_at = inf if search is None or search.ramp_at is None else search.ramp_at
-        free_at = inf if rates is None else rates.free_at(_now())
         return server.held_until, self._silent_at(endpoint) if endpoint.inflight else inf, ramp_at, free_at
 
     def _silent_at(self, endpoint: Endpoint) -> float:
