@@ -19,7 +19,7 @@ class Budgets:
     def __init__(self, arm: Callable[[Endpoint], None]) -> None:
         self._arm = arm
         self._mark: RateMark | None = None
-        self.short: set[asyncio.Future[None]] = set()  # those who wait for a budget, with their slots
+        self.short: dict[asyncio.Future[None], None] = {}  # those who wait for a budget, with their slots, in order
 
     def keep(self, mark: RateMark, endpoints: Iterable[Endpoint]) -> None:
         """Keep the user's rate limits over a kill: what an earlier session may have used counts."""
@@ -51,12 +51,12 @@ class Budgets:
         waited = lease is None
         while lease is None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.short.add(turn)
+            self.short[turn] = None
             self._arm(endpoint)
             try:
                 await turn
             finally:
-                self.short.discard(turn)
+                self.short.pop(turn, None)
             lease = rates.reserve(counted, expect(), _now())  # answers since may have told that it takes less
         if waited:
             rates.count_again(lease, _now())

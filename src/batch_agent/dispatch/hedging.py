@@ -42,7 +42,7 @@ async def _winner(
     first, running = racers[0], set(racers)
     while running:
         done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        for racer in done:
+        for racer in sorted(done, key=racers.index):
             error = racer.exception()
             if error is None:
                 failure = first.exception() if first.done() else None
