@@ -1,6 +1,5 @@
-"""What goes wrong in a simulated run. A schedule is a list of these, so a failing one is made smaller by leaving some out.
-
-Some happen at a time, some at an event in one sitting of the run, some between two sittings.
+"""What goes wrong in a simulated run. Some faults happen at a time, some at an event in one sitting of the run, some
+between two sittings. A schedule is a list of them, so a failing one is made smaller by leaving some out.
 """
 
 from __future__ import annotations

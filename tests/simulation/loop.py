@@ -1,8 +1,8 @@
 """An event loop on a virtual clock whose threads are simulated too, so that a whole run is deterministic.
 
 What the package hands to a thread (its journal, above all) runs on the loop instead: at a later virtual time, one thing
-at a time for each executor, as a real thread would. ``Threads`` decides how long each takes and is told before and after
-it happens, which is where a disk is slow and a process is killed.
+at a time for each executor, as a real thread would. ``Threads`` decides how long each takes, and is called before and
+after it happens: there a disk is slow and a process is killed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A prompt that names a row (``v2: work on k7``) is answered by that row's plan: turns that call tools, perhaps an answer
 that does not validate, and then the answer. Any other prompt (a part of a long row, a merge, a reduction) is answered
-with the range of the numbers in it, which does not depend on how they were grouped. Each answer carries a ``mark`` in its
-reasoning, which says what was asked: the record of a run is read by it.
+with the range of the numbers in it, which does not depend on how they were grouped. Each answer carries a ``mark`` in
+its reasoning, which says what was asked: the record of a run is read by it.
 """
 
 from __future__ import annotations

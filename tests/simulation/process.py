@@ -1,19 +1,24 @@
 """One simulated process: one sitting of a run, which may be killed at any event.
 
 kill -9 leaves the files as they are at that moment. So the run directory is copied then; the coroutines of the dead
-process are cancelled and do what they like with the original, which is thrown away. From its death on the world does not
-notice what the process does.
+process are cancelled and do what they like with the original, which is thrown away. From its death on the world does
+not notice what the process does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+from tests.simulation.faults import Event, Kill, Stop
+from tests.simulation.model import Answer, mark_of
+from tests.simulation.world import Disk, ModelServer, Row, World
 
 from batch_agent import Tool
 from batch_agent.backends.base import ModelRequest, OnToolCall, Probe
@@ -26,11 +31,9 @@ from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.store.steps import Done, Turn
 from batch_agent.testing import Request, ScriptedBackend
 from batch_agent.testing.replies import ScriptedReply
-from tests.simulation.faults import Event, Kill, Stop
-from tests.simulation.model import Answer, mark_of
-from tests.simulation.world import Disk, ModelServer, Row, World
 
 PAUSE_SECONDS = 30.0
+TOMORROW = 4e9  # seconds: a time that no clock shows yet
 
 
 class Steered(Protocol):
@@ -57,6 +60,8 @@ class Process:
         self.killed_at: float | None = None
         self.delivered: Counter[Row] = Counter()
         self._interruption = interruption
+        for mark in directory.rglob("rates"):  # the wall clock was set back, by much more than a minute
+            os.utime(mark, (TOMORROW, TOMORROW))
 
     def event(self, kind: Event) -> None:
         """Something happened. The process may not survive it."""
@@ -68,27 +73,33 @@ class Process:
             self._interrupt(wanted)
 
     def _interrupt(self, how: Kill | Stop) -> None:
-        if isinstance(how, Stop) and self.run is None:
-            return
-        self.interrupted = True
+        run, task = self.run, self.task
+        assert task is not None
+        if isinstance(how, Kill):
+            self.interrupted = True
+            self._die()
+        elif run is not None:
+            self.interrupted = True
+            match how.how:
+                case "leave":
+                    task.cancel()
+                case "cancel":
+                    run.cancel()
+                case "drain":
+                    run.drain()
+                case "pause":
+                    run.pause()
+                    asyncio.get_running_loop().call_later(PAUSE_SECONDS, run.resume)
+
+    def _die(self) -> None:
+        self.world.note_kill()
+        self.dead, self.killed_at = True, asyncio.get_running_loop().time()
+        if self.directory.exists():
+            shutil.copytree(self.directory, self._kept)
+        else:
+            self._kept.mkdir()
         assert self.task is not None
-        match how:
-            case Kill():
-                self.dead, self.killed_at = True, asyncio.get_running_loop().time()
-                if self.directory.exists():
-                    shutil.copytree(self.directory, self._kept)
-                else:
-                    self._kept.mkdir()
-                self.task.cancel()
-            case Stop(how="leave"):
-                self.task.cancel()
-            case Stop(how="cancel"):
-                self.run.cancel()
-            case Stop(how="drain"):
-                self.run.drain()
-            case Stop(how="pause"):
-                self.run.pause()
-                asyncio.get_running_loop().call_later(PAUSE_SECONDS, self.run.resume)
+        self.task.cancel()
 
     @property
     def _kept(self) -> Path:

@@ -6,11 +6,17 @@ those of the undisturbed run.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Literal
+from typing import Any, Literal
+
+from tests.simulation.faults import EditKind
+from tests.simulation.model import SURE, Answer
+from tests.simulation.process import Process, ServerBackend
+from tests.simulation.world import Row
 
 from batch_agent import BatchAgent, Fleet, Pipeline
 from batch_agent.backends.base import Backend
@@ -18,15 +24,12 @@ from batch_agent.engine.agent.context import AgentContext
 from batch_agent.engine.run.run import Run
 from batch_agent.job import AgentResult
 from batch_agent.topology.pipeline import outcome_of
-from tests.simulation.faults import EditKind
-from tests.simulation.model import SURE, Answer
-from tests.simulation.process import Process, ServerBackend
-from tests.simulation.world import Row
 
-Shape = Literal["tool loop", "chunks", "worker", "pipeline"]
-SHAPES: tuple[Shape, ...] = ("tool loop", "chunks", "worker", "pipeline")
-# Shapes that are known not to keep the promise yet; they are played when asked for by name.
-NOT_YET: tuple[Shape, ...] = ("worker", "pipeline")
+Shape = Literal["tool loop", "chunks", "worker", "pondering worker", "pipeline"]
+SHAPES: tuple[Shape, ...] = ("tool loop", "chunks", "worker", "pondering worker", "pipeline")
+KINDS = (*SHAPES, "budget over kills")
+# What is known not to keep the promise yet. It is played when it is asked for by name.
+NOT_YET = ("pondering worker", "budget over kills")
 
 Outcome = dict[str, object]  # by row or stage: its output, or the type of its error
 LONG = 400  # numbers in a row that does not fit
@@ -72,6 +75,7 @@ class Workload:
     max_retries: int
     hedge: float | None
     streaming: bool
+    budget: float | None  # as a share of the tokens that the whole takes
 
     @classmethod
     def of(cls, seed: int, shapes: Sequence[Shape]) -> Workload:
@@ -92,6 +96,7 @@ class Workload:
             max_retries=chance.choice((1, 2, 3)),
             hedge=chance.choice((None, None, 20.0)) if servers > 1 else None,
             streaming=chance.random() < 0.5,
+            budget=chance.uniform(0.2, 1.1) if chance.random() < 0.2 else None,
         )
 
     @property
@@ -99,15 +104,20 @@ class Workload:
         return self.shape != "chunks"
 
     def is_complete(self, outcome: Outcome, edition: Edition) -> bool:
-        every = len(edition.rows) if self.shape != "pipeline" else 1
-        return len(outcome) >= every and all(isinstance(value, dict) for value in outcome.values())
+        """Whether every row has a result. Of a pipeline, those of its first stage and the reduction."""
+        prefix = "work " if self.shape == "pipeline" else ""
+        every = {f"{prefix}{index}" for index in range(len(edition.rows))}
+        if self.shape == "pipeline":
+            every.add("reduce")
+        return every <= outcome.keys() and all(isinstance(value, dict) for value in outcome.values())
 
     def backend(self, process: Process) -> Backend:
         backends = [ServerBackend(server, process) for server in process.world.servers]
         return backends[0] if len(backends) == 1 else Fleet(backends)
 
-    def options(self, process: Process) -> dict[str, object]:
-        options: dict[str, object] = {
+    def options(self, process: Process) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "max_total_tokens": process.world.max_tokens,
             "backend": self.backend(process),
             "run_dir": process.directory,
             "resume": True,
@@ -127,7 +137,7 @@ class Workload:
         if self.shape == "pipeline":
             return await self._sit_at_pipeline(process, edition)
         options = self.options(process) | self._asking(process, edition)
-        worker = ask_twice if self.shape == "worker" else None
+        worker = {"worker": ask_twice, "pondering worker": ask_slowly}.get(self.shape)
         run: Run[Answer] = Run(BatchAgent.plan(**options), worker=worker, open_store=process.open_store)
         results: list[AgentResult[Answer]] = []
         async with run:
@@ -137,7 +147,7 @@ class Workload:
                 results.append(result)
         return _outcome(results)
 
-    def _asking(self, process: Process, edition: Edition) -> dict[str, object]:
+    def _asking(self, process: Process, edition: Edition) -> dict[str, Any]:
         if self.shape == "chunks":
             return {
                 "task": f"Version {edition.version} of the range of {{words}}",
@@ -171,17 +181,27 @@ class Workload:
             process.run = flow
             await flow.finish()
             outcome = outcome_of(flow)
-        results = [result for stage in outcome.results.values() for result in stage]
-        for result in results:
+        stages = {name: results for name, results in outcome.results.items() if name != "reduce"}
+        for result in (result for results in stages.values() for result in results):
             process.deliver(result)
-        found = {f"{name} {key}": value for name in outcome.results for key, value in _outcome(outcome.results[name]).items()}
+        found: Outcome = {f"{name} {key}": value for name in stages for key, value in _outcome(stages[name]).items()}
+        reduction = outcome.reductions.get("reduce")
+        if reduction is not None:
+            lost = {"failed": reduction.failed, "lost": reduction.lost, "covers": reduction.covers}
+            output = reduction.output
+            found["reduce"] = f"{reduction.error}" if output is None else {**output.model_dump(), **lost}
         return found
 
 
-async def ask_twice(row: object, ctx: AgentContext) -> object:
+async def ask_slowly(row: object, ctx: AgentContext) -> object:
+    return await ask_twice(row, ctx, pause=1.5)
+
+
+async def ask_twice(row: object, ctx: AgentContext, pause: float = 0.0) -> object:
     """A worker of the user's own: the tool loop by hand, and a question after the answer."""
     reply = await ctx.ask()
     while True:
+        await asyncio.sleep(pause)
         if reply.tool_calls:
             await ctx.call(reply.tool_calls)
         elif reply.text.startswith("{"):

@@ -7,16 +7,17 @@ was done before, a request whose answer is on disk, a request for a row whose re
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from random import Random
+
+from tests.simulation.faults import BusyDisk, FullDisk, Mode, Outage, Stall, Timed, ToolMode, ToolTrouble
+from tests.simulation.loop import SimulatedLoop
+from tests.simulation.model import answer, mark_of, notes_of
 
 from batch_agent.messages import Usage
 from batch_agent.testing import Cut, Fail, Malformed, Request, Say
 from batch_agent.testing.replies import ScriptedReply
-from tests.simulation.faults import BusyDisk, FullDisk, Mode, Outage, Stall, Timed, ToolMode, ToolTrouble
-from tests.simulation.loop import SimulatedLoop
-from tests.simulation.model import answer, mark_of, notes_of
 
 Row = tuple[int, str]  # version of the prompt, name
 
@@ -24,10 +25,11 @@ Row = tuple[int, str]  # version of the prompt, name
 class ModelServer:
     """One server in a mode, which may change at any time. ``capacity``: requests beyond it are refused."""
 
-    def __init__(self, name: str, world: World, capacity: int | None) -> None:
-        self.name, self.world, self.capacity = name, world, capacity
+    def __init__(self, name: str, world: World, capacity: int | None, rpm: int | None) -> None:
+        self.name, self.world, self.capacity, self.rpm = name, world, capacity, rpm
         self.mode: Mode = "good"
         self.inflight = 0
+        self._came: deque[float] = deque()  # requests of the last minute
         self._outage: Outage | None = None
         self._changed = asyncio.Event()
 
@@ -46,13 +48,24 @@ class ModelServer:
 
     async def reply(self, request: Request) -> ScriptedReply:
         mark = mark_of(request)
+        self._count()
         self.inflight += 1
+        self.world.inflight[mark] += 1
         try:
             if self.capacity is not None and self.inflight > self.capacity:
                 return Fail(429, headers={"Retry-After": "1"})
             return await self._serve(request, mark)
         finally:
             self.inflight -= 1
+            self.world.inflight[mark] -= 1
+
+    def _count(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._came.append(now)
+        while self._came[0] < now - 60:
+            self._came.popleft()
+        if self.rpm is not None and len(self._came) > self.rpm:
+            self.world.complain(f"{self.name} was sent {len(self._came)} requests in a minute")
 
     async def _serve(self, request: Request, mark: str) -> ScriptedReply:
         loop = asyncio.get_running_loop()
@@ -107,12 +120,13 @@ class Disk:
 class World:
     """``wanted`` says how often each row is there, in any version of the inputs."""
 
-    def __init__(self, seed: int, servers: int, capacity: int | None) -> None:
+    def __init__(self, seed: int, servers: int, capacity: int | None, rpm: int | None) -> None:
         self.seed = seed
-        self.servers = [ModelServer(f"s{number}", self, capacity) for number in range(servers)]
+        self.servers = [ModelServer(f"s{number}", self, capacity, rpm) for number in range(servers)]
         self.disk = Disk(self)
         self.tools: ToolMode = "good"
         self.wanted: Counter[Row] = Counter()
+        self.usual: Counter[str] = Counter()  # answers of the undisturbed run
         self.problems: list[str] = []
         self.asked: Counter[str] = Counter()
         self.answered: Counter[str] = Counter()
@@ -121,7 +135,10 @@ class World:
         self.done: Counter[Row] = Counter()  # results that were delivered
         self.writes: Counter[str] = Counter()
         self.unsure: set[str] = set()  # writes that a model was told may not have been done
-        self.tokens = 0
+        self.tokens = 0  # that were paid for, with those of requests that were in flight at a kill
+        self.max_tokens: int | None = None
+        self.tokens_of: dict[str, int] = {}  # what each answer takes
+        self.inflight: Counter[str] = Counter()
         self._quiet_from = 0.0  # nothing goes wrong after this
 
     def chance(self, what: str) -> Random:
@@ -143,7 +160,19 @@ class World:
 
     def note_answer(self, mark: str, usage: Usage) -> None:
         self.answered[mark] += 1
-        self.tokens += usage.prompt_tokens + usage.completion_tokens
+        self.tokens_of[mark] = usage.prompt_tokens + usage.completion_tokens
+        self._pay(mark)
+
+    def note_kill(self) -> None:
+        """The servers go on with what they have."""
+        for mark, count in self.inflight.items():
+            for _ in range(count):
+                self._pay(mark)
+
+    def _pay(self, mark: str) -> None:
+        self.tokens += self.tokens_of.get(mark, 0)
+        if self.max_tokens is not None and self.tokens > self.max_tokens:
+            self.complain(f"{self.tokens} tokens are paid for, and {self.max_tokens} were allowed")
 
     def note_write(self, key: str) -> None:
         self.writes[key] += 1
@@ -154,7 +183,9 @@ class World:
     def wanted_of(self, mark: str) -> int:
         """How many answers there should be."""
         row = row_of(mark)
-        return 1 if row is None else max(1, self.wanted[row])
+        if row is not None:
+            return max(1, self.wanted[row])
+        return self.usual[mark] or max(self.wanted.values(), default=1)
 
     def note_told(self, key: str, written: bool) -> None:
         if not written:
