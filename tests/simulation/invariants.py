@@ -42,7 +42,7 @@ def check_end(
     for mark, count in world.answered.items() if counts else ():
         if count > world.wanted_of(mark) + world.lost[mark]:
             world.complain(f"{mark} was paid for {count} times, and {world.lost[mark]} answers were lost")
-    if workload.shape != "pipeline":
+    if not workload.is_pipeline:
         lines = [json.loads(line) for line in (directory / "results.jsonl").read_bytes().splitlines()]
         if {str(line["index"]): line["output"] for line in lines} != outcome or len(lines) != len(outcome):
             world.complain("results.jsonl does not hold what was delivered")

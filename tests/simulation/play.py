@@ -17,6 +17,7 @@ from random import Random
 
 from tests.simulation.faults import Edit, Event, Extent, Fault, FullDisk, Kill, Outage, Stop, Timed, schedule
 from tests.simulation.invariants import check_end, check_sitting
+from tests.simulation.jobs import JobProvider
 from tests.simulation.loop import SimulatedLoop
 from tests.simulation.process import Process
 from tests.simulation.workload import SHAPES, Edition, Outcome, Workload
@@ -56,7 +57,7 @@ def play(seed: int, kinds: Sequence[str]) -> tuple[Workload, list[Fault], Played
         return workload, [], calm
     chance = Random(f"faults {seed}")
     extent = Extent(calm.seconds, calm.events)
-    full_disk, edits = workload.shape != "pipeline", workload.shape != "pipeline"
+    full_disk, edits = not workload.is_pipeline, not workload.is_pipeline
     faults = schedule(chance, extent, workload.servers, full_disk=full_disk, edits=edits)
     if workload.budget is not None and "budget over kills" not in kinds:
         faults = [fault for fault in faults if not isinstance(fault, Kill)]
@@ -107,6 +108,7 @@ async def _sittings(
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SimulatedLoop)
     world = World(workload.seed, workload.servers, workload.capacity, workload.rpm)
+    world.provider = JobProvider(world)
     played.problems, played.answered = world.problems, world.answered
     if calm is not None:
         world.usual, world.tokens_of = calm.answered, dict(calm.tokens_of)

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tests.simulation.faults import EditKind
+from tests.simulation.jobs import batch_backend
 from tests.simulation.model import SURE, Answer
 from tests.simulation.process import Process, ServerBackend
 from tests.simulation.world import Row
@@ -25,11 +26,11 @@ from batch_agent.engine.run.run import Run
 from batch_agent.job import AgentResult
 from batch_agent.topology.pipeline import outcome_of
 
-Shape = Literal["tool loop", "chunks", "worker", "pondering worker", "pipeline"]
-SHAPES: tuple[Shape, ...] = ("tool loop", "chunks", "worker", "pondering worker", "pipeline")
+Shape = Literal["tool loop", "chunks", "worker", "pondering worker", "pipeline", "batch", "batch pipeline"]
+SHAPES: tuple[Shape, ...] = get_args(Shape)
 KINDS = (*SHAPES, "budget over kills")
 # What is known not to keep the promise yet. It is played when it is asked for by name.
-NOT_YET = ("pondering worker", "budget over kills")
+NOT_YET = ("pondering worker", "batch", "batch pipeline", "budget over kills")
 
 Outcome = dict[str, object]  # by row or stage: its output, or the type of its error
 LONG = 400  # numbers in a row that does not fit
@@ -85,7 +86,7 @@ class Workload:
         if len(rows) > 4 and chance.random() < 0.3:
             rows[3] = rows[0]  # the same row twice
         servers = chance.choice((1, 1, 2, 3))
-        return cls(
+        found = cls(
             seed,
             shape,
             Edition(0, tuple(rows)),
@@ -98,6 +99,17 @@ class Workload:
             streaming=chance.random() < 0.5,
             budget=chance.uniform(0.2, 1.1) if chance.random() < 0.2 else None,
         )
+        if found.is_batch:
+            found = replace(found, servers=1, capacity=None, rpm=None, hedge=None, budget=None)
+        return found
+
+    @property
+    def is_batch(self) -> bool:
+        return self.shape in ("batch", "batch pipeline")
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.shape in ("pipeline", "batch pipeline")
 
     @property
     def writes(self) -> bool:
@@ -105,13 +117,15 @@ class Workload:
 
     def is_complete(self, outcome: Outcome, edition: Edition) -> bool:
         """Whether every row has a result. Of a pipeline, those of its first stage and the reduction."""
-        prefix = "work " if self.shape == "pipeline" else ""
+        prefix = "work " if self.is_pipeline else ""
         every = {f"{prefix}{index}" for index in range(len(edition.rows))}
-        if self.shape == "pipeline":
+        if self.is_pipeline:
             every.add("reduce")
         return every <= outcome.keys() and all(isinstance(value, dict) for value in outcome.values())
 
     def backend(self, process: Process) -> Backend:
+        if self.is_batch:
+            return batch_backend(process, process.world.provider)
         backends = [ServerBackend(server, process) for server in process.world.servers]
         return backends[0] if len(backends) == 1 else Fleet(backends)
 
@@ -124,17 +138,20 @@ class Workload:
             "rpm": self.rpm,
             "max_retries": self.max_retries,
             "hedge": self.hedge,
-            "timeout_per_turn": 120.0,
             "timeout_per_tool": 60.0,
             "streaming_tool_dispatch": self.streaming,
         }
+        if self.is_batch:
+            options["model"] = "scripted"
+        else:
+            options["timeout_per_turn"] = 120.0
         if self.max_inflight is not None:
             options["max_inflight"] = self.max_inflight
         return options
 
     async def sit(self, process: Process, edition: Edition) -> Outcome:
         """One sitting to its end."""
-        if self.shape == "pipeline":
+        if self.is_pipeline:
             return await self._sit_at_pipeline(process, edition)
         options = self.options(process) | self._asking(process, edition)
         worker = {"worker": ask_twice, "pondering worker": ask_slowly}.get(self.shape)

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping
 from random import Random
+from typing import TYPE_CHECKING
 
 from tests.simulation.faults import BusyDisk, FullDisk, Mode, Outage, Stall, Timed, ToolMode, ToolTrouble
 from tests.simulation.loop import SimulatedLoop
@@ -18,6 +19,9 @@ from tests.simulation.model import answer, mark_of, notes_of
 from batch_agent.messages import Usage
 from batch_agent.testing import Cut, Fail, Malformed, Request, Say
 from batch_agent.testing.replies import ScriptedReply
+
+if TYPE_CHECKING:
+    from tests.simulation.jobs import JobProvider
 
 Row = tuple[int, str]  # version of the prompt, name
 
@@ -45,6 +49,9 @@ class ModelServer:
         self.mode = mode
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def wait_change(self) -> None:
+        await self._changed.wait()
 
     async def reply(self, request: Request) -> ScriptedReply:
         mark = mark_of(request)
@@ -118,7 +125,9 @@ class Disk:
 
 
 class World:
-    """``wanted`` says how often each row is there, in any version of the inputs."""
+    """``provider`` has the batch API. ``wanted`` says how often each row is there, in any version of the inputs."""
+
+    provider: JobProvider  # set when the world is made
 
     def __init__(self, seed: int, servers: int, capacity: int | None, rpm: int | None) -> None:
         self.seed = seed
@@ -162,6 +171,13 @@ class World:
         self.answered[mark] += 1
         self.tokens_of[mark] = usage.prompt_tokens + usage.completion_tokens
         self._pay(mark)
+
+    def note_purchase(self, mark: str) -> None:
+        """A request is paid for, and its answer will come."""
+        self.note_request(mark)
+        self.answered[mark] += 1
+        if self.answered[mark] > self.wanted_of(mark):
+            self.complain(f"{mark} is bought {self.answered[mark]} times")
 
     def note_kill(self) -> None:
         """The servers go on with what they have."""
