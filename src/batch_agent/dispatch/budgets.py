@@ -10,7 +10,7 @@ from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.messages import Quota, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.rates import Rates
+from batch_agent.scheduler.rates import SLACK, Rates
 
 
 class Budgets:
@@ -48,7 +48,6 @@ class Budgets:
             return
         counted = ticket.lease = rates.unreserve(ticket.lease)
         lease = rates.reserve(counted, expect(), _now())
-        waited = lease is None
         while lease is None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.short[turn] = None
@@ -58,9 +57,17 @@ class Budgets:
             finally:
                 self.short.pop(turn, None)
             lease = rates.reserve(counted, expect(), _now())  # answers since may have told that it takes less
-        if waited:
-            rates.count_again(lease, _now())
         ticket.lease = lease
+
+    def leaves(self, ticket: Ticket) -> None:
+        """The request is sent now. It is counted again if it waited since it was counted, for a budget or in a stalled
+        event loop."""
+        endpoint, now = ticket.endpoint, _now()
+        assert endpoint is not None
+        if ticket.lease is not None and endpoint.server.rates is not None and now > ticket.sent_at + SLACK:
+            endpoint.server.rates.count_again(ticket.lease, now)
+            if self._mark is not None:
+                self._mark.mark()
 
     def settle(self, ticket: Ticket, used: Usage | None = None, *, asked: bool = True) -> None:
         """What the request took of the budgets; None where nobody knows. ``asked``: the endpoint has seen it."""
