@@ -133,6 +133,7 @@ async def _sittings(
     else:
         world.complain(f"not done after {MOST_SITTINGS} sittings")
     if not played.problems:
+        await asyncio.sleep(max(0.0, world.quiet_from - loop.time()))
         await _look_again(workload, world, directory, played)
     played.seconds, played.requests, played.tokens = loop.time(), world.asked.total(), world.tokens
     played.tokens_of = world.tokens_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tests.simulation.faults import Fault
+from tests.simulation.faults import Fault, Outage
 from tests.simulation.play import Played, play_against
 from tests.simulation.workload import Workload
 
@@ -29,8 +29,15 @@ def _smaller(workload: Workload, faults: list[Fault]) -> list[tuple[Workload, li
     rows = workload.first.rows
     fewer = [rows[: len(rows) // 2], rows[len(rows) // 2 :]] if len(rows) > 3 else []
     fewer += [rows[:place] + rows[place + 1 :] for place in range(len(rows)) if len(rows) > 1]
+    plain = {"budget": None, "hedge": None, "rpm": None, "capacity": None, "servers": 1, "streaming": False}
+    simpler = [replace(workload, **{name: value}) for name, value in plain.items() if getattr(workload, name) != value]
     without = [[*faults[:place], *faults[place + 1 :]] for place in range(len(faults))]
     return [
         *((workload, left) for left in without),
+        *((simple, faults) for simple in simpler if _fits(faults, simple)),
         *((replace(workload, first=replace(workload.first, rows=left)), faults) for left in fewer),
     ]
+
+
+def _fits(faults: Sequence[Fault], workload: Workload) -> bool:
+    return all(fault.server < workload.servers for fault in faults if isinstance(fault, Outage))

@@ -100,7 +100,7 @@ class Workload:
             budget=chance.uniform(0.2, 1.1) if chance.random() < 0.2 else None,
         )
         if found.is_batch:
-            found = replace(found, servers=1, capacity=None, rpm=None, hedge=None, budget=None)
+            found = replace(found, servers=1, capacity=None, rpm=None, hedge=None, budget=None, max_inflight=None)
         return found
 
     @property

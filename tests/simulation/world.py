@@ -148,7 +148,7 @@ class World:
         self.max_tokens: int | None = None
         self.tokens_of: dict[str, int] = {}  # what each answer takes
         self.inflight: Counter[str] = Counter()
-        self._quiet_from = 0.0  # nothing goes wrong after this
+        self.quiet_from = 0.0  # nothing goes wrong after this
 
     def chance(self, what: str) -> Random:
         """Randomness that depends on the seed and on what it is for, never on what happened before."""
@@ -222,7 +222,7 @@ class World:
 
     def plan(self, faults: list[Timed], loop: SimulatedLoop) -> None:
         for fault in faults:
-            self._quiet_from = max(self._quiet_from, fault.at + fault.seconds)
+            self.quiet_from = max(self.quiet_from, fault.at + fault.seconds)
             match fault:
                 case Outage():
                     server = self.servers[fault.server]
@@ -240,7 +240,7 @@ class World:
 
     @property
     def is_quiet(self) -> bool:
-        return asyncio.get_running_loop().time() >= self._quiet_from
+        return asyncio.get_running_loop().time() >= self.quiet_from
 
     def _stall(self, loop: SimulatedLoop, seconds: float) -> None:
         loop.stall(seconds)
