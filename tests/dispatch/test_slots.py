@@ -11,6 +11,8 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.errors import RateLimited
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.server import Server, Terms
+from batch_agent.testing import virtual_clock
 
 
 async def hold(dispatcher: Dispatcher, turns: int = 0) -> Ticket:
@@ -76,6 +78,24 @@ async def test_a_paused_dispatcher_grants_nothing_until_resumed() -> None:
     assert not waiter.done()
     dispatcher.resume()
     assert (await waiter).state == "held"
+
+
+@virtual_clock
+async def test_a_turn_that_has_waited_long_enough_for_its_endpoint_rings_no_alarm_while_paused() -> None:
+    dispatcher = Dispatcher(None, servers={"a": Server("a"), "b": Server("b")}, terms=Terms(1))
+    home = dispatcher.scheduler.endpoints[0]
+    progress = [Progress(), Progress()]
+    for each in progress:
+        dispatcher.scheduler.start_agent()
+        each.home, each.tokens = home, 100_000  # its prefix is worth some seconds
+    home.server.learn(0.001, 0.0)
+    assert dispatcher.slots.claim(progress[0], 0).endpoint is home
+    second = dispatcher.slots.claim(progress[1], 0)
+    assert dispatcher.scheduler.due > 0
+    dispatcher.pause()
+    await asyncio.sleep(3600)  # the clock would stand still if an alarm rang again and again
+    dispatcher.resume()
+    assert second.endpoint is dispatcher.scheduler.endpoints[1]
 
 
 async def test_retry_after_holds_everyone_back_and_then_lets_them_go() -> None:

@@ -232,7 +232,8 @@ class Slots:
                 if waiter is not None and not waiter.done():
                     waiter.set_result(None)
                 self._watcher.sent(ticket)
-            if scheduler.due < inf:
+            # One that is due already waits for a slot, or for the end of a pause: an alarm now would ring without end.
+            if now < scheduler.due < inf:
                 self._set_alarm(scheduler.due)
         # The youngest first: they work on others' results, and bring the whole to its end.
         hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]
