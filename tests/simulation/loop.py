@@ -13,12 +13,13 @@ from concurrent.futures import Executor
 from typing import Protocol, TypeVar, TypeVarTuple
 from weakref import WeakKeyDictionary
 
-from batch_agent.testing import VirtualClockLoop
+from batch_agent.testing import VirtualClockDeadlock, VirtualClockLoop
+from batch_agent.testing.clock import Ready
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-DEFAULT = object()
+MOST_TURNS = 100_000  # of the loop at one moment of its clock: more do nothing but spin
 
 
 class Threads(Protocol):
@@ -36,6 +37,7 @@ class SimulatedLoop(VirtualClockLoop):
         super().__init__()
         self.threads: Threads | None = None
         self._free_at: WeakKeyDictionary[Executor, float] = WeakKeyDictionary()
+        self._turns, self._turned_at = 0, 0.0
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         threads = self.threads
@@ -64,6 +66,13 @@ class SimulatedLoop(VirtualClockLoop):
 
         self.call_at(begin, call)
         return future
+
+    def _wait(self, select: Callable[[float | None], Ready], sockets: int, timeout: float | None) -> Ready:
+        self._turns = self._turns + 1 if self._turned_at == self.time() else 0
+        self._turned_at = self.time()
+        if self._turns > MOST_TURNS:
+            raise VirtualClockDeadlock(f"the loop spins: {self._who_waits()}")
+        return super()._wait(select, sockets, timeout)
 
     def who_waits(self) -> str:
         return self._who_waits()
