@@ -29,12 +29,18 @@ def _smaller(workload: Workload, faults: list[Fault]) -> list[tuple[Workload, li
     rows = workload.first.rows
     fewer = [rows[: len(rows) // 2], rows[len(rows) // 2 :]] if len(rows) > 3 else []
     fewer += [rows[:place] + rows[place + 1 :] for place in range(len(rows)) if len(rows) > 1]
-    plain = {"budget": None, "hedge": None, "rpm": None, "capacity": None, "servers": 1, "streaming": False}
-    simpler = [replace(workload, **{name: value}) for name, value in plain.items() if getattr(workload, name) != value]
+    simpler = [
+        replace(workload, budget=None),
+        replace(workload, hedge=None),
+        replace(workload, rpm=None),
+        replace(workload, capacity=None),
+        replace(workload, servers=1),
+        replace(workload, streaming=False),
+    ]
     without = [[*faults[:place], *faults[place + 1 :]] for place in range(len(faults))]
     return [
         *((workload, left) for left in without),
-        *((simple, faults) for simple in simpler if _fits(faults, simple)),
+        *((simple, faults) for simple in simpler if simple != workload and _fits(faults, simple)),
         *((replace(workload, first=replace(workload.first, rows=left)), faults) for left in fewer),
     ]
 
