@@ -66,7 +66,7 @@ def soak(seeds: Iterable[int], kinds: tuple[str, ...], jobs: int) -> Tally:
         total.add(tally)
         for seed, problem in tally.failed.items():
             print(f"seed {seed} fails:\n  {problem}", flush=True)
-        if total.runs % 1000 == 0:
+        if total.runs % 200 == 0:
             print(total, flush=True)
     return total
 
