@@ -26,9 +26,8 @@ from batch_agent.errors import StoreError, Unavailable
 from batch_agent.job import AgentResult
 from batch_agent.messages import Reply
 from batch_agent.store.base import Entry, Progress, Store
-from batch_agent.store.codec import DONE, TURN, decode
+from batch_agent.store.codec import decode
 from batch_agent.store.sqlite import SqliteJournal
-from batch_agent.store.steps import Done, Turn
 from batch_agent.testing import Request, ScriptedBackend
 from batch_agent.testing.replies import ScriptedReply
 
@@ -228,12 +227,13 @@ def recorded(directory: Path) -> Counter[str]:
     for path in directory.rglob("journal.db"):
         db = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
         try:
-            rows = db.execute(f"SELECT kind, body FROM record WHERE kind IN ({TURN}, {DONE})").fetchall()
+            rows = db.execute("SELECT kind, body FROM record").fetchall()
         except sqlite3.OperationalError:  # killed before there was a table
             rows = []
         finally:
             db.close()
         for step in (decode(*row) for row in rows):
-            assert isinstance(step, Turn | Done)
-            marks[step.reply.reasoning] += 1
+            reply = getattr(step, "reply", None)  # of steps of any kind that hold an answer
+            if isinstance(reply, Reply):
+                marks[reply.reasoning] += 1
     return marks

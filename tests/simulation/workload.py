@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any, Literal, get_args
 
@@ -23,14 +25,17 @@ from batch_agent import BatchAgent, Fleet, Pipeline
 from batch_agent.backends.base import Backend
 from batch_agent.engine.agent.context import AgentContext
 from batch_agent.engine.run.run import Run
+from batch_agent.errors import ToolError
 from batch_agent.job import AgentResult
 from batch_agent.topology.pipeline import outcome_of
 
-Shape = Literal["tool loop", "chunks", "worker", "pondering worker", "pipeline", "batch", "batch pipeline"]
+Shape = Literal[
+    "tool loop", "chunks", "worker", "pondering worker", "user worker", "pipeline", "batch", "batch pipeline"
+]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
 KINDS = (*SHAPES, "budget over kills")
 # What is known not to keep the promise yet. It is played when it is asked for by name.
-NOT_YET = ("pondering worker", "batch", "batch pipeline", "budget over kills")
+NOT_YET = ("pondering worker", "user worker", "batch", "batch pipeline", "budget over kills")
 
 Outcome = dict[str, object]  # by row or stage: its output, or the type of its error
 LONG = 400  # numbers in a row that does not fit
@@ -154,6 +159,8 @@ class Workload:
         if self.is_pipeline:
             return await self._sit_at_pipeline(process, edition)
         options = self.options(process) | self._asking(process, edition)
+        if self.shape == "user worker":
+            options["worker"] = partial(gather_answers, edition.version)
         worker = {"worker": ask_twice, "pondering worker": ask_slowly}.get(self.shape)
         run: Run[Answer] = Run(BatchAgent.plan(**options), worker=worker, open_store=process.open_store)
         results: list[AgentResult[Answer]] = []
@@ -208,6 +215,18 @@ class Workload:
             output = reduction.output
             found["reduce"] = f"{reduction.error}" if output is None else {**output.model_dump(), **lost}
         return found
+
+
+async def gather_answers(version: int, row: dict[str, str], ctx: Any) -> object:
+    """A worker of the user's with the public context: a write before it asks, two questions at once, a pause, the same
+    write again, and then the tool loop."""
+    for _ in range(2):
+        with suppress(ToolError):  # it failed, or its outcome is unknown
+            await ctx.call("note", key=f"v{version}.{row['row']}.own.0")
+        sides = (f"{side}, version {version}, of {row['row']}: {row['words']}" for side in ("the least", "the most"))
+        await asyncio.gather(*(ctx.ask(side) for side in sides))
+        await asyncio.sleep(1.5)
+    return await ctx.loop(ctx.prompt, output_schema=Answer)
 
 
 async def ask_slowly(row: object, ctx: AgentContext) -> object:
