@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm test-dynamo lint format bench clean
+.PHONY: demo test test-vllm test-dynamo soak lint format bench clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ test: $(VENV)/.ready  ## set up and pass the tests
 
 test-vllm test-dynamo: test-%: $(VENV)/.ready  ## install and start a real server, and pass its suite
 	$(BIN)/python -m tests.real $*
+
+soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again
+	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
 
 lint: $(VENV)/.ready  ## style and types
 	$(BIN)/ruff check .

@@ -6,9 +6,14 @@ import asyncio
 from typing import Any
 
 from batch_agent import BatchAgent
+from batch_agent.backends.base import Probe
+from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.job import AgentResult
-from batch_agent.testing import Request, Say, ScriptedServer, virtual_clock
+from batch_agent.scheduler.forecast import Progress
+from batch_agent.scheduler.server import Terms
+from batch_agent.testing import Cut, Request, Say, ScriptedBackend, ScriptedServer, virtual_clock
 from batch_agent.testing.replies import ScriptedReply
+from dispatch.world import Row, SimulatedServer, World
 
 RPM = 12
 
@@ -68,3 +73,26 @@ async def test_a_hedge_takes_its_share_of_the_rate_limit() -> None:
         assert len(slow.came) + len(fast.came) > 10, "some rows were asked twice"
         assert all(await finish(fleet, 10, hedge=1.0, max_inflight=8))
     assert max(slow.most_in_a_minute, fast.most_in_a_minute) <= RPM
+
+
+@virtual_clock
+async def test_a_server_that_comes_back_when_the_rate_limit_is_used_up_is_asked_again() -> None:
+    loop = asyncio.get_running_loop()
+    backend = ScriptedBackend(lambda _: Say("ok") if loop.time() > 50 else Cut(after_chunks=0))
+    backend.health = Probe("down")
+    (result,) = await finish(backend, 1)
+    assert result.output == "ok"
+    assert len(backend.requests) == RPM + 1
+
+
+@virtual_clock
+async def test_a_request_that_waited_after_it_had_its_slot_is_counted_when_it_is_sent() -> None:
+    world = World([SimulatedServer("s")])
+    dispatcher = Dispatcher(world, servers=world.servers, terms=Terms(rpm=1))
+    ticket = dispatcher.slots.claim(Progress(), 0)
+    await asyncio.sleep(100)
+    await dispatcher.attempt(Row(world), ticket, None)
+    rates, now = world.servers["s"].rates, asyncio.get_running_loop().time()
+    assert rates is not None and rates.free_at(now) > now + 59
+    dispatcher.slots.release(ticket)
+    dispatcher.close()

@@ -97,6 +97,24 @@ async def test_a_paused_dispatcher_grants_nothing_until_resumed() -> None:
     assert (await waiter).state == "held"
 
 
+@virtual_clock
+async def test_a_turn_that_has_waited_long_enough_for_its_endpoint_rings_no_alarm_while_paused() -> None:
+    dispatcher = Dispatcher(None, servers={"a": Server("a"), "b": Server("b")}, terms=Terms(1))
+    home = dispatcher.scheduler.endpoints[0]
+    progress = [Progress(), Progress()]
+    for each in progress:
+        dispatcher.scheduler.start_agent()
+        each.home, each.tokens = home, 100_000  # its prefix is worth some seconds
+    home.server.learn(0.001, 0.0)
+    assert dispatcher.slots.claim(progress[0], 0).endpoint is home
+    second = dispatcher.slots.claim(progress[1], 0)
+    assert dispatcher.scheduler.due > 0
+    dispatcher.pause()
+    await asyncio.sleep(3600)  # the clock would stand still if an alarm rang again and again
+    dispatcher.resume()
+    assert second.endpoint is dispatcher.scheduler.endpoints[1]
+
+
 async def test_retry_after_holds_everyone_back_and_then_lets_them_go() -> None:
     dispatcher = Dispatcher(None, 8)
     ticket = await hold(dispatcher)

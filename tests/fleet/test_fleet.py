@@ -279,6 +279,14 @@ async def test_a_straggler_is_asked_elsewhere_and_the_first_answer_counts() -> N
 
 
 @virtual_clock
+async def test_a_second_request_that_never_got_a_slot_is_not_waited_for_when_the_first_has_failed() -> None:
+    silent, answering = ScriptedBackend(lambda _: Hang()), ScriptedBackend(saying("here"))
+    options = {"hedge": 1.0, "max_inflight": 1, "timeout_per_turn": 5.0, "max_retries": 1}
+    (result,) = await finish(Fleet([silent, answering]), model="scripted", inputs=ROWS[:1], **options)
+    assert (result.output, len(silent.requests)) == ("here", 1)
+
+
+@virtual_clock
 async def test_at_the_end_of_a_batch_what_a_much_slower_server_has_is_taken_back_once() -> None:
     slow, fast = ScriptedBackend(saying("slow", 5.0)), ScriptedBackend(saying("fast"))
     results = await finish(Fleet([slow, fast]), model="scripted", inputs=ROWS[:20])

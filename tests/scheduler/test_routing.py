@@ -289,6 +289,21 @@ def test_a_slow_endpoint_is_asked_when_it_is_the_only_one_left() -> None:
     assert ticket.endpoint is slow
 
 
+def test_a_turn_that_failed_at_the_only_other_endpoint_goes_to_the_slow_one() -> None:
+    scheduler = fleet(2, ceiling=2)
+    scheduler.forecast.rows = 0
+    slow, fast = scheduler.endpoints
+    has_answered(scheduler, slow, 8.0)
+    has_answered(scheduler, fast, 1.0, times=50)
+    scheduler.touch(slow)
+    scheduler.touch(fast)
+    scheduler.router.rest(slow, 1.0)
+    failed = ask(scheduler)
+    failed.avoid = fast
+    assert granted(scheduler) == [failed]
+    assert failed.endpoint is slow
+
+
 def test_endpoints_join_and_leave_while_turns_are_in_flight() -> None:
     scheduler = fleet(1, ceiling=2)
     (only,) = scheduler.endpoints

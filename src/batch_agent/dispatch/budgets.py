@@ -10,7 +10,7 @@ from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.messages import Quota, Usage
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.rates import Rates
+from batch_agent.scheduler.rates import SLACK, Rates
 
 
 class Budgets:
@@ -19,7 +19,7 @@ class Budgets:
     def __init__(self, arm: Callable[[Endpoint], None]) -> None:
         self._arm = arm
         self._mark: RateMark | None = None
-        self.short: set[asyncio.Future[None]] = set()  # those who wait for a budget, with their slots
+        self.short: dict[asyncio.Future[None], None] = {}  # those who wait for a budget, with their slots, in order
 
     def keep(self, mark: RateMark, endpoints: Iterable[Endpoint]) -> None:
         """Keep the user's rate limits over a kill: what an earlier session may have used counts."""
@@ -50,19 +50,26 @@ class Budgets:
             return
         counted = ticket.lease = rates.unreserve(ticket.lease)
         lease = rates.reserve(counted, expect(), _now())
-        waited = lease is None
         while lease is None:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.short.add(turn)
+            self.short[turn] = None
             self._arm(endpoint)
             try:
                 await turn
             finally:
-                self.short.discard(turn)
+                self.short.pop(turn, None)
             lease = rates.reserve(counted, expect(), _now())  # answers since may have told that it takes less
-        if waited:
-            rates.count_again(lease, _now())
         ticket.lease = lease
+
+    def leaves(self, ticket: Ticket) -> None:
+        """The request is sent now. It is counted again if it waited since it was counted, for a budget or in a stalled
+        event loop."""
+        endpoint, now = ticket.endpoint, _now()
+        assert endpoint is not None
+        if ticket.lease is not None and endpoint.server.rates is not None and now > ticket.sent_at + SLACK:
+            endpoint.server.rates.count_again(ticket.lease, now)
+            if self._mark is not None:
+                self._mark.mark()
 
     def settle(self, ticket: Ticket, used: Usage | None = None, *, asked: bool = True) -> None:
         """What the request took of the budgets; None where nobody knows. ``asked``: the endpoint has seen it."""

@@ -221,6 +221,8 @@ class Dispatcher:
         endpoint = ticket.endpoint
         assert endpoint is not None
         began = asyncio.get_running_loop().time()
+        if ticket.lease is not None:
+            self.endpoints.budgets.leaves(ticket)
         deadline = self.endpoints.flights.begin(ticket, policy.timeout)
         try:
             with deadline:

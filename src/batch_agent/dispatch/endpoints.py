@@ -19,7 +19,6 @@ from batch_agent.dispatch.flights import Flights
 from batch_agent.dispatch.probing import Probed, Probes
 from batch_agent.errors import BackendError, ContextOverflow, Interrupted, RateLimited, Rejected
 from batch_agent.messages import Reply, Usage
-from batch_agent.scheduler.admission import kv_tokens_left
 from batch_agent.scheduler.blame import Attempt, Outcome, Verdict, judge, outcome_of
 from batch_agent.scheduler.core import Scheduler, Ticket
 from batch_agent.scheduler.endpoint import Endpoint
@@ -79,9 +78,8 @@ class EndpointMonitor:
         endpoint.on_change = self._changed_by_others
 
     def close(self) -> None:
-        self._alarms.close()
-        self.flights.close()
-        self._probes.close()
+        for part in (self._alarms, self.flights, self._probes):
+            part.close()
         for endpoint in self._all:
             endpoint.on_change = None
             endpoint.close()
@@ -228,7 +226,7 @@ class EndpointMonitor:
     def loaded(self, endpoint: Endpoint, load: Reading) -> None:
         """The server told how busy it is."""
         self._say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
-        self._scheduler.admission.set_capacity(endpoint, kv_tokens_left(load, endpoint.server))
+        self._scheduler.admission.read(endpoint, load)
         self._wake(endpoint)
 
     def search(self, endpoint: Endpoint, search: LimitSearch, why: str) -> None:
@@ -344,9 +342,9 @@ class EndpointMonitor:
         """Let the next row be the trial."""
         endpoint.health.trial_over()
         endpoint.health.ready = True
-        trials = self._router.trials
-        if self._router.others_work(endpoint) and endpoint not in trials:
-            trials.append(endpoint)
+        self.arm(endpoint)  # the row may have to wait
+        if self._router.others_work(endpoint) and endpoint not in self._router.trials:
+            self._router.trials.append(endpoint)
 
     def _lose_patience(self, endpoint: Endpoint, why: str) -> None:
         """An endpoint is given up only when no other works; until then it is probed now and then."""
@@ -376,11 +374,11 @@ class EndpointMonitor:
             return ()
         if health.state == "on trial":
             return (health.trial_ends,)
+        free_at = inf if server.rates is None else server.rates.free_at(_now())
         if health.state == "down":
-            return health.next_trial, server.held_until, self._patience_ends(endpoint)
-        search, rates = endpoint.capacity.search, server.rates
+            return health.next_trial, server.held_until, self._patience_ends(endpoint), free_at
+        search = endpoint.capacity.search
         ramp_at = inf if search is None or search.ramp_at is None else search.ramp_at
-        free_at = inf if rates is None else rates.free_at(_now())
         return server.held_until, self._silent_at(endpoint) if endpoint.inflight else inf, ramp_at, free_at
 
     def _silent_at(self, endpoint: Endpoint) -> float:

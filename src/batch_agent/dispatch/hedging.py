@@ -42,7 +42,7 @@ async def _winner(
     first, running = racers[0], set(racers)
     while running:
         done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        for racer in done:
+        for racer in sorted(done, key=racers.index):
             error = racer.exception()
             if error is None:
                 failure = first.exception() if first.done() else None
@@ -54,7 +54,7 @@ async def _winner(
             if not isinstance(error, BackendError | Interrupted):
                 raise error
         if first.done() and not dispatcher.endpoints.flights.has(other):
-            break  # the slot that the first still holds may be the one it waits for
+            break  # it may wait for the slot or the budget that the first still holds
     return first.result()
 
 

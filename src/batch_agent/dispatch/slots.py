@@ -53,7 +53,7 @@ class Slots:
         self.scheduler = scheduler
         self._watcher = watcher
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
-        self._sleepers: set[asyncio.Future[None]] = set()
+        self._sleepers: dict[asyncio.Future[None], None] = {}
         self._feeds: list[Feed] = []
         self._fed = False  # there was a feed: what comes is known by it
         self._alarm: asyncio.TimerHandle | None = None  # for turns that have waited long enough for their endpoint
@@ -124,13 +124,13 @@ class Slots:
             raise Interrupted(self.refusal)
         loop = asyncio.get_running_loop()
         sleeper: asyncio.Future[None] = loop.create_future()
-        self._sleepers.add(sleeper)
+        self._sleepers[sleeper] = None
         timer = loop.call_later(delay, _wake, sleeper)
         try:
             await sleeper
         finally:
             timer.cancel()
-            self._sleepers.discard(sleeper)
+            self._sleepers.pop(sleeper, None)
 
     # Feeds
 

@@ -193,6 +193,10 @@ class Admission(Generic[Waiting]):
         self.is_on = False  # the capacity of some endpoint is known
         self.recomputed = 0  # tokens that had to be computed again because they were evicted
 
+    def read(self, endpoint: Endpoint, load: Reading) -> None:
+        """The engine reported its load."""
+        self.set_capacity(endpoint, kv_tokens_left(load, endpoint.server))
+
     def set_capacity(self, endpoint: Endpoint, tokens: int | None) -> None:
         working_set = self._set_of(endpoint)
         if self.enabled and working_set.capacity != tokens:

@@ -411,11 +411,16 @@ class Scheduler:
         ticket.state = "waiting"
 
     def _best(self, progress: Progress, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
+        """The free endpoint where the turn will be done soonest. One that rests is better than none."""
         while True:
             best = self.router.best(progress.model, progress.tokens, avoid)
-            if best is None or best.has_slot(now):
+            if best is None:
+                if not self.router.wake(inf):
+                    return None
+            elif best.has_slot(now):
                 return best
-            self.router.hide(best)
+            else:
+                self.router.hide(best)
 
     def _unpark(self, place: Endpoint | str) -> None:
         while (ticket := self._parking.take(place, None)) is not None:

@@ -64,7 +64,7 @@ class Flight:
     _stuck: bool = False
     _held: list[Gate] = field(default_factory=list)
     _waits: bool = False
-    waiting: set[Callable[[], None]] = field(default_factory=set)  # to be called when it has ended
+    waiting: dict[Callable[[], None], None] = field(default_factory=dict)  # to be called, in order, when it has ended
 
     def join(self) -> None:
         self.interested += 1
@@ -161,7 +161,7 @@ class PendingCall:
         if self._flight.end is not None:
             self._told()
         else:
-            self._flight.waiting.add(self._told)
+            self._flight.waiting[self._told] = None
 
     def _told(self) -> None:
         tell, self._tell, end = self._tell, None, self._flight.end
@@ -193,5 +193,5 @@ class PendingCall:
         if self._holds:
             self._holds = False
             self._tell = None
-            self._flight.waiting.discard(self._told)
+            self._flight.waiting.pop(self._told, None)
             self._flight.leave()

@@ -1,0 +1,48 @@
+"""What must be true after each sitting and at the end, beside what the world complains of when it happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from tests.simulation.process import Process, recorded
+from tests.simulation.workload import Edition, Outcome, Workload
+from tests.simulation.world import World
+
+SOON = 0.1  # seconds in which an answer is on disk, where nothing holds it up
+
+
+async def check_sitting(process: Process, directory: Path) -> None:
+    """Nothing runs any more; what was paid for is on disk, but for what came in the moment of a kill."""
+    world = process.world
+    await asyncio.sleep(0)
+    left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    if left:
+        world.complain(f"tasks are left behind: {left}")
+    process.bury()
+    before, after = world.held, recorded(directory)
+    if gone := before - after:
+        world.complain(f"recorded answers are gone: {dict(gone)}")
+    world.held = after
+    world.lost += process.answered - (after - before)
+    for mark, at in process.answered_at.items():
+        if not after[mark] and at + SOON < process.ended_at and not world.disk.was_held_up(at):
+            world.complain(f"the answer {mark} of {at:.3f} s is not on disk at {process.ended_at:.3f} s")
+    for row, count in process.delivered.items():
+        world.done[row] = max(world.done[row], count)
+
+
+def check_end(
+    workload: Workload, world: World, edition: Edition, outcome: Outcome, directory: Path, *, counts: bool
+) -> None:
+    """``counts``: it is known how many answers there should be."""
+    if missing := world.missing_writes(edition.wanted()) if workload.writes else []:
+        world.complain(f"never written: {missing}")
+    for mark, count in world.answered.items() if counts else ():
+        if count > world.wanted_of(mark) + world.lost[mark]:
+            world.complain(f"{mark} was paid for {count} times, and {world.lost[mark]} answers were lost")
+    if not workload.is_pipeline:
+        lines = [json.loads(line) for line in (directory / "results.jsonl").read_bytes().splitlines()]
+        if {str(line["index"]): line["output"] for line in lines} != outcome or len(lines) != len(outcome):
+            world.complain("results.jsonl does not hold what was delivered")

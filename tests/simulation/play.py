@@ -1,0 +1,201 @@
+"""Plays a workload with a schedule of faults in virtual time, sitting after sitting, until every row is done."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from tests.simulation.faults import Edit, Event, Extent, Fault, FullDisk, Kill, Outage, Stop, Timed, schedule
+from tests.simulation.invariants import check_end, check_sitting
+from tests.simulation.jobs import JobProvider
+from tests.simulation.loop import SimulatedLoop
+from tests.simulation.process import Process
+from tests.simulation.workload import SHAPES, Edition, Outcome, Workload
+from tests.simulation.world import World
+
+from batch_agent.errors import RunUnreachable, StoreError
+from batch_agent.testing import VirtualClockDeadlock
+
+MOST_SITTINGS = 60
+LONGEST_SITTING = 3 * 86_400.0  # virtual seconds
+MEMORY = Path("/dev/shm")  # a disk on which fsync costs nothing
+
+
+@dataclass(slots=True)
+class Played:
+    """What became of a workload. ``edition`` is that of the last sitting."""
+
+    edition: Edition
+    outcome: Outcome = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    sittings: int = 0
+    kills: int = 0
+    answered: Counter[str] = field(default_factory=Counter)  # answers by mark
+    tokens_of: dict[str, int] = field(default_factory=dict)  # what each took
+    tokens: int = 0
+    requests: int = 0
+    events: dict[Event, int] = field(default_factory=dict)  # of the first sitting
+
+
+def play(seed: int, kinds: Sequence[str]) -> tuple[Workload, list[Fault], Played]:
+    """One seed: its workload, what went wrong in it, and what became of it. ``kinds``: the shapes to choose from, and
+    what else is asked for by name."""
+    workload = Workload.of(seed, [shape for shape in SHAPES if shape in kinds])
+    calm = play_with(workload, [])
+    if calm.problems:
+        return workload, [], calm
+    chance = Random(f"faults {seed}")
+    extent = Extent(calm.seconds, calm.events)
+    full_disk, edits = not workload.is_pipeline, not workload.is_pipeline
+    faults = schedule(chance, extent, workload.servers, full_disk=full_disk, edits=edits)
+    if workload.budget is not None and "budget over kills" not in kinds:
+        faults = [fault for fault in faults if not isinstance(fault, Kill)]
+    return workload, faults, play_against(workload, faults, calm)
+
+
+def play_against(workload: Workload, faults: Sequence[Fault], calm: Played | None = None) -> Played:
+    """With faults. The outcome must be that of the undisturbed run."""
+    if calm is None:
+        calm = play_with(workload, [])
+    played = play_with(workload, faults, calm=calm)
+    if played.edition != workload.first:
+        calm = play_with(workload, [], played.edition)
+    if not played.problems and played.outcome != calm.outcome:
+        different = [key for key in calm.outcome if played.outcome.get(key) != calm.outcome[key]]
+        played.problems.append(f"results differ from those of the undisturbed run: {different}")
+    return played
+
+
+def play_with(
+    workload: Workload, faults: Sequence[Fault], edition: Edition | None = None, calm: Played | None = None
+) -> Played:
+    """Until every row is done, on a loop of its own. ``calm`` is the undisturbed run."""
+    played = Played(workload.first if edition is None else edition)
+    logger, open_files = logging.getLogger("batch_agent"), _open_files()
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    random.seed(workload.seed)
+    place = MEMORY if MEMORY.is_dir() else None
+    try:
+        with tempfile.TemporaryDirectory(dir=place) as folder, asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+            loop = runner.get_loop()
+            loop.set_exception_handler(lambda _, context: played.problems.append(f"unhandled: {context}"))
+            runner.run(_sittings(workload, faults, Path(folder) / "run", played, calm))
+    except VirtualClockDeadlock as deadlock:
+        played.problems.append(f"deadlock: {deadlock}")
+    finally:
+        logger.setLevel(level)
+    gc.collect()
+    if left := _open_files() - open_files:
+        played.problems.append(f"files are left open: {sorted(left)}")
+    return played
+
+
+async def _sittings(
+    workload: Workload, faults: Sequence[Fault], directory: Path, played: Played, calm: Played | None
+) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimulatedLoop)
+    world = World(workload.seed, workload.servers, workload.capacity, workload.rpm)
+    world.provider = JobProvider(world)
+    played.problems, played.answered = world.problems, world.answered
+    if calm is not None:
+        world.usual, world.tokens_of = calm.answered, dict(calm.tokens_of)
+        world.max_tokens = None if workload.budget is None else int(workload.budget * calm.tokens)
+    world.plan([fault for fault in faults if isinstance(fault, Timed)], loop)
+    interruptions = {fault.sitting: fault for fault in faults if isinstance(fault, Kill | Stop)}
+    while played.sittings < MOST_SITTINGS:
+        sitting = played.sittings
+        for edit in faults:
+            if isinstance(edit, Edit) and edit.sitting == sitting:
+                played.edition = played.edition.edited(edit.what, world.chance(f"edit {edit}"))
+        process = Process(world, directory, interruptions.get(sitting))
+        outcome = await _sit(workload, process, played, faults)
+        if outcome is not None and not process.dead and workload.is_complete(outcome, played.edition):
+            played.outcome = outcome
+            break
+        if played.problems:
+            break
+        if outcome is not None and not process.interrupted and world.is_quiet:
+            world.max_tokens = None  # it was spent: the user allows more
+        await asyncio.sleep(world.chance(f"pause {sitting}").choice((0.0, 1.0, 60.0, 3600.0)))
+    else:
+        world.complain(f"not done after {MOST_SITTINGS} sittings")
+    if not played.problems:
+        await asyncio.sleep(max(0.0, world.quiet_from - loop.time()))
+        await _look_again(workload, world, directory, played)
+    played.seconds, played.requests, played.tokens = loop.time(), world.asked.total(), world.tokens
+    played.tokens_of = world.tokens_of
+
+
+async def _sit(workload: Workload, process: Process, played: Played, faults: Sequence[Fault]) -> Outcome | None:
+    """One sitting to its end. What came of it, where that is not an error."""
+    loop, world = asyncio.get_running_loop(), process.world
+    assert isinstance(loop, SimulatedLoop)
+    loop.threads = process
+    world.want(played.edition.wanted())
+    was_quiet = world.is_quiet
+    task = process.task = asyncio.create_task(workload.sit(process, played.edition), name="sitting")
+    await asyncio.wait([task], timeout=LONGEST_SITTING)
+    if not task.done():
+        world.complain(f"the sitting does not end: {loop.who_waits()}")
+        task.cancel()
+        return None
+    outcome = None
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not process.dead and not _is_expected(error, faults):
+        world.complain("".join(traceback.format_exception(error)))
+    elif task.cancelled() and not process.interrupted:
+        world.complain("the sitting was cancelled by nobody")
+    elif error is None and not task.cancelled():
+        outcome = task.result()
+    await check_sitting(process, process.directory)
+    if (
+        was_quiet
+        and not process.interrupted
+        and world.max_tokens is None
+        and not (outcome and workload.is_complete(outcome, played.edition))
+    ):
+        world.complain(f"the sitting was not disturbed and did not do everything: {error or outcome}")
+    played.sittings += 1
+    played.kills += process.dead
+    played.events = played.events or dict(process.events)
+    return outcome
+
+
+async def _look_again(workload: Workload, world: World, directory: Path, played: Played) -> None:
+    """A run that is done comes back as it is, and nothing is asked."""
+    asked, writes = world.asked.total(), world.writes.total()
+    process = Process(world, directory, None)
+    check_end(workload, world, played.edition, played.outcome, directory, counts=world.usual.total() > 0)
+    again = await _sit(workload, process, played, [])
+    if (world.asked.total(), world.writes.total()) != (asked, writes):
+        world.complain("a run that was done asked or wrote again")
+    again = again or {}
+    for key in sorted({*again, *played.outcome}):
+        if again.get(key) != played.outcome.get(key):
+            world.complain(f"{key} of a run that was done: {again.get(key)}, not {played.outcome.get(key)}")
+
+
+def _is_expected(error: BaseException, faults: Sequence[Fault]) -> bool:
+    kinds = {RunUnreachable: Outage, StoreError: FullDisk}
+    return any(isinstance(error, kind) and any(isinstance(f, cause) for f in faults) for kind, cause in kinds.items())
+
+
+def _open_files() -> set[str]:
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own
+            found.add(f"{descriptor.name} {descriptor.readlink()}")
+    return found

@@ -1,0 +1,261 @@
+"""What a simulated run has to do: rows, a shape of run, options. One seed makes one workload.
+
+A sitting opens the run in its process, takes the results and returns them as plain values that can be compared with
+those of the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Any, Literal, get_args
+
+from tests.simulation.faults import EditKind
+from tests.simulation.jobs import batch_backend
+from tests.simulation.model import SURE, Answer
+from tests.simulation.process import Process, ServerBackend
+from tests.simulation.world import Row
+
+from batch_agent import BatchAgent, Fleet, Pipeline
+from batch_agent.backends.base import Backend
+from batch_agent.engine.agent.context import AgentContext
+from batch_agent.engine.run.run import Run
+from batch_agent.errors import ToolError
+from batch_agent.job import AgentResult
+from batch_agent.topology.pipeline import outcome_of
+
+Shape = Literal[
+    "tool loop", "chunks", "worker", "pondering worker", "user worker", "pipeline", "batch", "batch pipeline"
+]
+SHAPES: tuple[Shape, ...] = get_args(Shape)
+KINDS = (*SHAPES, "budget over kills")
+# What is known not to keep the promise yet. It is played when it is asked for by name.
+NOT_YET = ("pondering worker", "user worker", "batch", "batch pipeline", "budget over kills")
+
+Outcome = dict[str, object]  # by row or stage: its output, or the type of its error
+LONG = 400  # numbers in a row that does not fit
+CONTEXT = 1_200  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Edition:
+    """The prompt and the rows of one sitting."""
+
+    version: int
+    rows: tuple[str, ...]
+
+    def edited(self, what: EditKind, chance: Random) -> Edition:
+        rows = list(self.rows)
+        place = chance.randrange(len(rows))
+        match what:
+            case "prompt":
+                return replace(self, version=self.version + 1)
+            case "add":
+                rows.insert(place, f"n{chance.randrange(10_000)}")
+            case "remove" if len(rows) > 1:
+                del rows[place]
+            case "replace":
+                rows[place] = f"n{chance.randrange(10_000)}"
+            case "reorder":
+                chance.shuffle(rows)
+        return replace(self, rows=tuple(rows))
+
+    def wanted(self) -> Counter[Row]:
+        return Counter((self.version, row) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    seed: int
+    shape: Shape
+    first: Edition
+    servers: int
+    capacity: int | None  # of each server
+    max_inflight: int | None
+    rpm: int | None
+    max_retries: int
+    hedge: float | None
+    streaming: bool
+    budget: float | None  # as a share of the tokens that the whole takes
+
+    @classmethod
+    def of(cls, seed: int, shapes: Sequence[Shape]) -> Workload:
+        chance = Random(f"workload {seed}")
+        shape = chance.choice(shapes)
+        rows = [f"k{number}" for number in range(chance.choice((1, 2, 5, 12, 30)))]
+        if len(rows) > 4 and chance.random() < 0.3:
+            rows[3] = rows[0]  # the same row twice
+        servers = chance.choice((1, 1, 2, 3))
+        found = cls(
+            seed,
+            shape,
+            Edition(0, tuple(rows)),
+            servers,
+            capacity=chance.choice((None, None, 4, 8)),
+            max_inflight=chance.choice((None, 1, 4, 16)),
+            rpm=chance.choice((None, None, None, 30)),
+            max_retries=chance.choice((1, 2, 3)),
+            hedge=chance.choice((None, None, 20.0)) if servers > 1 else None,
+            streaming=chance.random() < 0.5,
+            budget=chance.uniform(0.2, 1.1) if chance.random() < 0.2 else None,
+        )
+        if found.is_batch:
+            found = replace(found, servers=1, capacity=None, rpm=None, hedge=None, budget=None, max_inflight=None)
+        return found
+
+    @property
+    def is_batch(self) -> bool:
+        return self.shape in ("batch", "batch pipeline")
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.shape in ("pipeline", "batch pipeline")
+
+    @property
+    def writes(self) -> bool:
+        return self.shape != "chunks"
+
+    def is_complete(self, outcome: Outcome, edition: Edition) -> bool:
+        """Whether every row has a result. Of a pipeline, those of its first stage and the reduction."""
+        prefix = "work " if self.is_pipeline else ""
+        every = {f"{prefix}{index}" for index in range(len(edition.rows))}
+        if self.is_pipeline:
+            every.add("reduce")
+        return every <= outcome.keys() and all(isinstance(value, dict) for value in outcome.values())
+
+    def backend(self, process: Process) -> Backend:
+        if self.is_batch:
+            return batch_backend(process, process.world.provider)
+        backends = [ServerBackend(server, process) for server in process.world.servers]
+        return backends[0] if len(backends) == 1 else Fleet(backends)
+
+    def options(self, process: Process) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "max_total_tokens": process.world.max_tokens,
+            "backend": self.backend(process),
+            "run_dir": process.directory,
+            "resume": True,
+            "rpm": self.rpm,
+            "max_retries": self.max_retries,
+            "hedge": self.hedge,
+            "timeout_per_tool": 60.0,
+            "streaming_tool_dispatch": self.streaming,
+        }
+        if self.is_batch:
+            options["model"] = "scripted"
+        else:
+            options["timeout_per_turn"] = 120.0
+        if self.max_inflight is not None:
+            options["max_inflight"] = self.max_inflight
+        return options
+
+    async def sit(self, process: Process, edition: Edition) -> Outcome:
+        """One sitting to its end."""
+        if self.is_pipeline:
+            return await self._sit_at_pipeline(process, edition)
+        options = self.options(process) | self._asking(process, edition)
+        if self.shape == "user worker":
+            options["worker"] = partial(gather_answers, edition.version)
+        worker = {"worker": ask_twice, "pondering worker": ask_slowly}.get(self.shape)
+        run: Run[Answer] = Run(BatchAgent.plan(**options), worker=worker, open_store=process.open_store)
+        results: list[AgentResult[Answer]] = []
+        async with run:
+            process.run = run
+            async for result in run.results():
+                process.deliver(result)
+                results.append(result)
+        return _outcome(results)
+
+    def _asking(self, process: Process, edition: Edition) -> dict[str, Any]:
+        if self.shape == "chunks":
+            return {
+                "task": f"Version {edition.version} of the range of {{words}}",
+                "inputs": [{"id": row, "words": words_of(row, LONG)} for row in edition.rows],
+                "output_schema": Answer,
+                "oversized": "chunk",
+                "model_max_context": CONTEXT,
+            }
+        return {
+            "task": f"v{edition.version}: work on {{row}}: {{words}}",
+            "inputs": [{"row": row, "words": words_of(row, 3)} for row in edition.rows],
+            "output_schema": Answer,
+            "tools": process.tools(),
+        }
+
+    async def _sit_at_pipeline(self, process: Process, edition: Edition) -> Outcome:
+        pipeline = (
+            Pipeline([{"row": row, "words": words_of(row, 3)} for row in edition.rows])
+            .map(
+                name="work",
+                task=f"v{edition.version}: work on {{row}}: {{words}}",
+                output_schema=Answer,
+                tools=process.tools(),
+            )
+            .filter(lambda answer: answer.low % 3)
+            .flat_map(lambda answer: [{"words": f"w{answer.low}"}, {"words": f"w{answer.high}"}])
+            .map(name="again", task="the range of {words}", output_schema=Answer)
+            .reduce("the range of all", tree=4, output_schema=Answer)
+        )
+        async with pipeline.open(**self.options(process)) as flow:
+            process.run = flow
+            await flow.finish()
+            outcome = outcome_of(flow)
+        stages = {name: results for name, results in outcome.results.items() if name != "reduce"}
+        for result in (result for results in stages.values() for result in results):
+            process.deliver(result)
+        found: Outcome = {f"{name} {key}": value for name in stages for key, value in _outcome(stages[name]).items()}
+        reduction = outcome.reductions.get("reduce")
+        if reduction is not None:
+            lost = {"failed": reduction.failed, "lost": reduction.lost, "covers": reduction.covers}
+            output = reduction.output
+            found["reduce"] = f"{reduction.error}" if output is None else {**output.model_dump(), **lost}
+        return found
+
+
+async def gather_answers(version: int, row: dict[str, str], ctx: Any) -> object:
+    """A worker of the user's with the public context: a write before it asks, two questions at once, a pause, the same
+    write again, and then the tool loop."""
+    for _ in range(2):
+        with suppress(ToolError):  # it failed, or its outcome is unknown
+            await ctx.call("note", key=f"v{version}.{row['row']}.own.0")
+        sides = (f"{side}, version {version}, of {row['row']}: {row['words']}" for side in ("the least", "the most"))
+        await asyncio.gather(*(ctx.ask(side) for side in sides))
+        await asyncio.sleep(1.5)
+    return await ctx.loop(ctx.prompt, output_schema=Answer)
+
+
+async def ask_slowly(row: object, ctx: AgentContext) -> object:
+    return await ask_twice(row, ctx, pause=1.5)
+
+
+async def ask_twice(row: object, ctx: AgentContext, pause: float = 0.0) -> object:
+    """A worker of the user's own: the tool loop by hand, and a question after the answer."""
+    reply = await ctx.ask()
+    while True:
+        await asyncio.sleep(pause)
+        if reply.tool_calls:
+            await ctx.call(reply.tool_calls)
+        elif reply.text.startswith("{"):
+            break
+        else:
+            ctx.say("JSON, please.")
+        reply = await ctx.ask()
+    ctx.say(SURE)
+    return ctx.read(await ctx.ask())
+
+
+def words_of(row: str, count: int) -> str:
+    chance = Random(f"words {row}")
+    return " ".join(f"w{chance.randrange(1000)}" for _ in range(count))
+
+
+def _outcome(results: Sequence[AgentResult[Answer]]) -> Outcome:
+    return {
+        str(result.index): result.output.model_dump() if result.ok and result.output is not None else f"{result.error}"
+        for result in results
+    }
