@@ -50,6 +50,7 @@ ERROR_TYPES = {
     "BackendError",
     "BadArguments",
     "BadResponse",
+    "Cancelled",
     "ContextOverflow",
     "InputError",
     "Interrupted",

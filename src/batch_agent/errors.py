@@ -12,6 +12,7 @@
     │   ├── OutputError      NotJSON · Invalid
     │   ├── LimitExceeded    turns or time
     │   ├── WorkerFailed     a worker of the user's own raised something
+    │   ├── Cancelled        somebody cancelled this job alone
     │   └── Interrupted      the run ended before this job did
     ├── StoreError           the run cannot be recorded; stops the run
     └── InternalError        a broken invariant
@@ -209,6 +210,13 @@ class WorkerFailed(JobError):
     """A worker that is not ours raised something that is not a JobError."""
 
     type = "WorkerFailed"
+
+
+class Cancelled(JobError):
+    """This job was cancelled; the others went on."""
+
+    type = "Cancelled"
+    retryable = True
 
 
 class Interrupted(JobError):

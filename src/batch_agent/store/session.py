@@ -205,6 +205,10 @@ class Session:
         """Tokens and $ of earlier sessions."""
         return await self._run(self._directory.journal.spent)
 
+    def beside(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run ``function`` in the journal's thread, between two commits."""
+        return self._run(function)
+
     async def flush(self) -> bool:
         """Whether everything added or published until now is on disk; waited for even when whoever waits is
         cancelled."""

@@ -71,6 +71,11 @@ class Trail:
         self.has_past = bool(turns) or self.ended
         self.fresh = not self.has_past
 
+    def anew(self) -> Trail:
+        """A trail of the same row with nothing to follow, for an agent that begins again."""
+        journal = self._journal
+        return Trail() if journal is None else Trail(journal, self._identity, journal.new_agent())
+
     @property
     def goes_on(self) -> bool:
         """Whether there are more turns to follow; what was recorded is past all limits on how long an agent may go

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
+
+from pydantic import JsonValue
 
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.compiler.pictures import content_of
@@ -25,7 +27,7 @@ from batch_agent.engine.agent.turn import TurnCall
 from batch_agent.errors import BackendError, ContextOverflow, JobError, LimitExceeded, OutputError
 from batch_agent.events import AnswerRejected, ContextCompacted
 from batch_agent.job import AgentError, Job
-from batch_agent.messages import Conversation, Message, Reply, ToolCall
+from batch_agent.messages import Conversation, JsonObject, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
@@ -43,6 +45,7 @@ class AgentContext:
 
     __slots__ = (
         "_answer",
+        "_asking",
         "_began",
         "_called",
         "_cut_from",
@@ -76,6 +79,7 @@ class AgentContext:
         self._trail = trail
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
+        self._asking: ModelRequest | None = None  # the request that is waited for
         self._answer: Reply | None = None  # the latest answer, while it is not known whether it leads on
         self._early: EarlyCalls | None = None
         self._called = 0  # calls of the latest answer that were made
@@ -174,6 +178,24 @@ class AgentContext:
             self._early.abandon()
             self._early = None
 
+    def shown(self) -> JsonObject:
+        """What was said so far. ``saying`` is the answer that is being streamed; None while no request is in flight."""
+        said = [message.to_dict() for message in self._history.said.messages]
+        asking, tally = self._asking, self.tally
+        return {
+            "index": self.job.index,
+            "job_id": self.job.job_id,
+            "messages": cast("list[JsonValue]", said),
+            "saying": None if asking is None else "".join(asking.said),
+            "endpoint": None if asking is None else asking.endpoint or None,
+            "turns": tally.turns,
+            "attempts": tally.attempts,
+            "seconds": round(self.seconds(), 1),
+            "timings": {"queued": tally.queued, "inference": tally.inference, "tool_wait": tally.tool_wait},
+            "usage": {"prompt_tokens": tally.usage.prompt_tokens, "completion_tokens": tally.usage.completion_tokens},
+            "cost": tally.cost,
+        }
+
     def seconds(self) -> float:
         """How long the agent was worked on, in all sessions."""
         return self.tally.before + (self._loop.time() - self._began if self._trail.fresh else 0.0)
@@ -261,6 +283,7 @@ class AgentContext:
         may_stream = r.early_tools and can_call and not last
         streams = may_stream and r.streaming.wants_next()
         early = EarlyCalls(r.tools, self.job, self.tally.turns + 1) if streams else None
+        self._asking = request
         try:
             turn = TurnCall(r, request, self.job.index, self.tally, early)
             reply = await r.dispatcher.ask(turn, r.policy, ticket=ticket, observer=turn)
@@ -269,6 +292,8 @@ class AgentContext:
                 early.abandon()
             self.text = (error.text if isinstance(error, BackendError) else "".join(request.said)) or self.text
             raise
+        finally:
+            self._asking = None
         self._early = early
         return reply
 

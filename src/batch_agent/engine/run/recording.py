@@ -61,6 +61,20 @@ async def begin_session(
     )
 
 
+def asked_json(prepared: Prepared) -> dict[str, JsonValue]:
+    """What all rows are asked, for those who look at the run: from it and a row's input its prompt is made again."""
+    plan, spec = prepared.plan, prepared.spec
+    schema = None if prepared.schema is None else prepared.schema.json_schema
+    return {
+        "system": plan.system,
+        "task": spec.task,
+        "template": spec.template,
+        "hoisted": [*plan.hoisted],
+        "schema": schema,
+        "tools": [tool.name for tool in prepared.tools],
+    }
+
+
 def fingerprint_of(prepared: Prepared, worker: Worker | None = None) -> bytes:
     """``worker`` is one of the user's own. A change in what it does is not seen, as with tools; its name is."""
     kind = worker if worker is None or isinstance(worker, FunctionType) else type(worker)
