@@ -21,6 +21,7 @@ def status_json(
     tools: Mapping[str, ToolStatistics],
     spec: BatchSpec,
     *,
+    slots: int | None,
     at: float,
     paused: bool,
 ) -> JsonObject:
@@ -63,7 +64,7 @@ def status_json(
         "cost": None if now.cost is None else round(now.cost, 9),
         "budget": {name: value for name in LIMITS if (value := getattr(spec, name)) is not None},
         "cache_hits": now.cache_hits,
-        "max_inflight": now.max_inflight,
+        "max_inflight": slots,
         "endpoints": [_endpoint(endpoint) for endpoint, _ in zip(endpoints, range(ENDPOINTS), strict=False)],
         "outage_seconds": round(now.outage_seconds, 1),
         "tools": [_tool(tool, now) for tool in tools.values() if tool.calls],
@@ -103,7 +104,7 @@ def _tool(tool: ToolStatistics, statistics: Statistics) -> JsonObject:
     }
 
 
-def sample_line(statistics: Statistics, endpoints: Iterable[Endpoint], at: float) -> Line:
+def sample_line(statistics: Statistics, endpoints: Iterable[Endpoint], slots: int | None, at: float) -> Line:
     """One sample of the timeline."""
     now, usage = statistics, statistics.usage
     by_name: JsonObject = {
@@ -112,5 +113,5 @@ def sample_line(statistics: Statistics, endpoints: Iterable[Endpoint], at: float
     }
     return [
         *(SAMPLE, round(at, 3), now.done, now.failed, now.running, now.queued, now.waiting_on_tools, now.backing_off),
-        *(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, now.cost, by_name),
+        *(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, now.cost, by_name, slots),
     ]

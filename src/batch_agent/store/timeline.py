@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
 
+import orjson
 from pydantic import JsonValue
 
 from batch_agent.files.results import from_json, to_json
@@ -136,11 +137,18 @@ def _lines(path: Path) -> Iterator[Line]:
     with file:
         for data in file:
             try:
-                line = from_json(data)
-            except ValueError:
-                continue
+                line = orjson.loads(data)
+            except ValueError:  # torn, or with text that only the slow reader takes
+                line = _slowly(data)
             if isinstance(line, list) and len(line) > 2 and isinstance(line[0], str):
                 yield line
+
+
+def _slowly(data: bytes) -> object:
+    try:
+        return from_json(data)
+    except ValueError:
+        return None
 
 
 def _count(path: Path) -> int:

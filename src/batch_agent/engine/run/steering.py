@@ -84,13 +84,14 @@ class Steered:
             self._endpoints(),
             self.tool_statistics(),
             self._prepared.spec,
+            slots=self._slots(),
             at=self.shared.clock(),
             paused=self._paused,
         )
 
     def sample(self) -> Line:
         """One sample of the run's timeline."""
-        return sample_line(self._metrics.statistics(), self._endpoints(), self.shared.clock())
+        return sample_line(self._metrics.statistics(), self._endpoints(), self._slots(), self.shared.clock())
 
     def live_rows(self, limit: int = 200) -> list[JsonObject]:
         """The rows under way that began first, with what each is doing. Only for a run with a run directory."""
@@ -102,6 +103,11 @@ class Steered:
 
     def _endpoints(self) -> Sequence[Endpoint]:
         return [endpoint for each in self.shared.dispatchers.values() for endpoint in each.scheduler.endpoints]
+
+    def _slots(self) -> int | None:
+        """Requests that may be in flight at all backends together; None: no limit."""
+        slots = [each.scheduler.slots for each in self.shared.dispatchers.values()]
+        return None if None in slots else sum(each for each in slots if each is not None)
 
     # Steering
 

@@ -64,6 +64,7 @@ class Watch:
             self._socket = None
             return
         self._files = files
+        self._tick()
         if self._socket is not None:
             await self._socket.listen()
 
