@@ -184,7 +184,7 @@ async def test_a_pipeline_is_steered_as_one_and_its_rows_by_stage(tmp_path: Path
     assert isinstance(status, dict) and isinstance(rows, list)
     assert [(stage["name"], stage["after"]) for stage in status["stages"]] == [("first", []), ("then", ["first"])]
     assert [row["stage"] for row in rows] == ["first", "first"]
-    assert [result.ok for result in outcome.results] == [False, True]
+    assert [result.ok for result in outcome.results["first"]] == [False, True]
 
 
 async def test_a_killed_runs_pointer_is_no_life(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import orjson
 
@@ -45,6 +46,7 @@ SORTS = {
     "tokens": "prompt + completion",
 }
 MATCHES = 8  # searches that are remembered
+WAITS, MOST_WAIT = 20.0, 10.0  # times as long as the numbers took to count, and seconds, until they are counted again
 UNUSUAL = 3.0  # standard deviations from the mean
 
 
@@ -61,6 +63,7 @@ class RowIndex:
         self._matches: dict[str, tuple[int, int]] = {}  # the number of each search's table, and the bytes it covers
         self._searches = 0
         self.version = 0  # changes when rows do
+        self._numbers: tuple[int, float, JsonObject] | None = None  # their version, when others are due, and themselves
 
     def close(self) -> None:
         self._lines.close()
@@ -79,8 +82,12 @@ class RowIndex:
         records = self._lines.block()
         if not records:
             return False
+        rows = [_values(place, record) for place, record in records]
         self._db.execute("BEGIN")
-        self._db.executemany(INSERT, (_values(place, record) for place, record in records))
+        try:
+            self._db.executemany(INSERT, rows)
+        except (sqlite3.Error, OverflowError):  # a number that no run of ours writes
+            self._db.executemany(INSERT, map(_storable, rows))
         self._db.execute("COMMIT")
         self.version += 1
         return True
@@ -92,6 +99,15 @@ class RowIndex:
         return {"rows": int(rows or 0), "complete": done >= size, "share": round(done / size, 4) if size else 1.0}
 
     # Asking
+
+    def numbers(self) -> JsonObject:
+        """Counts, failures and unusual rows of the whole; while many rows come, not always the latest."""
+        now = time.monotonic()
+        if self._numbers is None or (self._numbers[0] != self.version and now >= self._numbers[1]):
+            found: JsonObject = {"counts": self.counts(), "failures": [*self.failures()], "unusual": [*self.unusual()]}
+            took = time.monotonic() - now
+            self._numbers = self.version, now + min(MOST_WAIT, WAITS * took), found
+        return self._numbers[2]
 
     def counts(self) -> JsonObject:
         """Rows by state, and sums over all of them."""
@@ -128,10 +144,11 @@ class RowIndex:
     def unusual(self) -> list[JsonObject]:
         """Rows that are far from the usual in turns, time or cost, the farthest of each."""
         found: list[JsonObject] = []
-        for name in ("turns", "seconds", "cost"):
-            mean, square, rows = self._db.execute(
-                f"SELECT avg({name}), avg({name} * {name}), count({name}) FROM row WHERE ok = 1"
-            ).fetchone()
+        names = ("turns", "seconds", "cost")
+        asked = ", ".join(f"avg({name}), avg({name} * {name}), count({name})" for name in names)
+        told = self._db.execute(f"SELECT {asked} FROM row WHERE ok = 1").fetchone()
+        for place, name in enumerate(names):
+            mean, square, rows = told[3 * place : 3 * place + 3]
             if rows < 10 or not mean:
                 continue
             far = max(mean + UNUSUAL * max(0.0, square - mean * mean) ** 0.5, 2 * mean)
@@ -274,34 +291,39 @@ def _cut(value: object) -> str | int | float | bool | None:
 
 
 def _values(place: Place, record: Record) -> tuple[Value, ...]:
-    error, usage, timings = record.get("error"), record.get("usage"), record.get("timings")
-    usage, timings = usage if isinstance(usage, dict) else {}, timings if isinstance(timings, dict) else {}
-    cost = record.get("cost")
-    return (
-        int(str(record["index"])),
-        str(record.get("job_id", record["index"])),
-        int(bool(record.get("ok"))),
+    error, index = record.get("error"), record["index"]
+    usage: Any = record.get("usage") or {}
+    timings: Any = record.get("timings") or {}
+    values: Any = (
+        index,
+        str(record.get("job_id", index)),
+        1 if record.get("ok") else 0,
         str(error.get("type")) if isinstance(error, dict) else None,
-        _number(record.get("turns")),
-        _number(record.get("attempts")),
-        _number(timings.get("total")),
-        _number(timings.get("queued")),
-        _number(timings.get("inference")),
-        _number(timings.get("tool_wait")),
-        _number(cost) if cost is not None else None,
-        _number(usage.get("prompt_tokens")),
-        _number(usage.get("cached_tokens")),
-        _number(usage.get("completion_tokens")),
-        int(bool(record.get("repaired"))),
+        record.get("turns", 0),
+        record.get("attempts", 0),
+        timings.get("total", 0.0),
+        timings.get("queued", 0.0),
+        timings.get("inference", 0.0),
+        timings.get("tool_wait", 0.0),
+        record.get("cost"),
+        usage.get("prompt_tokens", 0),
+        usage.get("cached_tokens", 0),
+        usage.get("completion_tokens", 0),
+        1 if record.get("repaired") else 0,
         _digest(record.get("output")),
         *(place.file, place.start, place.length),
     )
+    return cast("tuple[Value, ...]", values)
 
 
-def _number(value: object) -> int | float:
-    if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63):
-        return value
-    return 0
+def _storable(values: tuple[Value, ...]) -> tuple[Value, ...]:
+    """The same without what SQLite does not store: integers beyond 64 bits, and what is no number."""
+    fine = (value if value is None or isinstance(value, float | str | bytes) else _integer(value) for value in values)
+    return tuple(fine)
+
+
+def _integer(value: object) -> int:
+    return value if isinstance(value, int) and abs(value) < 2**63 else 0
 
 
 def _digest(output: object) -> bytes | None:

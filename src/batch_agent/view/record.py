@@ -14,7 +14,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
-from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.errors import BatchAgentError
 from batch_agent.files.results import from_json
 from batch_agent.messages import JsonObject
 from batch_agent.store.control import CONTROL
@@ -63,9 +63,7 @@ class RunRecord:
             "status": read_status(self.path),
             "summary": self._summary(),
             "index": self.index.progress(),
-            "counts": self.index.counts(),
-            "failures": [*self.index.failures()],
-            "unusual": [*self.index.unusual()],
+            **self.index.numbers(),
             "samples": self._samples(),
             "changes": [*read_timeline(self.path, spans=False).changes[-200:]],
         }
@@ -82,10 +80,10 @@ class RunRecord:
         return {**page, "index": self.index.progress()}
 
     def row(self, row: str) -> JsonObject:
-        """A row that has its result, with its conversation. Raises SpecError where there is none."""
+        """A row that has its result, with its conversation; no ``record`` where it has none, or is not indexed yet."""
         record = self.index.record(row)
         if record is None:
-            raise SpecError(f"row {row} has no result in {self.path}")
+            return {"record": None, "index": self.index.progress()}
         spans = self._spans_of(cast(int, record["index"]))
         try:
             past = self._agents.of(record)

@@ -14,7 +14,7 @@ from batch_agent.files.columns import Record
 from batch_agent.files.tables import record_of
 from batch_agent.store.rundir import FAILURES, RESULTS
 
-BLOCK = 1 << 20  # bytes read at once
+BLOCK = 1 << 18  # bytes read at once: a page that is asked for meanwhile waits for no more than that
 # A later file has the later word on a row: drafts are of a session that goes on.
 NAMES = (RESULTS, FAILURES, f"{RESULTS}.new", f"{FAILURES}.new")
 

@@ -107,6 +107,7 @@ class ViewServer:
 
     async def _row(self, request: web.Request) -> web.Response:
         run, row = self._run(request), request.query.get("row", "")
+        await run.indexed(SOON)
         return _json(await run.do(lambda: run.record.row(row)))
 
     async def _timeline(self, request: web.Request) -> web.Response:

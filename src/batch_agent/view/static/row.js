@@ -28,13 +28,13 @@ export async function row({ key, detail, page, go, onNews }) {
   };
 
   const load = async () => {
-    try {
-      done(await get("row", { run: key, row: detail }));
-      return true;
-    } catch (error) {
-      if (isReport) throw error;
-      return false;
+    let data = await get("row", { run: key, row: detail });
+    while (!data.record && !data.index.complete) {
+      fill(page, h("p", { class: "quiet" }, `indexing rows: ${Math.round(data.index.share * 100)} %`));
+      data = await get("row", { run: key, row: detail });
     }
+    if (data.record) done(data);
+    return Boolean(data.record);
   };
   const follow = () => {
     let heard = false;

@@ -48,7 +48,8 @@ function reported(what, asked) {
     return { ...inside.timeline, spans };
   }
   if (what === "row") {
-    const found = inside.details[asked.row];
+    const known = inside.rows.find((row) => row.job_id === asked.row);
+    const found = inside.details[known ? known.index : asked.row];
     if (!found) throw new Error(`row ${asked.row} is not in this report`);
     return found;
   }
