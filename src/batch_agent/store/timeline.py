@@ -77,7 +77,7 @@ class TimelineFiles:
         """Drop every other sample, and the oldest changes where there are too many."""
         lines = list(_lines(self._folder / SAMPLES))
         samples = [line for line in lines if line[0] == SAMPLE]
-        dropped = {id(line) for line in samples[1::2]}
+        dropped = {id(line) for line in samples[1:-1:2]}
         changes = [line for line in lines if line[0] != SAMPLE and line[0] != "run"]
         dropped |= {id(line) for line in changes[: -MOST_SAMPLES // 4]}
         kept = [line for line in lines if id(line) not in dropped]

@@ -20,7 +20,7 @@ function ticks(low, high, count) {
 }
 
 // series: [{ points: [[time, value | null], ...], kind: "area" | "line" | "step", class, name }]
-export function timeChart(series, { height = 120, width = 640, marks = [], format = short, from, to, floor = 1, left = 38, right = 6 } = {}) {
+export function timeChart(series, { height = 120, width = 640, marks = [], format = short, from, to, floor = 1, left = 38, right = 6, few = false } = {}) {
   const every = series.flatMap((each) => each.points);
   if (every.length < 2) return h("p", { class: "quiet empty" }, "no samples yet");
   const top = 8, bottom = 18;
@@ -28,12 +28,12 @@ export function timeChart(series, { height = 120, width = 640, marks = [], forma
   const most = Math.max(floor, ...every.map(([, value]) => value ?? 0)) * 1.06;
   const x = (at) => left + ((at - low) / (high - low || 1)) * (width - left - right);
   const y = (value) => height - bottom - (value / most) * (height - top - bottom);
-  const grid = ticks(0, most, 3).map((value) => [
+  const grid = ticks(0, most, few ? 2 : 3).map((value) => [
     svg("line", { x1: left, x2: width - right, y1: y(value), y2: y(value), class: "grid" }),
     svg("text", { x: left - 5, y: y(value) + 3, class: "label end" }, format(value)),
   ]);
   const span = high - low;
-  const times = ticks(0, span, 5).map((value) =>
+  const times = ticks(0, span, few ? 2 : 5).map((value) =>
     svg("text", { x: x(low + value), y: height - 4, class: value ? "label middle" : "label" }, value ? seconds(value) : clock(low)));
   const lines = series.map((each) => {
     const drawn = each.points.filter(([, value]) => value !== null && value !== undefined);

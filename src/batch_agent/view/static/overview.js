@@ -13,8 +13,8 @@ export async function overview({ key, page, go, onNews }) {
   const draw = () => {
     fill(page, head(data, live), tiles(data, live), stages(data, live, key),
       h("div", { class: "columns" },
-        h("div", null, flights(data, live), endpoints(data, live), tools(data, live)),
-        h("div", null, look(data, live, key), failures(data, key), underWay(live, key), asked(data))));
+        h("div", null, flights(data, live), tools(data, live), underWay(live, key)),
+        h("div", null, look(data, live, key), failures(data, key), endpoints(data, live), asked(data))));
   };
   draw();
   let loading = false;
@@ -36,7 +36,7 @@ const now = (data, live) => (live && live.status) || data.status;
 
 function head({ run, index }, live) {
   const status = live && live.status;
-  const line = [run.model, run.backend].filter(Boolean).map((part) => h("span", null, text(part)));
+  const line = [run.model, run.backend].filter(Boolean).map((part) => h("span", { class: "clip", title: part }, text(part)));
   return h("div", { class: "line facts" }, line,
     h("span", null, "started ", when(run.started)),
     run.sessions > 1 ? h("span", null, `session ${run.sessions}`) : null,
@@ -52,7 +52,7 @@ function tile(label, big, small, extra) {
 
 function tiles(data, live) {
   const status = now(data, live), counts = data.counts, progress = data.progress;
-  const rows = live && status ? status.rows : { ok: progress.ok, failed: progress.failed, resumed: progress.resumed, total: progress.total };
+  const rows = status && (live || status.stages) ? status.rows : { ok: progress.ok, failed: progress.failed, resumed: progress.resumed, total: progress.total };
   const done = rows.ok + rows.failed, total = rows.total, agents = (live && status && status.agents) || {};
   const alive = (agents.running || 0) + (agents.queued || 0) + (agents.tools || 0) + (agents.backing_off || 0);
   const tokens = status ? status.tokens : counts.tokens, cost = status ? status.cost : counts.cost ?? progress.cost;
@@ -109,13 +109,12 @@ function flights({ samples, changes }, live) {
   if (samples.length < 2) return panel("In flight", null, h("p", { class: "quiet empty" }, "no samples yet"));
   const names = [...new Set(samples.flatMap((sample) => Object.keys(sample[ENDPOINTS] || {})))];
   const from = samples[0][AT], to = samples[samples.length - 1][AT];
-  const charts = names.length > 1 && names.length <= CHARTS ? names.map((name) => [
-    h("h3", null, text(name || "server")),
+  const charts = names.length > 1 && names.length <= CHARTS ? h("div", { class: "several" }, names.map((name) => h("div", null,
+    h("h3", { class: "clip" }, text(name || "server")),
     timeChart([
       { points: samples.map((sample) => [sample[AT], (sample[ENDPOINTS][name] || [])[0] ?? null]), kind: "area", class: "c1" },
       { points: samples.map((sample) => [sample[AT], (sample[ENDPOINTS][name] || [])[1] ?? null]), kind: "step", class: "c-limit" },
-    ], { height: 84, marks: outages(changes, name, to), from, to }),
-  ]) : null;
+    ], { height: 84, width: 330, left: 26, few: true, marks: outages(changes, name, to), from, to })))) : null;
   const limit = samples.map((sample) => [sample[AT], sample[SLOTS]]);
   const whole = timeChart([
     { points: samples.map((sample) => [sample[AT], sample[RUNNING]]), kind: "area", class: "c1" },
@@ -156,9 +155,11 @@ function look(data, live, key) {
   for (const tool of (status && status.tools) || []) {
     if (tool.failed && tool.failed >= tool.runs && tool.runs) items.push([h("span", { class: "bad" }, `every call of `, text(tool.name), " failed"), text(tool.reason || "", 160)]);
   }
-  for (const each of data.unusual) {
-    const words = { turns: [`${number(each.value)} turns`, number(each.usual)], seconds: [seconds(each.value), seconds(each.usual)], cost: [dollars(each.value), dollars(each.usual)] }[each.kind];
-    items.push([link(address("run", key, "row", String(each.row)), "row ", text(each.job_id, 40)), ` took ${words[0]}; the usual row ${words[1]}`]);
+  const far = new Map();
+  for (const each of data.unusual) far.set(each.row, [...(far.get(each.row) || []), each]);
+  for (const [row, each] of far) {
+    const words = each.map(({ kind, value, usual }) => ({ turns: `${number(value)} turns (usually ${number(usual)})`, seconds: `${seconds(value)} (${seconds(usual)})`, cost: `${dollars(value)} (${dollars(usual)})` })[kind]);
+    items.push([link(address("run", key, "row", String(row)), "row ", text(each[0].job_id, 40)), ` took ${words.join(", ")}`]);
   }
   if (data.counts.repaired) items.push([link(address("run", key, "rows") + "?state=repaired", `${number(data.counts.repaired)} outputs`), " were read from JSON that had to be mended"]);
   if (status && status.schema_note) items.push([h("span", { class: "warn" }, "schema"), text(" " + status.schema_note, 200)]);
@@ -169,7 +170,7 @@ function look(data, live, key) {
 function failures({ failures: list, counts }, key) {
   if (!list.length) return panel("Failures", null, h("p", { class: "quiet empty" }, counts.rows ? "none" : "no row is done yet"));
   const most = list[0].count;
-  return panel("Failures", `${number(counts.failed)} rows`, h("ul", { class: "list" }, list.map((each) => h("li", null,
+  return panel("Failures", `${number(counts.failed)} ${counts.failed === 1 ? "row" : "rows"}`, h("ul", { class: "list" }, list.map((each) => h("li", null,
     h("div", { class: "line" }, link(address("run", key, "rows") + "?error=" + encodeURIComponent(each.type), text(each.type)), h("span", { class: "grow" }), h("b", null, number(each.count))),
     h("div", { class: "meter bad" }, h("span", { style: { width: `${(100 * each.count) / most}%` } })),
     h("div", { class: "quiet clip" }, "row ", link(address("run", key, "row", String(each.row)), number(each.row)), ": ", text(each.message || "", 200))))));

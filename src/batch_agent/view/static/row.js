@@ -125,7 +125,7 @@ function facts(record, data) {
   ].filter(Boolean);
   return panel("Numbers", null,
     bar([["f-queue", times.queued || 0, "queue"], ["f-model", times.inference || 0, "model"], ["f-tools", times.tool_wait || 0, "tools"], ["f-rest", rest, "other"]]),
-    h("p", { class: "legend" }, h("i", { class: "f-queue" }), `queue ${seconds(times.queued)}`, h("i", { class: "f-model" }), `model ${seconds(times.inference)}`, h("i", { class: "f-tools" }), `tools ${seconds(times.tool_wait)}`),
+    h("p", { class: "legend quiet" }, [["f-queue", "queue", times.queued], ["f-model", "model", times.inference], ["f-tools", "tools", times.tool_wait]].map(([kind, name, took]) => h("span", null, h("i", { class: kind }), `${name} ${seconds(took)}`))),
     h("dl", { class: "pairs" }, lines.map(([name, amount]) => [h("dt", null, name), h("dd", null, amount)])),
     data.recorded ? null : h("p", { class: "quiet" }, "The answers are not in the journal."));
 }
