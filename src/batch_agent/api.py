@@ -259,8 +259,8 @@ async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None, wants_pa
     from batch_agent.view.beside import PageBeside
 
     page = PageBeside(spec.run_dir) if wants_page else None
-    if page is not None:
-        show_address(await page.open())
+    if page is not None and (address := await page.open()):
+        show_address(address)
 
     def statistics() -> Statistics:
         expected = spec.inputs.expected_rows() if isinstance(spec.inputs, LazyRows) else None

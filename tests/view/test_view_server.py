@@ -77,7 +77,7 @@ async def test_without_the_token_nothing_is_told(over: Path) -> None:
         for token in ("", "wrong", page.token[:-1]):
             async with page.session.get(f"{page.base}/api/run", params={"run": "over", "token": token}) as answer:
                 assert answer.status == 403
-        async with page.session.get(f"{page.base}/static/main.js") as answer:
+        async with page.session.get(f"{page.base}/static/app.js") as answer:
             assert answer.status == 403
 
 

@@ -27,6 +27,7 @@ from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.spec import BatchSpec
+from batch_agent.store.timeline import Line
 from batch_agent.topology.graph import graph_of
 from batch_agent.topology.items import Receiver
 from batch_agent.topology.nodes import AgentNode, Collector, FilterNode, FlatMapNode, JoinNode, Source
@@ -134,6 +135,10 @@ class Flow:
             ran = next((each.run for each in self.nodes if each.name == node["name"]), None)
             stages.append({**node, "status": None if ran is None else ran.status()})
         return {**whole, "stages": stages}
+
+    def sample(self) -> Line:
+        """One sample of the pipeline's timeline."""
+        return self._run.sample_of(self.statistics())
 
     def live_rows(self, limit: int = 200) -> list[JsonObject]:
         """The rows under way, of the later stages first."""

@@ -60,6 +60,7 @@ class RunRecord:
                 "tokens": glance.tokens,
                 "cost": glance.cost,
             },
+            "unfinished": len(self._agents.unfinished()) if view.state == "interrupted" else 0,
             "status": read_status(self.path),
             "summary": self._summary(),
             "index": self.index.progress(),

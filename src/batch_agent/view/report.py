@@ -16,17 +16,13 @@ from pydantic import JsonValue
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted
+from batch_agent.view.bundle import STATIC, bundle
 from batch_agent.view.query import Query
 from batch_agent.view.record import RunRecord
 
 Which: TypeAlias = Literal["failed", "all"] | int | str
 
-STATIC = Path(__file__).parent / "static"
-# In the order of their imports; the page's own modules that a report does not need are left out.
-SCRIPTS = ("dom", "source", "charts", "overview", "rows", "row", "timeline", "compare", "control", "main")
 MOST_SPANS = 20_000
-IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
-EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -60,7 +56,7 @@ def report_html(run_dir: Path, which: Which) -> tuple[bytes, int]:
     finally:
         record.close()
     style = (STATIC / "app.css").read_text()
-    script = "".join(_plain((STATIC / f"{name}.js").read_text(), name) for name in SCRIPTS)
+    script = bundle()
     parts = {
         "style": style,
         "script": script,
@@ -90,16 +86,6 @@ def _data(record: RunRecord, which: Which) -> tuple[JsonObject, int]:
         "details": details,
     }
     return data, len(rows)
-
-
-def _plain(script: str, name: str) -> str:
-    """A module as a part of one script: what it imports is beside it, and its own names are in a block of their own."""
-    exported = re.findall(r"^export (?:async )?(?:function|const) (\w+)", script, re.MULTILINE)
-    body = EXPORT.sub("", IMPORT.sub("", script))
-    if not exported:
-        return f"// {name}\n(() => {{\n{body}\n}})();\n"
-    names = ", ".join(exported)
-    return f"// {name}\nconst {{ {names} }} = (() => {{\n{body}\nreturn {{ {names} }};\n}})();\n"
 
 
 def _hash(text: str) -> str:

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from urllib.parse import quote
 
 from aiohttp import web
@@ -17,17 +16,17 @@ from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.store.control import NotAlive
+from batch_agent.view.bundle import STATIC, bundle
 from batch_agent.view.compare import compare, differing_rows
 from batch_agent.view.download import write_flat, write_rows
 from batch_agent.view.query import Query
 from batch_agent.view.runs import ShownRun, ShownRuns
 from batch_agent.view.security import Guard, add_headers
 
-STATIC = Path(__file__).parent / "static"
-TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 MOST_ROWS = 500  # of a page
 MOST_SPANS = 30_000
-SOON = 0.1  # seconds that a page waits for the index
+SOON = 0.03  # seconds that a page waits for the index
 
 
 class ViewServer:
@@ -38,7 +37,7 @@ class ViewServer:
 
     async def serve(self, ready: Callable[[str], Awaitable[None]]) -> None:
         """Serve until ``ready``, which is called with the address of the page, returns."""
-        runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await runner.setup()
         try:
             site = web.TCPSite(runner, self._host, self._port)
@@ -85,7 +84,8 @@ class ViewServer:
         return _file("index.html")
 
     async def _static(self, request: web.Request) -> web.Response:
-        return _file(request.match_info["name"])
+        name = request.match_info["name"]
+        return web.Response(text=bundle(), content_type=TYPES[".js"]) if name == "app.js" else _file(name)
 
     # The record
 

@@ -83,7 +83,8 @@ def page_beside(options: argparse.Namespace, spec: BatchSpec) -> Iterator[None]:
     from batch_agent.view.beside import PageBeside
 
     with closing(PageBeside(spec.run_dir)) as page:
-        say(f"view the run: {asyncio.run(page.open())}", wrap=False)
+        if address := asyncio.run(page.open()):
+            say(f"view the run: {address}", wrap=False)
         yield
 
 

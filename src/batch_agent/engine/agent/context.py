@@ -190,7 +190,7 @@ class AgentContext:
             "endpoint": None if asking is None else asking.endpoint or None,
             "turns": tally.turns,
             "attempts": tally.attempts,
-            "seconds": round(self.seconds(), 1),
+            "seconds": round(self.seconds()),
             "timings": {"queued": tally.queued, "inference": tally.inference, "tool_wait": tally.tool_wait},
             "usage": {"prompt_tokens": tally.usage.prompt_tokens, "completion_tokens": tally.usage.completion_tokens},
             "cost": tally.cost,

@@ -100,8 +100,7 @@ class Run(Steered, Generic[T]):
         self._outer = within
         clock = Clock() if within is None else within.clock
         self._metrics, self._recorder = Metrics(clock), Recorder(self.id)
-        steered = self if controls is None else controls
-        self._watch = Watch(self._recorder, self, steered if within is None else None, steered.status)
+        self._watch = Watch(self._recorder, controls or self, socket=within is None)
         own: list[Sink] = (
             [self._metrics, *sinks] if prepared.spec.run_dir is None else [self._metrics, self._watch, *sinks]
         )

@@ -43,6 +43,8 @@ class Controls(Protocol):
 
     def status(self) -> JsonObject: ...
 
+    def sample(self) -> Line: ...
+
     def live_rows(self, limit: int = 200) -> list[JsonObject]: ...
 
     def live_row(self, row: str | int) -> JsonObject: ...
@@ -91,7 +93,10 @@ class Steered:
 
     def sample(self) -> Line:
         """One sample of the run's timeline."""
-        return sample_line(self._metrics.statistics(), self._endpoints(), self._slots(), self.shared.clock())
+        return self.sample_of(self._metrics.statistics())
+
+    def sample_of(self, statistics: Statistics) -> Line:
+        return sample_line(statistics, self._endpoints(), self._slots(), self.shared.clock())
 
     def live_rows(self, limit: int = 200) -> list[JsonObject]:
         """The rows under way that began first, with what each is doing. Only for a run with a run directory."""

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from batch_agent.engine.run.control_socket import ControlSocket
 from batch_agent.engine.run.steering import Controls
@@ -18,7 +17,7 @@ from batch_agent.events import Event
 from batch_agent.messages import JsonObject
 from batch_agent.observe.recorder import Recorder
 from batch_agent.store.session import Session
-from batch_agent.store.timeline import Line, TimelineFiles
+from batch_agent.store.timeline import TimelineFiles
 
 logger = logging.getLogger("batch_agent")
 
@@ -26,15 +25,11 @@ EVERY = 1.0  # seconds between two writes
 STATUS_EVERY = 5.0  # ... of which have the numbers of the run
 
 
-class Sampled(Protocol):
-    def sample(self) -> Line: ...
-
-
 class Watch:
-    """A sink. ``controls`` is what the control socket steers; None: there is no socket."""
+    """A sink. ``run`` is what is sampled, and steered by the control socket where there is to be one."""
 
-    def __init__(self, recorder: Recorder, run: Sampled, controls: Controls | None, status: Callable[[], JsonObject]):
-        self._recorder, self._run, self._controls, self._status = recorder, run, controls, status
+    def __init__(self, recorder: Recorder, run: Controls, *, socket: bool) -> None:
+        self._recorder, self._run, self._has_socket = recorder, run, socket
         self._session: Session | None = None
         self._files: TimelineFiles | None = None
         self._socket: ControlSocket | None = None
@@ -50,7 +45,7 @@ class Watch:
     async def begin(self, session: Session, run_dir: Path, header: JsonObject, at: float) -> None:
         self._session = session
         files = TimelineFiles(run_dir)
-        self._socket = None if self._controls is None else ControlSocket(self._controls, run_dir)
+        self._socket = ControlSocket(self._run, run_dir) if self._has_socket else None
 
         def prepare() -> None:
             files.begin(header, at)
@@ -101,7 +96,7 @@ class Watch:
             self._sampled = now
         status = None
         if last or now - self._told >= STATUS_EVERY:
-            status, self._told = self._status(), now
+            status, self._told = self._run.status(), now
         return lambda: files.write(lines, spans, status)
 
     def _written(self, writing: asyncio.Future[None]) -> None:

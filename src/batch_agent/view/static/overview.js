@@ -34,13 +34,14 @@ export async function overview({ key, page, go, onNews }) {
 
 const now = (data, live) => (live && live.status) || data.status;
 
-function head({ run, index }, live) {
+function head({ run, index, unfinished }, live) {
   const status = live && live.status;
   const line = [run.model, run.backend].filter(Boolean).map((part) => h("span", { class: "clip", title: part }, text(part)));
   return h("div", { class: "line facts" }, line,
     h("span", null, "started ", when(run.started)),
     run.sessions > 1 ? h("span", null, `session ${run.sessions}`) : null,
     run.ended && !live ? h("span", null, "ended ", when(run.ended)) : null,
+    unfinished ? h("span", { class: "warn" }, `${number(unfinished)} rows had begun and are not done; batch-agent resume goes on with them`) : null,
     run.why ? h("span", { class: "bad" }, text(run.why, 300)) : null,
     status && status.reason ? h("span", { class: "bad" }, text(status.reason, 300)) : null,
     index.complete ? null : h("span", { class: "quiet" }, `indexing rows: ${Math.round(index.share * 100)} %`));
