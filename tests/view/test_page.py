@@ -197,3 +197,11 @@ async def test_the_page_is_readable_on_a_phone_and_in_the_dark(tmp_path: Path) -
             await asyncio.sleep(0.3)
             assert await page.ask("document.documentElement.scrollWidth") <= 390
         assert await page.ask("getComputedStyle(document.body).backgroundColor") == "rgb(22, 22, 20)"
+
+
+async def test_a_page_that_is_opened_before_its_run_begins_shows_it_then(tmp_path: Path) -> None:
+    async with page_of(tmp_path / "run") as server, chromium() as page:
+        await page.goto(f"{server.base}/?token={server.token}#/run/run")
+        await page.until("document.body.innerText.includes('has not begun')")
+        await recorded(tmp_path / "run", 8)
+        await page.until("document.querySelector('.tiles')")

@@ -56,7 +56,10 @@ async function open() {
       Object.assign(mine, await compare(page, rest[0], rest[1]));
     } else await openList(mine);
   } catch (error) {
-    if (mine === shown) fill(page, h("p", { class: "error" }, text(error.message)));
+    if (mine !== shown) return;
+    const begins = kind === "run" && error.message.includes("holds no run");
+    fill(page, h("p", { class: begins ? "quiet" : "error" }, begins ? "The run has not begun." : text(error.message)));
+    if (begins) mine.events = listen("events", { run: rest[0] }, (news) => { if (news.state !== "not begun") open(); });
   }
 }
 
