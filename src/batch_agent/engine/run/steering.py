@@ -128,10 +128,12 @@ class Steered:
             dispatcher.resume()
 
     def resize(self, max_inflight: int | None) -> None:
-        """Change ``max_inflight``. Lowered, it is reached as answers come in; nothing is interrupted."""
+        """Change ``max_inflight`` of each backend. Lowered, it is reached as answers come in; nothing is interrupted."""
         if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
             raise SpecError("max_inflight is a whole number above 0, or None for no limit")
-        self.shared.dispatcher.resize(max_inflight)
+        dispatchers = [self.shared.dispatcher] if self._outer is not None else self.shared.dispatchers.values()
+        for dispatcher in dispatchers:
+            dispatcher.resize(max_inflight)
 
     def drain(self) -> None:
         """Start nothing new; agents under way finish, and ``results`` ends after them."""
