@@ -28,7 +28,7 @@ test: $(VENV)/.ready  ## set up and pass the tests
 
 test-view: $(VENV)/.ready  ## the page in headless Chromium, installed with apt where it is missing
 	command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
-	$(BIN)/python -m pytest tests/view
+	BATCH_AGENT_TEST_VIEW=1 $(BIN)/python -m pytest tests/view
 
 screenshots: $(VENV)/.ready  ## pictures of the page for docs/images
 	$(BIN)/python docs/screenshots.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from batch_agent.cli.main import main
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 
 pytestmark = [pytest.mark.skipif(PROGRAM is None, reason=MISSING), pytest.mark.real]
+thorough = pytest.mark.skipif("BATCH_AGENT_TEST_VIEW" not in os.environ, reason="it takes long: make test-view runs it")
 
 
 @asynccontextmanager
@@ -31,6 +33,7 @@ async def opened(*paths: Path, place: str = "") -> AsyncIterator[Page]:
         assert [address for address in page.requests if not address.startswith((server.base, "data:", "about:"))] == []
 
 
+@thorough
 async def test_a_live_run_of_200_rows_is_followed_filtered_and_steered(tmp_path: Path) -> None:
     async with triage(tmp_path / "live", 200, pace=0.2, max_inflight=8) as run:
 
@@ -127,6 +130,7 @@ async def test_a_transcript_grows_while_the_agent_talks(tmp_path: Path) -> None:
                 assert "word199" in await page.text() and "seen it" in await page.text()
 
 
+@thorough
 async def test_a_timeline_is_zoomed_by_dragging(tmp_path: Path) -> None:
     run = await recorded(tmp_path / "run", 40, pace=0.02)
     async with opened(run, place="/run/run/timeline") as page:
@@ -169,6 +173,7 @@ async def test_a_report_is_one_file_that_needs_no_server_and_no_network(tmp_path
         assert [address for address in page.requests if not address.startswith(("file:", "data:", "about:"))] == []
 
 
+@thorough
 async def test_a_hundred_thousand_rows_are_paged_by_the_server(tmp_path: Path) -> None:
     run = await recorded(tmp_path / "run", 20)
     line = (run / "results.jsonl").read_bytes().splitlines()[0]
@@ -186,6 +191,7 @@ async def test_a_hundred_thousand_rows_are_paged_by_the_server(tmp_path: Path) -
         await page.until("document.body.innerText.includes('1 of 1')")
 
 
+@thorough
 async def test_the_page_is_readable_on_a_phone_and_in_the_dark(tmp_path: Path) -> None:
     run = await recorded(tmp_path / "run", 12)
     async with opened(run, place="/run/run") as page:
@@ -199,6 +205,7 @@ async def test_the_page_is_readable_on_a_phone_and_in_the_dark(tmp_path: Path) -
         assert await page.ask("getComputedStyle(document.body).backgroundColor") == "rgb(22, 22, 20)"
 
 
+@thorough
 async def test_a_page_that_is_opened_before_its_run_begins_shows_it_then(tmp_path: Path) -> None:
     async with page_of(tmp_path / "run") as server, chromium() as page:
         await page.goto(f"{server.base}/?token={server.token}#/run/run")
