@@ -128,7 +128,7 @@ class Steered:
             dispatcher.resume()
 
     def resize(self, max_inflight: int | None) -> None:
-        """Change ``max_inflight`` of each backend. A lower one is reached as answers come in; nothing is interrupted."""
+        """Change ``max_inflight`` of each backend. A lower one is reached as answers come in."""
         if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
             raise SpecError("max_inflight is a whole number above 0, or None for no limit")
         dispatchers = [self.shared.dispatcher] if self._outer is not None else self.shared.dispatchers.values()
