@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm test-dynamo soak lint format bench clean
+.PHONY: demo test test-view screenshots test-vllm test-dynamo soak lint format bench clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,13 @@ demo: $(VENV)/.local  ## set up and run 30 agents on real weights: no server, no
 
 test: $(VENV)/.ready  ## set up and pass the tests
 	$(BIN)/python -m pytest -n auto
+
+test-view: $(VENV)/.ready  ## the page in headless Chromium, installed with apt where it is missing
+	command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
+	BATCH_AGENT_TEST_VIEW=1 $(BIN)/python -m pytest tests/view
+
+screenshots: $(VENV)/.ready  ## pictures of the page for docs/images
+	$(BIN)/python docs/screenshots.py
 
 test-vllm test-dynamo: test-%: $(VENV)/.ready  ## install and start a real server, and pass its suite
 	$(BIN)/python -m tests.real $*

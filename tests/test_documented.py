@@ -61,7 +61,7 @@ def test_the_help_says_of_every_option_its_type_its_default_and_its_sentence() -
 def test_progress_is_a_keyword_of_those_that_return_all_results() -> None:
     for name in METHODS:
         parameters = inspect.signature(getattr(BatchAgent, name)).parameters
-        assert ("progress" in parameters) == (name in ("run", "run_sync"))
+        assert ("progress" in parameters) == ("view" in parameters) == (name in ("run", "run_sync"))
 
 
 def test_the_methods_are_what_they_were() -> None:

@@ -53,6 +53,7 @@ ERROR_TYPES = {
     "BackendError",
     "BadArguments",
     "BadResponse",
+    "Cancelled",
     "ContextOverflow",
     "InputError",
     "Interrupted",

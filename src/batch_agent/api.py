@@ -134,12 +134,13 @@ class BatchAgent(MapReduce):
         output_schema: type[T],
         worker: Worker | None = None,
         progress: bool | None = None,
+        view: bool = False,
         **options: Unpack[Options],
     ) -> Results[T]: ...
     @overload
     @classmethod
     async def run(
-        cls, *, output_schema: None = None, progress: bool | None = None, **options: Unpack[Options]
+        cls, *, output_schema: None = None, progress: bool | None = None, view: bool = False, **options: Unpack[Options]
     ) -> Results[str]: ...
     @overload
     @classmethod
@@ -149,11 +150,12 @@ class BatchAgent(MapReduce):
         worker: Worker,
         output_schema: None = None,
         progress: bool | None = None,
+        view: bool = False,
         **options: Unpack[Options],
     ) -> Results[Any]: ...
     @overload
     @classmethod
-    async def run(cls, spec: BatchSpec, *, progress: bool | None = None) -> Results[Any]: ...
+    async def run(cls, spec: BatchSpec, *, progress: bool | None = None, view: bool = False) -> Results[Any]: ...
     @overload
     @classmethod
     async def run(
@@ -162,17 +164,21 @@ class BatchAgent(MapReduce):
         output_schema: Any,
         worker: Worker | None = None,
         progress: bool | None = None,
+        view: bool = False,
         **options: Unpack[Options],
     ) -> Results[Any]: ...
     @classmethod
-    async def run(cls, spec: BatchSpec | None = None, *, progress: bool | None = None, **options: Any) -> Results[Any]:
+    async def run(
+        cls, spec: BatchSpec | None = None, *, progress: bool | None = None, view: bool = False, **options: Any
+    ) -> Results[Any]:
         """All results, in input order. Failed jobs are results too; only a run that cannot go on raises.
 
         ``progress`` shows the run as it goes, on standard error or in the notebook: True from its start, False never;
-        not given, where there is a terminal or a notebook and the run takes more than a moment.
+        not given, where there is a terminal or a notebook and the run takes more than a moment. ``view`` serves the
+        run's page and shows its address; it needs ``run_dir``, and is served for as long as the results are kept.
         """
         checked = _spec(spec, options)
-        return await _collect(cls._open(checked), checked, progress)
+        return await _collect(cls._open(checked), checked, progress, view)
 
     @overload
     @classmethod
@@ -248,12 +254,13 @@ class BatchAgent(MapReduce):
         output_schema: type[T],
         worker: Worker | None = None,
         progress: bool | None = None,
+        view: bool = False,
         **options: Unpack[Options],
     ) -> Results[T]: ...
     @overload
     @classmethod
     def run_sync(
-        cls, *, output_schema: None = None, progress: bool | None = None, **options: Unpack[Options]
+        cls, *, output_schema: None = None, progress: bool | None = None, view: bool = False, **options: Unpack[Options]
     ) -> Results[str]: ...
     @overload
     @classmethod
@@ -263,11 +270,12 @@ class BatchAgent(MapReduce):
         worker: Worker,
         output_schema: None = None,
         progress: bool | None = None,
+        view: bool = False,
         **options: Unpack[Options],
     ) -> Results[Any]: ...
     @overload
     @classmethod
-    def run_sync(cls, spec: BatchSpec, *, progress: bool | None = None) -> Results[Any]: ...
+    def run_sync(cls, spec: BatchSpec, *, progress: bool | None = None, view: bool = False) -> Results[Any]: ...
     @overload
     @classmethod
     def run_sync(
@@ -276,12 +284,15 @@ class BatchAgent(MapReduce):
         output_schema: Any,
         worker: Worker | None = None,
         progress: bool | None = None,
+        view: bool = False,
         **options: Unpack[Options],
     ) -> Results[Any]: ...
     @classmethod
-    def run_sync(cls, spec: BatchSpec | None = None, *, progress: bool | None = None, **options: Any) -> Results[Any]:
+    def run_sync(
+        cls, spec: BatchSpec | None = None, *, progress: bool | None = None, view: bool = False, **options: Any
+    ) -> Results[Any]:
         """``run`` for scripts and notebooks, also where an event loop is already running."""
-        return _run_anywhere(cls.run(_spec(spec, options), progress=progress))
+        return _run_anywhere(cls.run(_spec(spec, options), progress=progress, view=view))
 
     @classmethod
     def plan(cls, spec: BatchSpec | None = None, **options: Any) -> Prepared:
@@ -323,11 +334,16 @@ def _with_rows(spec: BatchSpec) -> BatchSpec:
     return spec.model_copy(update={"inputs": rows_from(spec.inputs)})
 
 
-async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None) -> Results[R]:
+async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None, wants_page: bool) -> Results[R]:
     from batch_agent.files.read import LazyRows
     from batch_agent.observe.display import with_expected
-    from batch_agent.observe.progress import Progress
+    from batch_agent.observe.progress import Progress, show_address
     from batch_agent.results import Results, Summary, with_unfinished
+    from batch_agent.view.beside import PageBeside
+
+    page = PageBeside(spec.run_dir) if wants_page else None
+    if page is not None and (address := await page.open()):
+        show_address(address)
 
     def statistics() -> Statistics:
         expected = spec.inputs.expected_rows() if isinstance(spec.inputs, LazyRows) else None

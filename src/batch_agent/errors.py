@@ -16,6 +16,7 @@
     │   │   └── RowEnded     it asked or called something after its row had ended
     │   ├── ReplayMismatch   the next request is not the one that the record answers
     │   ├── RecordUnreadable the row's record is damaged, and a write was begun in it
+    │   ├── Cancelled        somebody cancelled this job alone
     │   └── Interrupted      the run ended before this job did
     ├── StoreError           the run cannot be recorded; stops the run
     └── InternalError        a broken invariant
@@ -242,6 +243,13 @@ class RecordUnreadable(JobError):
 
     stage = "record"
     type = "RecordUnreadable"
+
+
+class Cancelled(JobError):
+    """This job was cancelled; the others went on."""
+
+    type = "Cancelled"
+    retryable = True
 
 
 class Interrupted(JobError):

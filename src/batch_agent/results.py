@@ -63,12 +63,18 @@ class Results(list[AgentResult[T]]):
     """The results of a run, in input order. A list made of some of them has the summary that they add up to."""
 
     def __init__(
-        self, results: Iterable[AgentResult[T]] = (), summary: Summary | None = None, output_schema: object = None
+        self,
+        results: Iterable[AgentResult[T]] = (),
+        summary: Summary | None = None,
+        output_schema: object = None,
+        page: object = None,
     ) -> None:
-        """``output_schema`` is the spec's, by which outputs are written."""
+        """``output_schema`` is the spec's, by which outputs are written; ``page`` is the run's, served until it is
+        dropped."""
         super().__init__(results)
         self._summary = summary
         self._output_schema = output_schema
+        self._page = page
 
     @property
     def ok(self) -> list[Success[T]]:

@@ -59,6 +59,18 @@ COMMANDS: Mapping[str, Command] = {
         "how far a run is",
         "How far a recorded run is, also while another process works on it.",
     ),
+    "control": Command(
+        "pause, resize, drain or cancel a run, or one of its rows",
+        "Steer a run that another process on this machine works on.",
+    ),
+    "view": Command(
+        "look at runs in a browser",
+        "Serve a page that shows a run, two runs side by side, or all runs of a directory; live, and after their end.",
+    ),
+    "report": Command(
+        "write a run as one HTML file",
+        "Write what the page shows of a run to one HTML file, which needs no server and no network.",
+    ),
     "runs": Command(
         "list recorded runs",
         "The runs that are recorded in a directory, the latest first.",

@@ -7,6 +7,7 @@ and tests see nothing. A view writes to standard error or to the notebook, never
 from __future__ import annotations
 
 import asyncio
+import html
 import os
 import stat
 import sys
@@ -66,6 +67,18 @@ class Progress:
             self._conclude = _say
         self._display = Display(view, self._statistics)
         self._display.begin()
+
+
+def show_address(address: str) -> None:
+    """Say where a run's page is: as a link in a notebook, else on standard error."""
+    if _in_notebook():
+        from batch_agent.observe.notebook import publisher
+
+        link = html.escape(address, quote=True)
+        publisher()({"text/plain": address, "text/html": f'<a href="{link}" target="_blank">view the run</a>'}, False)
+    elif sys.stderr is not None:
+        with suppress(OSError):
+            _say(f"view the run: {address}")
 
 
 def _suits() -> bool:

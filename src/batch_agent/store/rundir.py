@@ -5,6 +5,8 @@
     results.jsonl   the rows that are ok, as they finish
     failures.jsonl  the rows that failed
     summary.json    the numbers, when a session ended
+    timeline.jsonl  and the files named in ``timeline``: what happened when, for those who look
+    control.json    where the control socket is, while a process works here
     run.lock        held while a process works here
     NAME/           the same for each stage of a pipeline, which ``run.json`` names
 

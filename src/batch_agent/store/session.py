@@ -209,6 +209,10 @@ class Session:
         """Record soon what was spent, and a new lease."""
         self._open_journal.touch()
 
+    def beside(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run ``function`` in the journal's thread, between two commits."""
+        return self._run(function)
+
     async def flush(self) -> bool:
         """Whether everything added or published until now is on disk; waited for even when whoever waits is
         cancelled."""

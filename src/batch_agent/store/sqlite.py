@@ -271,8 +271,11 @@ def open_to_read(path: Path) -> sqlite3.Connection:
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
-    """Also where nothing may be written: a journal that was closed needs no files beside it then."""
+    """Also where nothing may be written. A journal that was closed is read without SQLite's files beside it, which a
+    reader would make and leave behind."""
     address = path.resolve().as_uri()
+    if path.exists() and not path.with_name(f"{path.name}-wal").exists():
+        return sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True, isolation_level=None)
     db = sqlite3.connect(f"{address}?mode=ro", uri=True, isolation_level=None)
     try:
         db.execute("SELECT count(*) FROM sqlite_schema").fetchone()

@@ -75,6 +75,10 @@ class Trail:
         self.has_past = bool(self._turns or self.past.worked) or self.ended
         self.fresh = not self.has_past
 
+    def anew(self) -> Trail:
+        """A trail of the same row with nothing to follow, for an agent that begins again."""
+        return Trail(self._journal, self._identity)
+
     @property
     def key(self) -> bytes:
         """The digest of the whole question of its row."""

@@ -25,9 +25,12 @@ from batch_agent.engine.run.together import run_together
 from batch_agent.errors import Interrupted, SpecError
 from batch_agent.events import Event, JobFinished, JobStarted, Sink
 from batch_agent.job import AgentResult
+from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.spec import BatchSpec
+from batch_agent.store.timeline import Line
 from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, KeyNode, Source
+from batch_agent.topology.graph import graph_of
 from batch_agent.topology.items import Receiver
 from batch_agent.topology.nodes import AgentNode, Collector, JoinNode
 from batch_agent.topology.reduce import ReduceNode, Reduction
@@ -75,12 +78,14 @@ class Flow:
         if not self.nodes:
             raise SpecError("a pipeline needs a stage that asks a model: map or reduce")
         self._prepared = self._outermost()
+        self._graph = graph_of(stages)
         self._run: Run[Any] = Run(
             self._prepared,
             [self._observe, *sinks],
             command,
             worker=self._work,
             stages=[node.name for node in self.nodes],
+            controls=self,
         )
         self._metrics = Metrics(self._run.shared.clock)
         for node in self.nodes:  # in this order: of those that want to start something, the last one goes first
@@ -121,6 +126,53 @@ class Flow:
 
     def cancel(self) -> None:
         self._run.cancel()
+
+    def resize(self, max_inflight: int | None) -> None:
+        """Change the number in flight of each backend."""
+        self._run.resize(max_inflight)
+
+    def cancel_row(self, row: str | int) -> None:
+        """End a row of a stage, named ``STAGE/ROW``; it fails, the others go on."""
+        run, row = self._stage_row(row)
+        run.cancel_row(row)
+
+    def retry_row(self, row: str | int) -> None:
+        """Begin a row of a stage again, named ``STAGE/ROW``."""
+        run, row = self._stage_row(row)
+        run.retry_row(row)
+
+    def status(self) -> JsonObject:
+        """The pipeline at this moment, as one JSON object: all stages together, and each as its own of ``stages``."""
+        whole = self._run.status_of(self.statistics())
+        stages: list[JsonValue] = []
+        for node in self._graph:
+            ran = next((each.run for each in self.nodes if each.name == node["name"]), None)
+            stages.append({**node, "status": None if ran is None else ran.status()})
+        return {**whole, "stages": stages}
+
+    def sample(self) -> Line:
+        """One sample of the pipeline's timeline."""
+        return self._run.sample_of(self.statistics())
+
+    def live_rows(self, limit: int = 200) -> list[JsonObject]:
+        """The rows under way, of the later stages first."""
+        rows: list[JsonObject] = []
+        for node in reversed(self.nodes):
+            rows += [{**row, "stage": node.name} for row in node.run.live_rows(limit - len(rows))]
+        return rows
+
+    def live_row(self, row: str | int) -> JsonObject:
+        run, row = self._stage_row(row)
+        return run.live_row(row)
+
+    def _stage_row(self, row: str | int) -> tuple[Run[Any], str]:
+        stage, _, name = str(row).partition("/")
+        node = next((node for node in self.nodes if node.name == stage), None)
+        if node is None or not name:
+            raise SpecError(
+                f"a row of a pipeline is named STAGE/ROW; its stages: {', '.join(n.name for n in self.nodes)}"
+            )
+        return node.run, name
 
     @property
     def spec(self) -> BatchSpec:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, nullcontext
 from typing import TextIO
 
 from batch_agent.cli.commands.models import fetch_missing
-from batch_agent.cli.commands.run import choose_view, exit_code, open_output
+from batch_agent.cli.commands.run import choose_view, exit_code, open_output, page_beside
 from batch_agent.cli.exit_status import ALL_OK, SIGNALLED
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.report import Reporter
@@ -41,7 +41,7 @@ def run_stages(options: argparse.Namespace, stdout: TextIO, files: ExitStack) ->
     view = choose_view(options, sys.stderr, stdout)
     inputs = flow.inputs
     closed = closing(inputs) if isinstance(inputs, LazyRows) else nullcontext()
-    with closed, open_output(options, flow.spec) as writer:
+    with closed, page_beside(options, flow.spec), open_output(options, flow.spec) as writer:
         return asyncio.run(_finish(flow, writer, view, Reporter(options, flow.spec, writer, stdout)))
 
 

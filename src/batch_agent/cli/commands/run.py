@@ -9,8 +9,8 @@ import signal
 import stat
 import sys
 from collections import Counter, deque
-from collections.abc import Mapping
-from contextlib import ExitStack, closing, nullcontext, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -71,8 +71,22 @@ def run_command(options: argparse.Namespace) -> int:
         log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
         prepared = replace(prepared, backend=log.wrap(prepared.backend, spec.api_key))
         run: Run[object] = Run(prepared, command=command)
-        with open_output(options, spec) as writer:
+        with page_beside(options, spec), open_output(options, spec) as writer:
             return asyncio.run(_run(run, spec, writer, view, Reporter(options, spec, writer, stdout)))
+
+
+@contextmanager
+def page_beside(options: argparse.Namespace, spec: BatchSpec) -> Iterator[None]:
+    """With --view, the run's page, in a process of its own."""
+    if not options.view:
+        yield
+        return
+    from batch_agent.view.beside import PageBeside
+
+    with closing(PageBeside(spec.run_dir)) as page:
+        if address := asyncio.run(page.open()):
+            say(f"view the run: {address}", wrap=False)
+        yield
 
 
 def open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:

@@ -227,6 +227,7 @@ def _add_words(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="the live view, which a terminal gets anyway, also with --json or a pipe; without a terminal, plain lines",
     )
+    group.add_argument("--view", action="store_true", help="serve the run's page beside it and say its address")
     group.add_argument("--json", action="store_true", help="print the summary, or the plan, as one JSON object")
     group.add_argument("-v", "--verbose", action="store_true", help="say what is sent and received, in short")
     group.add_argument(

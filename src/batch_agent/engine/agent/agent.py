@@ -22,7 +22,7 @@ from batch_agent.engine.agent.work_state import WorkState
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import AgentTimeout, Interrupted, JobError, RecordUnreadable
 from batch_agent.job import AgentError, AgentResult, BaseResult, Job
-from batch_agent.messages import Message, content_shown
+from batch_agent.messages import JsonObject, Message, content_shown
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.store.trail import FailedBefore, Trail
@@ -41,8 +41,11 @@ class Agent:
         self.recorded: AgentResult[object] | None = None  # its result, when that is on its way to the disk
         self._verdict: AgentError | None = None
         self._output: object = None
+        self.stopped_by: JobError | None = None  # what it ends in before its time
+        self._task: asyncio.Task[object] | None = None  # while it works
         self._deadline = resources.timeout_per_agent
         self._trail = trail
+        self._worker = worker
         self._state: WorkState
         if isinstance(worker, UserWorker):
             self._state = RowWork(job, resources, trail, worker)
@@ -54,6 +57,9 @@ class Agent:
         state, deadline = self._state, self._deadline
         state.ticket = ticket
         limit = asyncio.timeout(deadline)
+        self._task = task = asyncio.current_task()
+        if self.stopped_by is not None and task is not None:
+            task.cancel()
         try:
             if self._trail.past.unreadable:
                 raise RecordUnreadable(UNREADABLE.format(reason=self._trail.past.unreadable))
@@ -71,9 +77,29 @@ class Agent:
             self.fail(AgentTimeout(f"timeout_per_agent, {deadline:g} s, is over after {turns} answers of the model"))
         except JobError as error:
             self.fail(error)
+        except asyncio.CancelledError:
+            if self.stopped_by is None or task is None or task.uncancel():  # what is left is for the whole run
+                raise
+            self.fail(self.stopped_by)
         finally:
+            self._task = None
             await state.close()
         return self.result()
+
+    def stop(self, error: JobError) -> None:
+        """End it now with this error, unless it has ended."""
+        if self.stopped_by is None:
+            self.stopped_by = error
+            if self._task is not None:
+                self._task.cancel()
+
+    def anew(self, resources: Resources) -> Agent:
+        """An agent for the same job that begins at its start."""
+        return Agent(self.job, resources, self._trail.anew(), self._worker)
+
+    def conversation(self) -> JsonObject:
+        """What was said so far, and what is being said."""
+        return self._state.shown()
 
     def fail(self, error: JobError) -> None:
         self.error, self._output = error, None

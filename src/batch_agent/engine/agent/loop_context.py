@@ -275,6 +275,7 @@ class LoopContext(WorkState):
         may_stream = r.early_tools and can_call and not last
         streams = may_stream and r.streaming.wants_next()
         early = EarlyCalls(r.tools, self.job, self.tally.turns + 1) if streams else None
+        self._asking = request
         try:
             turn = TurnCall(r, request, self.job.index, self.tally, early)
             reply = await r.dispatcher.ask(turn, r.policy, ticket=ticket, observer=turn)
@@ -283,6 +284,8 @@ class LoopContext(WorkState):
                 early.abandon()
             self.text = (error.text if isinstance(error, BackendError) else "".join(request.said)) or self.text
             raise
+        finally:
+            self._asking = None
         self._early = early
         return reply
 

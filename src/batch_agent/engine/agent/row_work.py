@@ -181,7 +181,13 @@ class RowWork(WorkState):
         )
         turn = TurnCall(r, request, self.job.index, tally, None, schema)
         ticket = r.dispatcher.slots.claim(self._progress(shape.model), turns)
-        return await r.dispatcher.ask(turn if send is None else send(request), r.policy, ticket=ticket, observer=turn)
+        question = turn if send is None else send(request)
+        self._asking = request
+        try:
+            return await r.dispatcher.ask(question, r.policy, ticket=ticket, observer=turn)
+        finally:
+            if self._asking is request:
+                self._asking = None
 
     def _progress(self, model: str) -> Progress:
         """The row's, where it asks this model: servers are chosen by it."""

@@ -6,12 +6,16 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
+from pydantic import JsonValue
+
+from batch_agent.backends.base import ModelRequest
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tally import Tally
 from batch_agent.errors import JobError, StoreError
 from batch_agent.job import AgentError, Job
-from batch_agent.messages import Message
+from batch_agent.messages import JsonObject, Message
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.store.steps import Spent
@@ -26,6 +30,7 @@ class WorkState(ABC):
     max_tokens."""
 
     __slots__ = (
+        "_asking",
         "_began",
         "_loop",
         "_r",
@@ -49,6 +54,7 @@ class WorkState(ABC):
         self.truncated = False
         self.failure: JobError | StoreError | None = None
         self.ticket: Ticket | None = None  # a claim to a slot that was made already
+        self._asking: ModelRequest | None = None  # the request that is waited for, the latest of several
         self._r = resources
         self._trail = trail
         self._loop = asyncio.get_running_loop()
@@ -78,6 +84,23 @@ class WorkState(ABC):
     def seconds(self) -> float:
         """How long the agent was worked on, in all sessions."""
         return self.tally.before + (self._loop.time() - self._began if self._trail.fresh else 0.0)
+
+    def shown(self) -> JsonObject:
+        """What was said so far. ``saying`` is the answer that is being streamed; None while no request is in flight."""
+        asking, tally = self._asking, self.tally
+        return {
+            "index": self.job.index,
+            "job_id": self.job.job_id,
+            "messages": cast("list[JsonValue]", [message.to_dict() for message in self.messages]),
+            "saying": None if asking is None else "".join(asking.said),
+            "endpoint": None if asking is None else asking.endpoint or None,
+            "turns": tally.turns,
+            "attempts": tally.attempts,
+            "seconds": round(self.seconds()),
+            "timings": {"queued": tally.queued, "inference": tally.inference, "tool_wait": tally.tool_wait},
+            "usage": {"prompt_tokens": tally.usage.prompt_tokens, "completion_tokens": tally.usage.completion_tokens},
+            "cost": tally.cost,
+        }
 
     def _spent(self) -> Spent:
         return self.tally.spent(self._loop.time() - self._began)

@@ -14,9 +14,10 @@ from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.run.delivery import Delivery
 from batch_agent.engine.run.parts import Parts
 from batch_agent.engine.run.rows import Rows
-from batch_agent.errors import Interrupted, JobError
+from batch_agent.errors import Cancelled, Interrupted, JobError, SpecError
 from batch_agent.events import JobFinished, JobStarted
 from batch_agent.job import AgentError, AgentResult, Failure, Job, Placed
+from batch_agent.messages import JsonObject
 from batch_agent.scheduler.core import Ticket
 from batch_agent.store.base import Identity
 from batch_agent.store.session import Record
@@ -53,6 +54,7 @@ class Batch:
         self._lead = resources.lead  # until the first that asks has been started
         self._nowhere = Trail()  # of all agents of a run that is not recorded
         self._following = asyncio.Semaphore(FOLLOWING)
+        self._again: set[int] = set()  # rows that were stopped and begin again
 
     async def feed(self, agents: asyncio.TaskGroup) -> None:
         """Start an agent for each input, as there is room. What the inputs raise ends them: what was begun finishes."""
@@ -97,6 +99,37 @@ class Batch:
             self._tell(result)
             self._delivery.put(result)
 
+    # Steering
+
+    def cancel_row(self, row: str | int) -> None:
+        """Raises SpecError if the row is not under way."""
+        self._agent(row).stop(Cancelled("this row was cancelled by hand"))
+
+    def retry_row(self, row: str | int) -> None:
+        """Raises SpecError if the row is not under way."""
+        agent = self._agent(row)
+        agent.stop(Cancelled("this row was begun again by hand"))
+        self._again.add(agent.job.index)
+
+    def conversation(self, row: str | int) -> JsonObject:
+        """Raises SpecError if the row is not under way."""
+        return self._agent(row).conversation()
+
+    def _agent(self, row: str | int) -> Agent:
+        """The agent of a row, named by its id or its index."""
+        name = str(row)
+        agent = next((live for live in self.live.values() if live.job.job_id == name), None)
+        if agent is None and name.isdecimal():
+            agent = self.live.get(int(name))
+        if isinstance(agent, Parts):
+            raise SpecError(f"row {row} is done in parts, which cannot be steered one by one")
+        if agent is None or agent.recorded is not None:
+            raise SpecError(
+                f"row {row} is not under way: it has not begun, or it has its result; batch-agent retry-failed tries "
+                "rows that failed again when the run has ended"
+            )
+        return agent
+
     async def _trails(self, jobs: Sequence[Job]) -> Mapping[int, Trail]:
         """Where each job, by index, is recorded; nothing without a record."""
         record = self._record
@@ -137,6 +170,11 @@ class Batch:
         try:
             result = await agent.run(ticket)
             agent.record_end(result)
+            while agent.job.index in self._again and agent.stopped_by is not None:
+                self._again.discard(agent.job.index)
+                agent = self.live[agent.job.index] = agent.anew(self._r)
+                result = await agent.run(None)
+                agent.record_end(result)
             self._publish(result)
             await agent.settle()
             del self.live[agent.job.index]

@@ -74,6 +74,20 @@ async def begin_session(
     )
 
 
+def asked_json(prepared: Prepared) -> dict[str, JsonValue]:
+    """What all rows are asked, for those who look at the run: from it and a row's input its prompt is made again."""
+    plan, spec = prepared.plan, prepared.spec
+    schema = None if prepared.schema is None else prepared.schema.json_schema
+    return {
+        "system": plan.system,
+        "task": spec.task,
+        "template": spec.template,
+        "hoisted": [*plan.hoisted],
+        "schema": schema,
+        "tools": [tool.name for tool in prepared.tools],
+    }
+
+
 class StageAccount:
     """What a run inside another spends, for its own directory. The ledger is the outer run's, whose ``session`` records
     it whenever this run records something."""

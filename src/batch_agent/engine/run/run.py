@@ -12,8 +12,8 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar, cast
 
@@ -42,15 +42,17 @@ from batch_agent.engine.run.prepare import Prepared, choose_model, learn_context
 from batch_agent.engine.run.recording import (
     RECORDED_STATES,
     StageAccount,
+    asked_json,
     begin_session,
     open_session,
     rows_under,
 )
 from batch_agent.engine.run.rows import Rows
 from batch_agent.engine.run.shared import Owned, Shared, Sinks
-from batch_agent.errors import RunRejected, RunUnreachable, SpecError
+from batch_agent.engine.run.steering import Controls, Steered
+from batch_agent.engine.run.watch import Watch
+from batch_agent.errors import RunRejected, RunUnreachable
 from batch_agent.events import (
-    DrainStarted,
     Ended,
     HealthChanged,
     LimitChanged,
@@ -60,7 +62,8 @@ from batch_agent.events import (
     Sink,
 )
 from batch_agent.job import AgentResult, Placed
-from batch_agent.observe.metrics import Metrics, Statistics
+from batch_agent.observe.metrics import Metrics
+from batch_agent.observe.recorder import Recorder
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint
@@ -68,13 +71,13 @@ from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
-from batch_agent.tools.pool import ToolPool, ToolStatistics
+from batch_agent.tools.pool import ToolPool
 
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
 
-class Run(Generic[T]):
+class Run(Steered, Generic[T]):
     """``async with`` it, take ``results()``, look at ``statistics()``; ``pause``, ``drain`` or ``cancel`` at will."""
 
     def __init__(
@@ -87,12 +90,14 @@ class Run(Generic[T]):
         open_store: OpenStore = SqliteJournal.open,
         within: Shared | None = None,
         stages: Sequence[str] = (),
+        controls: Controls | None = None,
     ) -> None:
         """``command`` is how to start this run again, for the record. ``worker`` is one of our own that works on the
         rows in place of the tool loop; one of the user's is in the spec. ``open_store`` is what is behind the journal
         of a run directory. ``within`` is what another run works with: this one then takes its slots, spends its budget,
         is recorded in its journal (unless it has a run directory of its own) and shows in its view. ``stages`` are the
-        names of the runs that have their directories in this one's."""
+        names of the runs that have their directories in this one's; ``controls`` is what the control socket steers, if
+        that is not this run."""
         self.id = secrets.token_hex(8)
         self._prepared = prepared
         self._command = command
@@ -102,8 +107,12 @@ class Run(Generic[T]):
         self._stages = stages
         self._outer = within
         clock = Clock() if within is None else within.clock
-        self._metrics = Metrics(clock)
-        self._emit = Sinks([self._metrics, *sinks] if within is None else [self._metrics, *sinks, within.emit])
+        self._metrics, self._recorder = Metrics(clock), Recorder(self.id)
+        self._watch = Watch(self._recorder, controls or self, socket=within is None)
+        own: list[Sink] = (
+            [self._metrics, *sinks] if prepared.spec.run_dir is None else [self._metrics, self._watch, *sinks]
+        )
+        self._emit = Sinks(own if within is None else [*own, within.emit])
         self.shared = self._share(clock, within)
         self._feed = self.shared.dispatcher.feed(self._stop_feeding)
         self._backlogs: set[str] = set()
@@ -196,48 +205,6 @@ class Run(Generic[T]):
     def schema(self) -> OutputSchema[object] | None:
         """What the outputs are instances of; None for text."""
         return self._prepared.schema
-
-    def statistics(self) -> Statistics:
-        statistics = self._metrics.statistics()
-        return replace(statistics, prewarm=self._prewarm.statistics()) if self._prewarm is not None else statistics
-
-    def tool_statistics(self) -> dict[str, ToolStatistics]:
-        return self.shared.pool.statistics() if self.shared.pool is not None else {}
-
-    def pause(self) -> None:
-        """Send nothing more until ``resume``; requests on their way and tools go on."""
-        for dispatcher in self.shared.dispatchers.values():
-            dispatcher.pause()
-
-    def resume(self) -> None:
-        for dispatcher in self.shared.dispatchers.values():
-            dispatcher.resume()
-
-    def resize(self, max_inflight: int | None) -> None:
-        """Change ``max_inflight``. Lowered, it is reached as answers come in; nothing is interrupted."""
-        if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
-            raise SpecError("max_inflight is a whole number above 0, or None for no limit")
-        self.shared.dispatcher.resize(max_inflight)
-
-    def drain(self) -> None:
-        """Start nothing new; agents under way finish, and ``results`` ends after them."""
-        if not self._feed.closed:
-            self._emit(DrainStarted(self.shared.clock(), self.id))
-            self._feed.close()
-
-    def cancel(self) -> None:
-        """Stop now. Agents under way end as failed results of type Interrupted."""
-        self._cancelled = True
-        self.stop()
-
-    def stop(self) -> None:
-        """Nobody wants the results any more: not one more request leaves, and everything under way is cancelled."""
-        self._feed.close()
-        if self._outer is None:
-            for dispatcher in self.shared.dispatchers.values():
-                dispatcher.slots.stop()
-        if self._supervisor is not None:
-            self._supervisor.cancel()
 
     # The supervisor
 
@@ -372,6 +339,9 @@ class Run(Generic[T]):
             on_overdue=partial(self.shared.set_overdue, self.id),
         )
         self.shared.session = self._session
+        if prepared.spec.run_dir is not None:
+            where = Path(prepared.spec.run_dir)
+            await self._watch.begin(self._session, where, asked_json(prepared), self.shared.clock())
         return self._session
 
     def _record_of_parts(self, prepared: Prepared) -> Record | None:
@@ -426,6 +396,7 @@ class Run(Generic[T]):
         if self._session is None:
             return None
         why = reason if failure is None else str(failure)
+        await self._watch.end()
         try:
             await self._session.end(RECORDED_STATES[ended], why, summary_json(self.statistics()))
         except Exception as error:  # whatever it is, the caller must not take the run for one that went well

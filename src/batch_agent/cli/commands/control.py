@@ -1,0 +1,117 @@
+"""``batch-agent control``: steer a run that another process works on."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import cast
+
+from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED, UNREACHABLE
+from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.spec.numbers import positive
+from batch_agent.errors import SpecError
+from batch_agent.files.results import to_json
+from batch_agent.messages import JsonObject
+from batch_agent.observe.text import dollars, duration, harmless, rate
+from batch_agent.store.control import NotAlive, Refused, ask
+from batch_agent.store.rundir import RUN
+
+SAID = {
+    "pause": "paused: requests in flight finish, no other is sent until resume",
+    "resume": "goes on",
+    "drain": "draining: agents under way finish, no other starts",
+    "cancel": "cancelled",
+    "resize": "resized",
+    "cancel-row": "the row was cancelled",
+    "retry-row": "the row begins again",
+}
+EPILOG = """\
+exit status:
+  0  done
+  1  refused, or there is no such run: the message says why
+  4  the run is not alive on this machine
+"""
+
+
+def add_control_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run_dir", metavar="RUN", help="the run directory")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    helps = {
+        "status": "what the run does now",
+        "pause": "send nothing until resume; requests in flight finish",
+        "resume": "go on after pause",
+        "drain": "start no new row; those under way finish",
+        "cancel": "stop now; what is recorded can be resumed",
+    }
+    for name, text in helps.items():
+        _add(actions, name, text)
+    _add(actions, "resize", "change the number of requests in flight").add_argument(
+        "inflight", type=positive, metavar="N", help="requests in flight, at the most"
+    )
+    for name, text in (
+        ("cancel-row", "end a row that is under way; it fails with the type Cancelled"),
+        ("retry-row", "begin a row that is under way again from its start"),
+    ):
+        _add(actions, name, text).add_argument(
+            "row", metavar="ROW", help="its id, or its place in the inputs, from 0; in a pipeline STAGE/ROW"
+        )
+
+
+def _add(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str) -> argparse.ArgumentParser:
+    action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    action.add_argument("--json", action="store_true", help="print the status of the run as one JSON object")
+    return action
+
+
+def control_command(options: argparse.Namespace) -> int:
+    path = Path(options.run_dir)
+    if not (path / RUN).exists():
+        raise SpecError(f"{path} holds no run: there is no {RUN} in it")
+    request: JsonObject = {"do": options.action}
+    for name in ("inflight", "row"):
+        if (value := getattr(options, name, None)) is not None:
+            request[name] = value
+    try:
+        answer = asyncio.run(ask(path, request))
+    except (NotAlive, Refused) as error:
+        if options.json:
+            put(to_json({"alive": isinstance(error, Refused), "error": str(error)}).decode(), sys.stdout)
+        else:
+            say(f"batch-agent: {harmless(str(error))}")
+        return UNREACHABLE if isinstance(error, NotAlive) else RUN_FAILED
+    status = cast(JsonObject, answer["status"])
+    if options.json:
+        put(to_json({"alive": True, **status}).decode(), sys.stdout)
+    elif options.action == "status":
+        put("\n".join(_lines(status)), sys.stdout)
+    else:
+        say(f"batch-agent: {SAID[options.action]}")
+    return ALL_OK
+
+
+def _lines(status: JsonObject) -> list[str]:
+    rows, agents = cast("dict[str, int | None]", status["rows"]), cast("dict[str, int]", status["agents"])
+    of = f" of {rows['total']:,}" if rows["total"] is not None else ""
+    lines = [
+        ("state", str(status["state"])),
+        ("rows", f"{rows['done']:,}{of} done: {rows['ok']:,} ok, {rows['failed']:,} failed"),
+        ("agents", ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in agents.items())),
+    ]
+    left = status["seconds_left"]
+    lines.append(
+        (
+            "rate",
+            rate(cast(float, status["rows_per_second"])) + (f", {duration(cast(float, left))} left" if left else ""),
+        )
+    )
+    if status["cost"] is not None:
+        lines.append(("cost", dollars(cast(float, status["cost"]))))
+    for endpoint in cast("list[dict[str, object]]", status["endpoints"]):
+        limit = "no limit" if endpoint["limit"] is None else f"{endpoint['limit']}"
+        reason = f": {endpoint['reason']}" if endpoint["reason"] else ""
+        name = endpoint["name"] or status["backend"]
+        lines.append(("server", f"{name}: {endpoint['inflight']} of {limit} in flight, {endpoint['state']}{reason}"))
+    return [f"  {label:<8} {harmless(text)}" for label, text in lines]

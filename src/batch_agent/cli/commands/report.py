@@ -1,0 +1,48 @@
+"""``batch-agent report``: a run as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from batch_agent.cli.exit_status import ALL_OK
+from batch_agent.cli.output.overwrite import refuse_in_run_directory
+from batch_agent.cli.output.streams import say
+from batch_agent.errors import BatchAgentError
+from batch_agent.files.tables import complete_file
+from batch_agent.observe.text import counted
+from batch_agent.store.rundir import read_run
+from batch_agent.view.report import Which, report_html
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN", help="the run directory")
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the HTML file to write")
+    parser.add_argument(
+        "--rows",
+        default="200",
+        type=_which,
+        metavar="failed|all|N",
+        help="rows that are in the file with their conversations: those that failed, all, or N, failed ones first "
+        "(default %(default)s)",
+    )
+
+
+def _which(text: str) -> Which:
+    if text in ("failed", "all") or (text.isdecimal() and int(text) > 0):
+        return text if text in ("failed", "all") else int(text)
+    raise argparse.ArgumentTypeError(f"must be failed, all, or a whole number above 0, not {text!r}")
+
+
+def report_command(options: argparse.Namespace) -> int:
+    path, output = Path(options.run_dir), Path(options.output)
+    read_run(path)
+    refuse_in_run_directory(output, path)
+    html, rows = report_html(path, options.rows)
+    try:
+        with complete_file(output) as file:
+            file.write(html)
+    except OSError as error:
+        raise BatchAgentError(f"cannot write {output}: {error.strerror}") from None
+    say(f"{counted(rows, 'row')} in {output}, {len(html) / 1e6:.1f} MB")
+    return ALL_OK

@@ -1,0 +1,70 @@
+"""``batch-agent view``: runs in a browser."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from batch_agent.blocking import in_thread
+from batch_agent.cli.interrupts import serve
+from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.spec.arguments import RUNS
+from batch_agent.cli.spec.numbers import add_address
+from batch_agent.errors import SpecError
+from batch_agent.store.rundir import RUN
+from batch_agent.view.runs import ShownRuns
+from batch_agent.view.server import ViewServer
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def add_view_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help=f"a run directory, two to compare them, or a directory of runs (default ./{RUNS})",
+    )
+    add_address(parser, 0)
+    parser.add_argument(
+        "--beside", action="store_true", help="serve until standard input ends, for a process that starts the page"
+    )
+
+
+def view_command(options: argparse.Namespace) -> int:
+    runs = _runs([Path(path) for path in options.runs], waits=options.beside)
+    server = ViewServer(runs, options.host, options.port)
+    if options.host not in LOOPBACK:
+        say(
+            f"batch-agent: WARNING: {options.host} can be reached from other machines, and what is sent there is not "
+            "encrypted; who has the token sees every prompt and answer and can cancel runs"
+        )
+
+    async def ready(address: str) -> None:
+        put(address, sys.stdout)
+        sys.stdout.flush()
+        if options.beside:
+            await in_thread(sys.stdin.read)
+            return
+        say("Ctrl-C stops the page; runs go on without it")
+        await asyncio.get_running_loop().create_future()
+
+    return serve(server.serve(ready))
+
+
+def _runs(paths: list[Path], *, waits: bool) -> ShownRuns:
+    """``waits``: a run that is named may be yet to begin."""
+    if not paths:
+        paths = [Path(RUNS)]
+        if not paths[0].is_dir():
+            raise SpecError(f"there is no directory {RUNS} here: name a run directory")
+    if len(paths) == 1 and paths[0].is_dir() and not (paths[0] / RUN).exists() and not waits:
+        if not any(paths[0].glob(f"*/{RUN}")):
+            raise SpecError(f"{paths[0]} holds no run: there is no {RUN} in it")
+        return ShownRuns([], paths[0])
+    for path in paths:
+        if not (path / RUN).exists() and not waits:
+            raise SpecError(f"{path} holds no run: there is no {RUN} in it")
+    return ShownRuns(paths)

@@ -1,0 +1,171 @@
+"""What can be done with a run while it goes on, from Python, from the command line and from the page."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from batch_agent.dispatch.feed import Feed
+from batch_agent.engine.agent.tool_prewarm import ToolPrewarm
+from batch_agent.engine.run.batch import Batch
+from batch_agent.engine.run.prepare import Prepared
+from batch_agent.engine.run.shared import Shared, Sinks
+from batch_agent.errors import SpecError
+from batch_agent.events import DrainStarted
+from batch_agent.messages import JsonObject
+from batch_agent.observe.metrics import Metrics, Statistics
+from batch_agent.observe.recorder import Recorder
+from batch_agent.observe.status import sample_line, status_json
+from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.store.timeline import Line
+from batch_agent.tools.pool import ToolStatistics
+
+
+class Controls(Protocol):
+    """What a run and a pipeline have in common for those who steer them. A row is named by its id or its index; in a
+    pipeline, as ``STAGE/ROW``. Methods that name a row raise SpecError if it is not under way."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def resize(self, max_inflight: int | None) -> None: ...
+
+    def cancel_row(self, row: str | int) -> None: ...
+
+    def retry_row(self, row: str | int) -> None: ...
+
+    def status(self) -> JsonObject: ...
+
+    def sample(self) -> Line: ...
+
+    def live_rows(self, limit: int = 200) -> list[JsonObject]: ...
+
+    def live_row(self, row: str | int) -> JsonObject: ...
+
+
+class Steered:
+    """The base of ``Run`` that has its controls."""
+
+    id: str
+    shared: Shared
+    _prepared: Prepared
+    _outer: Shared | None
+    _metrics: Metrics
+    _emit: Sinks
+    _feed: Feed
+    _recorder: Recorder
+    _batch: Batch | None
+    _prewarm: ToolPrewarm | None
+    _supervisor: asyncio.Task[None] | None
+    _cancelled: bool
+    _paused: bool = False
+
+    # Looking
+
+    def statistics(self) -> Statistics:
+        statistics = self._metrics.statistics()
+        return replace(statistics, prewarm=self._prewarm.statistics()) if self._prewarm is not None else statistics
+
+    def tool_statistics(self) -> dict[str, ToolStatistics]:
+        return self.shared.pool.statistics() if self.shared.pool is not None else {}
+
+    def status(self) -> JsonObject:
+        """The run at this moment, as one JSON object."""
+        return self.status_of(self.statistics())
+
+    def status_of(self, statistics: Statistics) -> JsonObject:
+        return status_json(
+            statistics,
+            self._endpoints(),
+            self.tool_statistics(),
+            self._prepared.spec,
+            slots=self._slots(),
+            at=self.shared.clock(),
+            paused=self._paused,
+        )
+
+    def sample(self) -> Line:
+        """One sample of the run's timeline."""
+        return self.sample_of(self._metrics.statistics())
+
+    def sample_of(self, statistics: Statistics) -> Line:
+        return sample_line(statistics, self._endpoints(), self._slots(), self.shared.clock())
+
+    def live_rows(self, limit: int = 200) -> list[JsonObject]:
+        """The rows under way that began first, with what each is doing. Only for a run with a run directory."""
+        return self._recorder.live(limit)
+
+    def live_row(self, row: str | int) -> JsonObject:
+        """The conversation of a row under way, with the text that is being streamed."""
+        return self._steered_batch.conversation(row)
+
+    def _endpoints(self) -> Sequence[Endpoint]:
+        return [endpoint for each in self.shared.dispatchers.values() for endpoint in each.scheduler.endpoints]
+
+    def _slots(self) -> int | None:
+        """Requests that may be in flight at all backends together; None: no limit."""
+        slots = [each.scheduler.slots for each in self.shared.dispatchers.values()]
+        return None if None in slots else sum(each for each in slots if each is not None)
+
+    # Steering
+
+    def pause(self) -> None:
+        """Send nothing more until ``resume``; requests on their way and tools go on."""
+        self._paused = True
+        for dispatcher in self.shared.dispatchers.values():
+            dispatcher.pause()
+
+    def resume(self) -> None:
+        self._paused = False
+        for dispatcher in self.shared.dispatchers.values():
+            dispatcher.resume()
+
+    def resize(self, max_inflight: int | None) -> None:
+        """Change ``max_inflight`` of each backend. A lower one is reached as answers come in."""
+        if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
+            raise SpecError("max_inflight is a whole number above 0, or None for no limit")
+        dispatchers = [self.shared.dispatcher] if self._outer is not None else self.shared.dispatchers.values()
+        for dispatcher in dispatchers:
+            dispatcher.resize(max_inflight)
+
+    def drain(self) -> None:
+        """Start nothing new; agents under way finish, and ``results`` ends after them."""
+        if not self._feed.closed:
+            self._emit(DrainStarted(self.shared.clock(), self.id))
+            self._feed.close()
+
+    def cancel(self) -> None:
+        """Stop now. Agents under way end as failed results of type Interrupted."""
+        self._cancelled = True
+        self.stop()
+
+    def cancel_row(self, row: str | int) -> None:
+        """End a row that is under way, which fails with the type Cancelled; the others go on. Raises SpecError if the
+        row is not under way."""
+        self._steered_batch.cancel_row(row)
+
+    def retry_row(self, row: str | int) -> None:
+        """Begin a row that is under way again from its start. Raises SpecError if the row is not under way."""
+        self._steered_batch.retry_row(row)
+
+    def stop(self) -> None:
+        """Nobody wants the results any more: not one more request leaves, and everything under way is cancelled."""
+        self._feed.close()
+        if self._outer is None:
+            for dispatcher in self.shared.dispatchers.values():
+                dispatcher.slots.stop()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+
+    @property
+    def _steered_batch(self) -> Batch:
+        if self._batch is None:
+            raise SpecError("the run has not begun its first row")
+        return self._batch

@@ -1,0 +1,105 @@
+"""Keeps the timeline of a run in its directory, and its control socket open.
+
+Samples are taken when something has happened, at most one a second, and written in the journal's thread. A timeline
+that cannot be written is given up with a warning: it is no reason to lose a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from batch_agent.engine.run.control_socket import ControlSocket
+from batch_agent.engine.run.steering import Controls
+from batch_agent.events import Event
+from batch_agent.messages import JsonObject
+from batch_agent.observe.recorder import Recorder
+from batch_agent.store.session import Session
+from batch_agent.store.timeline import TimelineFiles
+
+logger = logging.getLogger("batch_agent")
+
+EVERY = 1.0  # seconds between two writes
+STATUS_EVERY = 5.0  # ... of which have the numbers of the run
+
+
+class Watch:
+    """A sink. ``run`` is what is sampled, and steered by the control socket where there is to be one."""
+
+    def __init__(self, recorder: Recorder, run: Controls, *, socket: bool) -> None:
+        self._recorder, self._run, self._has_socket = recorder, run, socket
+        self._session: Session | None = None
+        self._files: TimelineFiles | None = None
+        self._socket: ControlSocket | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Future[None] | None = None
+        self._sampled = self._told = 0.0  # times of the event loop
+
+    def __call__(self, event: Event) -> None:
+        self._recorder(event)
+        if self._timer is None and self._files is not None:
+            self._timer = asyncio.get_running_loop().call_later(EVERY, self._tick)
+
+    async def begin(self, session: Session, run_dir: Path, header: JsonObject, at: float) -> None:
+        self._session = session
+        files = TimelineFiles(run_dir)
+        self._socket = ControlSocket(self._run, run_dir) if self._has_socket else None
+
+        def prepare() -> None:
+            files.begin(header, at)
+            if self._socket is not None:
+                self._socket.prepare()
+
+        try:
+            await session.beside(prepare)
+        except OSError as error:
+            logger.warning("the run is recorded, but without a timeline or control: %s", error)
+            self._socket = None
+            return
+        self._files = files
+        self._tick()
+        if self._socket is not None:
+            await self._socket.listen()
+
+    async def end(self) -> None:
+        """Write what is left. Before the session ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._socket is not None:
+            await self._socket.close()
+        if self._session is None:
+            return
+        if self._files is not None:
+            await asyncio.wait([self._session.beside(self._writer(last=True))])
+        if self._socket is not None:
+            await asyncio.wait([self._session.beside(self._socket.clean)])
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._files is None or self._session is None:
+            return
+        if self._writing is not None and not self._writing.done():
+            self._timer = asyncio.get_running_loop().call_later(EVERY, self._tick)
+            return
+        self._writing = self._session.beside(self._writer())
+        self._writing.add_done_callback(self._written)
+
+    def _writer(self, *, last: bool = False) -> Callable[[], None]:
+        """What writes everything that has gathered."""
+        files, now = self._files, asyncio.get_running_loop().time()
+        assert files is not None
+        lines, spans = self._recorder.take()
+        if last or now - self._sampled >= files.interval:
+            lines.append(self._run.sample())
+            self._sampled = now
+        status = None
+        if last or now - self._told >= STATUS_EVERY:
+            status, self._told = self._run.status(), now
+        return lambda: files.write(lines, spans, status)
+
+    def _written(self, writing: asyncio.Future[None]) -> None:
+        if not writing.cancelled() and (error := writing.exception()) is not None:
+            logger.warning("the timeline of the run is given up: %s", error)
+            self._files = None

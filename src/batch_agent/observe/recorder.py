@@ -1,0 +1,163 @@
+"""What the timeline of a run is made of, kept from its events: spans of turns and tool calls, changes, live rows.
+
+Each event costs a few updates. Spans and changes gather here until ``take`` hands them over; their form is documented
+in docs/view.md.
+"""
+
+from __future__ import annotations
+
+from batch_agent.events import (
+    AnswerRejected,
+    DrainStarted,
+    Event,
+    HealthChanged,
+    JobFinished,
+    JobStarted,
+    LimitChanged,
+    RunFinished,
+    ToolFinished,
+    ToolStarted,
+    TurnFailed,
+    TurnFinished,
+    TurnStarted,
+)
+from batch_agent.messages import JsonObject
+from batch_agent.store.timeline import Line
+
+WAITING = 20_000  # spans that may wait to be taken
+MESSAGE_CHARACTERS = 300
+QUEUED, RUNNING, TOOLS, BACKING_OFF = "queued", "running", "tools", "backing off"
+
+
+class LiveRow:
+    """A row under way. ``ready`` is when its agent was ready for the next turn; ``backoff`` is the part of the wait
+    since then that was a pause after a failure."""
+
+    __slots__ = ("backoff", "began", "job_id", "ready", "sent", "since", "state", "tools", "turn")
+
+    def __init__(self, job_id: str, at: float) -> None:
+        self.job_id = job_id
+        self.began = self.since = self.ready = at
+        self.state = QUEUED
+        self.turn = 0
+        self.sent: list[float] = []  # requests in flight: more than one where a row is done in parts
+        self.tools: dict[tuple[int, int], float] = {}  # running calls, by turn and place
+        self.backoff = 0.0
+
+    def move(self, state: str, at: float) -> None:
+        self.state, self.since = state, at
+
+
+class Recorder:
+    """A sink. Rows and spans are those of ``run``; changes of limits and health are those of all runs it hears."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self.rows: dict[int, LiveRow] = {}
+        self._changes: list[Line] = []
+        self._spans: list[Line] = []
+
+    def take(self) -> tuple[list[Line], list[Line]]:
+        """The changes and the spans since the last time."""
+        changes, self._changes = self._changes, []
+        spans, self._spans = self._spans, []
+        return changes, spans
+
+    def live(self, limit: int) -> list[JsonObject]:
+        """The rows under way that began first."""
+        rows: list[JsonObject] = []
+        for index, row in self.rows.items():
+            if len(rows) == limit:
+                break
+            rows.append(
+                {
+                    "index": index,
+                    "job_id": row.job_id,
+                    "state": row.state,
+                    "since": round(row.since, 3),
+                    "began": round(row.began, 3),
+                    "turn": row.turn,
+                }
+            )
+        return rows
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case LimitChanged():
+                self._changes.append(["limit", event.at, event.endpoint, event.max_inflight, event.reason])
+                return
+            case HealthChanged():
+                reason = event.reason[:MESSAGE_CHARACTERS]
+                self._changes.append(["health", event.at, event.endpoint, event.state, reason, event.since])
+                return
+        if event.run != self._run:
+            return
+        match event:
+            case JobStarted():
+                self.rows[event.index] = LiveRow(event.job_id, event.at)
+            case JobFinished():
+                self.rows.pop(event.index, None)
+            case DrainStarted():
+                self._changes.append(["drain", event.at, ""])
+            case RunFinished():
+                self._changes.append(["end", event.at, event.ended, event.reason[:MESSAGE_CHARACTERS]])
+            case TurnStarted() | TurnFinished() | TurnFailed() | AnswerRejected() | ToolStarted() | ToolFinished():
+                row = self.rows.get(event.index)
+                if row is not None:
+                    self._work(row, event)
+
+    def _work(
+        self,
+        row: LiveRow,
+        event: TurnStarted | TurnFinished | TurnFailed | AnswerRejected | ToolStarted | ToolFinished,
+    ) -> None:
+        match event:
+            case TurnStarted():
+                row.turn = event.turn
+                row.sent.append(event.at)
+                row.move(RUNNING, event.at)
+            case TurnFinished():
+                usage = event.usage
+                tokens: Line = [usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens]
+                self._turn(row, event, "", "", tokens, event.first_token)
+                row.ready, row.backoff = event.at, 0.0
+                row.move(TOOLS if row.tools else QUEUED, event.at)
+            case TurnFailed():
+                self._turn(row, event, event.error_type, event.message[:MESSAGE_CHARACTERS], [0, 0, 0], None)
+                row.ready, row.backoff = event.at, event.retry_in or 0.0
+                row.move(BACKING_OFF if event.retry_in else QUEUED, event.at)
+            case AnswerRejected():
+                message = event.message[:MESSAGE_CHARACTERS]
+                self._add(["rejected", event.at, event.at, event.index, event.turn, event.error_type, message])
+            case ToolStarted():
+                row.tools[event.turn, event.call] = event.at
+                if not row.sent:
+                    row.move(TOOLS, event.at)
+            case ToolFinished():
+                self._tool(row, event)
+
+    def _turn(
+        self,
+        row: LiveRow,
+        event: TurnFinished | TurnFailed,
+        error: str,
+        message: str,
+        tokens: Line,
+        first_token: float | None,
+    ) -> None:
+        start = row.sent.pop() if row.sent else event.at
+        waited = max(0.0, start - row.ready)
+        backoff = min(waited, row.backoff)
+        place: Line = ["turn", start, event.at, event.index, event.turn, event.endpoint]
+        self._add([*place, round(waited - backoff, 3), round(backoff, 3), error, message, *tokens, first_token])
+
+    def _tool(self, row: LiveRow, event: ToolFinished) -> None:
+        start = row.tools.pop((event.turn, event.call), event.at)
+        self._add(["tool", start, event.at, event.index, event.turn, event.tool[:100], event.ok, event.source])
+        if not row.tools and not row.sent:
+            row.ready, row.backoff = event.at, 0.0
+            row.move(QUEUED, event.at)
+
+    def _add(self, span: Line) -> None:
+        if len(self._spans) < WAITING:
+            self._spans.append(span)

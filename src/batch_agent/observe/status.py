@@ -1,0 +1,117 @@
+"""A run at one moment as one JSON object: what ``control status`` prints and the page shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from batch_agent.messages import JsonObject
+from batch_agent.observe.metrics import Statistics
+from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.spec import BatchSpec
+from batch_agent.store.timeline import SAMPLE, Line
+from batch_agent.tools.latency import ToolStatistics
+
+ENDPOINTS = 256  # that are listed
+LIMITS = ("max_cost", "max_total_tokens", "max_wall_time")
+
+
+def status_json(
+    statistics: Statistics,
+    endpoints: Iterable[Endpoint],
+    tools: Mapping[str, ToolStatistics],
+    spec: BatchSpec,
+    *,
+    slots: int | None,
+    at: float,
+    paused: bool,
+) -> JsonObject:
+    usage, now = statistics.usage, statistics
+    state = now.ended or ("paused" if paused else "draining" if now.draining else "running")
+    return {
+        "at": round(at, 3),
+        "state": state,
+        "reason": now.reason or None,
+        "model": now.model,
+        "backend": now.backend,
+        "rows": {
+            "total": now.total,
+            "started": now.started,
+            "done": now.done,
+            "ok": now.ok,
+            "failed": now.failed,
+            "resumed": now.resumed,
+            "interrupted": now.interrupted,
+        },
+        "failures": dict(now.failures),
+        "agents": {
+            "running": now.running,
+            "queued": now.queued,
+            "tools": now.waiting_on_tools,
+            "backing_off": now.backing_off,
+        },
+        "seconds": round(now.elapsed, 3),
+        "rows_per_second": round(now.recent_rate or now.overall_rate, 4),
+        "seconds_left": None if now.eta is None else round(now.eta, 1),
+        "turns": now.turns,
+        "retries": now.retries,
+        "answers_rejected": now.rejected,
+        "tokens": {
+            "prompt": usage.prompt_tokens,
+            "cached": usage.cached_tokens,
+            "completion": usage.completion_tokens,
+            "reasoning": usage.reasoning_tokens,
+        },
+        "cost": None if now.cost is None else round(now.cost, 9),
+        "budget": {name: value for name in LIMITS if (value := getattr(spec, name)) is not None},
+        "cache_hits": now.cache_hits,
+        "max_inflight": slots,
+        "endpoints": [_endpoint(endpoint) for endpoint, _ in zip(endpoints, range(ENDPOINTS), strict=False)],
+        "outage_seconds": round(now.outage_seconds, 1),
+        "tools": [_tool(tool, now) for tool in tools.values() if tool.calls],
+        "errors": [
+            {"row": error.index, "type": error.type, "message": error.message, "count": error.count}
+            for error in now.recent_errors
+        ],
+        "schema_note": now.schema_note or None,
+    }
+
+
+def _endpoint(endpoint: Endpoint) -> JsonObject:
+    health = endpoint.health
+    return {
+        "name": endpoint.name,
+        "inflight": endpoint.inflight,
+        "limit": endpoint.capacity.limit,
+        "state": "given up" if endpoint.given_up else "leaving" if endpoint.leaving else health.state,
+        "reason": endpoint.given_up or (health.reason if health.is_down else "") or None,
+        "seconds_per_turn": round(endpoint.server.seconds, 3) or None,
+    }
+
+
+def _tool(tool: ToolStatistics, statistics: Statistics) -> JsonObject:
+    use = statistics.tools.get(tool.name)
+    return {
+        "name": tool.name,
+        "calls": tool.calls,
+        "runs": tool.runs,
+        "shared": tool.shared,
+        "cached": tool.cache_hits,
+        "failed": tool.failures,
+        "seconds": round(use.seconds, 3) if use is not None else None,
+        "p50": tool.p50,
+        "p99": tool.p99,
+        "reason": tool.failure_reasons[0][0] if tool.failure_reasons else None,
+    }
+
+
+def sample_line(statistics: Statistics, endpoints: Iterable[Endpoint], slots: int | None, at: float) -> Line:
+    """One sample of the timeline."""
+    now, usage = statistics, statistics.usage
+    by_name: JsonObject = {
+        endpoint.name: [endpoint.inflight, endpoint.capacity.limit, endpoint.health.state]
+        for endpoint, _ in zip(endpoints, range(ENDPOINTS), strict=False)
+    }
+    return [
+        *(SAMPLE, round(at, 3), now.done, now.failed, now.running, now.queued, now.waiting_on_tools, now.backing_off),
+        *(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, now.cost, by_name, slots),
+    ]

@@ -1,0 +1,75 @@
+"""How a run in another process is steered: requests to its control socket, which its run directory points to."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import cast
+
+from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.files.results import from_json, to_json
+from batch_agent.messages import JsonObject
+
+CONTROL = "control.json"
+LONGEST_ANSWER = 256 * 1024 * 1024  # bytes of a line: a conversation may be long
+PATIENCE = 10.0  # seconds until an answer has to be there
+
+
+class NotAlive(BatchAgentError):
+    """The run does not go on now, or not on this machine."""
+
+
+class Refused(BatchAgentError):
+    """The run does not do what it was asked to."""
+
+
+def socket_of(run_dir: Path) -> Path:
+    """The control socket of a run. Raises NotAlive where there is none."""
+    try:
+        place = from_json((run_dir / CONTROL).read_bytes())
+    except (OSError, ValueError):
+        raise NotAlive(f"{run_dir} is not running: there is nothing to steer") from None
+    if not isinstance(place, dict) or not isinstance(place.get("socket"), str):
+        raise NotAlive(f"{run_dir / CONTROL} is damaged")
+    if place.get("host") != platform.node():
+        raise NotAlive(f"{run_dir} runs on {place.get('host')}: steer it there")
+    return Path(cast(str, place["socket"]))
+
+
+async def ask(run_dir: Path, request: JsonObject) -> JsonObject:
+    """The answer of the run. Raises NotAlive, or Refused with its reason."""
+    answers = stream(run_dir, request)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            async for answer in answers:
+                return answer
+    except TimeoutError:
+        raise NotAlive(f"{run_dir} did not answer in {PATIENCE:g} s") from None
+    finally:
+        await answers.aclose()
+    raise NotAlive(f"{run_dir} has just ended")
+
+
+async def stream(run_dir: Path, request: JsonObject) -> AsyncGenerator[JsonObject, None]:
+    """The answers of the run, until it ends. Raises NotAlive, or Refused with its reason."""
+    path = socket_of(run_dir)
+    try:
+        reader, writer = await asyncio.open_unix_connection(path, limit=LONGEST_ANSWER)
+    except OSError:
+        raise NotAlive(f"{run_dir} is not running: it ended without saying so") from None
+    except (AttributeError, NotImplementedError):
+        raise SpecError("this platform has no Unix sockets, so runs cannot be steered from outside") from None
+    try:
+        writer.write(to_json(request) + b"\n")
+        while line := await reader.readline():
+            answer = from_json(line)
+            if not isinstance(answer, dict) or not answer.get("ok"):
+                why = answer.get("error") if isinstance(answer, dict) else "an answer that cannot be read"
+                raise Refused(str(why))
+            yield cast(JsonObject, answer)
+    except ConnectionError:
+        return
+    finally:
+        writer.close()

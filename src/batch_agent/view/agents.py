@@ -1,0 +1,79 @@
+"""Which recorded agent belongs to a row: a journal is ordered by agent, and rows are known by a hash of their input.
+
+The journal is read in short pieces over connections that are closed at once, so that a run that writes it is never kept
+from trimming its log. Blocks; belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from batch_agent.files.columns import Record
+from batch_agent.store.codec import DONE, ENDED, FAILED, decode
+from batch_agent.store.keys import row_of
+from batch_agent.store.rundir import JOURNAL
+from batch_agent.store.sqlite import open_to_read
+from batch_agent.store.steps import Past, read_past
+
+AT_ONCE = 20_000  # records read in one transaction
+
+
+class RecordedAgents:
+    def __init__(self, run_dir: Path) -> None:
+        self._journal = run_dir / JOURNAL
+        self._by_row: dict[bytes, list[int]] = {}
+        self._kinds: dict[int, int] = {}  # of each agent's last record
+        self._read = 0  # the last record that was read
+
+    def of(self, record: Record) -> Past | None:
+        """The agent that came to this result; None where it is not recorded, or cannot be told."""
+        if not self._journal.exists():
+            return None
+        row = row_of(record.get("input"), "")
+        guess = self._past(int(str(record["index"])) + 1, row)
+        if guess is not None and _fits(guess, record):  # the usual case: agents begin in the order of rows
+            return guess
+        self._catch_up()
+        candidates = [past for agent in self._by_row.get(row, ()) if (past := self._past(agent, row)) is not None]
+        return next((past for past in candidates if _fits(past, record)), candidates[-1] if candidates else guess)
+
+    def unfinished(self) -> list[int]:
+        """Agents that have begun and have not ended."""
+        if not self._journal.exists():
+            return []
+        self._catch_up()
+        return [agent for agent, kind in self._kinds.items() if kind not in (DONE, ENDED, FAILED)]
+
+    def _past(self, agent: int, row: bytes) -> Past | None:
+        query = "SELECT kind, body, row FROM record WHERE agent = ? ORDER BY id"
+        with closing(open_to_read(self._journal)) as db:
+            found = db.execute(query, (agent,)).fetchall()
+        if not found or bytes(found[0][2]) != row:
+            return None
+        try:
+            return read_past(agent, [decode(kind, body) for kind, body, _ in found])
+        except ValueError:
+            return None
+
+    def _catch_up(self) -> None:
+        query = "SELECT id, agent, row, kind FROM record WHERE id > ? ORDER BY id LIMIT ?"
+        while True:
+            try:
+                with closing(open_to_read(self._journal)) as db:
+                    found = db.execute(query, (self._read, AT_ONCE)).fetchall()
+            except sqlite3.Error:
+                return
+            for place, agent, row, kind in found:
+                self._read = place
+                if agent not in self._kinds:
+                    self._by_row.setdefault(bytes(row), []).append(agent)
+                self._kinds[agent] = kind
+            if len(found) < AT_ONCE:
+                return
+
+
+def _fits(past: Past, record: Record) -> bool:
+    """Whether an agent can have come to this result: rows with the same input have an agent each."""
+    return len(past.turns) == record.get("turns") and past.done == bool(record.get("ok"))

@@ -1,0 +1,59 @@
+"""The page of a run that this process works on, served by a process of its own: it takes no time from the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from batch_agent.blocking import in_thread
+from batch_agent.errors import SpecError
+
+logger = logging.getLogger("batch_agent")
+
+
+class PageBeside:
+    """``address`` is "" until it is open. It is served until ``close``, or until this process ends."""
+
+    _process: subprocess.Popen[str] | None = None
+
+    def __init__(self, run_dir: str | Path | None) -> None:
+        if run_dir is None:
+            raise SpecError("a run is viewed through its record: give run_dir, or leave view out")
+        self._run_dir = Path(run_dir)
+        self.address = ""
+
+    async def open(self) -> str:
+        """The address of the page, "" where it cannot be served."""
+        self.address = await in_thread(self._start)
+        if not self.address:
+            logger.warning("the page of %s cannot be served; the run goes on without it", self._run_dir)
+        return self.address
+
+    def _start(self) -> str:
+        command = [sys.executable, "-m", "batch_agent", "view", str(self._run_dir), "--beside"]
+        # The same code as this process runs, from wherever that is.
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # A session of its own: Ctrl-C is for the run. The page ends when its standard input does.
+        self._process = process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=environment,
+        )
+        assert process.stdout is not None
+        return process.stdout.readline().strip()
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            process.communicate()
+
+    def __del__(self) -> None:
+        self.close()

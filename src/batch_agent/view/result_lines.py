@@ -1,0 +1,140 @@
+"""The files of results of a run, read as they grow: new lines since the last look, and any line again by its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+
+from batch_agent.files.columns import Record
+from batch_agent.files.tables import record_of
+from batch_agent.store.rundir import FAILURES, RESULTS
+
+BLOCK = 1 << 18  # bytes read at once: a page that is asked for meanwhile waits for no more than that
+# A later file has the later word on a row: drafts are of a session that goes on.
+NAMES = (RESULTS, FAILURES, f"{RESULTS}.new", f"{FAILURES}.new")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a line is: the number of its file, and its bytes there."""
+
+    file: int
+    start: int
+    length: int
+
+
+class _Tail:
+    """One file. It is held open, so that places stay valid when another file takes its name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self.done = 0  # bytes that were read as whole lines
+
+    def replaced(self) -> bool:
+        """Whether the name now means another file, or a shorter one."""
+        if self._file is None:
+            return False
+        try:
+            named = self._path.stat()
+        except FileNotFoundError:
+            return True
+        own = os.fstat(self._file.fileno())
+        return (named.st_dev, named.st_ino) != (own.st_dev, own.st_ino) or named.st_size < self.done
+
+    def size(self) -> int:
+        """Bytes of the file now."""
+        if self._file is None:
+            try:
+                self._file = self._path.open("rb")
+            except FileNotFoundError:
+                return 0
+        return os.fstat(self._file.fileno()).st_size
+
+    def block(self) -> list[tuple[int, bytes]]:
+        """The next whole lines, each with its place in the file."""
+        if self.size() <= self.done or self._file is None:
+            return []
+        wanted = BLOCK
+        while True:
+            data = os.pread(self._file.fileno(), wanted, self.done)
+            end = data.rfind(b"\n") + 1
+            if end or len(data) < wanted:
+                break
+            wanted *= 2  # one line is longer than that
+        lines, start = [], self.done
+        for line in data[:end].splitlines(keepends=True):
+            lines.append((start, line))
+            start += len(line)
+        self.done += end
+        return lines
+
+    def read(self, start: int, length: int) -> bytes:
+        return b"" if self._file is None else os.pread(self._file.fileno(), length, start)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class ResultLines:
+    """Opened, used and closed in one thread at a time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._tails = [_Tail(run_dir / name) for name in NAMES]
+
+    def replaced(self) -> bool:
+        """Whether a file was replaced, so that what was read of it no longer counts."""
+        return any(tail.replaced() for tail in self._tails)
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes read, and bytes there are."""
+        return sum(tail.done for tail in self._tails), sum(tail.size() for tail in self._tails)
+
+    def block(self) -> list[tuple[Place, Record]]:
+        """The next records; none when all were read."""
+        for number, tail in enumerate(self._tails):
+            if lines := tail.block():
+                found = ((Place(number, start, len(line)), parsed(line)) for start, line in lines)
+                return [(place, record) for place, record in found if record is not None]
+        return []
+
+    def raw(self) -> Iterator[tuple[Place, bytes]]:
+        """All lines that were read so far."""
+        for number, tail in enumerate(self._tails):
+            start = 0
+            while start < tail.done:
+                data = tail.read(start, min(BLOCK, tail.done - start))
+                end = data.rfind(b"\n") + 1
+                if not end:
+                    end = tail.done - start
+                    data = tail.read(start, end)
+                for line in data[:end].splitlines(keepends=True):
+                    yield Place(number, start, len(line)), line
+                    start += len(line)
+
+    def read(self, place: Place) -> Record | None:
+        return parsed(self._tails[place.file].read(place.start, place.length))
+
+    def close(self) -> None:
+        for tail in self._tails:
+            tail.close()
+
+
+def parsed(line: bytes) -> Record | None:
+    """A line of either file in the form of a result line; None for what is none."""
+    try:
+        record = orjson.loads(line)
+    except ValueError:  # torn, or with what orjson does not read
+        record = record_of(line)
+    if not isinstance(record, dict) or not isinstance(record.get("index"), int):
+        return None
+    if "ok" not in record:
+        error = {name: record.pop(name, None) for name in ("stage", "type", "message", "retryable")}
+        record = {"ok": False, "output": None, "error": error, **record}
+    return record

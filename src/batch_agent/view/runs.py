@@ -1,0 +1,184 @@
+"""The runs that a page shows, each with a thread that reads its record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar, cast
+
+from batch_agent.errors import BatchAgentError, SpecError
+from batch_agent.messages import JsonObject
+from batch_agent.store.control import NotAlive, Refused, ask, stream
+from batch_agent.store.rundir import RUN, RunView
+from batch_agent.view.conversation import live_conversation
+from batch_agent.view.record import RunRecord
+
+T = TypeVar("T")
+
+EVERY = 1.0  # seconds between two looks at a record: another process's files cannot be waited for
+
+
+class ShownRun:
+    """A run, read in a thread of its own."""
+
+    def __init__(self, key: str, path: Path) -> None:
+        self.record = RunRecord(key, path)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-agent-view")
+        self._indexing: asyncio.Task[None] | None = None
+
+    async def do(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def index(self) -> None:
+        """Begin to index what is not indexed; pages are shown meanwhile."""
+        if self._indexing is None or self._indexing.done():
+            self._indexing = asyncio.get_running_loop().create_task(self._index())
+
+    async def indexed(self, most: float) -> None:
+        """Wait until all rows are indexed, at most so many seconds."""
+        self.index()
+        assert self._indexing is not None
+        await asyncio.wait([self._indexing], timeout=most)
+
+    async def _index(self) -> None:
+        while await self.do(self.record.index.step):
+            pass
+
+    async def close(self) -> None:
+        if self._indexing is not None:
+            self._indexing.cancel()
+            await asyncio.wait([self._indexing])
+        await self.do(self.record.close)
+        self._thread.shutdown(wait=False)
+
+    # Live
+
+    async def news(self) -> AsyncGenerator[JsonObject, None]:
+        """What changes in the run, about once a second: from its process while it is alive, else from its record."""
+        before: JsonObject = {}
+        while True:
+            try:
+                async for answer in stream(self.record.control_dir, {"do": "watch"}):
+                    yield {"alive": True, **self._own(answer), **await self._indexed()}
+            except (NotAlive, Refused, SpecError):
+                pass
+            now = {"alive": False, **await self._indexed()}
+            if now != before:
+                yield now
+                before = now
+            await asyncio.sleep(EVERY)
+
+    async def conversations(self, row: str) -> AsyncGenerator[JsonObject, None]:
+        """A row under way, each time something was said, until it ends."""
+        name = self._named(row)
+        try:
+            async for answer in stream(self.record.control_dir, {"do": "follow", "row": name}):
+                live = cast(JsonObject, answer["row"])
+                facts: JsonObject = {name: value for name, value in live.items() if name != "messages"}
+                yield {**facts, "conversation": [*live_conversation(live)]}
+        except (NotAlive, Refused):
+            return
+
+    async def steer(self, request: JsonObject) -> JsonObject:
+        """Ask the run to do something. Raises NotAlive or Refused."""
+        if "row" in request:
+            request = {**request, "row": self._named(str(request["row"]))}
+        return self._own(await ask(self.record.control_dir, request))
+
+    async def _indexed(self) -> JsonObject:
+        self.index()
+        return await self.do(lambda: {"index": self.record.index.progress(), "state": _state(self.record.path)})
+
+    @property
+    def _stage(self) -> str | None:
+        """Its name as a stage, where its pipeline is what can be steered."""
+        return None if self.record.control_dir == self.record.path else self.record.path.name
+
+    def _named(self, row: str) -> str:
+        return row if self._stage is None else f"{self._stage}/{row}"
+
+    def _own(self, answer: JsonObject) -> JsonObject:
+        """What an answer of a pipeline says of this stage."""
+        stage, status, rows = self._stage, answer.get("status"), answer.get("rows")
+        if stage is None or not isinstance(status, dict):
+            return answer
+        stages = status.get("stages")
+        own = [each for each in stages if isinstance(each, dict)] if isinstance(stages, list) else []
+        found = next((each.get("status") for each in own if each.get("name") == stage), None)
+        live = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+        return {**answer, "status": found, "rows": [row for row in live if row.get("stage") == stage]}
+
+
+def _state(path: Path) -> str:
+    try:
+        return RunView.of(path).state
+    except BatchAgentError:
+        return "not begun"
+
+
+class ShownRuns:
+    """Those that were named, or all that are in a directory, and their stages."""
+
+    def __init__(self, paths: Sequence[Path], directory: Path | None = None) -> None:
+        self._directory = directory
+        self._paths: dict[str, Path] = {}
+        self._open: dict[str, ShownRun] = {}
+        for path in paths:
+            self._add(path)
+
+    @property
+    def first(self) -> list[str]:
+        """The keys of the runs that were named."""
+        return [] if self._directory is not None else list(self._paths)
+
+    def of(self, key: str) -> ShownRun:
+        """Raises SpecError for a run that is not shown here."""
+        if key not in self._open:
+            if key not in self._paths:
+                self.look()
+            path = self._paths.get(key) or self._stage_path(key)
+            if path is None:
+                raise SpecError(f"there is no run {key!r} here")
+            self._open[key] = ShownRun(key, path)
+        return self._open[key]
+
+    def look(self) -> None:
+        """Find runs that have come since."""
+        if self._directory is not None:
+            for path in sorted(self._directory.glob(f"*/{RUN}")):
+                if path.parent not in self._paths.values():
+                    self._add(path.parent)
+
+    def in_short(self) -> list[JsonObject]:
+        """The runs, the latest first. Blocks."""
+        self.look()
+        found: list[JsonObject] = []
+        for key, path in self._paths.items():
+            try:
+                found.append(RunRecord(key, path).in_short())
+            except BatchAgentError as error:
+                found.append(
+                    {"key": key, "path": str(path), "name": path.name, "state": "unreadable", "why": str(error)}
+                )
+        return sorted(found, key=lambda run: str(run.get("session_started")), reverse=True)
+
+    async def close(self) -> None:
+        for run in self._open.values():
+            await run.close()
+
+    def _add(self, path: Path) -> None:
+        name = path.resolve().name or "run"
+        key, number = name, 1
+        while key in self._paths:
+            number += 1
+            key = f"{name}-{number}"
+        self._paths[key] = path
+
+    def _stage_path(self, key: str) -> Path | None:
+        run, _, stage = key.rpartition("/")
+        path = self._paths.get(run)
+        if path is None or stage not in RunRecord(run, path).stages():
+            return None
+        return path / stage

@@ -1,0 +1,74 @@
+// Where the page's data comes from: its server, or, in a report, the file itself.
+
+const report = document.getElementById("report");
+const inside = report ? JSON.parse(report.textContent) : null;
+
+export const isReport = inside !== null;
+
+export async function get(what, parameters) {
+  if (isReport) return reported(what, parameters);
+  const response = await fetch(`/api/${what}?${new URLSearchParams(clean(parameters))}`);
+  const answer = await response.json().catch(() => ({ error: `status ${response.status}` }));
+  if (!response.ok) throw Object.assign(new Error(answer.error || `status ${response.status}`), answer);
+  return answer;
+}
+
+export function exported(parameters) {
+  return `/api/export?${new URLSearchParams(clean(parameters))}`;
+}
+
+export async function steer(run, request) {
+  const response = await fetch(`/api/control?${new URLSearchParams({ run })}`, {
+    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(request),
+  });
+  const answer = await response.json();
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
+}
+
+// News of a run, or of a row, until `close` is called on what this returns.
+export function listen(what, parameters, onNews, onEnd) {
+  if (isReport) return { close() {} };
+  const events = new EventSource(`/api/${what}?${new URLSearchParams(clean(parameters))}`);
+  events.onmessage = (event) => onNews(JSON.parse(event.data));
+  events.addEventListener("end", () => { events.close(); if (onEnd) onEnd(); });
+  return events;
+}
+
+function clean(parameters) {
+  return Object.fromEntries(Object.entries(parameters || {}).filter(([, value]) => value !== "" && value !== null && value !== undefined));
+}
+
+function reported(what, asked) {
+  if (what === "runs") return { runs: [inside.overview.run], named: [inside.overview.run.key] };
+  if (what === "run") return inside.overview;
+  if (what === "timeline") {
+    const { from, to } = asked;
+    const spans = inside.timeline.spans.filter((span) => (!from || span[2] >= from) && (!to || span[1] <= to));
+    return { ...inside.timeline, spans };
+  }
+  if (what === "row") {
+    const known = inside.rows.find((row) => row.job_id === asked.row);
+    const found = inside.details[known ? known.index : asked.row];
+    if (!found) throw new Error(`row ${asked.row} is not in this report`);
+    return found;
+  }
+  if (what === "rows") return reportedRows(asked);
+  throw new Error("this is not in a report");
+}
+
+const STATES = { ok: (row) => row.ok, failed: (row) => !row.ok, repaired: (row) => row.repaired, retried: (row) => row.attempts > 1 };
+const SORTS = { index: "index", id: "job_id", state: "ok", turns: "turns", attempts: "attempts", seconds: "seconds", cost: "cost" };
+
+function reportedRows({ offset = 0, limit = 50, sort = "index", dir, state, error, q }) {
+  let rows = inside.rows;
+  if (STATES[state]) rows = rows.filter(STATES[state]);
+  if (error) rows = rows.filter((row) => row.error === error);
+  for (const word of (q || "").toLowerCase().split(/\s+/).filter(Boolean)) {
+    rows = rows.filter((row) => JSON.stringify([row.job_id, row.input, row.output, row.message]).toLowerCase().includes(word));
+  }
+  const by = sort === "tokens" ? (row) => row.prompt + row.completion : (row) => row[SORTS[sort] || "index"];
+  const sign = dir === "desc" ? -1 : 1;
+  rows = [...rows].sort((a, b) => (by(a) < by(b) ? -sign : by(a) > by(b) ? sign : a.index - b.index));
+  return { total: rows.length, offset: Number(offset), rows: rows.slice(Number(offset), Number(offset) + Number(limit)), index: inside.overview.index };
+}
