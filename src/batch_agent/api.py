@@ -364,10 +364,10 @@ async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None, wants_pa
             view.conclude(str(summary()))
         with suppress(AttributeError, TypeError):  # an exception of foreign code may have no room for it
             done = sorted(taken, key=lambda result: result.index)
-            error.results = Results(done, summary(), spec.output_schema)  # type: ignore[attr-defined]
+            error.results = Results(done, summary(), spec.output_schema, page)  # type: ignore[attr-defined]
         raise
     view.conclude(str(summary()))
-    return Results(with_unfinished(taken, spec.inputs, statistics()), summary(), spec.output_schema)
+    return Results(with_unfinished(taken, spec.inputs, statistics()), summary(), spec.output_schema, page)
 
 
 class ResultStream(AsyncGenerator[AgentResult[R], None]):
