@@ -218,12 +218,14 @@ class Workload:
 
 
 async def gather_answers(version: int, row: dict[str, str], ctx: Any) -> object:
-    """A worker of the user's with the public context: a write before it asks, two questions at once, a pause, the same
-    write again, and then the tool loop."""
-    for _ in range(2):
+    """A worker of the user's with the public context: twice a write before it asks, two questions at once and a pause;
+    then the tool loop."""
+    for time in range(2):
         with suppress(ToolError):  # it failed, or its outcome is unknown
-            await ctx.call("note", key=f"v{version}.{row['row']}.own.0")
-        sides = (f"{side}, version {version}, of {row['row']}: {row['words']}" for side in ("the least", "the most"))
+            await ctx.call("note", key=f"v{version}.{row['row']}.own.{time}")
+        sides = (
+            f"{side} {time}, version {version}, {row['row']}: {row['words']}" for side in ("the least", "the most")
+        )
         await asyncio.gather(*(ctx.ask(side) for side in sides))
         await asyncio.sleep(1.5)
     return await ctx.loop(ctx.prompt, output_schema=Answer)
