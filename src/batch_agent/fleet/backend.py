@@ -117,6 +117,12 @@ class Fleet(Backend):
         return self._name
 
     @property
+    def wire(self) -> str:
+        """That of its servers, if all speak the same."""
+        wires = {server.backend.wire for server in self._present}
+        return wires.pop() if len(wires) == 1 else ""
+
+    @property
     def capabilities(self) -> Capabilities:
         able = [server.backend.capabilities for server in self._present]
         return Capabilities(

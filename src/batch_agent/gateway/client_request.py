@@ -1,0 +1,196 @@
+"""A client's request as the engine asks it, and the checks that all dialects share. Pure.
+
+A request is read into a RequestShape and messages, whatever the backend speaks: prices, limits and the record need
+them. ``lost`` names what the messages cannot hold. Such a request can still be forwarded in its own wire format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from typing import Protocol
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.base import ClientBody, RequestShape
+from batch_agent.messages import Content, Image, JsonObject, Message, Part, Reply
+
+# Fields that change how a request is delivered or accounted, and not what is asked.
+DELIVERY = frozenset(
+    ("stream", "stream_options", "metadata", "user", "prompt_cache_key", "safety_identifier", "client_metadata")
+) | {"service_tier", "store"}
+BILLING = "x-anthropic-billing-header:"  # the start of a system block that differs from session to session
+
+
+class BadRequest(Exception):
+    """The client's request is wrong. ``param`` is the field to blame."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What an answer carries beside the model's words."""
+
+    name: str  # unique to the question
+    created: int  # seconds since the epoch
+    model: str
+
+
+class ClientDialect(Protocol):
+    """One wire format as a server speaks it."""
+
+    @property
+    def wire(self) -> str:
+        """The name that backends give the same wire."""
+        ...
+
+    def read(self, body: JsonObject, model: str) -> ClientRequest:
+        """The request; ``model`` is asked if it names none. Raises BadRequest."""
+        ...
+
+    def document(self, reply: Reply, request: ClientRequest, envelope: Envelope) -> JsonObject:
+        """The whole answer as one JSON document."""
+        ...
+
+    def events(self, document: JsonObject, request: ClientRequest) -> Iterator[bytes]:
+        """The same answer as server-sent events."""
+        ...
+
+    def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
+        """An error document."""
+        ...
+
+    def error_event(self, status: int, message: str) -> bytes:
+        """The same inside a stream that has begun."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """``body`` is the request as it came, ``lost`` what ``messages`` and ``shape`` do not say of it."""
+
+    dialect: ClientDialect
+    body: JsonObject
+    shape: RequestShape
+    messages: Sequence[Message]
+    lost: Sequence[str] = ()
+    custom_tools: frozenset[str] = frozenset()  # that take text in place of arguments
+    headers: Mapping[str, str] = field(default_factory=dict)  # that belong to the wire
+
+    @property
+    def stream(self) -> bool:
+        return self.body.get("stream") is True
+
+    @cached_property
+    def client_body(self) -> ClientBody:
+        return ClientBody(self.dialect.wire, self.body, self.digest, self.headers)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The identity of what is asked: the same question has the same digest in every session."""
+        asked = {name: value for name, value in self.body.items() if name not in DELIVERY}
+        if isinstance(system := asked.get("system"), list):
+            asked["system"] = [block for block in system if not is_billing(block)]
+        digest = blake2b(self.dialect.wire.encode(), digest_size=16)
+        digest.update(orjson.dumps(asked, option=orjson.OPT_SORT_KEYS))
+        return digest.digest()
+
+
+def is_billing(block: JsonValue) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(BILLING)
+
+
+# Reading
+
+
+def objects(value: JsonValue, where: str) -> list[JsonObject]:
+    """A list of objects; empty if it is missing."""
+    if value is None:
+        return []
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return [item for item in value if isinstance(item, dict)]
+    raise BadRequest(f"{where} must be a list of objects", where)
+
+
+def mapping_of(value: JsonValue, where: str) -> JsonObject:
+    """An object; empty if it is missing."""
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return value
+    raise BadRequest(f"{where} must be an object", where)
+
+
+def string(value: JsonValue, where: str) -> str:
+    """A text; empty if it is missing."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    raise BadRequest(f"{where} must be a string", where)
+
+
+def whole(body: Mapping[str, JsonValue], *names: str) -> int | None:
+    """The first of these fields that is there, as a positive number."""
+    for name in names:
+        value = body.get(name)
+        if value is not None:
+            if type(value) is not int or value < 1:
+                raise BadRequest(f"{name} must be a whole number of at least 1", name)
+            return value
+    return None
+
+
+def number(body: Mapping[str, JsonValue], name: str) -> float | None:
+    value = body.get(name)
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    raise BadRequest(f"{name} must be a number", name)
+
+
+def texts(value: JsonValue, where: str) -> tuple[str, ...]:
+    """A text or a list of texts."""
+    if value is None:
+        return ()
+    given = [value] if isinstance(value, str) else value
+    if isinstance(given, list) and all(isinstance(item, str) for item in given):
+        return tuple(item for item in given if isinstance(item, str))
+    raise BadRequest(f"{where} must be a string or a list of strings", where)
+
+
+def image_of(value: JsonValue, where: str) -> Image:
+    """A picture: an object with a ``url``, or the URL itself. A path on this machine is refused."""
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str) or not url.startswith(("http://", "https://", "data:")):
+        raise BadRequest(f"{where} must have an http, https or data URL", where)
+    return Image(url)
+
+
+def joined(parts: Sequence[Part]) -> Content:
+    """Parts as content: a plain text if there is no picture among them."""
+    if any(isinstance(part, Image) for part in parts):
+        return tuple(parts)
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+# Writing
+
+
+def sse(value: JsonValue, event: str = "") -> bytes:
+    data = orjson.dumps(value)
+    return b"event: %b\ndata: %b\n\n" % (event.encode(), data) if event else b"data: %b\n\n" % data
+
+
+def own_document(reply: Reply, wire: str) -> JsonObject | None:
+    """The whole answer of a server that was asked in the client's own wire format."""
+    sealed = reply.sealed
+    if sealed is not None and sealed.wire == f"{wire} document" and isinstance(sealed.value, dict):
+        return sealed.value
+    return None

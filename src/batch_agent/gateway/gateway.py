@@ -1,0 +1,267 @@
+"""The gateway: an HTTP server on loopback through which programs ask as a row, each with the key of its row.
+
+A request is read in its dialect, asked through the row (``RowAccess.answer``: slot, order, outages, budget, record) and
+answered in the same dialect. An answer is sent once it is complete and recorded, streams included: so a retry never
+repeats words that a client has read, and a client never has an answer that a resumed run would not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Protocol, Self
+
+import orjson
+from aiohttp import web
+
+from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.errors import (
+    BackendError,
+    BatchAgentError,
+    Interrupted,
+    JobError,
+    RateLimited,
+    Rejected,
+    SpecError,
+    Timeout,
+)
+from batch_agent.gateway.chat import ChatDialect
+from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, Envelope
+from batch_agent.gateway.http_server import BodyRefused, HttpServer, drop, json_response, names_loopback, read_body
+from batch_agent.gateway.messages import MessagesDialect
+from batch_agent.gateway.responses import ResponsesDialect
+from batch_agent.gateway.waiting import Waiting
+from batch_agent.messages import JsonObject, Message, Reply, Sealed
+from batch_agent.outputs.surrogates import read_json
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+PATIENCE_SECONDS = 30.0
+FINAL = {"x-should-retry": "false"}  # what clients of OpenAI and Anthropic read beside the status
+RETRIED = frozenset({401, 403, 408, 409, 425, 429})  # statuses that mean something else here, or that clients retry
+CHAT = ChatDialect()
+DIALECTS: dict[str, ClientDialect] = {
+    "/chat/completions": CHAT,
+    "/responses": ResponsesDialect(),
+    "/messages": MessagesDialect(),
+    "/messages/count_tokens": MessagesDialect(),
+}
+
+
+class RowAccess(Protocol):
+    """The row that a key stands for."""
+
+    @property
+    def model(self) -> str:
+        """The run's model, for a request that names none."""
+        ...
+
+    @property
+    def wire(self) -> str:
+        """The wire that the backend speaks itself; "" for none."""
+        ...
+
+    async def models(self) -> Sequence[str]: ...
+
+    async def answer(self, request: ClientRequest) -> Reply:
+        """The recorded answer. Raises JobError or SpecError."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Guest:
+    row: RowAccess
+    tasks: set[asyncio.Task[object]] = field(default_factory=set)  # its requests under way
+    sealed: dict[str, Sealed] = field(default_factory=dict)  # what answers hold for their wire alone, by a call's id
+
+
+class Gateway:
+    """Entered, it listens. ``admit`` gives a row its key, ``dismiss`` ends the key and its requests."""
+
+    def __init__(self, *, patience: float = PATIENCE_SECONDS, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._patience, self._max_body_bytes = patience, max_body_bytes
+        self._server = HttpServer(self._handle, patience=patience)
+        self._guests: dict[str, Guest] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._server.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for key in list(self._guests):
+            self.dismiss(key)
+        await self._server.__aexit__(kind, error, trace)
+
+    @property
+    def url(self) -> str:
+        """Up to and without ``/v1``."""
+        return self._server.url
+
+    def admit(self, row: RowAccess) -> str:
+        key = f"row-{secrets.token_urlsafe(24)}"
+        self._guests[key] = Guest(row)
+        return key
+
+    def dismiss(self, key: str) -> None:
+        guest = self._guests.pop(key, None)
+        for task in () if guest is None else tuple(guest.tasks):
+            task.cancel()
+
+    def env(self, key: str) -> dict[str, str]:
+        """The address and the key under the names that clients read."""
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": key,
+            "ANTHROPIC_AUTH_TOKEN": key,
+        }
+
+    # One request
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        while path.startswith("/v1/"):  # some clients add it to an address that has it
+            path = path[3:]
+        dialect = DIALECTS.get(path.rstrip("/"), CHAT)
+        if not names_loopback(request):
+            return _refusal(dialect, 403, "the Host header does not name this machine")
+        guest = self._guests.get(_key(request))
+        if guest is None:
+            return await drop(request, _refusal(dialect, 401, "this key is unknown, or its row has ended"))
+        if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
+            return await self._models(guest.row, path.removeprefix("/models").strip("/"))
+        if path.rstrip("/") not in DIALECTS:
+            return _refusal(dialect, 404, f"{request.path} is not served here")
+        if request.method != "POST":
+            return _refusal(dialect, 405, f"{request.path} takes POST")
+        try:
+            if "Content-Encoding" in request.headers:
+                raise BodyRefused(415, "compressed bodies are not taken here")
+            body = await read_body(request, self._patience, self._max_body_bytes)
+        except BodyRefused as error:
+            return await drop(request, _refusal(dialect, error.status, str(error)))
+        try:
+            asked = replace(dialect.read(_document(body), guest.row.model), headers=_wire_headers(request))
+            if path.rstrip("/").endswith("/count_tokens"):
+                return json_response({"input_tokens": -(-len(body) // BYTES_PER_TOKEN)})
+            if asked.lost and dialect.wire != guest.row.wire:
+                lost = "; ".join(dict.fromkeys(asked.lost))
+                raise BadRequest(f"the run's backend has another wire format, which cannot say this: {lost}")
+        except BadRequest as error:
+            return _refusal(dialect, 400, str(error), error.param)
+        task = asyncio.current_task()
+        assert task is not None
+        guest.tasks.add(task)
+        try:
+            return await self._answer(guest, asked, request)
+        finally:
+            guest.tasks.discard(task)
+
+    async def _answer(self, guest: Guest, asked: ClientRequest, request: web.BaseRequest) -> web.StreamResponse:
+        dialect = asked.dialect
+        if guest.sealed:
+            asked = replace(asked, messages=[_resealed(message, guest.sealed) for message in asked.messages])
+        failure: tuple[int, str] | None = None
+        reply: Reply | None = None
+        async with Waiting(request, streamed=asked.stream) as waiting:
+            try:
+                reply = await guest.row.answer(asked)
+            except (JobError, SpecError) as error:
+                failure = _status(error), str(error)
+        if reply is None:
+            assert failure is not None
+            if waiting.response is None:
+                return _refusal(dialect, *failure)
+            return await _fail_late(waiting.response, request, asked, failure)
+        if reply.sealed is not None and reply.tool_calls:
+            guest.sealed[reply.tool_calls[0].id] = reply.sealed
+        envelope = Envelope(asked.digest.hex()[:24], int(time.time()), asked.shape.model)
+        document = dialect.document(reply, asked, envelope)
+        body = b"".join(dialect.events(document, asked)) if asked.stream else orjson.dumps(document)
+        if waiting.response is None:
+            kind = "text/event-stream" if asked.stream else "application/json"
+            return web.Response(body=body, content_type=kind, headers={"Cache-Control": "no-cache"})
+        await waiting.response.write(body)
+        return waiting.response
+
+    async def _models(self, row: RowAccess, name: str) -> web.Response:
+        try:
+            served = await row.models()
+        except BackendError as error:
+            return _refusal(CHAT, 502, str(error))
+        cards = [_card(model) for model in dict.fromkeys([row.model, *served]) if model]
+        if name:
+            found = [card for card in cards if card["id"] == name]
+            return json_response(found[0]) if found else _refusal(CHAT, 404, f"the model {name!r} is not served here")
+        ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
+        return json_response({"object": "list", "data": [*cards], "has_more": False, **ends})
+
+
+async def _fail_late(
+    response: web.StreamResponse, request: web.BaseRequest, asked: ClientRequest, failure: tuple[int, str]
+) -> web.StreamResponse:
+    """A failure after the response has begun with status 200: an event, or a connection that breaks off."""
+    if asked.stream:
+        await response.write(asked.dialect.error_event(*failure))
+    elif request.transport is not None:
+        request.transport.abort()
+    return response
+
+
+def _key(request: web.BaseRequest) -> str:
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _wire_headers(request: web.BaseRequest) -> dict[str, str]:
+    betas = request.headers.get("anthropic-beta")
+    return {"anthropic-beta": betas} if betas else {}
+
+
+def _document(body: bytes) -> JsonObject:
+    try:
+        document = read_json(body)
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise BadRequest("the body must be a JSON object")
+    return document
+
+
+def _resealed(message: Message, sealed: dict[str, Sealed]) -> Message:
+    """An answer that comes back, with what its wire wants back beside it."""
+    known = sealed.get(message.tool_calls[0].id) if message.tool_calls else None
+    return message if known is None else replace(message, sealed=known)
+
+
+def _status(error: BatchAgentError) -> int:
+    """The status of a failed request. None of them is one that clients try again, if trying again cannot help."""
+    match error:
+        case Interrupted():
+            return 402
+        case Rejected() | SpecError():
+            told = error.status if isinstance(error, Rejected) else None
+            return told if told is not None and 400 <= told < 500 and told not in RETRIED else 400
+        case Timeout():
+            return 504
+        case RateLimited():
+            return 503
+        case BackendError():
+            return 502
+    return 403
+
+
+def _refusal(dialect: ClientDialect, status: int, words: str, param: str | None = None) -> web.Response:
+    return json_response(dialect.error(status, words, param), status, FINAL)
+
+
+def _card(name: str) -> JsonObject:
+    """A model as both APIs list it."""
+    openai: JsonObject = {"id": name, "object": "model", "created": 0, "owned_by": "batch-agent"}
+    return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
