@@ -29,7 +29,7 @@ from batch_agent.gateway.http_server import (
     PATIENCE_SECONDS,
     BodyRefused,
     HttpServer,
-    drop,
+    answer_unread,
     is_loopback,
     json_response,
     read_body,
@@ -121,7 +121,7 @@ class Proxy:
         try:
             body = await read_body(request, self._patience)
         except BodyRefused as error:
-            return await drop(request, _refusal(error.status, str(error)))
+            return await answer_unread(request, _refusal(error.status, str(error)))
         key, model = read_ask(request.headers, body)
         model = model or request.path.partition("/v1/models/")[2]
         progress = Progress(LAST, model=model)

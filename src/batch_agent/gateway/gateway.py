@@ -31,7 +31,14 @@ from batch_agent.errors import (
 )
 from batch_agent.gateway.chat import ChatDialect
 from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, Envelope
-from batch_agent.gateway.http_server import BodyRefused, HttpServer, drop, json_response, names_loopback, read_body
+from batch_agent.gateway.http_server import (
+    BodyRefused,
+    HttpServer,
+    answer_unread,
+    json_response,
+    names_loopback,
+    read_body,
+)
 from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.gateway.responses import ResponsesDialect
 from batch_agent.gateway.waiting import Waiting
@@ -133,7 +140,7 @@ class Gateway:
             return _refusal(dialect, 403, "the Host header does not name this machine")
         guest = self._guests.get(_key(request))
         if guest is None:
-            return await drop(request, _refusal(dialect, 401, "this key is unknown, or its row has ended"))
+            return _refusal(dialect, 401, "this key is unknown, or its row has ended")
         if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
             return await self._models(guest.row, path.removeprefix("/models").strip("/"))
         if path.rstrip("/") not in DIALECTS:
@@ -145,7 +152,7 @@ class Gateway:
                 raise BodyRefused(415, "compressed bodies are not taken here")
             body = await read_body(request, self._patience, self._max_body_bytes)
         except BodyRefused as error:
-            return await drop(request, _refusal(dialect, error.status, str(error)))
+            return await answer_unread(request, _refusal(dialect, error.status, str(error)))
         try:
             asked = replace(dialect.read(_document(body), guest.row.model), headers=_wire_headers(request))
             if path.rstrip("/").endswith("/count_tokens"):
@@ -216,7 +223,7 @@ async def _fail_late(
 
 def _key(request: web.BaseRequest) -> str:
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return (token.strip() if scheme.lower() == "bearer" else "") or request.headers.get("x-api-key", "")
 
 
 def _wire_headers(request: web.BaseRequest) -> dict[str, str]:

@@ -113,12 +113,13 @@ def names_loopback(request: web.BaseRequest) -> bool:
     return is_loopback(name)
 
 
-async def drop(request: web.BaseRequest, answer: web.Response) -> web.Response:
-    """Answers, and closes the connection without waiting for the rest of the request."""
-    await answer.prepare(request)
-    await answer.write_eof()
-    if request.transport is not None:
-        request.transport.close()
+async def answer_unread(request: web.BaseRequest, answer: web.Response) -> web.Response:
+    """Answers a request that was not read to its end. If no more of it comes, the connection is closed at once."""
+    if answer.status == 408:
+        await answer.prepare(request)
+        await answer.write_eof()
+        if request.transport is not None:
+            request.transport.close()
     return answer
 
 
