@@ -35,6 +35,7 @@ ORDER = [
     "dispatch",
     "gateway",
     "engine",
+    "runtimes",
     "topology",
     "fleet",
     "swarm",
@@ -58,6 +59,7 @@ PURE = ("compiler", "scheduler", "outputs")
 START_TASKS = {
     "dispatch": "probes, load polls and hedges beside a request",
     "gateway": "signs of life to a client that waits",
+    "runtimes": "the input and the output of a process, beside its end",
     "engine": "the feed, the agents and the tool calls of a run",
     "fleet": "probes of many servers at once, and the proxy",
     "swarm": "the requests of one call to many servers",

@@ -166,7 +166,27 @@ def test_a_question_is_the_same_in_another_session_and_another_one_is_not() -> N
     first = messages_body() | {"metadata": {"user_id": "session-1"}, "stream": True}
     first["system"] = [{"type": "text", "text": "x-anthropic-billing-header: 1"}, *first["system"]]  # type: ignore[misc]
     again = messages_body() | {"metadata": {"user_id": "session-2"}}
-    assert MESSAGES.read(first, "m").digest == MESSAGES.read(again, "m").digest
+    assert MESSAGES.read(first, "m").head == MESSAGES.read(again, "m").head
     assert list(MESSAGES.read(first, "m").messages) == CONVERSATION
     for change in ({"temperature": 0.5}, {"top_k": 3}, {"max_tokens": 10}, {"thinking": {"type": "adaptive"}}):
-        assert MESSAGES.read(again | change, "m").digest != MESSAGES.read(again, "m").digest
+        assert MESSAGES.read(again | change, "m").head != MESSAGES.read(again, "m").head
+
+
+def test_what_messages_cannot_hold_makes_another_question() -> None:
+    heads = set()
+    for sound in ("a", "b"):
+        part: JsonObject = {"type": "input_audio", "input_audio": {"data": sound}}
+        heads.add(CHAT.read({"messages": [{"role": "user", "content": [part]}]}, "m").head)
+    assert len(heads) == 2
+
+
+def test_tools_of_a_namespace_are_called_by_both_names_and_come_back_as_they_were() -> None:
+    space: JsonObject = {"type": "namespace", "name": "gh", "tools": [{"type": "function", "name": "list"}]}
+    body: JsonObject = {"input": "hi", "tools": [space]}
+    assert [tool.name for tool in RESPONSES.read(body, "m").shape.tools] == ["gh__list"]
+    call = ToolCall("a", "gh__list", "{}")
+    document, _ = written(RESPONSES, Reply("", (call,)), body)
+    [item] = document["output"]
+    assert (item["namespace"], item["name"]) == ("gh", "list")
+    [message] = RESPONSES.read({**body, "input": [item]}, "m").messages
+    assert message.tool_calls == (call,)

@@ -70,7 +70,7 @@ class RequestShape:
 class ClientBody:
     """A request as a client of the gateway sent it, in the format of ``wire``. A backend that speaks this wire sends
     the fields unchanged and puts the whole answer on the Reply (``sealed``); others ask with shape and conversation.
-    ``digest`` identifies the question, ``headers`` are those that belong to the wire."""
+    ``digest`` is of all that the conversation does not say, ``headers`` are those that belong to the wire."""
 
     wire: str
     fields: JsonObject

@@ -22,6 +22,7 @@ from batch_agent.messages import Content, Image, JsonObject, Message, Part, Repl
 DELIVERY = frozenset(
     ("stream", "stream_options", "metadata", "user", "prompt_cache_key", "safety_identifier", "client_metadata")
 ) | {"service_tier", "store"}
+CONVERSATION = frozenset({"messages", "input", "system", "instructions"})  # what is read into messages
 BILLING = "x-anthropic-billing-header:"  # the start of a system block that differs from session to session
 
 
@@ -81,6 +82,7 @@ class ClientRequest:
     messages: Sequence[Message]
     lost: Sequence[str] = ()
     custom_tools: frozenset[str] = frozenset()  # that take text in place of arguments
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # tools' own names, by what they are called
     headers: Mapping[str, str] = field(default_factory=dict)  # that belong to the wire
 
     @property
@@ -89,14 +91,14 @@ class ClientRequest:
 
     @cached_property
     def client_body(self) -> ClientBody:
-        return ClientBody(self.dialect.wire, self.body, self.digest, self.headers)
+        return ClientBody(self.dialect.wire, self.body, self.head, self.headers)
 
     @cached_property
-    def digest(self) -> bytes:
-        """The identity of what is asked: the same question has the same digest in every session."""
-        asked = {name: value for name, value in self.body.items() if name not in DELIVERY}
-        if isinstance(system := asked.get("system"), list):
-            asked["system"] = [block for block in system if not is_billing(block)]
+    def head(self) -> bytes:
+        """The digest of everything that is asked beside the messages: the same in every session. If messages do not
+        hold all that was said, it covers the whole request."""
+        left_out = DELIVERY if self.lost else DELIVERY | CONVERSATION
+        asked = {name: value for name, value in self.body.items() if name not in left_out}
         digest = blake2b(self.dialect.wire.encode(), digest_size=16)
         digest.update(orjson.dumps(asked, option=orjson.OPT_SORT_KEYS))
         return digest.digest()

@@ -188,7 +188,7 @@ class Gateway:
             return await _fail_late(waiting.response, request, asked, failure)
         if reply.sealed is not None and reply.tool_calls:
             guest.sealed[reply.tool_calls[0].id] = reply.sealed
-        envelope = Envelope(asked.digest.hex()[:24], int(time.time()), asked.shape.model)
+        envelope = Envelope(secrets.token_hex(12), int(time.time()), asked.shape.model)
         document = dialect.document(reply, asked, envelope)
         body = b"".join(dialect.events(document, asked)) if asked.stream else orjson.dumps(document)
         if waiting.response is None:

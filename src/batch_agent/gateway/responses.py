@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from batch_agent.backends.http.wire import echoed_object
 from batch_agent.gateway.chat import ChatDialect
 from batch_agent.gateway.client_request import ClientRequest, Envelope, objects, own_document, sse
-from batch_agent.gateway.responses_request import custom_tools, read_messages, read_shape
+from batch_agent.gateway.responses_request import custom_tools, namespaces, read_messages, read_shape
 from batch_agent.messages import JsonObject, Reply, Usage
 
 CUT = {"length", "max_tokens", "max_output_tokens"}
@@ -26,7 +26,7 @@ class ResponsesDialect(ChatDialect):
     def read(self, body: JsonObject, model: str) -> ClientRequest:
         lost: list[str] = []
         shape, messages = read_shape(body, model, lost), read_messages(body, lost)
-        return ClientRequest(self, body, shape, messages, lost, custom_tools(body))
+        return ClientRequest(self, body, shape, messages, lost, custom_tools(body), namespaces(body))
 
     def document(self, reply: Reply, request: ClientRequest, envelope: Envelope) -> JsonObject:
         if (own := own_document(reply, self.wire)) is not None:
@@ -77,7 +77,9 @@ def _items(reply: Reply, request: ClientRequest, name: str) -> Iterator[JsonObje
             given = echoed_object(call.arguments).get("input")
             yield {**head, "type": "custom_tool_call", "input": given if isinstance(given, str) else call.arguments}
         else:
-            yield {**head, "type": "function_call", "arguments": call.arguments}
+            space = request.namespaces.get(call.name)
+            own: JsonObject = {} if space is None else {"namespace": space[0], "name": space[1]}
+            yield {**head, **own, "type": "function_call", "arguments": call.arguments}
 
 
 def _events(document: JsonObject) -> Iterator[JsonObject]:

@@ -53,8 +53,33 @@ def read_shape(body: JsonObject, model: str, lost: list[str]) -> RequestShape:
 
 
 def custom_tools(body: JsonObject) -> frozenset[str]:
-    tools = objects(body.get("tools"), "tools")
-    return frozenset(str(tool.get("name")) for tool in tools if tool.get("type") == "custom")
+    return frozenset(name for tool, name in _flat(body) if tool.get("type") == "custom")
+
+
+def namespaces(body: JsonObject) -> dict[str, tuple[str, str]]:
+    """Namespace and name of tools that have one, by the name that the model knows them by."""
+    spaces = [tool for tool in objects(body.get("tools"), "tools") if tool.get("type") == "namespace"]
+    pairs = [
+        (str(space.get("name")), str(tool.get("name")))
+        for space in spaces
+        for tool in objects(space.get("tools"), "tools")
+    ]
+    return {_qualified(*pair): pair for pair in pairs}
+
+
+def _qualified(space: str, name: str) -> str:
+    return f"{space}__{name}" if space else name
+
+
+def _flat(body: JsonObject) -> Iterator[tuple[JsonObject, str]]:
+    """All tools with the names that the model knows them by."""
+    for tool in objects(body.get("tools"), "tools"):
+        name = string(tool.get("name"), "name")
+        if tool.get("type") == "namespace":
+            for inner in objects(tool.get("tools"), "tools"):
+                yield inner, _qualified(name, string(inner.get("name"), "name"))
+        else:
+            yield tool, name
 
 
 def read_messages(body: JsonObject, lost: list[str]) -> list[Message]:
@@ -90,7 +115,8 @@ def _add(messages: list[Message], item: JsonObject, lost: list[str]) -> None:
             _go_on(messages, reasoning="\n\n".join(string(part.get("text"), "text") for part in parts))
         case "function_call":
             arguments = string(item.get("arguments"), "arguments")
-            _go_on(messages, call=ToolCall(_call_id(item), string(item.get("name"), "name"), arguments))
+            name = _qualified(string(item.get("namespace"), "namespace"), string(item.get("name"), "name"))
+            _go_on(messages, call=ToolCall(_call_id(item), name, arguments))
         case "custom_tool_call":
             given = orjson.dumps({"input": string(item.get("input"), "input")}).decode()
             _go_on(messages, call=ToolCall(_call_id(item), string(item.get("name"), "name"), given))
@@ -132,8 +158,8 @@ def _content(content: JsonValue, lost: list[str]) -> Content:
 
 
 def _tools(body: JsonObject, lost: list[str]) -> Iterator[ToolSpec]:
-    for tool in objects(body.get("tools"), "tools"):
-        kind, name = str(tool.get("type")), string(tool.get("name"), "name")
+    for tool, name in _flat(body):
+        kind = str(tool.get("type"))
         description = string(tool.get("description"), "description")
         if kind in ("function", "custom") and not name:
             raise BadRequest("a tool has no name", "tools")
