@@ -21,7 +21,7 @@ from batch_agent import BatchAgent, BatchSpec, Tool
 from batch_agent.backends.base import ModelRequest
 from batch_agent.backends.simulated.backend import SimulatedBackend
 from batch_agent.backends.simulated.model import EngineModel
-from batch_agent.engine.agent.context import AgentContext
+from batch_agent.engine.agent.loop_context import LoopContext
 from batch_agent.engine.run.prepare import prepare
 from batch_agent.engine.run.run import Run
 from batch_agent.events import ContextCompacted, Event
@@ -136,7 +136,7 @@ async def talk(agents: int, **options: Any) -> Talk:
     events: list[Event] = []
     longest = 0
 
-    async def worker(row: object, ctx: AgentContext) -> object:
+    async def worker(row: object, ctx: LoopContext) -> object:
         nonlocal longest
         for _ in range(TURNS):
             reply = await ctx.ask()

@@ -20,11 +20,14 @@ from batch_agent.spec import OLD_NAMES
 ROOT = Path(__file__).parent.parent
 
 PUBLIC = [
+    "AgentContext",
     "AgentError",
+    "AgentReply",
     "AgentResult",
     "BatchAgent",
     "BatchAgentError",
     "BatchSpec",
+    "BlockingContext",
     "Failure",
     "Fleet",
     "Image",
@@ -58,9 +61,12 @@ ERROR_TYPES = {
     "LimitExceeded",
     "NotJSON",
     "OVERSIZED",
+    "OutcomeUnknown",
     "OutputError",
     "RateLimited",
+    "RecordUnreadable",
     "Rejected",
+    "ReplayMismatch",
     "TimeoutError",
     "ToolError",
     "ToolFailed",

@@ -13,6 +13,7 @@ from batch_agent.version import __version__
 
 if TYPE_CHECKING:
     from batch_agent.api import BatchAgent
+    from batch_agent.engine.agent.context import AgentContext, AgentReply, BlockingContext
     from batch_agent.errors import (
         BatchAgentError,
         JobError,
@@ -32,11 +33,14 @@ if TYPE_CHECKING:
     from batch_agent.topology.pipeline import Pipeline
 
 __all__ = [
+    "AgentContext",
     "AgentError",
+    "AgentReply",
     "AgentResult",
     "BatchAgent",
     "BatchAgentError",
     "BatchSpec",
+    "BlockingContext",
     "Failure",
     "Fleet",
     "Image",
@@ -60,6 +64,7 @@ __all__ = [
 
 _HOMES = {
     "api": ("BatchAgent",),
+    "engine.agent.context": ("AgentContext", "AgentReply", "BlockingContext"),
     "errors": ("BatchAgentError", "JobError", "RunRejected", "RunUnreachable", "SpecError", "StoreError", "ToolError"),
     "fleet.backend": ("Fleet",),
     "job": ("AgentError", "AgentResult", "Failure", "Success", "Timings"),

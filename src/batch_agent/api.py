@@ -61,6 +61,7 @@ class Options(TypedDict, total=False):
     image_root: str | Path | None
     system_prompt: str
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str]
+    worker: Callable[..., Any] | None
     model: str | None
     backend: str | Mapping[str, JsonValue] | Sequence[str | Mapping[str, JsonValue] | Backend] | Backend | None
     runtime: Backend | None

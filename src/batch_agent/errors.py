@@ -8,10 +8,14 @@
     │   ├── InputError       this row cannot be rendered            type InputError
     │   │   └── Oversized    it can never fit the model's context   type OVERSIZED
     │   ├── BackendError     Timeout · RateLimited · Unavailable · Rejected · ContextOverflow · Truncated · BadResponse
-    │   ├── ToolError        ToolTimeout · ToolFailed · UnknownTool · BadArguments   (the model sees these)
+    │   ├── ToolError        ToolTimeout · ToolFailed · UnknownTool · BadArguments · OutcomeUnknown
+    │   │                    (the model sees these)
     │   ├── OutputError      NotJSON · Invalid
     │   ├── LimitExceeded    turns or time
-    │   ├── WorkerFailed     a worker of the user's own raised something
+    │   ├── WorkerFailed     a worker of the user's own raised something, or returned what is not JSON
+    │   │   └── RowEnded     it asked or called something after its row had ended
+    │   ├── ReplayMismatch   the next request is not the one that the record answers
+    │   ├── RecordUnreadable the row's record is damaged, and a write was begun in it
     │   └── Interrupted      the run ended before this job did
     ├── StoreError           the run cannot be recorded; stops the run
     └── InternalError        a broken invariant
@@ -180,6 +184,12 @@ class BadArguments(ToolError):
     type = "BadArguments"
 
 
+class OutcomeUnknown(ToolError):
+    """The run was interrupted while the call, which may write, was running. It is not run again."""
+
+    type = "OutcomeUnknown"
+
+
 class OutputError(JobError):
     stage = "validate"
     type = "OutputError"
@@ -206,9 +216,27 @@ class AgentTimeout(LimitExceeded):
 
 
 class WorkerFailed(JobError):
-    """A worker that is not ours raised something that is not a JobError."""
+    """A worker that is not ours raised something that is not a JobError, or returned what is not JSON."""
 
     type = "WorkerFailed"
+
+
+class RowEnded(WorkerFailed):
+    """A worker asked or called something after its row had ended."""
+
+
+class ReplayMismatch(JobError):
+    """A resumed agent would ask something else than what its record answers."""
+
+    stage = "record"
+    type = "ReplayMismatch"
+
+
+class RecordUnreadable(JobError):
+    """The record of a row cannot be read, and a write was begun in it. Working on the row again could write twice."""
+
+    stage = "record"
+    type = "RecordUnreadable"
 
 
 class Interrupted(JobError):

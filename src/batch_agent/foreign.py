@@ -7,6 +7,9 @@ is the user's. Each place decides what a failure means there; here is only how i
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+
 MESSAGE_CHARACTERS = 4000
 
 
@@ -28,3 +31,8 @@ def describe(error: BaseException) -> str:
         message = f"{message[:MESSAGE_CHARACTERS]} [...]"
     name = type(error).__name__
     return f"{name}: {message}" if message else name
+
+
+def is_async(function: Callable[..., object]) -> bool:
+    """Whether calling it gives a coroutine: an ``async def``, or an object whose ``__call__`` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

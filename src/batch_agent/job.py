@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, TypeAlias, TypeVar
 
 from batch_agent.errors import JobError, error_of
@@ -103,6 +104,7 @@ class BaseResult(Generic[T_co]):
     resumed: bool = False  # it was in the record of an earlier session; nothing was sent for it in this one
     chunks: int = 1  # the parts that the input was done in, where it did not fit (oversized="chunk")
     shortened: bool = False  # the input did not fit, and only its beginning was sent (oversized="truncate")
+    artifacts: Mapping[str, Path] = field(default_factory=dict)  # files that a worker saved, by name
 
     def __new__(
         cls, index: int = 0, job_id: str = "", input: object = None, ok: bool | None = None, *rest: Any, **named: Any

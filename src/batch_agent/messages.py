@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar, cast, get_args
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -160,6 +160,50 @@ class Message:
         if self.tool_call_id:
             out["tool_call_id"] = self.tool_call_id
         return out
+
+    @classmethod
+    def from_dict(cls, message: Mapping[str, object]) -> Self:
+        """A message in that form. Raises ValueError for one that is in another."""
+        role, content = message.get("role"), message.get("content")
+        if role not in get_args(Role):
+            raise ValueError(f"a message needs a role, one of {', '.join(get_args(Role))} (got {role!r})")
+        calls = message.get("tool_calls") or ()
+        if not isinstance(calls, list | tuple):
+            raise ValueError("the tool_calls of a message are a list")
+        call_id, name = message.get("tool_call_id") or "", message.get("name") or ""
+        return cls(
+            cast(Role, role), _content_of(content), tuple(map(_call_of, calls)), str(call_id), tool_name=str(name)
+        )
+
+
+def _content_of(content: object) -> Content:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise ValueError(f"the content of a message is text or a list of parts, not {type(content).__name__}")
+    return tuple(map(_part_of, content))
+
+
+def _part_of(part: object) -> Part:
+    if isinstance(part, str | Image):
+        return part
+    if isinstance(part, Mapping):
+        image = part.get("image_url")
+        url = image.get("url") if isinstance(image, Mapping) else image
+        if isinstance(url, str):
+            return Image(url)
+        if isinstance(part.get("text"), str):
+            return cast(str, part["text"])
+    raise ValueError("a part of a message is text, an Image, or a mapping with text or image_url")
+
+
+def _call_of(call: object) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool call is a mapping with an id and a function, which has a name and arguments")
+    return ToolCall(str(call.get("id") or ""), function["name"], str(function.get("arguments") or "{}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,10 +58,12 @@ class BatchSpec(BaseModel):
         Text,
         Scope.STAGE,
         Compared.VALUE,
+        Unset("required, but with `worker`"),
         Flag("TEXT", "the message of each row; {field} is filled in", group=FlagGroup.QUESTION),
     ] = Field(
+        "",
         description="Message each agent gets. `{field}`, `{field.name}` and `{field[0]}` are filled from its input; "
-        "see [templates.md](templates.md)."
+        "see [templates.md](templates.md). Optional beside a `worker`.",
     )
     template: Annotated[Literal["braces", "jinja"], Allowed("braces or jinja")] = Field(
         "braces",
@@ -117,6 +119,17 @@ class BatchSpec(BaseModel):
     ] = Field(
         None,
         description="What each answer must be: a pydantic model, dataclass, TypedDict, `list[T]` or JSON schema.",
+    )
+    worker: Annotated[
+        Callable[..., Any] | None,
+        Allowed("a function of a row and a context, or None"),
+        Scope.STAGE,
+        Unset("the tool loop"),
+        Flag("MODULE:FUNCTION", "a function of yours that works on each row", group=FlagGroup.QUESTION),
+    ] = Field(
+        None,
+        description="Function that works on each row in place of the tool loop: `async def work(row, ctx)`, or a plain "
+        "function, which runs in a thread. What it returns is the output. See [agents.md](agents.md).",
     )
     on_result: Annotated[
         Callable[..., Any] | None,
@@ -394,7 +407,7 @@ class BatchSpec(BaseModel):
             hint = f"; did you mean {near[0]!r}?" if near else f". Options: {', '.join(sorted(cls.model_fields))}"
             raise SpecError(f"there is no option {name!r}{hint}")
         for name in ("task", "inputs"):
-            if name not in options:
+            if name not in options and not (name == "task" and options.get("worker") is not None):
                 raise SpecError(f"{name} is missing: {cls.model_fields[name].description}")
 
     @model_validator(mode="after")
@@ -415,8 +428,10 @@ class BatchSpec(BaseModel):
         for name in () if isinstance(retry, bool) else retry:
             if name not in known:
                 raise ValueError(f"retry_failed: there is no error type {name!r}; there are {', '.join(sorted(known))}")
-        if not self.task.strip():
+        if not self.task.strip() and (self.worker is None or self.task):
             raise ValueError("task is empty: it is the message each agent gets")
+        if self.worker is not None and self.oversized != "fail":
+            raise ValueError(f"oversized={self.oversized!r} is for the tool loop: a worker reads its rows itself")
         if self.model is not None and not self.model.strip():
             raise ValueError("model is empty: name one, or leave it out for the one model the server has")
         if self.model_max_context is not None and self.model_max_context <= self.min_response_tokens:

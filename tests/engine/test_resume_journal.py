@@ -1,6 +1,6 @@
 """A journal of an older format, as it was written before there was the next, is resumed like one of today.
 
-``format-1.db`` and ``format-2.db`` hold four rows each: one that is done after a tool call, one that was repaired, one
+``format-1.db`` and those after it hold four rows each: one that is done after a tool call, one that was repaired, one
 that the server refused after a tool call, and one that was interrupted while its second call, a write, was running.
 """
 

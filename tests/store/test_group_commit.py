@@ -172,7 +172,7 @@ async def test_what_the_session_has_spent_is_recorded_with_what_it_did() -> None
     disk = Disk()
     disk.may_commit.release(10)
     async with journal(disk, spent=lambda: (45, 0.75)) as book:
-        trail = Trail(book, Identity(b"k", b"r"), book.new_agent())
+        trail = Trail(book, Identity(b"k", b"r"))
         trail.add(entry().step)
         await trail.settle()
     assert disk.progress == Progress(tokens=45, cost=0.75)

@@ -11,9 +11,38 @@ from hypothesis import strategies as st
 
 from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
-from batch_agent.messages import Reply, Sealed, ToolCall, Usage
-from batch_agent.store.codec import BEGUN, COMPACTED, DONE, ENDED, FAILED, OUTCOME, SLOWLY, TURN, decode, encode
-from batch_agent.store.steps import Begun, Compacted, Done, Ended, Failed, Outcome, Spent, Step, Turn, read_past
+from batch_agent.messages import Message, Reply, Sealed, ToolCall, Usage
+from batch_agent.store.codec import (
+    ASKED,
+    BEGUN,
+    CALL_BEGUN,
+    CALL_ENDED,
+    COMPACTED,
+    DONE,
+    ENDED,
+    FAILED,
+    OUTCOME,
+    ROLES,
+    SLOWLY,
+    TURN,
+    decode,
+    encode,
+)
+from batch_agent.store.steps import (
+    Asked,
+    Begun,
+    CallBegun,
+    CallEnded,
+    Compacted,
+    Done,
+    Ended,
+    Failed,
+    Outcome,
+    Spent,
+    Step,
+    Turn,
+    read_past,
+)
 
 # Lone surrogates and integers beyond 64 bits included: models and servers do write them.
 texts = st.text(st.characters(exclude_categories=()))
@@ -27,13 +56,17 @@ replies = st.builds(Reply, texts, calls, usages, texts, st.none() | seconds, tex
 spents = st.builds(Spent, counts, counts, seconds, seconds, seconds, seconds, st.none() | seconds)
 errors = st.builds(AgentError, texts, texts, texts, st.booleans())
 positions = st.integers(min_value=0, max_value=100)
+messages = st.builds(Message, st.sampled_from(ROLES), texts, calls, texts, texts, texts)
 steps = st.one_of(
-    st.builds(Turn, replies, spents),
-    st.builds(Done, replies, spents),
+    st.builds(Turn, replies, spents, texts),
+    st.builds(Done, replies, spents, texts),
+    st.builds(Asked, texts, positions, replies, spents, positions, st.lists(messages, max_size=3).map(tuple)),
+    st.builds(CallBegun, texts, positions, texts, texts),
+    st.builds(CallEnded, texts, positions, texts, texts, st.booleans(), texts),
     st.builds(Begun, st.lists(positions).map(tuple)),
     st.builds(Outcome, positions, texts),
     st.builds(Failed, errors, texts, spents),
-    st.builds(Ended, spents),
+    st.builds(Ended, spents, st.none() | texts),
     st.builds(Compacted, st.builds(Cut, positions, texts, st.dictionaries(positions, texts)), usages),
 )
 
@@ -60,14 +93,14 @@ def test_what_was_never_encoded_is_an_error_and_never_a_step(kind: int, body: by
 
 def test_a_record_of_another_form_is_a_value_error() -> None:
     for body in (b"[]", b"{}", b"null", b'["text"]', b"[[],[]]", b"7", b"[0,1]", b'"text"', b"[true]"):
-        for kind in (TURN, DONE, OUTCOME, FAILED, ENDED, COMPACTED):
+        for kind in (TURN, DONE, OUTCOME, FAILED, ENDED, COMPACTED, ASKED, CALL_BEGUN, CALL_ENDED):
             with pytest.raises(ValueError, match=r"form|expected"):
                 decode(kind, body)
 
 
 @given(steps, st.data())
 def test_a_record_with_one_value_of_another_type_is_a_value_error(step: Step, data: st.DataObject) -> None:
-    if isinstance(step, Turn | Done):  # what is sealed is the wire's own, of any type
+    if isinstance(step, Turn | Done | Asked):  # what is sealed is the wire's own, of any type
         step = replace(step, reply=replace(step.reply, sealed=None))
     kind, body = encode(step)
     record = json.loads(body)

@@ -170,7 +170,15 @@ class Plan:
     def question(self, job: Job) -> str:
         """The job's prompt as it reads when nothing is hoisted: two jobs ask the same when these are the same, however
         their runs were compiled."""
-        return job.prompt if self._unhoisted is None else self.asks(job.input)[1]
+        if self._unhoisted is None:
+            return self._with_row(job.prompt, job.input)
+        return self.asks(job.input)[1]
+
+    def _with_row(self, question: str, value: object) -> str:
+        """A worker reads the whole row, so all of it is part of the question."""
+        if self._spec.worker is None:
+            return question
+        return f"{question}\n{to_json(value, fallback=str, inf_nan_mode='constants').decode()}"
 
     def asks(self, value: object) -> tuple[str | None, str]:
         """An input's own id and its question, for those who only compare. Raises InputError."""
@@ -184,7 +192,7 @@ class Plan:
             tokens = self._tokens(_fill(sent, own))
             if not self._sizing.fits(tokens):
                 fields = {**fields, **self._sizing.cut(sent.names, own, tokens)[0]}
-        return own_id(fields), with_pictures(template.render(fields), images)
+        return own_id(fields), self._with_row(with_pictures(template.render(fields), images), value)
 
     def describe(self, sample: Sequence[object]) -> Description:
         """The plan for people; ``sample`` is the first inputs, as many as one cares to render."""
@@ -245,7 +253,7 @@ def compile_plan(
         head = template.head
         if isinstance(template, Template):  # what other languages do with a value cannot be done with a reference
             constants = constants_of(readable, [name for name in template.names if name not in spec.images])
-            if not spec.no_hoist:
+            if not spec.no_hoist and spec.worker is None:  # a worker has its whole prompt
                 moved = {name: constants[name] for name in hoistable(template, constants)}
                 if sizing.how != "fail":  # what is to be cut stays in its row
                     moved = {

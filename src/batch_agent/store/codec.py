@@ -7,25 +7,41 @@ before it.
 
     format 2    kind 6, an agent that ended without a last answer
     format 3    kind 7, a conversation that was cut
+    format 4    kinds 8 to 10, what a user's worker asked and called; its output in kind 6; what kinds 1 and 4 answer
 """
 
 from __future__ import annotations
 
 import json
 from types import UnionType
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 
 from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
-from batch_agent.messages import Reply, Sealed, ToolCall, Usage
-from batch_agent.store.steps import Begun, Compacted, Done, Ended, Failed, Outcome, Spent, Step, Turn
+from batch_agent.messages import Message, Reply, Role, Sealed, ToolCall, Usage, content_shown
+from batch_agent.store.steps import (
+    Asked,
+    Begun,
+    CallBegun,
+    CallEnded,
+    Compacted,
+    Done,
+    Ended,
+    Failed,
+    Outcome,
+    Spent,
+    Step,
+    Turn,
+)
 
-FORMAT = 3
+FORMAT = 4
 OLDEST = 1  # the first format that is still read
 SLOWLY = b" "  # before what orjson can neither write nor read
 TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED, COMPACTED = range(1, 8)
+ASKED, CALL_BEGUN, CALL_ENDED = 8, 9, 10
+WRITES = (BEGUN, CALL_BEGUN)  # a record with one of these must not be taken for none
 
 # What the arrays hold, in order.
 Form = tuple[type | UnionType, ...]
@@ -36,14 +52,16 @@ USAGE: Form = (int, int, int, int, int)
 SEALED: Form = (str, object)
 SPENT: Form = (int, int, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER | None)
 ERROR: Form = (str, str, str, bool)
+MESSAGE: Form = (str, str, list, str, str, str)
+ROLES = get_args(Role)
 
 
 def encode(step: Step) -> tuple[int, bytes]:
     match step:
-        case Done(reply, spent):
-            return DONE, _dump([_from_reply(reply), _from_spent(spent)])
-        case Turn(reply, spent):
-            return TURN, _dump([_from_reply(reply), _from_spent(spent)])
+        case Done(reply, spent, asked):
+            return DONE, _dump([_from_reply(reply), _from_spent(spent), asked])
+        case Turn(reply, spent, asked):
+            return TURN, _dump([_from_reply(reply), _from_spent(spent), asked])
         case Outcome(call, text):
             return OUTCOME, _dump([call, text])
         case Begun(calls):
@@ -51,18 +69,25 @@ def encode(step: Step) -> tuple[int, bytes]:
         case Failed(error, text, spent):
             fields = (error.stage, error.type, error.message, error.retryable)
             return FAILED, _dump([fields, text, _from_spent(spent)])
-        case Ended(spent):
-            return ENDED, _dump([_from_spent(spent)])
+        case Ended(spent, output):
+            return ENDED, _dump([_from_spent(spent), output])
         case Compacted(cut, usage):
             return COMPACTED, _dump([cut.kept_from, cut.note, [*cut.reduced.items()], _from_usage(usage)])
+        case Asked(digest, nth, reply, spent, after, said):
+            messages = [_from_message(message) for message in said]
+            return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent), after, messages])
+        case CallBegun(digest, nth, name, arguments):
+            return CALL_BEGUN, _dump([digest, nth, name, arguments])
+        case CallEnded(digest, nth, name, arguments, ok, text):
+            return CALL_ENDED, _dump([digest, nth, name, arguments, ok, text])
 
 
 def decode(kind: int, body: bytes) -> Step:
     """Raises ValueError for what ``encode`` never wrote."""
     record = _load(body)
     if kind in (TURN, DONE):
-        reply, spent = _read(record, (list, list))
-        return (Turn if kind == TURN else Done)(_to_reply(reply), _to_spent(spent))
+        reply, spent, *asked = _read(record, (list, list, str), least=2)
+        return (Turn if kind == TURN else Done)(_to_reply(reply), _to_spent(spent), *asked)
     if kind == OUTCOME:
         return Outcome(*_read(record, (int, str)))
     if kind == BEGUN:
@@ -71,11 +96,19 @@ def decode(kind: int, body: bytes) -> Step:
         error, text, spent = _read(record, (list, str, list))
         return Failed(AgentError(*_read(error, ERROR)), text, _to_spent(spent))
     if kind == ENDED:
-        return Ended(_to_spent(*_read(record, (list,))))
+        spent, *output = _read(record, (list, str | None), least=1)
+        return Ended(_to_spent(spent), *output)
     if kind == COMPACTED:
         kept_from, note, reduced, usage = _read(record, (int, str, list, list))
         texts = dict(_read(pair, (int, str)) for pair in reduced)
         return Compacted(Cut(kept_from, note, texts), _to_usage(usage))
+    if kind == ASKED:
+        digest, nth, reply, spent, after, said = _read(record, (str, int, list, list, int, list))
+        return Asked(digest, nth, _to_reply(reply), _to_spent(spent), after, tuple(map(_to_message, said)))
+    if kind == CALL_BEGUN:
+        return CallBegun(*_read(record, (str, int, str, str)))
+    if kind == CALL_ENDED:
+        return CallEnded(*_read(record, (str, int, str, str, bool, str)))
     raise ValueError(f"a record of kind {kind} is of a newer version of this package, or none")
 
 
@@ -117,6 +150,20 @@ def _to_reply(array: object) -> Reply:
         None if saved is None else _to_usage(saved),
         None if sealed is None else Sealed(*_read(sealed, SEALED)),
     )
+
+
+def _from_message(message: Message) -> tuple[object, ...]:
+    """Pictures by their marks; what only a wire can read is left out."""
+    calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
+    shown = content_shown(message.content)
+    return message.role, shown, calls, message.tool_call_id, message.reasoning, message.tool_name
+
+
+def _to_message(array: object) -> Message:
+    role, content, calls, call_id, reasoning, name = _read(array, MESSAGE)
+    if role not in ROLES:
+        raise ValueError(f"a record has {role[:100]!r} where a role is expected")
+    return Message(role, content, tuple(ToolCall(*_read(call, CALL)) for call in calls), call_id, reasoning, name)
 
 
 def _from_usage(usage: Usage) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ def fingerprint(
 ) -> bytes:
     """``system`` as it is before hoisting: moving a shared value forward does not change the question. ``template`` is
     the language of the task."""
-    asked = [SCHEME, task, system, [_shape(shape) for shape in shapes], dict(tool_versions)]
+    asked = [SCHEME, task, system, [shape_fields(shape) for shape in shapes], dict(tool_versions)]
     if worker is not None:
         asked.append(worker)
     if template != "braces":
@@ -44,9 +44,9 @@ def fingerprint(
     return blake2b(text.encode("ascii"), digest_size=KEY_BYTES).digest()
 
 
-def _shape(shape: RequestShape) -> dict[str, object]:
-    """A field that shapes did not have when the scheme was made is part of the question only where it says something:
-    answers to the same question from before there was such a field stay valid."""
+def shape_fields(shape: RequestShape) -> dict[str, object]:
+    """What of a shape is part of the question. A field that shapes did not have when the scheme was made is part of it
+    only where it says something: answers to the same question from before there was such a field stay valid."""
     fields = RequestShape.__dataclass_fields__
     values = {name: getattr(shape, name) for name in fields}
     return {name: value for name, value in values.items() if name in FIRST_FIELDS or value != fields[name].default}

@@ -179,20 +179,15 @@ class Session:
         return self._keys.identity(job, question)
 
     def new_trail(self, identity: Identity) -> Trail:
-        journal = self._open_journal
-        return Trail(journal, identity, journal.new_agent())
+        return Trail(self._open_journal, identity)
 
     async def trails(self, identities: Sequence[Identity]) -> list[Trail]:
         found = await self._open_journal.claim(identities)
         return [self._trail(identity, past) for identity, past in zip(identities, found, strict=True)]
 
     def _trail(self, identity: Identity, past: Past | None) -> Trail:
-        if past is None:
-            return self.new_trail(identity)
-        failed, journal = past.failed, self._open_journal
-        if failed is not None and self._retried(failed.error.type):
-            return Trail(journal, identity, past.agent, past.turns, retried=True)
-        return Trail(journal, identity, past.agent, past.turns, failed=failed, done=past.done)
+        retried = past is not None and past.failed is not None and self._retried(past.failed.error.type)
+        return Trail(self._open_journal, identity, past, retried=retried, checks=not self._facts["forced"])
 
     def _retried(self, error_type: str) -> bool:
         retry = self._resuming.retry

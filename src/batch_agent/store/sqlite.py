@@ -18,7 +18,7 @@ from typing import Literal, Self
 
 from batch_agent.errors import StoreError
 from batch_agent.store.base import Entry, Identity, Progress
-from batch_agent.store.codec import DONE, ENDED, FAILED, FORMAT, OLDEST, decode, encode
+from batch_agent.store.codec import DONE, ENDED, FAILED, FORMAT, OLDEST, WRITES, decode, encode
 from batch_agent.store.private import private
 from batch_agent.store.steps import Past, read_past
 
@@ -182,6 +182,8 @@ class SqliteJournal:
         try:
             return read_past(agent, [decode(kind, body) for kind, body in rows])
         except ValueError as error:
+            if any(kind in WRITES for kind, _ in rows):
+                return Past(agent, (), unreadable=str(error))
             # One bad record must not keep the others from being reached.
             logger.warning("%s: the record of one row cannot be read and counts as none: %s", self._path, error)
             return None

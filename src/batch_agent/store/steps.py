@@ -1,17 +1,19 @@
 """What is recorded of an agent: the steps that cannot be derived again from the spec and the input.
 
-Prompts, repair prompts and typed outputs are not recorded: the agent's own code makes them again from these, so what
-comes back after a resume has gone the same way as what came the first time.
+Of the tool loop, prompts, repair prompts and typed outputs are not recorded: its code makes them again from these, so
+what comes back after a resume has gone the same way as what came the first time. A user's worker is not ours to run
+again: its questions and its output are recorded too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
-from batch_agent.messages import Reply, Usage
+from batch_agent.messages import Message, Reply, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,12 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A complete answer of the model that did not end the agent well."""
+    """A complete answer of the model that did not end the agent well. ``asked`` is a digest of what it answers
+    (``store.digests``), "" where an older version recorded it."""
 
     reply: Reply
     spent: Spent
+    asked: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class Done:
 
     reply: Reply
     spent: Spent
+    asked: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +74,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The agent ended well, and not with an answer: its worker did something after the last, or asked nothing."""
+    """The agent ended well, and not with an answer. ``output`` is what a user's worker returned, as JSON; None for a
+    worker of our own, which makes its output again."""
 
     spent: Spent
+    output: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,50 @@ class Compacted:
     usage: Usage
 
 
-Step: TypeAlias = Turn | Begun | Outcome | Done | Failed | Ended | Compacted
+# What a user's worker did. Each step is found by what was asked or called, and by ``nth``: 0 for the first time that
+# the same was asked, 1 for the second.
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An answer that a user's worker was given. What was asked is the conversation of the earlier ask ``after``, by its
+    number from 0, with its answer, and then ``said``. SHARED: what all rows begin with comes before it; ALONE:
+    nothing."""
+
+    digest: str
+    nth: int
+    reply: Reply
+    spent: Spent
+    after: int
+    said: tuple[Message, ...]
+
+
+SHARED, ALONE = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A call of a user's worker that may write and is about to start. ``arguments`` is JSON text."""
+
+    digest: str
+    nth: int
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """How a call of a user's worker ended: ``text`` is the result, or the error."""
+
+    digest: str
+    nth: int
+    name: str
+    arguments: str
+    ok: bool
+    text: str
+
+
+Step: TypeAlias = Turn | Begun | Outcome | Done | Failed | Ended | Compacted | Asked | CallBegun | CallEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +141,7 @@ class PastTurn:
 
     reply: Reply
     spent: Spent
+    asked: str = ""
     begun: set[int] = field(default_factory=set)
     outcomes: dict[int, str] = field(default_factory=dict)
     compacted: Compacted | None = None
@@ -98,22 +149,33 @@ class PastTurn:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A recorded agent. ``done`` when it ended well, ``failed`` when its last step was a failure, else under way."""
+    """A recorded agent. ``done`` when it ended well, ``failed`` when its last step was a failure, else under way.
+    ``worked`` is what a user's worker asked and called, in order, and ``output`` what it returned. ``unreadable`` says
+    why the record cannot be read although it holds a write that was begun."""
 
     agent: int
     turns: tuple[PastTurn, ...]
     failed: Failed | None = None
     done: bool = False
+    worked: tuple[Asked | CallBegun | CallEnded, ...] = ()
+    output: str | None = None
+    spent: Spent | None = None  # as the last step that says it tells
+    unreadable: str = ""
+
+    @property
+    def asked(self) -> list[Asked]:
+        return [step for step in self.worked if isinstance(step, Asked)]
 
 
 def read_past(agent: int, steps: list[Step]) -> Past:
     """The steps of one agent, in the order they were recorded, as what a resumed agent needs of them. Raises ValueError
     for steps that no agent takes."""
     turns: list[PastTurn] = []
+    worked: list[Asked | CallBegun | CallEnded] = []
     for step in steps:
         match step:
-            case Turn(reply, spent) | Done(reply, spent):
-                turns.append(PastTurn(reply, spent))
+            case Turn(reply, spent, asked) | Done(reply, spent, asked):
+                turns.append(PastTurn(reply, spent, asked))
             case Begun(calls):
                 for call in calls:
                     _turn_of(turns, call).begun.add(call)
@@ -123,10 +185,23 @@ def read_past(agent: int, steps: list[Step]) -> Past:
                 if not turns:
                     raise ValueError("there is no turn after which it could be")
                 turns[-1] = replace(turns[-1], compacted=step)
+            case Asked() | CallBegun() | CallEnded():
+                worked.append(step)
             case Failed() | Ended():
                 pass  # what followed a failure, if anything, is the retry
+    asks = [step for step in worked if isinstance(step, Asked)]
+    if any(not ALONE <= step.after < place for place, step in enumerate(asks)):
+        raise ValueError("an ask goes on from one that is not there")
     last = steps[-1] if steps else None
-    return Past(agent, tuple(turns), last if isinstance(last, Failed) else None, isinstance(last, Done | Ended))
+    return Past(
+        agent,
+        tuple(turns),
+        last if isinstance(last, Failed) else None,
+        isinstance(last, Done | Ended),
+        tuple(worked),
+        last.output if isinstance(last, Ended) else None,
+        next((step.spent for step in reversed(steps) if isinstance(step, Turn | Done | Failed | Ended | Asked)), None),
+    )
 
 
 def _turn_of(turns: list[PastTurn], call: int) -> PastTurn:
@@ -134,3 +209,15 @@ def _turn_of(turns: list[PastTurn], call: int) -> PastTurn:
     if not turns or not 0 <= call < len(turns[-1].reply.tool_calls):
         raise ValueError(f"there is no call {call} that it could be of")
     return turns[-1]
+
+
+def conversation_of_ask(asks: Sequence[Asked], place: int, shared: Sequence[Message]) -> list[Message]:
+    """All messages of the ask at ``place``, with its answer."""
+    pieces: list[list[Message]] = []
+    while place >= 0:
+        ask = asks[place]
+        pieces.append([*ask.said, ask.reply.message()])
+        place = ask.after
+    if place == SHARED:
+        pieces.append(list(shared))
+    return [message for piece in reversed(pieces) for message in piece]

@@ -5,12 +5,10 @@ An agent without a run directory has a trail too: there is nothing to follow, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from batch_agent.errors import JobError
 from batch_agent.store.base import Entry, Identity
 from batch_agent.store.journal import Journal
-from batch_agent.store.steps import Compacted, Failed, Outcome, PastTurn, Step
+from batch_agent.store.steps import Compacted, Failed, Outcome, Past, PastTurn, Step
 
 UNKNOWN_OUTCOME = (
     "Error: the run was interrupted while {name} was running, and its outcome is unknown: it may or may not have taken "
@@ -30,19 +28,21 @@ class FailedBefore(JobError):
 class Trail:
     """The recorded turns are taken one by one; after the last the agent is on its own. ``retried`` says that it failed
     and is tried again; ``ended`` that nothing should be left to do; ``has_past`` that an earlier session recorded
-    something of it; ``fresh`` that this one did something for it. ``records``: what is added is kept."""
+    something of it; ``fresh`` that this one did something for it. ``records``: what is added is kept. ``checks``: a
+    recorded answer is used only for the request that it answers. ``past`` is all that was recorded."""
 
     __slots__ = (
-        "_agent",
         "_commit",
         "_failed",
         "_identity",
         "_journal",
         "_past",
         "_turns",
+        "checks",
         "ended",
         "fresh",
         "has_past",
+        "past",
         "records",
         "retried",
     )
@@ -51,25 +51,35 @@ class Trail:
         self,
         journal: Journal | None = None,
         identity: Identity = NOBODY,
-        agent: int = 0,
-        turns: Sequence[PastTurn] = (),
+        past: Past | None = None,
         *,
-        failed: Failed | None = None,
         retried: bool = False,
-        done: bool = False,
+        checks: bool = True,
     ) -> None:
+        """``past`` is what was recorded of the agent; without any, one of a new number."""
         self._journal = journal
         self._identity = identity
-        self._agent = agent
+        self.past = Past(0 if journal is None else journal.new_agent(), ()) if past is None else past
         self._commit = 0
-        self._turns = list(reversed(turns))
+        self._turns = list(reversed(self.past.turns))
         self._past: PastTurn | None = None  # the latest answer, when it comes from the record
-        self._failed = failed
+        self._failed = None if retried else self.past.failed
         self.records = journal is not None
         self.retried = retried
-        self.ended = done or failed is not None
-        self.has_past = bool(turns) or self.ended
+        self.checks = checks
+        self.ended = self.past.done or self._failed is not None
+        self.has_past = bool(self._turns or self.past.worked) or self.ended
         self.fresh = not self.has_past
+
+    @property
+    def agent(self) -> int:
+        """Its number in the journal; 0 for all agents of a run that is not recorded."""
+        return self.past.agent
+
+    @property
+    def key(self) -> bytes:
+        """The digest of the whole question of its row."""
+        return self._identity.key
 
     @property
     def goes_on(self) -> bool:
@@ -118,7 +128,7 @@ class Trail:
     def add(self, step: Step) -> None:
         """Record a step of this session. It is on disk after ``settle``."""
         if self._journal is not None:
-            self._commit = self._journal.add(Entry(self._agent, self._identity, step))
+            self._commit = self._journal.add(Entry(self.past.agent, self._identity, step))
 
     async def settle(self) -> None:
         """Until everything added is on disk. Raises StoreError when it cannot be."""

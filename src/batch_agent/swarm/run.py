@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import orjson
 
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe
-from batch_agent.engine.agent.context import AgentContext
+from batch_agent.engine.agent.loop_context import LoopContext
 from batch_agent.engine.run.prepare import prepare
 from batch_agent.engine.run.run import Run
 from batch_agent.errors import JobError, RunRejected, RunUnreachable, Unavailable
@@ -103,7 +103,7 @@ class Call:
         return Fleet(seats, name=f"swarm of {len(seats)}")
 
 
-async def _answer(row: object, context: AgentContext) -> object:
+async def _answer(row: object, context: LoopContext) -> object:
     """Returns the answer with all that came with it, so that a record holds that too."""
     value: object = orjson.loads((await context.ask()).text)
     return value

@@ -116,6 +116,10 @@ class ToolPool:
         """Whether it offers these very tools, and no others."""
         return {tool.name: tool for tool in tools} == {name: offer.tool for name, offer in self._offers.items()}
 
+    def knows(self, name: str) -> bool:
+        """Whether it offers a tool of this name."""
+        return name in self._offers
+
     def can_start_early(self, name: str) -> bool:
         """Whether a call may run before the answer that asks for it is complete: such an answer may yet be lost and
         asked for again, which a write must not notice."""

@@ -17,7 +17,7 @@ from batch_agent.backends.base import Backend
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.template import Template
 from batch_agent.dispatch.row_channel import RowChannel
-from batch_agent.engine.agent.context import AgentContext
+from batch_agent.engine.agent.loop_context import LoopContext
 from batch_agent.engine.run.prepare import Prepared, prepare
 from batch_agent.engine.run.run import Run
 from batch_agent.engine.run.together import run_together
@@ -133,7 +133,7 @@ class Flow:
 
     # At work
 
-    async def _work(self, row: object, context: AgentContext) -> object:
+    async def _work(self, row: object, context: LoopContext) -> object:
         try:
             await run_together(self.nodes, self._pumps)
         except Exception as error:

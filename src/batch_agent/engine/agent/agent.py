@@ -10,22 +10,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TypeAlias, cast
 
-from batch_agent.dispatch.cancellation import cancelled_by_us
-from batch_agent.engine.agent.context import AgentContext, Worker
+from batch_agent.dispatch.spending import Spending
+from batch_agent.engine.agent.loop import tool_loop
+from batch_agent.engine.agent.loop_context import InnerWorker, LoopContext
 from batch_agent.engine.agent.resources import Resources
-from batch_agent.errors import AgentTimeout, Interrupted, JobError, StoreError, WorkerFailed
-from batch_agent.foreign import describe
+from batch_agent.engine.agent.row_work import RowWork
+from batch_agent.engine.agent.user_worker import UserWorker, bounded
+from batch_agent.engine.agent.work_state import WorkState
+from batch_agent.engine.run.prepare import Prepared
+from batch_agent.errors import AgentTimeout, Interrupted, JobError, RecordUnreadable
 from batch_agent.job import AgentError, AgentResult, BaseResult, Job
 from batch_agent.messages import Message, content_shown
 from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.store.trail import FailedBefore, Trail
 
+AgentWorker: TypeAlias = InnerWorker | UserWorker
+UNREADABLE = (
+    "the record of this row is damaged, and it holds a write that was begun: the row is not worked on again, since "
+    "that could write twice. Find out what it wrote; to have it done anew, give the row another id. ({reason})"
+)
+
 
 class Agent:
-    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: Worker) -> None:
+    def __init__(self, job: Job, resources: Resources, trail: Trail, worker: AgentWorker) -> None:
         self.job = job
         self.error: JobError | None = None
         self.recorded: AgentResult[object] | None = None  # its result, when that is on its way to the disk
@@ -33,31 +43,36 @@ class Agent:
         self._output: object = None
         self._deadline = resources.timeout_per_agent
         self._trail = trail
-        self._worker = worker
-        self._context = AgentContext(job, resources, trail)
+        self._state: WorkState
+        if isinstance(worker, UserWorker):
+            self._state = RowWork(job, resources, trail, worker)
+        else:
+            self._state = LoopContext(job, resources, trail, worker)
 
     async def run(self, ticket: Ticket | None) -> AgentResult[object]:
         """To the end, starting with a claim to a slot, where one was made already. A JobError is part of the result."""
-        context, deadline = self._context, self._deadline
-        context.ticket = ticket
+        state, deadline = self._state, self._deadline
+        state.ticket = ticket
         limit = asyncio.timeout(deadline)
         try:
+            if self._trail.past.unreadable:
+                raise RecordUnreadable(UNREADABLE.format(reason=self._trail.past.unreadable))
             if deadline is None:  # the usual case, on the hot path
-                self._output = await self._worker(self.job.input, context)
+                self._output = await state.work()
             else:
                 async with limit:
-                    self._output = await self._worker(self.job.input, context)
-            if context.failure is not None:  # a worker cannot make up for it
-                raise context.failure
+                    self._output = await state.work()
+            if state.failure is not None:  # a worker cannot make up for it
+                raise state.failure
         except TimeoutError:
             if not limit.expired():
                 raise
-            turns = context.tally.turns
+            turns = state.tally.turns
             self.fail(AgentTimeout(f"timeout_per_agent, {deadline:g} s, is over after {turns} answers of the model"))
         except JobError as error:
             self.fail(error)
         finally:
-            context.close()
+            await state.close()
         return self.result()
 
     def fail(self, error: JobError) -> None:
@@ -67,7 +82,7 @@ class Agent:
     def record_end(self, result: AgentResult[object]) -> None:
         """How the agent ended goes to its trail; an agent that was interrupted has not ended."""
         if not isinstance(self.error, Interrupted):
-            self._context.end(self._verdict)
+            self._state.end(self._verdict)
             self.recorded = result
 
     async def settle(self) -> None:
@@ -75,7 +90,7 @@ class Agent:
         await self._trail.settle()
 
     def result(self) -> AgentResult[object]:
-        context, tally = self._context, self._context.tally
+        state, tally = self._state, self._state.tally
         result: BaseResult[object] = BaseResult(
             index=self.job.index,
             job_id=self.job.job_id,
@@ -87,22 +102,23 @@ class Agent:
             turns=tally.turns,
             usage=tally.usage,
             cost=tally.cost,
-            timings=tally.timings(context.seconds()),
-            messages=_kept(context.conversation.messages, self.job),
-            raw_text=context.text,
-            repaired=context.repaired and self._verdict is None,
+            timings=tally.timings(state.seconds()),
+            messages=_kept(state.messages, self.job),
+            raw_text=state.text,
+            repaired=state.repaired and self._verdict is None,
             resumed=not self._trail.fresh,
             shortened=self.job.shortened,
+            artifacts=state.artifacts,
         )
         return cast("AgentResult[object]", result)
 
     @property
     def progress(self) -> Progress:
-        return self._context.progress
+        return self._state.progress
 
     @property
     def turns(self) -> int:
-        return self._context.tally.turns
+        return self._state.tally.turns
 
 
 def _kept(messages: Sequence[Message], job: Job) -> tuple[Message, ...]:
@@ -115,17 +131,8 @@ def _kept(messages: Sequence[Message], job: Job) -> tuple[Message, ...]:
     )
 
 
-def bounded(worker: Worker) -> Worker:
-    """A worker that is not ours: whatever it raises fails its row alone."""
-
-    async def work(row: object, context: AgentContext) -> object:
-        try:
-            return await worker(row, context)
-        except (JobError, StoreError, KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
-                raise
-            raise WorkerFailed(f"the worker failed: {describe(error)}") from error
-
-    return work
+def worker_of(prepared: Prepared, inner: InnerWorker | None, spending: Spending) -> AgentWorker:
+    """What works on the rows of a run: the user's worker, one of our own (``inner``), or the tool loop."""
+    if prepared.spec.worker is not None:
+        return UserWorker(prepared.spec.worker, prepared, spending)
+    return tool_loop if inner is None else bounded(inner)

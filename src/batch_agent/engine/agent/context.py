@@ -1,360 +1,307 @@
-"""What an agent can do: ask the model and call tools.
+"""What a worker of the user's can do: ``AgentContext``, and ``BlockingContext`` for one that runs in a thread.
 
-Both are answered from the agent's trail as long as that has something of an earlier session, and then by the model and
-the tools; what is new is recorded before anything is built on it. Whoever works with a context need not know which it
-was: a worker that was interrupted is run again from its start, and finds itself where it was. So what a worker does
-must follow from its row and from what it is told here, and it does one thing at a time.
+Both are thin: ``row_work`` asks, calls and records, ``dialogue`` is a conversation, ``user_worker`` knows the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeAlias
+import json
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
-from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.compiler.pictures import content_of
-from batch_agent.engine.agent.calls import run_calls
-from batch_agent.engine.agent.compaction import Compactor
-from batch_agent.engine.agent.early_calls import MOST_CALLS, EarlyCalls
-from batch_agent.engine.agent.history import History
-from batch_agent.engine.agent.resources import Resources
-from batch_agent.engine.agent.shapes import Shapes
-from batch_agent.engine.agent.tally import Tally
-from batch_agent.engine.agent.turn import TurnCall
-from batch_agent.errors import BackendError, ContextOverflow, JobError, LimitExceeded, OutputError
-from batch_agent.events import AnswerRejected, ContextCompacted
-from batch_agent.job import AgentError, Job
-from batch_agent.messages import Conversation, Message, Reply, ToolCall
-from batch_agent.outputs.extract import strip_reasoning
-from batch_agent.outputs.repair import repair_prompt
-from batch_agent.outputs.validate import parse_output
-from batch_agent.scheduler.core import Ticket
-from batch_agent.scheduler.forecast import Progress
-from batch_agent.store.steps import Done, Ended, Failed, Outcome, Spent, Turn
-from batch_agent.store.trail import FailedBefore, Trail
+from pydantic import JsonValue
 
-TOO_MANY_CALLS = "Error: not run: {count} calls in one answer are too many; ask for at most {most} at once."
+from batch_agent.engine.agent.dialogue import Dialogue
+from batch_agent.engine.agent.loop import tool_loop
+from batch_agent.engine.agent.row_work import RowWork
+from batch_agent.errors import BadArguments, InputError, OutcomeUnknown, OutputError, RowEnded, ToolFailed, UnknownTool
+from batch_agent.messages import Conversation, Message, ToolCall, Usage
+
+T = TypeVar("T")
+Prompt: TypeAlias = str | Sequence[Message | Mapping[str, object]]
+MAX_TURNS = 10  # of a loop whose tools may be called
+
+
+class AskOptions(TypedDict, total=False):
+    """How one thing is asked. What is not given is the run's; ``tool_choice`` is left to the server."""
+
+    model: str | None
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    tool_choice: JsonValue
+    extra_body: Mapping[str, JsonValue] | None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReply:
+    """An answer. ``output`` is a value of the ``output_schema`` that was asked for, without one the text; None where
+    the answer calls tools. ``message`` is the answer as a message, to go on from."""
+
+    text: str
+    tool_calls: tuple[ToolCall, ...]
+    output: Any
+    usage: Usage
+    message: Message
 
 
 class AgentContext:
-    """``conversation`` begins with the task; ``text`` is the model's latest. ``failure`` is what an ask or a call ended
-    in: there is no going on after that, since a trail cannot tell what was done about it."""
+    """One row, while a worker works on it. It ends with the row: what is asked or called later is refused."""
 
-    __slots__ = (
-        "_answer",
-        "_began",
-        "_called",
-        "_cut_from",
-        "_early",
-        "_forgiven",
-        "_history",
-        "_loop",
-        "_r",
-        "_repairs",
-        "_trail",
-        "failure",
-        "job",
-        "progress",
-        "repaired",
-        "tally",
-        "text",
-        "ticket",
-    )
+    def __init__(self, work: RowWork) -> None:
+        self._work = work
+        self._busy = False  # the row's own conversation is being asked
 
-    def __init__(self, job: Job, resources: Resources, trail: Trail) -> None:
-        self.job = job
-        self.tally = Tally()
-        self.progress = Progress(key=job.affinity, model=resources.shapes.first.model)
-        self.text = ""
-        self.repaired = False  # the output was read from JSON that had to be mended
-        self.failure: JobError | None = None
-        self.ticket: Ticket | None = None  # a claim to a slot that was made already
-        self._r = resources
-        self._history = History(resources.shared, content_of(job))
-        self._cut_from: int | None = None  # tokens, where the conversation was cut since the latest answer
-        self._trail = trail
-        self._loop = asyncio.get_running_loop()
-        self._began = self._loop.time()
-        self._answer: Reply | None = None  # the latest answer, while it is not known whether it leads on
-        self._early: EarlyCalls | None = None
-        self._called = 0  # calls of the latest answer that were made
-        self._repairs = 0  # answers asked for again because they did not validate
-        self._forgiven = 0  # of those, the ones before a failure that is being tried again
+    def __repr__(self) -> str:
+        return f"<AgentContext of row {self.index}>"
 
     @property
-    def shapes(self) -> Shapes:
-        return self._r.shapes
+    def row(self) -> object:
+        """The input."""
+        return self._work.job.input
 
     @property
-    def conversation(self) -> Conversation:
-        """All that was said, also what is no longer sent because the conversation was cut."""
-        return self._history.said
+    def index(self) -> int:
+        """Its place among the inputs, from 0."""
+        return self._work.job.index
 
-    def turns_left(self) -> int:
-        limit = self._turn_limit
-        return max(0, limit - self.tally.turns) if limit is not None else -self.tally.turns
+    @property
+    def job_id(self) -> str:
+        """Its ``id``, or its place as text."""
+        return self._work.job.job_id
 
-    # What a worker does
+    @property
+    def prompt(self) -> str:
+        """The task, filled from the row; "" without a task."""
+        return self._work.job.prompt
 
-    async def ask(self, shape: RequestShape | None = None) -> Reply:
-        """The model's answer to the conversation, of which it is then a part. ``shape`` is the kind of request, where
-        that is not the usual one."""
-        self._go_on()
-        try:
-            reply = self._replayed()
-            if reply is None:
-                reply = await self._send_fitting(self._next_shape(shape))
-                self._answer = reply if self._trail.records else None
-        except JobError as error:
-            self.failure = error
-            raise
-        self.text = reply.text
-        self._history.answered(reply)
-        self._called = 0
-        return reply
+    @property
+    def model(self) -> str:
+        """The model that is asked where ``ask`` names no other."""
+        return self._work.worker.model
 
-    async def call(self, calls: Sequence[ToolCall]) -> list[str]:
-        """What became of these calls, which are those of the latest answer or the next few of them. The model reads it
-        with what it is asked next."""
-        self._go_on()
-        try:
-            return await self._outcomes(calls)
-        except JobError as error:
-            self.failure = error
-            raise
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The row's own conversation so far: the system prompt, the task, what was said and asked without messages."""
+        return tuple(self._work.conversation.messages)
+
+    @property
+    def workdir(self) -> Path:
+        """A directory of this row's own. It is empty when the worker begins, also after a resume. In a run directory it
+        is kept, else it is removed when the row ends."""
+        self._check_open()
+        return self._work.place.directory
+
+    def save(self, name: str, content: str | bytes | Path) -> Path:
+        """Keep text, bytes or a copy of a file: ``result.artifacts[name]`` is its path."""
+        self._check_open()
+        return self._work.place.save(name, content)
 
     def say(self, text: str) -> None:
-        """What the model is told with the next question."""
-        self._history.append(Message("user", text))
+        """Add a message of the user's to the row's own conversation."""
+        self._check_open()
+        self._work.conversation.append(Message("user", text))
 
-    def read(self, reply: Reply) -> object:
-        """The answer as a value of the output schema; as text without one. Raises OutputError."""
-        schema = self._r.schema
-        if schema is None:
-            return strip_reasoning(reply.text)
-        parsed = parse_output(reply.text, schema)
-        self.repaired = parsed.repaired
-        return parsed.value
+    async def ask(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        tools: Sequence[object] = (),
+        output_schema: Any = None,
+        **options: Unpack[AskOptions],
+    ) -> AgentReply:
+        """The model's answer to a prompt or to messages; without either, to the row's own conversation, of which it is
+        then a part.
 
-    def repair(self, error: OutputError) -> None:
-        """Show the model what is wrong with its answer. Raises the error where that was done often enough."""
-        self._go_on()
-        trail, schema = self._trail, self._r.schema
-        if trail.stays_failed:
-            self._leave_record()
-        if schema is None or (self._repairs - self._forgiven >= self._r.policy.max_retries and not trail.forgives):
-            raise error
-        self.say(repair_prompt(error, schema))
-        if trail.fresh:
-            r, index, turn = self._r, self.job.index, self.tally.turns
-            r.emit(AnswerRejected(r.clock(), r.run, index, turn, error.type, str(error)))
-        self._repairs += 1
-        self.tally.again = True
-
-    # What the run does
-
-    def end(self, verdict: AgentError | None) -> None:
-        """How the agent ended goes to its trail, where that is new."""
-        trail = self._trail
-        if not trail.records or not trail.fresh:
-            return
-        spent = self._spent()
-        if verdict is not None:
-            self._lead_on()
-            trail.add(Failed(verdict, self.text, spent))
-        elif self._answer is not None:
-            trail.add(Done(self._answer, spent))
-        else:
-            trail.add(Ended(spent))
-
-    def close(self) -> None:
-        """The worker is done: what was started for it and never asked for is given up."""
-        if self._early is not None:
-            self._early.abandon()
-            self._early = None
-
-    def seconds(self) -> float:
-        """How long the agent was worked on, in all sessions."""
-        return self.tally.before + (self._loop.time() - self._began if self._trail.fresh else 0.0)
-
-    # Asking
-
-    def _replayed(self) -> Reply | None:
-        """The answer that an earlier session recorded; None: the model is to be asked."""
-        if (compacted := self._trail.compacted) is not None:
-            self.tally.pay(compacted.usage, None)
-            self._history.compact(compacted.cut)
-        past = self._trail.next_turn()
-        if past is None:
-            return None
-        self.tally.follow(past.reply, past.spent)
-        return past.reply
-
-    def _next_shape(self, shape: RequestShape | None) -> RequestShape:
-        """The kind of the next request. Raises LimitExceeded when there is none."""
-        self._leave_record()
-        if self._out_of_turns and not self.tally.again:  # an answer that is asked for again comes on top
-            raise LimitExceeded(f"after max_turns, {self._r.max_turns}, the agent asks again")
-        self.close()
-        if shape is None:
-            shape = self.shapes.later if self.tally.turns else self.shapes.first
-        return shape
-
-    async def _send_fitting(self, shape: RequestShape) -> Reply:
-        """Cut what is about to outgrow the context; what the server finds too long all the same is sent once more."""
-        compactor, history = self._r.compactor, self._history
-        if compactor is None:
-            return await self._send(shape)
-        if excess := compactor.excess(history):
-            await self._cut(compactor, excess)
+        Many may be under way at once, but one at a time of the row's own conversation. ``tools`` are those of the run's
+        that the model may call. With ``output_schema``, an answer that does not fit is shown to the model with its
+        errors, ``max_retries`` times; then OutputError is raised. BackendError is raised for a request that failed.
+        Both may be caught. The system prompt of the run comes before messages that have none.
+        """
+        dialogue = self._dialogue(prompt, tools, output_schema, None, options)
+        if prompt is None:
+            if self._busy:
+                raise InputError("the row's own conversation is being asked already: give ask a prompt or messages")
+            self._busy = True
         try:
-            reply = await self._send(compactor.fitted(shape, history.foreseen()))
-        except ContextOverflow as error:
-            again, excess = compactor.after(error, shape, history)
-            if again is shape and not (excess and await self._cut(compactor, excess)):
-                raise
-            self.tally.again = True
-            reply = await self._send(again)
-        self._tell_of_cut(reply)
-        return reply
-
-    async def _cut(self, compactor: Compactor, excess: int) -> bool:
-        before = self._history.foreseen()
-        compacted = await compactor.compact(self._history, excess, self.job, self.tally)
-        if compacted is None:
-            return False
-        self._cut_from = before or 0
-        self._trail.add(compacted)
-        return True
-
-    def _tell_of_cut(self, reply: Reply) -> None:
-        if self._cut_from is None:
-            return
-        r, usage, before = self._r, reply.usage, self._cut_from
-        self._cut_from = None
-        turn, index = self.tally.turns, self.job.index
-        r.emit(ContextCompacted(r.clock(), r.run, index, turn, before, usage.prompt_tokens, usage.cached_tokens))
-
-    async def _send(self, shape: RequestShape) -> Reply:
-        r, ticket, left = self._r, self.ticket, self.turns_left()
-        if ticket is None:
-            await self._trail.settle()  # before more is built on it
-            ticket = r.dispatcher.slots.claim(self.progress, self.tally.turns)
-        self.ticket = None
-        can_call = bool(shape.tools) and shape.tool_choice != "none"
-        # On the last turn no tool will be run, so there is nothing to start early.
-        last = r.max_turns is not None and left <= 1
-        request = ModelRequest(
-            shape,
-            self._history.asked,
-            self.job.job_id,
-            left,
-            self.job.index,
-            run=r.run,
-            turn=self.tally.turns + 1,
-            last=last or (r.ends_with_answer and not can_call),
-            hints=r.hints,
-            usual_tokens=r.usual_tokens,
-            on_begin=r.lead.end if r.lead is not None and r.lead.take() else None,
-        )
-        may_stream = r.early_tools and can_call and not last
-        streams = may_stream and r.streaming.wants_next()
-        early = EarlyCalls(r.tools, self.job, self.tally.turns + 1) if streams else None
-        try:
-            turn = TurnCall(r, request, self.job.index, self.tally, early)
-            reply = await r.dispatcher.ask(turn, r.policy, ticket=ticket, observer=turn)
-        except BaseException as error:
-            if early is not None:
-                early.abandon()
-            self.text = (error.text if isinstance(error, BackendError) else "".join(request.said)) or self.text
-            raise
-        self._early = early
-        return reply
-
-    @property
-    def _turn_limit(self) -> int | None:
-        limit = self._r.max_turns
-        return None if limit is None else limit + self._repairs
-
-    @property
-    def _out_of_turns(self) -> bool:
-        limit = self._turn_limit
-        return limit is not None and self.tally.turns >= limit
-
-    # Calling tools
-
-    async def _outcomes(self, calls: Sequence[ToolCall]) -> list[str]:
-        first, trail = self._called, self._trail
-        self._called += len(calls)
-        known = trail.outcomes()
-        if trail.stays_failed:  # no call is run for it any more
-            self._tell(calls, first, known)
-            self._leave_record()
-        if self._out_of_turns and not trail.goes_on:
-            names = ", ".join(dict.fromkeys(call.name for call in calls))
-            raise LimitExceeded(f"after max_turns, {self._r.max_turns}, the model still wants to call {names}")
-        if len(calls) > MOST_CALLS:
-            self._refuse(len(calls), first, known)
-        new = {place: call for place, call in enumerate(calls, first) if place not in known}
-        began = self._loop.time()
-        try:
-            if new:
-                self._leave_record()
-                await run_calls(self._r, trail, self.job, self.tally.turns, new, known, self._early)
+            return await self._asked(dialogue)
         finally:
-            if new:
-                self.tally.tool_wait += self._loop.time() - began
-            texts = self._tell(calls, first, known)
-        return texts
+            self._busy = self._busy and prompt is not None
 
-    def _tell(self, calls: Sequence[ToolCall], first: int, known: Mapping[int, str]) -> list[str]:
-        """The outcomes in the order of the calls, as far as they are known, into the conversation."""
-        texts = []
-        for place, call in enumerate(calls, first):
-            if place not in known:
-                break
-            texts.append(known[place])
-            self._history.append(Message("tool", known[place], tool_call_id=call.id, tool_name=call.name))
-        return texts
+    async def _asked(self, dialogue: Dialogue) -> AgentReply:
+        shape, usage = dialogue.shapes.first, Usage()
+        while True:
+            reply = await dialogue.ask(shape)
+            usage += reply.usage
+            output = None
+            if not reply.tool_calls:
+                try:
+                    output = dialogue.read(reply)
+                except OutputError as error:
+                    dialogue.repair(error)
+                    shape = dialogue.shapes.repair
+                    continue
+            return AgentReply(reply.text, reply.tool_calls, output, usage, reply.message())
 
-    def _refuse(self, count: int, first: int, known: dict[int, str]) -> None:
-        """So many calls at once are no plan but a loop: none of them is run, and the model is told."""
-        self.close()
-        for place in range(first, first + count):
-            if place not in known:
-                known[place] = TOO_MANY_CALLS.format(count=count, most=MOST_CALLS)
-                self._trail.add(Outcome(place, known[place]))
+    async def loop(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        tools: Sequence[object] | None = None,
+        output_schema: Any = None,
+        max_turns: int | None = None,
+        **options: Unpack[AskOptions],
+    ) -> Any:
+        """The output of our tool loop: ask, run the tools that the answer calls, and ask again, until there is an
+        answer; a value of ``output_schema``, or text. ``tools`` are all of the run's where none are named. After
+        ``max_turns`` answers (10 with tools, 1 without) LimitExceeded is raised."""
+        offered = self._work.worker.tool_names if tools is None else tools
+        turns = max_turns if max_turns is not None else MAX_TURNS if offered else 1
+        return await tool_loop(self.row, self._dialogue(prompt, offered, output_schema, turns, options))
 
-    # The record
+    async def call(self, tool: str | ToolCall, /, **arguments: object) -> str:
+        """What a tool of the run's returns.
 
-    def _go_on(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-        self._lead_on()
-
-    def _lead_on(self) -> None:
-        """The latest answer did not end the agent."""
-        if self._answer is not None:
-            self._trail.add(Turn(self._answer, self._spent()))
-            self._answer = None
-
-    def _leave_record(self) -> None:
-        """There is nothing more to follow: the agent failed then and there, or goes on from here."""
-        trail = self._trail
-        if trail.fresh:
-            return
-        if trail.retried:
-            self._forgiven = self._repairs
+        By its name and arguments; a failure is raised, as ToolError. Or as a model asked for it (``reply.tool_calls``):
+        then a failure is returned as the text that the model reads, and a call of the row's own conversation is
+        answered there.
+        """
+        if isinstance(tool, ToolCall):
+            text = (await self._work.call(tool)).text
+            self._answer_call(tool, text)
+            return text
         try:
-            trail.leave()
-        except FailedBefore as before:
-            self.text = before.failed.text
-            self.tally.take_over(before.failed.spent)
-            raise
+            written = json.dumps(arguments, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise BadArguments(f"the arguments of {tool} are not JSON: {error}") from None
+        outcome = await self._work.call(ToolCall("", tool, written))
+        if outcome.ok:
+            return outcome.text
+        message = outcome.text.removeprefix("Error: ")
+        if outcome.unknown:
+            raise OutcomeUnknown(message)
+        raise (ToolFailed if tool in self._work.worker.tool_names else UnknownTool)(message)
 
-    def _spent(self) -> Spent:
-        return self.tally.spent(self._loop.time() - self._began)
+    def _answer_call(self, call: ToolCall, text: str) -> None:
+        """The result of a call goes to the row's own conversation, where that made the call."""
+        own = self._work.conversation
+        asked = next((message for message in reversed(own.messages) if message.tool_calls), None)
+        if asked is not None and call in asked.tool_calls:
+            own.append(Message("tool", text, tool_call_id=call.id, tool_name=call.name))
+
+    def _dialogue(
+        self,
+        prompt: Prompt | None,
+        tools: Sequence[object],
+        output_schema: object,
+        max_turns: int | None,
+        options: AskOptions,
+    ) -> Dialogue:
+        self._check_open()
+        asking = self._work.worker.asking(tools, output_schema, options)
+        if prompt is not None:
+            own = Conversation(_messages(prompt))
+        elif self._work.conversation.messages[len(self._work.shared.messages) :]:
+            own = self._work.conversation
+        else:
+            raise InputError("there is nothing to ask: the run has no task, so give ask a prompt or messages")
+        return Dialogue(self._work, asking.shapes, asking.schema, own, max_turns)
+
+    def _check_open(self) -> None:
+        self._work.check_open()
 
 
-Worker: TypeAlias = Callable[[object, AgentContext], Awaitable[object]]
+def _messages(prompt: Prompt) -> list[Message]:
+    if isinstance(prompt, str):
+        return [Message("user", prompt)]
+    try:
+        messages = [item if isinstance(item, Message) else Message.from_dict(item) for item in prompt]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise InputError(f"messages cannot be asked: {error}") from None
+    if not messages:
+        raise InputError("there is nothing to ask: the list of messages is empty")
+    return messages
+
+
+class BlockingContext:
+    """The same for a worker that is a plain function, which runs in a thread: ``ask``, ``call`` and ``loop`` wait there
+    and return what they come to. Threads that it starts may use it too."""
+
+    def __init__(self, context: AgentContext, loop: asyncio.AbstractEventLoop) -> None:
+        self._context, self._loop = context, loop
+
+    def __repr__(self) -> str:
+        return f"<BlockingContext of row {self.index}>"
+
+    @property
+    def row(self) -> object:
+        return self._context.row
+
+    @property
+    def index(self) -> int:
+        return self._context.index
+
+    @property
+    def job_id(self) -> str:
+        return self._context.job_id
+
+    @property
+    def prompt(self) -> str:
+        return self._context.prompt
+
+    @property
+    def model(self) -> str:
+        return self._context.model
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return self._context.messages
+
+    @property
+    def workdir(self) -> Path:
+        return self._context.workdir
+
+    def save(self, name: str, content: str | bytes | Path) -> Path:
+        return self._context.save(name, content)
+
+    def say(self, text: str) -> None:
+        self._context.say(text)
+
+    def ask(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        tools: Sequence[object] = (),
+        output_schema: Any = None,
+        **options: Unpack[AskOptions],
+    ) -> AgentReply:
+        return self._wait(self._context.ask(prompt, tools=tools, output_schema=output_schema, **options))
+
+    def loop(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        tools: Sequence[object] | None = None,
+        output_schema: Any = None,
+        max_turns: int | None = None,
+        **options: Unpack[AskOptions],
+    ) -> Any:
+        return self._wait(
+            self._context.loop(prompt, tools=tools, output_schema=output_schema, max_turns=max_turns, **options)
+        )
+
+    def call(self, tool: str | ToolCall, /, **arguments: object) -> str:
+        return self._wait(self._context.call(tool, **arguments))
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:  # the loop is closed: the run has ended
+            coroutine.close()
+            raise RowEnded("the run of this context has ended") from None
+        return future.result()

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from batch_agent.engine.agent.context import AgentContext
+from collections.abc import Sequence
+from typing import Protocol
+
+from batch_agent.backends.base import RequestShape
+from batch_agent.engine.agent.shapes import Shapes
 from batch_agent.errors import OutputError
+from batch_agent.messages import Reply, ToolCall
 
 
-async def tool_loop(row: object, ctx: AgentContext) -> object:
+class Looping(Protocol):
+    """A conversation in which the loop asks and calls."""
+
+    @property
+    def shapes(self) -> Shapes: ...
+
+    async def ask(self, shape: RequestShape) -> Reply: ...
+
+    async def call(self, calls: Sequence[ToolCall]) -> list[str]: ...
+
+    def read(self, reply: Reply) -> object:
+        """Raises OutputError."""
+        ...
+
+    def repair(self, error: OutputError) -> None:
+        """Raises the error where it was shown to the model often enough."""
+        ...
+
+
+async def tool_loop(row: object, ctx: Looping) -> object:
     """Ask. Use the tools that the answer calls and ask again; show the model what is wrong with an answer that does not
     validate and ask again; else the answer is the output."""
     shapes = ctx.shapes

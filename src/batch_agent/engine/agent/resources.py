@@ -16,6 +16,7 @@ from batch_agent.engine.run.prefix_leader import PrefixLeader
 from batch_agent.events import Sink
 from batch_agent.messages import Conversation
 from batch_agent.scheduler.streaming import Streaming
+from batch_agent.store.digests import ShapeDigests
 from batch_agent.tools.pool import ToolPool
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Resources:
     compactor: Compactor | None = None  # None: conversations are never cut
     schema_noted: bool = False  # it was reported that the server does not keep to the schema
     lead: PrefixLeader | None = None  # None: no request goes ahead of the others
+    digests: ShapeDigests = field(default_factory=ShapeDigests)
     hints: bool = True  # servers that plan are sent hints about each agent
     answers: int = 0  # complete ones
     answer_tokens: int = 0  # of all of them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from types import EllipsisType
 
 from batch_agent.backends.base import ModelRequest
 from batch_agent.compiler.schema import OutputSchema
@@ -19,18 +20,28 @@ from batch_agent.outputs.extract import strip_reasoning
 
 
 class TurnCall(ModelCall, Observer):
-    """A Question and its Observer. ``early`` has the tool calls that are started while the answer is streamed."""
+    """A Question and its Observer. ``early`` has the tool calls that are started while the answer is streamed;
+    ``schema`` is what the answer must be, where that is not the run's."""
 
-    __slots__ = ("_early", "_index", "_r", "_tally")
+    __slots__ = ("_early", "_index", "_r", "_schema", "_tally")
 
-    def __init__(self, r: Resources, request: ModelRequest, index: int, tally: Tally, early: EarlyCalls | None) -> None:
+    def __init__(
+        self,
+        r: Resources,
+        request: ModelRequest,
+        index: int,
+        tally: Tally,
+        early: EarlyCalls | None,
+        schema: OutputSchema[object] | EllipsisType | None = ...,
+    ) -> None:
         super().__init__(r.backend, request, early)
         if early is None and request.on_begin is not None:
             self.on_tool_call = _start_nothing
         self._r, self._index, self._tally, self._early = r, index, tally, early
+        self._schema = r.schema if isinstance(schema, EllipsisType) else schema
 
     def check(self, reply: Reply) -> None:
-        if not reply.tool_calls and not _has_answer(reply.text, self._r.schema):
+        if not reply.tool_calls and not _has_answer(reply.text, self._schema):
             raise EmptyAnswer(f"{self.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
 
     def lost(self) -> None:
@@ -66,7 +77,7 @@ class TurnCall(ModelCall, Observer):
                 r.clock(), r.run, self._index, tally.turns, reply.usage, seconds, reply.first_token, cost, reply.saved
             )
         )
-        if r.schema is not None and not r.schema_noted and (note := r.backend.capabilities.schema_note):
+        if self._schema is not None and not r.schema_noted and (note := r.backend.capabilities.schema_note):
             r.schema_noted = True
             r.emit(SchemaUnsupported(r.clock(), r.run, note))
         if self._early is not None and reply.saved is None:

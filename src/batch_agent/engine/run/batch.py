@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from batch_agent.blocking import in_thread
 from batch_agent.compiler.plan import Plan
 from batch_agent.dispatch.feed import Feed
-from batch_agent.engine.agent.agent import Agent
-from batch_agent.engine.agent.context import Worker
+from batch_agent.engine.agent.agent import Agent, AgentWorker
 from batch_agent.engine.agent.loop import tool_loop
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.run.delivery import Delivery
@@ -41,7 +40,7 @@ class Batch:
         feed: Feed,
         delivery: Delivery[object],
         record: Record | None,
-        worker: Worker,
+        worker: AgentWorker,
         *,
         asks_first: bool,
         parts_record: Record | None,

@@ -21,6 +21,7 @@ from batch_agent.dispatch.endpoints import NEVER_REACHED
 from batch_agent.engine.agent.shapes import Shapes, build_shapes
 from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
 from batch_agent.files.pictures import read_image
+from batch_agent.foreign import is_async
 from batch_agent.messages import Image
 from batch_agent.observe.text import rows
 from batch_agent.scheduler.limit_search import FLEET_START, START
@@ -29,6 +30,7 @@ from batch_agent.scheduler.server import Terms
 from batch_agent.spec import BatchSpec
 from batch_agent.store.rundir import read_run
 from batch_agent.tools.base import Tool, resolve_tools
+from batch_agent.tools.threads import THREADS
 
 PROBE = 5.0  # seconds for a server to say what it serves, where the run can do without
 PAUSE = 2.0  # seconds between two questions for the model's name, at the most
@@ -88,17 +90,20 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     schema = OutputSchema.of(spec.output_schema)
     if not backend.capabilities.reports_context:
         _check_context(spec, spec.model_max_context)
-    shapes = build_shapes(spec, model or "", specs, schema, backend.capabilities)
+    asked_for = None if spec.worker is not None else schema  # a worker says itself what it wants of a model
+    shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
     for shape in {shapes.first, shapes.later, shapes.repair}:
         backend.check(shape)
     plan = compile_plan(
-        spec, schema=schema, inject_schema=shapes.schema_in_prompt, tools=specs, look=_look(spec, backend)
+        spec, schema=asked_for, inject_schema=shapes.schema_in_prompt, tools=specs, look=_look(spec, backend)
     )
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
     sought = inflight is None and not spec.given("max_inflight")
     if sought:
         inflight = most_connections()
     agents = spec.max_agents if spec.given("max_agents") else _enough_agents(SOUGHT if sought else inflight)
+    if spec.worker is not None and not is_async(spec.worker) and not spec.given("max_agents"):
+        agents = THREADS  # each has one
     prices = find_prices(spec.prices, model=model, backend=backend.name)
     if prices is not None and spec.prices is None and backend.capabilities.price != 1.0:
         prices = prices.times(backend.capabilities.price)

@@ -8,7 +8,7 @@ from types import FunctionType
 
 from pydantic import JsonValue
 
-from batch_agent.engine.agent.context import Worker
+from batch_agent.engine.agent.loop_context import InnerWorker
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
@@ -44,7 +44,7 @@ async def begin_session(
     session: Session,
     prepared: Prepared,
     command: Mapping[str, JsonValue] | None,
-    worker: Worker | None,
+    worker: InnerWorker | None,
     *,
     spent: Callable[[], tuple[int, float | None]],
     on_backlog: Callable[[bool], None],
@@ -61,9 +61,11 @@ async def begin_session(
     )
 
 
-def fingerprint_of(prepared: Prepared, worker: Worker | None = None) -> bytes:
-    """``worker`` is one of the user's own. A change in what it does is not seen, as with tools; its name is."""
-    kind = worker if worker is None or isinstance(worker, FunctionType) else type(worker)
+def fingerprint_of(prepared: Prepared, worker: InnerWorker | None = None) -> bytes:
+    """``worker`` is one of our own; the user's is in the spec. A change in what it does is not seen, as with tools; its
+    name is."""
+    function = prepared.spec.worker if worker is None else worker
+    kind = function if function is None or isinstance(function, FunctionType) else type(function)
     return fingerprint(
         task=prepared.spec.task,
         template=prepared.spec.template,

@@ -31,10 +31,9 @@ from batch_agent.dispatch.members import following
 from batch_agent.dispatch.policy import Policy
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
-from batch_agent.engine.agent.agent import bounded
+from batch_agent.engine.agent.agent import worker_of
 from batch_agent.engine.agent.compaction import open_compactor
-from batch_agent.engine.agent.context import Worker
-from batch_agent.engine.agent.loop import tool_loop
+from batch_agent.engine.agent.loop_context import InnerWorker
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.engine.run.batch import Batch
@@ -80,19 +79,19 @@ class Run(Generic[T]):
         sinks: Sequence[Sink] = (),
         command: Mapping[str, JsonValue] | None = None,
         *,
-        worker: Worker | None = None,
+        worker: InnerWorker | None = None,
         open_store: OpenStore = SqliteJournal.open,
         within: Shared | None = None,
     ) -> None:
-        """``command`` is how to start this run again, for the record. ``worker`` works on the rows in place of the loop
-        of a model with tools; ``open_store`` is what is behind the journal of a run directory. ``within`` is what
-        another run works with: this one then takes its slots, spends its budget, is recorded in its journal (unless it
-        has a run directory of its own) and shows in its view."""
+        """``command`` is how to start this run again, for the record. ``worker`` is one of our own that works on the
+        rows in place of the tool loop; one of the user's is in the spec. ``open_store`` is what is behind the journal
+        of a run directory. ``within`` is what another run works with: this one then takes its slots, spends its budget,
+        is recorded in its journal (unless it has a run directory of its own) and shows in its view."""
         self.id = secrets.token_hex(8)
         self._prepared = prepared
         self._command = command
         self._worker = worker
-        self._work_on: Worker = tool_loop if worker is None else bounded(worker)
+        self._loops = worker is None and prepared.spec.worker is None  # the tool loop works on the rows
         self._open_store = open_store
         self._outer = within
         clock = Clock() if within is None else within.clock
@@ -290,7 +289,7 @@ class Run(Generic[T]):
         """Before anything is sent: is there an input, and does it have the task's fields?"""
         for value in await self._rows.peek():
             self._prepared.plan.check_first(value.value if isinstance(value, Placed) else value)
-        if self._prepared.plan.warning and self._worker is None:  # a worker may read its rows in its own way
+        if self._prepared.plan.warning and self._loops:  # a worker may read its rows in its own way
             logger.warning("%s", self._prepared.plan.warning)
 
     async def _work(self, prepared: Prepared) -> None:
@@ -320,14 +319,14 @@ class Run(Generic[T]):
                 emit=self._emit,
                 run=self.id,
                 clock=shared.clock,
-                max_turns=spec.turn_limit if self._worker is None else spec.max_turns,
+                max_turns=spec.turn_limit if self._loops else spec.max_turns,
                 timeout_per_agent=spec.timeout_per_agent,
                 early_tools=(
                     spec.streaming_tool_dispatch
                     and prepared.backend.capabilities.streaming
                     and any(pool.can_start_early(tool.name) for tool in prepared.tools)
                 ),
-                ends_with_answer=self._worker is None,
+                ends_with_answer=self._loops,
                 prewarm=prewarm,
                 lead=self._lead(prepared),
                 hints=spec.nvext_agent_hints,
@@ -340,8 +339,8 @@ class Run(Generic[T]):
                 self._feed,
                 self._delivery,
                 record,
-                self._work_on,
-                asks_first=self._worker is None,
+                worker_of(prepared, self._worker, shared.spending),
+                asks_first=self._loops,
                 parts_record=self._record_of_parts(prepared),
             )
             async with self._budget(), asyncio.TaskGroup() as agents:
@@ -374,7 +373,7 @@ class Run(Generic[T]):
 
     def _lead(self, prepared: Prepared) -> PrefixLeader | None:
         """A worker of the user's own may do something else first, or never ask."""
-        if self._worker is not None:
+        if not self._loops:
             return None
         return lead_of(prepared.plan, prepared.backend.capabilities, prepared.max_inflight)
 

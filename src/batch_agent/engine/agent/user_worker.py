@@ -1,0 +1,209 @@
+"""A worker of the user's: a function of a row and a context, and what all rows of a run share for it.
+
+It is foreign code. Whatever it raises fails its row alone; a coroutine that ignores its cancellation, or a function
+that does not return in its thread, is left behind after a while and cannot keep the run from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import JsonValue
+
+from batch_agent.blocking import in_thread
+from batch_agent.compiler.prices import Prices, find_prices
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.cancellation import cancelled_by_us
+from batch_agent.dispatch.spending import Spending
+from batch_agent.engine.agent.context import AgentContext, AskOptions, BlockingContext
+from batch_agent.engine.agent.row_work import RowWork
+from batch_agent.engine.agent.shapes import Shapes, build_shapes
+from batch_agent.engine.agent.worker_output import read_output, write_output
+from batch_agent.engine.agent.workplace import Workplaces
+from batch_agent.engine.run.prepare import Prepared
+from batch_agent.errors import InputError, JobError, SpecError, StoreError, WorkerFailed
+from batch_agent.foreign import describe, is_async
+from batch_agent.tools.base import Tool
+
+C = TypeVar("C")
+logger = logging.getLogger("batch_agent")
+ENDING_SECONDS = 5.0  # what a worker that is cancelled has to come to its end
+STUCK = 256  # functions that were given up and still run in their threads, before no more are started
+SHAPES = 256  # kinds of request that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class AskShapes:
+    """How something is asked: the kinds of request, and what the answer must be."""
+
+    shapes: Shapes
+    schema: OutputSchema[object] | None
+    given: object  # the schema as the user gave it: while it is held here no other object has its id
+
+
+class UserWorker:
+    """``places`` are the directories of its rows."""
+
+    def __init__(self, function: Callable[..., Any], prepared: Prepared, spending: Spending | None = None) -> None:
+        self.places = Workplaces(None if prepared.spec.run_dir is None else Path(prepared.spec.run_dir))
+        self._function = function
+        self._prepared = prepared
+        self._spending = spending
+        self._tools = {tool.name: tool for tool in prepared.tools}
+        self._shapes: dict[object, AskShapes] = {}
+        self._stuck = 0
+
+    # Its row
+
+    async def run(self, work: RowWork) -> object:
+        """What it returns for a row. Raises JobError."""
+        run = self._run_here if is_async(self._function) else self._run_in_thread
+        return await bounded(run)(work.job.input, work)
+
+    async def _run_here(self, row: object, work: RowWork) -> object:
+        """In a task of its own: one that ignores its cancellation is left behind."""
+        task: asyncio.Task[object] = asyncio.get_running_loop().create_task(self._function(row, AgentContext(work)))
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            task.cancel()
+            await work.close()  # or it would wait for what it asked
+            _, stuck = await asyncio.wait([task], timeout=ENDING_SECONDS)
+            if stuck:
+                logger.warning("the worker of row %d does not stop when it is cancelled", work.job.index)
+                asyncio._unregister_task(task)  # or asyncio.run would wait for it, without end
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # it was said above
+            elif not task.cancelled():
+                task.exception()  # nobody waits for it
+            raise
+        return task.result()
+
+    async def _run_in_thread(self, row: object, work: RowWork) -> object:
+        if self._stuck >= STUCK:
+            raise WorkerFailed(f"not started: {self._stuck} earlier workers that were given up are still running")
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+        given_up = False
+
+        def ended() -> None:
+            self._stuck -= given_up
+
+        def call() -> tuple[object, BaseException | None]:
+            # An exception is returned, because a future takes no StopIteration.
+            try:
+                return context.run(self._function, row, BlockingContext(AgentContext(work), loop)), None
+            except BaseException as error:
+                return None, error
+            finally:
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(ended)
+
+        try:
+            returned, error = await in_thread(call)
+        except asyncio.CancelledError:
+            given_up, self._stuck = True, self._stuck + 1
+            raise
+        if error is not None:
+            raise error
+        if inspect.iscoroutine(returned):
+            returned.close()
+            raise WorkerFailed(
+                "the worker returned a coroutine: write it as async def, not as a function that calls one"
+            )
+        return returned
+
+    def written(self, returned: object) -> tuple[str, object, bool]:
+        """The output as JSON, the output, and whether it had to be mended."""
+        return write_output(returned, self._prepared.schema)
+
+    def read(self, output: str) -> object:
+        """The output that was recorded."""
+        return read_output(output, self._prepared.schema)
+
+    # How it asks
+
+    @property
+    def model(self) -> str:
+        return self._prepared.model or ""
+
+    @property
+    def max_retries(self) -> int:
+        return self._prepared.spec.max_retries
+
+    @property
+    def tool_names(self) -> tuple[str, ...]:
+        return tuple(self._tools)
+
+    def asking(self, tools: Sequence[object], output_schema: object, options: AskOptions) -> AskShapes:
+        """The kinds of request for these options; what is not given is the run's. The same for equal options, since
+        backends remember what they have derived from a shape."""
+        names = tuple(map(self._tool_name, tools))
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        key = (names, id(output_schema), json.dumps(given, sort_keys=True, default=str))
+        known = self._shapes.get(key)
+        if known is None:
+            if len(self._shapes) >= SHAPES:
+                self._shapes.clear()
+            known = self._shapes[key] = self._new_shapes(names, output_schema, given)
+        return known
+
+    def _new_shapes(self, names: Sequence[str], output_schema: object, given: Mapping[str, JsonValue]) -> AskShapes:
+        prepared, backend = self._prepared, self._prepared.backend
+        model = str(given.get("model") or prepared.model or "")
+        extra = {**prepared.spec.extra_body, **(given.get("extra_body") or {})}  # type: ignore[dict-item]
+        changed = {"tool_choice": None, **given, "extra_body": extra}
+        schema = OutputSchema.of(output_schema)
+        specs = tuple(self._tools[name].spec for name in names)
+        shapes = build_shapes(prepared.spec.model_copy(update=changed), model, specs, schema, backend.capabilities)
+        every = {shapes.first, shapes.later, shapes.repair}
+        for shape in every:
+            backend.check(shape)
+        if self._spending is not None:
+            self._spending.set_prices(every, self._prices(model))
+        return AskShapes(shapes, schema, output_schema)
+
+    def _prices(self, model: str) -> Prices | None:
+        prepared = self._prepared
+        if model == prepared.model or prepared.spec.prices is not None:
+            return prepared.prices
+        prices = find_prices(None, model=model, backend=prepared.backend.name)
+        if prices is None and prepared.spec.max_cost is not None:
+            raise SpecError(f"max_cost: no price of {model} at {prepared.backend.name} is known; give prices")
+        return None if prices is None else prices.times(prepared.backend.capabilities.price)
+
+    def _tool_name(self, tool: object) -> str:
+        if isinstance(tool, str):
+            found = self._tools.get(tool)
+        elif isinstance(tool, Tool):
+            found = self._tools.get(tool.name)
+        else:
+            found = next((known for known in self._tools.values() if known.function is tool), None)
+        if found is None or (isinstance(tool, Tool) and found is not tool):
+            name = tool if isinstance(tool, str) else getattr(tool, "name", getattr(tool, "__name__", repr(tool)))
+            there = ", ".join(self._tools) or "none"
+            raise InputError(f"{name} is not a tool of this run: give it in tools= of the run. Its tools are: {there}")
+        return found.name
+
+
+def bounded(worker: Callable[[object, C], Awaitable[object]]) -> Callable[[object, C], Awaitable[object]]:
+    """A worker that is not ours: whatever it raises fails its row alone."""
+
+    async def work(row: object, context: C) -> object:
+        try:
+            return await worker(row, context)
+        except (JobError, StoreError, KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and cancelled_by_us():
+                raise
+            raise WorkerFailed(f"the worker failed: {describe(error)}") from error
+
+    return work

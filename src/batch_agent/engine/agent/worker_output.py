@@ -1,0 +1,59 @@
+"""What a user's worker returned, as the output of its row: JSON, and of the schema if there is one.
+
+The output is recorded as JSON and read back from it, the first time too: a resumed row has the output that it had.
+"""
+
+from __future__ import annotations
+
+import json
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import Invalid, OutputError, WorkerFailed
+from batch_agent.foreign import describe
+from batch_agent.outputs.validate import parse_output
+
+NOT_JSON = (
+    "the worker returned what is not JSON: {reason}. Return text, numbers, lists and mappings, or give output_schema a "
+    "class and return an instance of it"
+)
+
+
+def write_output(returned: object, schema: OutputSchema[object] | None) -> tuple[str, object, bool]:
+    """The output as JSON text, the output itself, and whether it was read from text that had to be mended."""
+    if schema is None:
+        text = _to_text(returned)
+        return text, json.loads(text), False
+    value, repaired = _valid(returned, schema)
+    try:
+        plain = schema.to_plain(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # serializers of the user's
+        raise Invalid(f"the output cannot be written as JSON: {describe(error)}") from error
+    text = _to_text(plain)
+    return text, schema.validate_json(text), repaired
+
+
+def read_output(text: str, schema: OutputSchema[object] | None) -> object:
+    """The output that was recorded. Raises Invalid where the schema does not accept it any more."""
+    return json.loads(text) if schema is None else schema.validate_json(text)
+
+
+def _valid(returned: object, schema: OutputSchema[object]) -> tuple[object, bool]:
+    """An instance, a mapping or JSON text as a value of the schema."""
+    if not isinstance(returned, str):
+        return schema.validate_python(returned), False
+    try:
+        parsed = parse_output(returned, schema)
+    except OutputError:
+        if not schema.is_scalar:
+            raise
+        return schema.validate_python(returned), False
+    return parsed.value, parsed.repaired
+
+
+def _to_text(value: object) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WorkerFailed(NOT_JSON.format(reason=describe(error))) from None
