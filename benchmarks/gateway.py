@@ -155,7 +155,7 @@ async def many_child(count: int) -> None:
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
 
-        async def work(row: int, ctx: AgentContext) -> int:
+        async def work(row: str, ctx: AgentContext) -> int:
             head = {"Authorization": f"Bearer {ctx.api_key}"}
             async with session.post(f"{ctx.base_url}/chat/completions", json=BODY, headers=head) as answer:
                 await answer.read()
@@ -163,7 +163,7 @@ async def many_child(count: int) -> None:
 
         results = await BatchAgent.run(
             worker=work,
-            inputs=range(count),
+            inputs=map(str, range(count)),
             backend=server.backend_url,
             model="bench",
             max_agents=WORKERS,
@@ -171,8 +171,11 @@ async def many_child(count: int) -> None:
             progress=False,
         )
     assert {result.output for result in results} == {200}, next(result.error for result in results if not result)
-    status = Path("/proc/self/status").read_text()
-    print(json.dumps({"peak_mib": int(status.partition("VmHWM:")[2].split()[0]) / 1024, "most_at_once": most}))
+    print(json.dumps({"peak_mib": peak_mib(), "most_at_once": most}))
+
+
+def peak_mib() -> float:
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def many(count: int) -> dict[str, float]:
@@ -195,8 +198,7 @@ def main() -> int:
     env = report.environment()
     with c_server() as address:
         pairs = [
-            (cpu_per_request("proxy", address), cpu_per_request("gateway", address))
-            for _ in range(options.repetitions)
+            (cpu_per_request("proxy", address), cpu_per_request("gateway", address)) for _ in range(options.repetitions)
         ]
     once, more = many(WORKERS), many(5 * WORKERS)
     bars = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Protocol, Self
@@ -18,6 +18,7 @@ from typing import Protocol, Self
 import orjson
 from aiohttp import web
 
+from batch_agent.backends.http.wire import json_of
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.errors import (
     BackendError,
@@ -42,7 +43,7 @@ from batch_agent.gateway.http_server import (
 from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.gateway.responses import ResponsesDialect
 from batch_agent.gateway.waiting import Waiting
-from batch_agent.messages import JsonObject, Message, Reply, Sealed
+from batch_agent.messages import JsonObject, Message, Reply
 from batch_agent.outputs.surrogates import read_json
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -82,7 +83,7 @@ class RowAccess(Protocol):
 class Guest:
     row: RowAccess
     tasks: set[asyncio.Task[object]] = field(default_factory=set)  # its requests under way
-    sealed: dict[str, Sealed] = field(default_factory=dict)  # what answers hold for their wire alone, by a call's id
+    answers: dict[str, Message] = field(default_factory=dict)  # those that call tools, by the id of their first call
 
 
 class Gateway:
@@ -172,8 +173,8 @@ class Gateway:
 
     async def _answer(self, guest: Guest, asked: ClientRequest, request: web.BaseRequest) -> web.StreamResponse:
         dialect = asked.dialect
-        if guest.sealed:
-            asked = replace(asked, messages=[_resealed(message, guest.sealed) for message in asked.messages])
+        if guest.answers:
+            asked = replace(asked, messages=[_as_answered(message, guest.answers) for message in asked.messages])
         failure: tuple[int, str] | None = None
         reply: Reply | None = None
         async with Waiting(request, streamed=asked.stream) as waiting:
@@ -186,8 +187,8 @@ class Gateway:
             if waiting.response is None:
                 return _refusal(dialect, *failure)
             return await _fail_late(waiting.response, request, asked, failure)
-        if reply.sealed is not None and reply.tool_calls:
-            guest.sealed[reply.tool_calls[0].id] = reply.sealed
+        if reply.tool_calls:
+            guest.answers[reply.tool_calls[0].id] = reply.message()
         envelope = Envelope(secrets.token_hex(12), int(time.time()), asked.shape.model)
         document = dialect.document(reply, asked, envelope)
         body = b"".join(dialect.events(document, asked)) if asked.stream else orjson.dumps(document)
@@ -241,10 +242,15 @@ def _document(body: bytes) -> JsonObject:
     return document
 
 
-def _resealed(message: Message, sealed: dict[str, Sealed]) -> Message:
-    """An answer that comes back, with what its wire wants back beside it."""
-    known = sealed.get(message.tool_calls[0].id) if message.tool_calls else None
-    return message if known is None else replace(message, sealed=known)
+def _as_answered(message: Message, answers: Mapping[str, Message]) -> Message:
+    """An answer that comes back, as the model gave it: with what only its wire can read, and its arguments verbatim, so
+    that a server finds it in its cache."""
+    known = answers.get(message.tool_calls[0].id) if message.tool_calls else None
+    return known if known is not None and _said(known) == _said(message) else message
+
+
+def _said(message: Message) -> object:
+    return message.content, [(call.id, call.name, json_of(call.arguments)) for call in message.tool_calls]
 
 
 def _status(error: BatchAgentError) -> int:

@@ -24,6 +24,7 @@ from batch_agent.compiler.pictures import content_of
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.dispatch.policy import Question
+from batch_agent.engine.agent.gateway_row import GatewayRow
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.turn import TurnCall
 from batch_agent.engine.agent.work_state import WorkState
@@ -76,6 +77,7 @@ class RowWork(WorkState):
         "_counts",
         "_ends",
         "_freed",
+        "_key",
         "_known",
         "_output",
         "_past_asks",
@@ -92,6 +94,7 @@ class RowWork(WorkState):
         super().__init__(job, resources, trail)
         self._worker = worker
         self._place: Workplace | None = None  # made when it is first asked for
+        self._key = ""  # at the gateway; likewise
         own = [Message("user", content_of(job))] if job.prompt else []
         self.conversation = Conversation(own, parent=resources.shared)
         self._output: str | None = None  # what the worker returned, as JSON
@@ -320,8 +323,17 @@ class RowWork(WorkState):
         if isinstance(error, Interrupted | StoreError) and self.failure is None:
             self.failure = error  # the run cannot go on, whatever the worker makes of it
 
+    @property
+    def key(self) -> str:
+        """What shows at the gateway that a request is this row's; it ends with the row."""
+        if not self._key:
+            self._key = self._worker.gateway.admit(GatewayRow(self, self._r.backend))
+        return self._key
+
     async def close(self) -> None:
         self._closed = True
+        if self._key:
+            self._worker.gateway.dismiss(self._key)
         cancelled: asyncio.CancelledError | None = None
         while self._tasks:
             for task in self._tasks:

@@ -31,7 +31,7 @@ from batch_agent.dispatch.members import following
 from batch_agent.dispatch.policy import Policy
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
-from batch_agent.engine.agent.agent import worker_of
+from batch_agent.engine.agent.agent import open_worker
 from batch_agent.engine.agent.compaction import open_compactor
 from batch_agent.engine.agent.loop_context import InnerWorker
 from batch_agent.engine.agent.resources import Resources
@@ -332,6 +332,7 @@ class Run(Generic[T]):
                 hints=spec.nvext_agent_hints,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
+            worker = await extent.enter_async_context(open_worker(prepared, self._worker, shared.spending))
             self._batch = batch = Batch(
                 self._rows,
                 prepared.plan,
@@ -339,7 +340,7 @@ class Run(Generic[T]):
                 self._feed,
                 self._delivery,
                 record,
-                worker_of(prepared, self._worker, shared.spending),
+                worker,
                 asks_first=self._loops,
                 parts_record=self._record_of_parts(prepared),
             )
