@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from hashlib import blake2b
 from typing import Protocol
 
@@ -23,6 +22,7 @@ DELIVERY = frozenset(
     ("stream", "stream_options", "metadata", "user", "prompt_cache_key", "safety_identifier", "client_metadata")
 ) | {"service_tier", "store"}
 CONVERSATION = frozenset({"messages", "input", "system", "instructions"})  # what is read into messages
+BESIDE = DELIVERY | CONVERSATION
 BILLING = "x-anthropic-billing-header:"  # the start of a system block that differs from session to session
 
 
@@ -72,9 +72,11 @@ class ClientDialect(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class ClientRequest:
-    """``body`` is the request as it came, ``lost`` what ``messages`` and ``shape`` do not say of it."""
+    """``body`` is the request as it came, ``lost`` what ``messages`` and ``shape`` do not say of it. ``head`` is the
+    digest of everything that is asked beside the messages, the same in every session; if messages do not hold all that
+    was said, it covers the whole request."""
 
     dialect: ClientDialect
     body: JsonObject
@@ -84,20 +86,21 @@ class ClientRequest:
     custom_tools: frozenset[str] = frozenset()  # that take text in place of arguments
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # tools' own names, by what they are called
     headers: Mapping[str, str] = field(default_factory=dict)  # that belong to the wire
+    head: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.head = self._head()
 
     @property
     def stream(self) -> bool:
         return self.body.get("stream") is True
 
-    @cached_property
+    @property
     def client_body(self) -> ClientBody:
         return ClientBody(self.dialect.wire, self.body, self.head, self.headers)
 
-    @cached_property
-    def head(self) -> bytes:
-        """The digest of everything that is asked beside the messages: the same in every session. If messages do not
-        hold all that was said, it covers the whole request."""
-        left_out = DELIVERY if self.lost else DELIVERY | CONVERSATION
+    def _head(self) -> bytes:
+        left_out = DELIVERY if self.lost else BESIDE
         asked = {name: value for name, value in self.body.items() if name not in left_out}
         digest = blake2b(self.dialect.wire.encode(), digest_size=16)
         digest.update(orjson.dumps(asked, option=orjson.OPT_SORT_KEYS))

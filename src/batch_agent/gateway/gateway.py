@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -155,7 +155,7 @@ class Gateway:
         except BodyRefused as error:
             return await answer_unread(request, _refusal(dialect, error.status, str(error)))
         try:
-            asked = replace(dialect.read(_document(body), guest.row.model), headers=_wire_headers(request))
+            asked = dialect.read(_document(body), guest.row.model)
             if path.rstrip("/").endswith("/count_tokens"):
                 return json_response({"input_tokens": -(-len(body) // BYTES_PER_TOKEN)})
             if asked.lost and dialect.wire != guest.row.wire:
@@ -163,6 +163,8 @@ class Gateway:
                 raise BadRequest(f"the run's backend has another wire format, which cannot say this: {lost}")
         except BadRequest as error:
             return _refusal(dialect, 400, str(error), error.param)
+        if betas := request.headers.get("anthropic-beta"):
+            asked.headers = {"anthropic-beta": betas}
         task = asyncio.current_task()
         assert task is not None
         guest.tasks.add(task)
@@ -174,7 +176,7 @@ class Gateway:
     async def _answer(self, guest: Guest, asked: ClientRequest, request: web.BaseRequest) -> web.StreamResponse:
         dialect = asked.dialect
         if guest.answers:
-            asked = replace(asked, messages=[_as_answered(message, guest.answers) for message in asked.messages])
+            asked.messages = [_as_answered(message, guest.answers) for message in asked.messages]
         failure: tuple[int, str] | None = None
         reply: Reply | None = None
         async with Waiting(request, streamed=asked.stream) as waiting:
@@ -225,11 +227,6 @@ async def _fail_late(
 def _key(request: web.BaseRequest) -> str:
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return (token.strip() if scheme.lower() == "bearer" else "") or request.headers.get("x-api-key", "")
-
-
-def _wire_headers(request: web.BaseRequest) -> dict[str, str]:
-    betas = request.headers.get("anthropic-beta")
-    return {"anthropic-beta": betas} if betas else {}
 
 
 def _document(body: bytes) -> JsonObject:

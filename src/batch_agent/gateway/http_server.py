@@ -21,6 +21,8 @@ from batch_agent.messages import JsonObject
 MAX_BODY_BYTES = 256 * 1024 * 1024
 PATIENCE_SECONDS = 30.0  # without a byte of a request, after which its connection is closed
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
@@ -86,6 +88,8 @@ async def read_body(request: web.BaseRequest, patience: float, most: int = MAX_B
     too_large = BodyRefused(413, f"the body is larger than {most // 1024**2} MiB")
     if (request.content_length or 0) > most:
         raise too_large
+    if request.content.is_eof():  # it came with the headers, as small ones do
+        return request.content.read_nowait()
     body, clock = bytearray(), asyncio.get_running_loop().time
     try:
         async with asyncio.timeout(patience) as limit:
@@ -110,7 +114,7 @@ def names_loopback(request: web.BaseRequest) -> bool:
     """Whether the Host header names this machine: a web page that was made to resolve to it names another."""
     host = request.headers.get("Host", "")
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    return is_loopback(name)
+    return name in LOOPBACK or is_loopback(name)
 
 
 async def answer_unread(request: web.BaseRequest, answer: web.Response) -> web.Response:

@@ -56,6 +56,7 @@ class GatewayRow:
         asked, sent = self._work.worker.client_shapes.of(request)
 
         def send(question: ModelRequest) -> ModelCall:
-            return ModelCall(self._backend, replace(question, shape=sent, client=request.client_body))
+            question.shape, question.client = sent, request.client_body
+            return ModelCall(self._backend, question)
 
         return await self._work.answer(asked, Conversation(request.messages), send=send)
