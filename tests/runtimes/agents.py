@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from batch_agent.messages import Usage
 from batch_agent.runtimes import ClaudeCodeRuntime, CodexRuntime, CommandLineRuntime, OpenCodeRuntime
 from batch_agent.testing import Say, ScriptedServer
 from gateway.rows import gateway_to
@@ -38,6 +39,9 @@ class Context:
     def __init__(self, prompt: str, workdir: Path, url: str, key: str, env: Mapping[str, str]) -> None:
         self.prompt, self.workdir, self.base_url, self.api_key, self.env = prompt, workdir, url, key, env
         self.saved: dict[str, bytes] = {}
+
+    def add_usage(self, usage: Usage) -> None:
+        self.usage = usage
 
     def save(self, name: str, content: str | bytes | Path) -> Path:
         data = content.read_bytes() if isinstance(content, Path) else content

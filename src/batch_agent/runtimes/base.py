@@ -16,7 +16,10 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
+from batch_agent.backends.http.backend import HttpBackend
+from batch_agent.backends.registry import open_backend
 from batch_agent.errors import AgentTimeout, SpecError, WorkerFailed
+from batch_agent.messages import Usage
 from batch_agent.runtimes.events import ReadEvent, Recorder, Transcript
 from batch_agent.runtimes.process import ProcessEnd, run_agent
 from batch_agent.runtimes.trees import AgentTree, Isolation, check_source, open_tree
@@ -49,6 +52,7 @@ class RowContext(Protocol):
     @property
     def env(self) -> Mapping[str, str]: ...
     def save(self, name: str, content: str | bytes | Path) -> Path: ...
+    def add_usage(self, usage: Usage) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,8 @@ class Place:
 class CommandLineRuntime(ABC):
     """``working_dir`` is what the agent works on: a git repository with ``isolation="worktree"``, any directory with
     ``"copy"``; with ``"none"`` it works in the directory itself. None: an empty directory. ``permissions``: ``"read"``
-    may look, ``"write"`` may also change files, ``"full"`` may run any command. ``backend`` is an ``http://host:port/v1``
-    that the agent asks by itself, past the run's slots, budget and record; None: the run's, through the gateway."""
+    may look, ``"write"`` may also change files, ``"full"`` may run any command. ``backend`` is the URL of a server that
+    the agent asks by itself, past the run's slots, budget and record; None: the run's, through the gateway."""
 
     backend: str | None = None
     model: str | None = None
@@ -123,7 +127,7 @@ class CommandLineRuntime(ABC):
         """What the agent said last."""
         program, home = self.check(), ctx.workdir / "home"
         await asyncio.to_thread(_fresh, home)
-        place = Place(home, self.backend or ctx.base_url, ctx.api_key, self.model or ctx.model)
+        place = self._place(ctx, home)
         opened = open_tree(self._source, self.isolation, ctx.workdir / "tree")
         tree = await asyncio.to_thread(opened.__enter__)
         try:
@@ -136,7 +140,22 @@ class CommandLineRuntime(ABC):
                     await asyncio.to_thread(_keep, ctx, tree)
         finally:
             await asyncio.to_thread(opened.__exit__, None, None, None)
+        if self.backend is not None:
+            ctx.add_usage(recorder.transcript.usage)
         return self._output(ended, recorder.transcript)
+
+    def _place(self, ctx: RowContext, home: Path) -> Place:
+        model = self.model or ctx.model
+        if self.backend is None:
+            return Place(home, ctx.base_url, ctx.api_key, model)
+        return Place(home, self._address(), os.environ.get("BATCH_AGENT_API_KEY") or "none", model)
+
+    def _address(self) -> str:
+        """Of the agent's own backend, as ``http://host:port/v1``."""
+        backend = open_backend(self.backend)[0]
+        if not isinstance(backend, HttpBackend):
+            raise SpecError(f"backend: {self.name} needs a server over HTTP, not {backend.name}")
+        return backend.client.base_url
 
     async def _run(
         self, command: Sequence[str], tree: AgentTree, env: Mapping[str, str], ctx: RowContext, recorder: Recorder

@@ -119,6 +119,11 @@ class AgentContext:
         self._check_open()
         return self._work.place.save(name, content)
 
+    def add_usage(self, usage: Usage) -> None:
+        """Count tokens that this row used past the run, at another server, on its result."""
+        self._check_open()
+        self._work.tally.pay(usage, None)
+
     def say(self, text: str) -> None:
         """Add a message of the user's to the row's own conversation."""
         self._check_open()
@@ -297,6 +302,9 @@ class BlockingContext:
 
     def save(self, name: str, content: str | bytes | Path) -> Path:
         return self._context.save(name, content)
+
+    def add_usage(self, usage: Usage) -> None:
+        self._context.add_usage(usage)
 
     def say(self, text: str) -> None:
         self._context.say(text)
