@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 
 MESSAGE_CHARACTERS = 4000
 
@@ -31,6 +32,12 @@ def describe(error: BaseException) -> str:
         message = f"{message[:MESSAGE_CHARACTERS]} [...]"
     name = type(error).__name__
     return f"{name}: {message}" if message else name
+
+
+def name_of(function: object) -> str:
+    """The qualified name of a function, or of the class of an object that is called like one."""
+    kind = function if isinstance(function, FunctionType) else type(function)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def is_async(function: Callable[..., object]) -> bool:

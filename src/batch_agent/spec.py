@@ -124,6 +124,7 @@ class BatchSpec(BaseModel):
         Callable[..., Any] | None,
         Allowed("a function of a row and a context, or None"),
         Scope.STAGE,
+        Compared.VALUE,
         Unset("the tool loop"),
         Flag("MODULE:FUNCTION", "a function of yours that works on each row", group=FlagGroup.QUESTION),
     ] = Field(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from batch_agent import Pipeline, SpecError
+from batch_agent import AgentContext, Pipeline, SpecError
 from batch_agent.testing import Fail, Request, Say, ScriptedBackend, virtual_clock
 
 
@@ -187,3 +187,20 @@ async def test_a_row_that_nobody_can_judge_is_not_waited_for_by_the_stages_after
     """A lone refusal is held until others tell whether all are refused; stages that wait for it are no others."""
     with pytest.raises(SpecError, match="401"):
         await words("a").reduce("Sum up").run(backend=ScriptedBackend(lambda _: Fail(401)), max_retries=0)
+
+
+async def test_a_stage_may_have_a_worker_of_its_own_and_a_finished_row_is_not_worked_on_again(tmp_path: Path) -> None:
+    worked: list[str] = []
+
+    async def twice(row: Word, ctx: AgentContext) -> object:
+        worked.append(row.word)
+        return {"word": (await ctx.ask(f"say {row.word}{row.word}", output_schema=Word)).output.word}
+
+    for _ in range(2):
+        pipeline = words("a", "b").map(name="twice", worker=twice, output_schema=Word).reduce("Sum up {n} words")
+        backend = ScriptedBackend(lambda request: Say("all") if "Sum up" in request.text else echo(request))
+        outcome = await pipeline.run(backend=backend, run_dir=tmp_path, resume=True)
+        assert [result.output.word for result in outcome.results["twice"]] == ["aa", "bb"]
+        assert (outcome.outputs, sorted(worked)) == (["all"], ["a", "b"])
+    with pytest.raises(SpecError, match="task is missing: say what to do with each row, or give a worker"):
+        Pipeline(["a"]).map(name="nothing")

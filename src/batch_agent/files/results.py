@@ -42,6 +42,8 @@ def result_line(result: AgentResult[object]) -> bytes:
         record["chunks"] = result.chunks
     if result.shortened:
         record["shortened"] = True
+    if result.artifacts:
+        record["artifacts"] = {name: str(path) for name, path in result.artifacts.items()}
     if not result.ok:
         record["raw_text"] = result.raw_text
     return record_line(record)

@@ -206,6 +206,8 @@ def failure_line(result: AgentResult[object]) -> bytes:
     }
     if result.cost is not None:
         record["cost"] = result.cost
+    if result.artifacts:
+        record["artifacts"] = {name: str(path) for name, path in result.artifacts.items()}
     return record_line(record)
 
 

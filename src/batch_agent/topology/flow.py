@@ -232,4 +232,4 @@ def check_fields(before: Stage, stage: Agents) -> None:
             elif known is not None and isinstance(properties := known.json_schema.get("properties"), dict):
                 fields = properties
     if fields is not None:
-        Template.parse(stage.options["task"], tuple(fields))
+        Template.parse(stage.options.get("task", ""), tuple(fields))

@@ -179,7 +179,7 @@ def _own_fields(item: object) -> Mapping[str, object]:
 
 
 def _task(options: dict[str, Any]) -> str:
-    task = _taken(options, "task")
+    task = options.pop("task", "") if options.get("worker") is not None else _taken(options, "task")
     if not isinstance(task, str):
         raise SpecError(f"task: must be text (got {type(task).__name__})")
     return task

@@ -48,14 +48,17 @@ class Pipeline(Generic[T]):
         self.stages = stages
 
     @overload
-    def map(self, *, name: str = ..., task: str, output_schema: type[U], **options: Any) -> Pipeline[U]: ...
+    def map(self, *, name: str = ..., task: str = ..., output_schema: type[U], **options: Any) -> Pipeline[U]: ...
     @overload
-    def map(self, *, name: str = ..., task: str, output_schema: None = None, **options: Any) -> Pipeline[str]: ...
+    def map(self, *, name: str = ..., task: str = ..., output_schema: None = None, **options: Any) -> Pipeline[str]: ...
     @overload
-    def map(self, *, name: str = ..., task: str, output_schema: Any, **options: Any) -> Pipeline[Any]: ...
-    def map(self, *, name: str = "map", task: str, output_schema: Any = None, **options: Any) -> Pipeline[Any]:
-        """An agent for each row, with the options of ``BatchAgent.run``; the next stage gets its output."""
+    def map(self, *, name: str = ..., task: str = ..., output_schema: Any, **options: Any) -> Pipeline[Any]: ...
+    def map(self, *, name: str = "map", task: str = "", output_schema: Any = None, **options: Any) -> Pipeline[Any]:
+        """An agent for each row, with the options of ``BatchAgent.run``, ``worker`` among them; the next stage gets its
+        output. ``task`` is optional beside a worker."""
         _check_name(name)
+        if not task and options.get("worker") is None:
+            raise SpecError(f"{name}: task is missing: say what to do with each row, or give a worker")
         check_stage_options(name, options)
         return self.then(Agents(name, {**options, "task": task, "output_schema": output_schema}))
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from batch_agent.files.columns import Record
 from batch_agent.files.results import to_json
-from batch_agent.messages import ToolCall
+from batch_agent.messages import ToolCall, content_shown
 from batch_agent.observe.text import counted, dollars, duration, harmless, harmless_lines
-from batch_agent.store.steps import Past, PastTurn, Spent
+from batch_agent.store.steps import Asked, CallEnded, Past, PastTurn, Spent
 
 CUT_CHARACTERS = 2000  # of a text, unless it is wanted in full
 INDENT = "    "
@@ -48,13 +48,14 @@ def row_text(
     if prompts is not None:
         system, user = prompts
         parts += [page.said("system", system)] if system else []
-        parts.append(page.said("user", user))
+        parts += [page.said("user", user)] if user else []
     elif value is not None:
         parts.append(page.said("input", value if isinstance(value, str) else to_json(value).decode()))
     if past is None:
         parts.append(page.said("answers", "not in the journal"))
     else:
         parts += _conversation(past, page)
+        parts += _worked(past, page)
     parts += _end(record, past, page)
     return "\n".join(parts)
 
@@ -65,14 +66,14 @@ def _heading(record: Record | None, past: Past | None) -> str:
     if job_id is not None and str(job_id) != str(index):
         name += f" ({harmless(str(job_id))})"
     facts = [_state(record, past)]
-    spent = past.turns[-1].spent if past is not None and past.turns else None
+    spent = None if past is None else past.spent
     timings = (record or {}).get("timings")
     total = timings.get("total") if isinstance(timings, dict) else spent.total if spent is not None else None
     if isinstance(total, int | float):
         facts.append(duration(total))
     if past is not None:
-        facts.append(counted(len(past.turns), "turn"))
-        usage = [turn.reply.usage for turn in past.turns]
+        usage = [turn.reply.usage for turn in past.turns] + [ask.reply.usage for ask in past.asked]
+        facts.append(counted(len(usage), "turn"))
         tokens = sum(each.prompt_tokens for each in usage), sum(each.completion_tokens for each in usage)
         facts.append(f"{tokens[0]:,} tokens in, {tokens[1]:,} out")
     cost = (record or {}).get("cost")
@@ -112,6 +113,30 @@ def _calls(turn: PastTurn, label: str, page: Page) -> Iterator[str]:
             yield page.said(f"{harmless(call.name)} answers", outcome)
         else:
             yield page.said(f"{harmless(call.name)}", "was begun" if place in turn.begun else "has no outcome yet")
+
+
+def _worked(past: Past, page: Page) -> Iterator[str]:
+    """What a worker of the user's asked and called, in the order in which it came to an end."""
+    ended = {(step.digest, step.nth) for step in past.worked if isinstance(step, CallEnded)}
+    number = 0
+    for step in past.worked:
+        if isinstance(step, Asked):
+            number += 1
+            if step.after >= 0:
+                yield page.said(f"ask {number}", f"goes on from ask {step.after + 1}")
+            for message in step.said:
+                yield page.said(f"ask {number}, {message.role}", content_shown(message.content))
+            usage = f"{step.reply.usage.prompt_tokens:,} in, {step.reply.usage.completion_tokens:,} out"
+            if step.reply.text or not step.reply.tool_calls:
+                yield page.said(f"answer {number}, {usage}", step.reply.text)
+            for call in step.reply.tool_calls:
+                yield page.said(f"answer {number} calls", _call(call))
+        elif isinstance(step, CallEnded):
+            yield page.said("the worker calls", _call(ToolCall("", step.name, step.arguments)))
+            yield page.said(f"{harmless(step.name)} {'answers' if step.ok else 'fails'}", step.text)
+        elif (step.digest, step.nth) not in ended:
+            yield page.said("the worker calls", _call(ToolCall("", step.name, step.arguments)))
+            yield page.said(harmless(step.name), "was begun; its outcome is unknown")
 
 
 def _call(call: ToolCall) -> str:

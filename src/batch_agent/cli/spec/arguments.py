@@ -63,7 +63,7 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
         "spec_path",
         nargs="?",
         metavar="SPEC",
-        help="the spec file: .yaml, .toml or .json; with --task or --spec the rows, as --inputs",
+        help="the spec file: .yaml, .toml or .json; with --task, --worker or --spec the rows, as --inputs",
     )
     run.add_argument("--spec", metavar="FILE", help="the spec file")
     _add_recording_arguments(run)

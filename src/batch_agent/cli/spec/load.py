@@ -45,12 +45,13 @@ def take_settings(options: argparse.Namespace) -> None:
 
 def resolve_paths(options: argparse.Namespace) -> None:
     """Decide what a path without a flag is, and that ``-`` as output is standard output."""
-    if options.spec_path is not None and (options.spec is not None or options.task is not None):
+    asks = options.task is not None or options.worker is not None
+    if options.spec_path is not None and (options.spec is not None or asks):
         if options.inputs is not None:
             raise SpecError(f"the rows are named twice: {options.spec_path} and --inputs {options.inputs}")
         options.inputs, options.spec_path = options.spec_path, None
     options.spec, options.spec_path = options.spec or options.spec_path, None
-    if options.spec is None and options.task is None:
+    if options.spec is None and not asks:
         raise SpecError(
             "name a spec file, or give --task and a file of rows; batch-agent init writes files to start from"
         )

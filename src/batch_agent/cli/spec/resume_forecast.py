@@ -20,6 +20,7 @@ from batch_agent.engine.run.prepare import Prepared
 from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.files.results import to_json
+from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, counted, dollars, harmless, rows
 from batch_agent.option import Compared, kinds, notes
@@ -36,7 +37,12 @@ AT_ONCE = 256  # rows looked up in the journal together
 
 def asked(prepared: Prepared) -> dict[str, JsonValue]:
     """What answers depend on, in a form that can be compared later. What may hold a secret is there as a hash."""
-    resolved = {"model": prepared.model, "output_schema": prepared.schema.json_schema if prepared.schema else None}
+    worker = prepared.spec.worker
+    resolved = {
+        "model": prepared.model,
+        "output_schema": prepared.schema.json_schema if prepared.schema else None,
+        "worker": None if worker is None else name_of(worker),
+    }
     values: dict[str, JsonValue] = {}
     for name, compared in notes(BatchSpec, Compared).items():
         value = resolved.get(name, getattr(prepared.spec, name))

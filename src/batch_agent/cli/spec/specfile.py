@@ -83,6 +83,7 @@ class SpecFile:
             "tools": self._tools,
             "output_schema": self._schema,
             "runtime": self._runtime,
+            "worker": self._worker,
         }
         followed = dict(options)
         for name in resolvers.keys() & options.keys():
@@ -128,6 +129,12 @@ class SpecFile:
                 raise SpecError(f"{value!r} must be a JSON schema or module:Class")
             return self.imported(value)
         return value
+
+    def _worker(self, value: object) -> object:
+        worker = self.imported(value) if isinstance(value, str) else value
+        if worker is not None and not callable(worker):
+            raise SpecError(f"{value!r} must be a function, as module:function")
+        return worker
 
     def imported(self, reference: str) -> object:
         if not REFERENCE.fullmatch(reference):

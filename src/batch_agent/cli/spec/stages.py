@@ -55,7 +55,8 @@ def _with(
         other = _extended(file, Pipeline(read_rows(content.get("inputs"))), content.get(STAGES), read_rows)
         return pipeline.join(other, key=keys["key"], other_key=keys["other_key"])
     options = file.follow(content)
-    _need(options, "task" if kind == "map" else "prompt")
+    if "worker" not in options:
+        _need(options, "task" if kind == "map" else "prompt")
     return pipeline.map(**options) if kind == "map" else pipeline.reduce(**options)
 
 

@@ -16,7 +16,7 @@ from typing import cast
 from batch_agent.api import BatchAgent
 from batch_agent.cli.spec.load import load_spec
 from batch_agent.cli.spec.recorded import command_again, matched, recorded_command
-from batch_agent.engine.agent.transcript import transcript
+from batch_agent.engine.agent.transcript import conversations, transcript
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import SpecError, StoreError
@@ -57,7 +57,7 @@ def prepared_again(directory: Path, facts: JsonObject) -> Prepared:
 def transcript_lines(
     directory: Path, facts: JsonObject, prepared: Prepared, records: Iterable[Record]
 ) -> Iterator[bytes]:
-    """One line for each record that is ok."""
+    """One line for each record that is ok; of a worker's rows, one for each conversation."""
     plan, keys = prepared.plan, Keys(fingerprint_of(prepared))
     tools = [{"type": "function", "function": dataclasses.asdict(tool.spec)} for tool in prepared.tools]
     good = (record for record in records if record.get("ok"))
@@ -70,9 +70,13 @@ def transcript_lines(
                     continue
                 if past is None:
                     raise StoreError(f"the journal in {directory} does not have row {job.index}, whose result is there")
-                messages = transcript(job, plan.shared, prepared.schema, past)
-                line: dict[str, object] = {"messages": [message.to_dict() for message in messages]}
-                yield to_json({**line, "tools": tools} if tools else line) + b"\n"
+                if prepared.spec.worker is not None:
+                    every = list(conversations(plan.shared, past))
+                else:
+                    every = [transcript(job, plan.shared, prepared.schema, past)]
+                for messages in every:
+                    line: dict[str, object] = {"messages": [message.to_dict() for message in messages]}
+                    yield to_json({**line, "tools": tools} if tools else line) + b"\n"
 
 
 def _job(prepared: Prepared, record: Record) -> Job:

@@ -5,13 +5,24 @@ The record has what the model answered and what tools returned; prompts are deri
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import OutputError
 from batch_agent.job import Job
 from batch_agent.messages import Conversation, Message
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
-from batch_agent.store.steps import Past
+from batch_agent.store.steps import Past, conversation_of_ask
+
+
+def conversations(shared: Conversation, past: Past) -> Iterator[tuple[Message, ...]]:
+    """The conversations of a user's worker, each to its end: those that no later ask goes on from."""
+    asks = past.asked
+    continued = {ask.after for ask in asks}
+    for place in range(len(asks)):
+        if place not in continued:
+            yield tuple(conversation_of_ask(asks, place, shared.messages))
 
 
 def transcript(job: Job, shared: Conversation, schema: OutputSchema[object] | None, past: Past) -> tuple[Message, ...]:

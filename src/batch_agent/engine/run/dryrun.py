@@ -13,6 +13,7 @@ from batch_agent.compiler.plan import Description
 from batch_agent.compiler.template import Piece
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.files.read import LazyRows
+from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.text import amount, dollars, harmless, harmless_lines, rows
 from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS
@@ -98,6 +99,7 @@ class DryRun:
             "backend": prepared.backend.name,
             "max_inflight": None if prepared.sought else prepared.max_inflight,
             "max_turns": prepared.spec.turn_limit,
+            "worker": None if prepared.spec.worker is None else name_of(prepared.spec.worker),
             "tools": [tool.spec.name for tool in prepared.tools],
             "output_schema": prepared.schema.name if prepared.schema else None,
             "hoisted": list(description.hoisted),
@@ -141,7 +143,10 @@ class DryRun:
         yield "model", prepared.model or "the one the server has"
         yield "backend", prepared.backend.name
         yield "in flight", _in_flight(prepared)
-        turns = prepared.spec.turn_limit
+        worker = prepared.spec.worker
+        if worker is not None:
+            yield "worker", f"{name_of(worker)}: what it asks is not known here"
+        turns = prepared.spec.turn_limit if worker is None else prepared.spec.max_turns
         yield "turns", "no limit" if turns is None else f"at most {turns:,} per agent"
         if prepared.tools:
             yield "tools", ", ".join(tool.spec.name for tool in prepared.tools)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FunctionType
 
 from pydantic import JsonValue
 
 from batch_agent.engine.agent.loop_context import InnerWorker
 from batch_agent.engine.run.prepare import Prepared
+from batch_agent.foreign import name_of
 from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.keys import fingerprint
@@ -65,12 +65,11 @@ def fingerprint_of(prepared: Prepared, worker: InnerWorker | None = None) -> byt
     """``worker`` is one of our own; the user's is in the spec. A change in what it does is not seen, as with tools; its
     name is."""
     function = prepared.spec.worker if worker is None else worker
-    kind = function if function is None or isinstance(function, FunctionType) else type(function)
     return fingerprint(
         task=prepared.spec.task,
         template=prepared.spec.template,
         system=prepared.plan.own_system,
         shapes=prepared.shapes.asked,
         tool_versions={tool.name: tool.version for tool in prepared.tools},
-        worker=None if kind is None else f"{kind.__module__}.{kind.__qualname__}",
+        worker=None if function is None else name_of(function),
     )

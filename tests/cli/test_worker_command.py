@@ -1,0 +1,79 @@
+"""A worker of the user's in a spec file and on the command line: run, planned, shown and exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from commandline import batch_agent, rows
+
+from batch_agent.testing import Request, Say, ScriptedServer
+
+MODULE = """
+from batch_agent import Tool
+
+@Tool.define(effect="write")
+def publish(text: str) -> str:
+    return "published " + text
+
+async def work(row, ctx):
+    first = await ctx.ask("Name it: " + row["text"])
+    second = await ctx.ask([{"role": "user", "content": "Name it: " + row["text"]}, first.message,
+                            {"role": "user", "content": "Shorter."}])
+    ctx.save("name.txt", second.text)
+    return {"name": second.text, "done": await ctx.call("publish", text=second.text)}
+
+NOTHING = 7
+"""
+SPEC = "worker: 'mine:work'\ntools: ['mine:publish']\nmodel: m\nsystem_prompt: Be brief.\n"
+
+
+def name(request: Request) -> Say:
+    return Say("short" if request.text == "Shorter." else "a long name")
+
+
+async def test_a_worker_is_named_in_a_spec_file_and_its_rows_are_shown_and_exported(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    rows(tmp_path, {"id": "x", "text": "kettle"})
+    async with ScriptedServer(name, models=["m"]) as server:
+        (tmp_path / "spec.yaml").write_text(f"{SPEC}backend: {server.backend_url}\n")
+        command = ("spec.yaml", "--inputs", "rows.jsonl")
+        planned = await batch_agent(tmp_path, "run", *command, "--dry-run")
+        assert "mine.work: what it asks is not known here" in planned.stdout
+        done = await batch_agent(tmp_path, "run", *command, "--run-dir", "here")
+        assert done.code == 0, done.stderr
+        [result] = done.results
+        assert result["output"] == {"name": "short", "done": "published short"}
+        assert Path(str(result["artifacts"]["name.txt"])).name == "name.txt"  # type: ignore[index]
+        shown = (await batch_agent(tmp_path, "show", "here")).stdout
+        for part in (
+            "2 turns",
+            "ask 1, user\n    Name it: kettle",
+            "ask 2\n    goes on from ask 1",
+            "ask 2, user\n    Shorter.",
+            'the worker calls\n    publish(text="short")',
+            "publish answers\n    published short",
+        ):
+            assert part in shown
+        exported = await batch_agent(tmp_path, "export", "here", "--format", "messages")
+        [line] = exported.stdout.splitlines()
+        said = [message["content"] for message in json.loads(line)["messages"]]
+        assert said == ["Be brief.", "Name it: kettle", "a long name", "Shorter.", "short"]
+        again = await batch_agent(tmp_path, "resume", "here")
+        assert (again.code, server.received) == (0, 2), again.stderr
+
+
+async def test_a_worker_may_be_all_that_the_command_line_says(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODULE)
+    rows(tmp_path, {"text": "kettle"})
+    async with ScriptedServer(name, models=["m"]) as server:
+        options = ("--backend", server.backend_url, "--model", "m", "--no-run-dir")
+        command = ("run", "rows.jsonl", "--tool", "mine:publish", *options)
+        done = await batch_agent(tmp_path, *command, "--worker", "mine:work")
+        assert (done.code, len(done.results)) == (0, 1), done.stderr
+        for wrong, says in (
+            ("mine:NOTHING", "must be a function"),
+            ("mine:none", "there is no none in the module mine"),
+        ):
+            refused = await batch_agent(tmp_path, *command, "--worker", wrong)
+            assert refused.code != 0 and says in refused.stderr
