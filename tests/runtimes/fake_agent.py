@@ -31,7 +31,7 @@ def opencode(prompt: str) -> str:
 
 
 def claude(prompt: str) -> str:
-    url, key = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_AUTH_TOKEN"]
+    url, key = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_API_KEY"]
     body = {"model": "m", "max_tokens": 99, "messages": [{"role": "user", "content": prompt}]}
     return str(ask(f"{url}/v1/messages?beta=true", key, body)["content"][0]["text"])
 

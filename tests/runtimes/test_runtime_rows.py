@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from batch_agent import BatchAgent
+from batch_agent import BatchAgent, Tool
 from batch_agent.errors import SpecError
 from batch_agent.runtimes import CodexRuntime, OpenCodeRuntime
 from batch_agent.runtimes.named import runtime_of
-from batch_agent.testing import Hang, Request, Say, ScriptedServer
+from batch_agent.testing import CallTools, Hang, Request, Say, ScriptedServer, ToolUse
 from cli.commandline import batch_agent
 from runtimes.agents import KINDS, repository, runtime
 
@@ -104,3 +104,21 @@ async def test_a_spec_file_names_a_runtime_and_its_directory_is_beside_the_file(
         outcome = await batch_agent(tmp_path, "run", "spec.json", "--output", "out.jsonl", "--no-run-dir")
     assert outcome.code == 0, outcome
     assert json.loads((tmp_path / "out.jsonl").read_text())["output"] == "write it"
+
+
+async def test_an_agent_is_a_tool_that_a_model_gives_a_task(tmp_path: Path) -> None:
+    def script(request: Request) -> Say:
+        if not request.tools:  # it is the agent that asks
+            return Say(f"write {request.text}")
+        results = [str(message.content) for message in request.conversation() if message.role == "tool"]
+        return Say(results[0]) if results else CallTools(ToolUse("helper", {"task": "sweep"}))
+
+    async with ScriptedServer(script, models=["m"]) as server:
+        agent = runtime("opencode", tmp_path, backend=server.backend_url, model="m", permissions="write")
+        helper = Tool.agent(agent, name="helper")
+        results = await BatchAgent.run(task="{input}", inputs=["a"], tools=[helper], backend=server.backend_url)
+    assert helper.effect == "write"
+    assert "write sweep" in str(results[0].output), results[0].error
+    assert "+sweep" in str(results[0].output)
+    with pytest.raises(SpecError, match="a backend of its own"):
+        Tool.agent(CodexRuntime())

@@ -84,6 +84,7 @@ class CommandLineRuntime(ABC):
     name: ClassVar[str]
     package: ClassVar[str]  # what npm installs
     memory_mib: ClassVar[int]  # of one agent
+    provider_keys: ClassVar[Sequence[str]] = ("OPENAI_API_KEY",)  # variables with the key of a server over https
     read_event: ClassVar[ReadEvent]
 
     def __post_init__(self) -> None:
@@ -148,7 +149,9 @@ class CommandLineRuntime(ABC):
         model = self.model or ctx.model
         if self.backend is None:
             return Place(home, ctx.base_url, ctx.api_key, model)
-        return Place(home, self._address(), os.environ.get("BATCH_AGENT_API_KEY") or "none", model)
+        url = self._address()
+        names = ("BATCH_AGENT_API_KEY", *(self.provider_keys if url.startswith("https://") else ()))
+        return Place(home, url, next(filter(None, map(os.environ.get, names)), "none"), model)
 
     def _address(self) -> str:
         """Of the agent's own backend, as ``http://host:port/v1``."""

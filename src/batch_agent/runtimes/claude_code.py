@@ -31,6 +31,7 @@ class ClaudeCodeRuntime(CommandLineRuntime):
     name: ClassVar[str] = "Claude Code"
     package: ClassVar[str] = "@anthropic-ai/claude-code"
     memory_mib: ClassVar[int] = 350
+    provider_keys: ClassVar[Sequence[str]] = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
     read_event: ClassVar[ReadEvent] = staticmethod(read_claude)
 
     @property
@@ -39,14 +40,16 @@ class ClaudeCodeRuntime(CommandLineRuntime):
 
     def command(self, program: str, place: Place) -> Sequence[str]:
         form = ("--output-format", "stream-json", "--verbose", "--no-session-persistence")
-        return [program, "-p", *form, "--model", place.model, *PERMISSIONS[self.permissions], *self.extra_args]
+        model = ("--model", place.model) if place.model else ()
+        return [program, "-p", *form, *model, *PERMISSIONS[self.permissions], *self.extra_args]
 
     def prepare(self, place: Place) -> Mapping[str, str]:
+        models = dict.fromkeys(MODELS, place.model) if place.model else {}
         return {
-            **dict.fromkeys(MODELS, place.model),
+            **models,
             "ANTHROPIC_BASE_URL": place.url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": "",
-            "ANTHROPIC_AUTH_TOKEN": place.key,
+            "ANTHROPIC_API_KEY": place.key,
+            "ANTHROPIC_AUTH_TOKEN": "",
             "API_TIMEOUT_MS": PATIENCE_MS,
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

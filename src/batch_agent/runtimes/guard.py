@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-MOST_ROUNDS = 50  # of killing, against a program that forks without end
 NOT_FOUND = 127
 
 
@@ -55,34 +54,25 @@ def watch(fd: int, agent: int) -> None:
 
 
 def kill_all(agent: int) -> None:
-    """Kill the agent's process group, and whatever descends from this process, until there is nothing left."""
+    """Kill the agent's process group, then whatever is or becomes a child of this process, until there is nothing."""
     with suppress(OSError):
         os.killpg(agent, signal.SIGKILL)
-    for _ in range(MOST_ROUNDS):
-        left = descendants(os.getpid())
-        if not left:
-            return
-        for pid in left:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in left:
-            with suppress(OSError):
-                os.waitpid(pid, 0)
+    with suppress(ChildProcessError):  # there is none any more
+        while True:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                for pid in children():
+                    with suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+                os.waitpid(-1, 0)
 
 
-def descendants(root: int) -> list[int]:
-    """Processes below ``root`` that are alive; empty where there is no /proc."""
-    children: dict[int, list[int]] = {}
-    for place in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):
-            state, parent = (place / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state != "Z" or int(parent) == root:
-                children.setdefault(int(parent), []).append(int(place.name))
-    found: list[int] = []
-    todo = [root]
-    while todo:
-        todo = [child for parent in todo for child in children.get(parent, ())]
-        found += todo
+def children() -> list[int]:
+    """This process's own; empty where there is no /proc."""
+    me, found = str(os.getpid()), []
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):
+            if place.read_text(errors="replace").rpartition(")")[2].split()[1] == me:
+                found.append(int(place.parent.name))
     return found
 
 

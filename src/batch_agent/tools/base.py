@@ -17,7 +17,7 @@ import re
 import types
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Concatenate, Generic, Literal, Protocol, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, Literal, Protocol, cast, overload
 
 from typing_extensions import ParamSpec, TypeVar
 
@@ -29,6 +29,9 @@ from batch_agent.tools.rate import calls_per_second
 from batch_agent.tools.render import MAX_TOKENS
 from batch_agent.tools.schema import Arguments, Documentation, Function, Signature, is_async, signature_of
 
+if TYPE_CHECKING:
+    from batch_agent.runtimes.base import CommandLineRuntime
+
 P = ParamSpec("P", default=...)
 R_co = TypeVar("R_co", covariant=True, default=object)
 Q = ParamSpec("Q")
@@ -38,7 +41,7 @@ V = TypeVar("V")
 Effect = Literal["read", "write"]
 CacheKey = Callable[..., object]
 
-BUILTIN_NAMES = ("http_get", "python_eval", "read_file", "web_search")
+BUILTIN_NAMES = ("claude_code", "http_get", "python_eval", "read_file", "web_search")
 # What the common wire formats accept.
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -51,6 +54,7 @@ class Tool(Generic[P, R_co]):
     http_get: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
     web_search: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
     python_eval: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
+    claude_code: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
 
     spec: ToolSpec = field(repr=False)
     function: Callable[P, R_co] = field(repr=False)
@@ -254,6 +258,20 @@ class Tool(Generic[P, R_co]):
             return replace(tool, is_async=is_async(function), batching=Batching(key_arg, function, max_batch))
 
         return cast(_Decorator, make)
+
+    @staticmethod
+    def agent(
+        runtime: CommandLineRuntime,
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        max_concurrent: int | None = None,
+    ) -> Tool[..., Coroutine[Any, Any, str]]:
+        """Makes a tool of a command-line agent (``batch_agent.runtimes``), which a model gives a task. The runtime has
+        a backend of its own. As many run at once as fit into memory, unless ``max_concurrent`` says otherwise."""
+        from batch_agent.tools.builtin.agent import agent_tool  # here, because it is made with Tool.define
+
+        return agent_tool(runtime, name=name, description=description, max_concurrent=max_concurrent)
 
 
 class _Decorator(Protocol):
