@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm test-dynamo lint format bench clean
+.PHONY: demo test test-vllm test-dynamo test-agents lint format bench clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -26,7 +26,7 @@ demo: $(VENV)/.local  ## set up and run 30 agents on real weights: no server, no
 test: $(VENV)/.ready  ## set up and pass the tests
 	$(BIN)/python -m pytest -n auto
 
-test-vllm test-dynamo: test-%: $(VENV)/.ready  ## install and start a real server, and pass its suite
+test-vllm test-dynamo test-agents: test-%: $(VENV)/.ready  ## install and start the real thing, and pass its suite
 	$(BIN)/python -m tests.real $*
 
 lint: $(VENV)/.ready  ## style and types
@@ -46,6 +46,7 @@ bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; 
 	-$(BIN)/python -m benchmarks.reduce
 	-$(BIN)/python -m benchmarks.capacity
 	-$(BIN)/python -m benchmarks.fleet
+	-$(BIN)/python -m benchmarks.gateway
 	-$(BIN)/python -m benchmarks.throughput
 	-$(BIN)/python -m benchmarks.streaming
 	-$(BIN)/python -m benchmarks.memory
