@@ -16,7 +16,7 @@ from batch_agent.errors import AgentTimeout, SpecError, WorkerFailed
 from batch_agent.messages import Usage
 from batch_agent.runtimes import OpenCodeRuntime
 from batch_agent.runtimes.events import Transcript, read_opencode
-from runtimes.agents import KINDS, context, git, repository, runtime
+from runtimes.agents import KINDS, Context, context, git, repository, runtime
 
 each = pytest.mark.parametrize("kind", KINDS)
 PROMPT = "--help 'quoted' $HOME\n-- {braces} ünïcode \\ end"
@@ -169,3 +169,18 @@ async def test_nothing_is_left_when_this_process_is_killed(tmp_path: Path) -> No
         process.send_signal(signal.SIGKILL)
         process.wait()
     await until_gone(pid)
+
+
+async def test_many_agents_share_one_repository(tmp_path: Path) -> None:
+    source = repository(tmp_path)
+    agent = runtime("codex", tmp_path, working_dir=source)
+    contexts = []
+    async with context(tmp_path, "write hello") as ctx:
+        for number in range(12):
+            workdir = tmp_path / f"row-{number}"
+            workdir.mkdir()
+            contexts.append(Context(ctx.prompt, workdir, ctx.base_url, ctx.api_key, ctx.env))
+        answers = await asyncio.gather(*(agent(None, each) for each in contexts))
+    assert answers == ["write hello"] * 12
+    assert all(b"+hello" in each.saved["diff.patch"] for each in contexts)
+    assert len(git(source, "worktree", "list").splitlines()) == 1

@@ -12,8 +12,9 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import ClassVar, Literal, Protocol
 
 from batch_agent.backends.http.backend import HttpBackend
@@ -80,6 +81,7 @@ class CommandLineRuntime(ABC):
     permissions: Permissions = "read"
     timeout: float | None = DEFAULT_TIMEOUT
     extra_args: Sequence[str] = ()
+    worktrees: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     name: ClassVar[str]
     package: ClassVar[str]  # what npm installs
@@ -88,9 +90,9 @@ class CommandLineRuntime(ABC):
     read_event: ClassVar[ReadEvent]
 
     def __post_init__(self) -> None:
-        for field, allowed in CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise SpecError(f"{field}: {getattr(self, field)!r} is not one of {', '.join(allowed)}")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise SpecError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         if self.timeout is not None and not self.timeout > 0:
             raise SpecError("timeout: it must be more than 0 seconds, or None")
 
@@ -126,10 +128,10 @@ class CommandLineRuntime(ABC):
 
     async def __call__(self, row: object, ctx: RowContext) -> str:
         """What the agent said last."""
-        program, home = self.check(), ctx.workdir / "home"
+        program, home = self.check(), ctx.workdir.absolute() / "home"
         await asyncio.to_thread(_fresh, home)
         place = self._place(ctx, home)
-        opened = open_tree(self._source, self.isolation, ctx.workdir / "tree")
+        opened = open_tree(self._source, self.isolation, home.with_name("tree"), self.worktrees)
         tree = await asyncio.to_thread(opened.__enter__)
         try:
             env = {**self._env(ctx, home), **self.prepare(place)}

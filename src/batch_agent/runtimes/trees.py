@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Literal
 
 from batch_agent.errors import SpecError, WorkerFailed
 
 Isolation = Literal["worktree", "copy", "none"]
+ATTEMPTS = 3
 GIT = ("git", "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "safe.directory=*")
 DIFF = ("diff", "--cached", "--binary", "--no-ext-diff", "--no-textconv", "--no-color")
 
@@ -54,29 +56,36 @@ def check_source(source: Path | None, isolation: Isolation) -> None:
 
 
 @contextmanager
-def open_tree(source: Path | None, isolation: Isolation, place: Path) -> Iterator[AgentTree]:
-    """A tree at ``place`` as ``source`` is now; without a source, an empty one. It is gone afterwards."""
+def open_tree(source: Path | None, isolation: Isolation, place: Path, worktrees: Lock) -> Iterator[AgentTree]:
+    """A tree at ``place`` as ``source`` is now; without a source, an empty one. It is gone afterwards. ``worktrees`` is
+    held while the list of the repository's worktrees is changed, which git does not do twice at once."""
     if isolation == "none" and source is not None:
         yield AgentTree(source)
         return
     base = place.with_name("base.git")
-    _remove(place, source)
-    shutil.rmtree(base, ignore_errors=True)
+    _remove(place, base, source, worktrees)
     try:
         if isolation == "worktree" and source is not None:
-            yield _worktree(source, place)
+            with worktrees:
+                tree = _worktree(source, place)
+            yield tree
         else:
             yield _copy(source, place, base)
     finally:
-        _remove(place, source)
-        shutil.rmtree(base, ignore_errors=True)
+        _remove(place, base, source, worktrees)
 
 
 def _worktree(source: Path, place: Path) -> AgentTree:
     """A detached one at HEAD. Changes that are not committed are not in it."""
     at = ("-C", str(source))
     base = _git(*at, "rev-parse", "HEAD").strip()
-    _git(*at, "worktree", "add", "--detach", "--force", str(place), base)
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            _git(*at, "worktree", "add", "--detach", "--force", str(place), base)
+            break
+        except WorkerFailed:  # another process may be changing the list
+            if not left:
+                raise
     inside = _git(*at, "rev-parse", "--show-prefix").strip()
     return AgentTree(place / inside, ("-C", str(place)), base)
 
@@ -94,15 +103,12 @@ def _copy(source: Path | None, place: Path, base: Path) -> AgentTree:
     return AgentTree(place, git, _git(*git, "write-tree").strip())
 
 
-def _remove(place: Path, source: Path | None) -> None:
-    if not place.exists():
-        return
-    if source is not None and (place / ".git").is_file():
-        with suppress(WorkerFailed):
-            _git("-C", str(source), "worktree", "remove", "--force", "--force", str(place))
+def _remove(place: Path, base: Path, source: Path | None, worktrees: Lock) -> None:
+    is_worktree = (place / ".git").is_file()
     shutil.rmtree(place, ignore_errors=True)
-    if source is not None:
-        with suppress(WorkerFailed):
+    shutil.rmtree(base, ignore_errors=True)
+    if is_worktree and source is not None:
+        with worktrees, suppress(WorkerFailed):
             _git("-C", str(source), "worktree", "prune")
 
 

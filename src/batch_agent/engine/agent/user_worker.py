@@ -63,7 +63,7 @@ class UserWorker:
     ) -> None:
         self.gateway = gateway
         self.client_shapes = ClientShapes(self._admit_shape)
-        self.places = Workplaces(None if prepared.spec.run_dir is None else Path(prepared.spec.run_dir))
+        self.places = Workplaces(None if prepared.spec.run_dir is None else Path(prepared.spec.run_dir).absolute())
         self._function = function
         self._prepared = prepared
         self._spending = spending
