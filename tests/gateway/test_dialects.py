@@ -11,7 +11,7 @@ from batch_agent.backends.anthropic.request import MessagesView
 from batch_agent.backends.openai.chat import ChatView
 from batch_agent.backends.openai.responses import ItemView
 from batch_agent.gateway.chat import ChatDialect
-from batch_agent.gateway.client_request import ClientDialect, Envelope
+from batch_agent.gateway.client_request import ClientDialect, ClientRequest, Envelope, RequestReader
 from batch_agent.gateway.messages import MessagesDialect
 from batch_agent.gateway.responses import ResponsesDialect
 from batch_agent.messages import Conversation, Image, JsonObject, Message, Reply, ToolCall, Usage
@@ -29,6 +29,10 @@ CONVERSATION = [
     Message("user", "Thanks."),
 ]
 TOOL: JsonObject = {"type": "object", "properties": {"at": {"type": "integer"}}}
+
+
+def read(dialect: ClientDialect, body: JsonObject) -> ClientRequest:
+    return RequestReader().read(dialect, body, "m")
 
 
 def chat_body() -> JsonObject:
@@ -59,7 +63,7 @@ def messages_body() -> JsonObject:
     ids=["chat", "responses", "messages"],
 )
 def test_what_our_backends_write_is_read_as_it_was(dialect: ClientDialect, body: JsonObject) -> None:
-    request = dialect.read({**body, "temperature": 0.5, "stream": True}, "m")
+    request = read(dialect, {**body, "temperature": 0.5, "stream": True})
     assert list(request.messages) == CONVERSATION
     assert not request.lost
     shape = request.shape
@@ -87,7 +91,7 @@ def test_what_our_backends_write_is_read_as_it_was(dialect: ClientDialect, body:
 def test_the_choice_of_a_tool_has_one_form(dialect: ClientDialect, choices: JsonObject) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "input": "hi"}
     for name, choice in choices.items():
-        assert dialect.read({**body, "tool_choice": choice}, "m").shape.tool_choice == name
+        assert read(dialect, {**body, "tool_choice": choice}).shape.tool_choice == name
 
 
 REPLY = Reply(
@@ -102,7 +106,7 @@ REPLY = Reply(
 def written(dialect: ClientDialect, reply: Reply, body: JsonObject | None = None) -> tuple[Any, list[Any]]:
     """The document, and the events' names and data."""
     asked = body or {"messages": [{"role": "user", "content": "hi"}], "input": "hi"}
-    request = dialect.read({**asked, "stream_options": {"include_usage": True}}, "m")
+    request = read(dialect, {**asked, "stream_options": {"include_usage": True}})
     document = dialect.document(reply, request, ENVELOPE)
     stream = b"".join(dialect.events(document, request)).decode()
     datas = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
@@ -138,7 +142,7 @@ def test_a_messages_answer() -> None:
 def test_a_responses_answer_and_a_tool_that_takes_text() -> None:
     patch: JsonObject = {"type": "custom", "name": "patch", "format": {"type": "grammar", "definition": "start: x"}}
     body: JsonObject = {"input": "hi", "tools": [patch, {"type": "web_search"}]}
-    assert "start: x" in RESPONSES.read(body, "m").shape.tools[0].description
+    assert "start: x" in read(RESPONSES, body).shape.tools[0].description
     document, events = written(RESPONSES, REPLY, body)
     kinds = [item["type"] for item in document["output"]]
     assert kinds == ["reasoning", "message", "function_call", "custom_tool_call"]
@@ -149,7 +153,7 @@ def test_a_responses_answer_and_a_tool_that_takes_text() -> None:
     assert [name for name in names if name in item] == item * 4
     assert names[:2] == ["created", "in_progress"]
     assert events[-1] == {"type": "response.completed", "response": document, "sequence_number": len(events) - 1}
-    back = RESPONSES.read({**body, "input": [*document["output"]]}, "m").messages
+    back = read(RESPONSES, {**body, "input": [*document["output"]]}).messages
     assert list(back) == [Message("assistant", "Looking.", REPLY.tool_calls, reasoning="Hm.")]
 
 
@@ -166,27 +170,27 @@ def test_a_question_is_the_same_in_another_session_and_another_one_is_not() -> N
     first = messages_body() | {"metadata": {"user_id": "session-1"}, "stream": True}
     first["system"] = [{"type": "text", "text": "x-anthropic-billing-header: 1"}, *first["system"]]  # type: ignore[misc]
     again = messages_body() | {"metadata": {"user_id": "session-2"}}
-    assert MESSAGES.read(first, "m").head == MESSAGES.read(again, "m").head
-    assert list(MESSAGES.read(first, "m").messages) == CONVERSATION
+    assert read(MESSAGES, first).head == read(MESSAGES, again).head
+    assert list(read(MESSAGES, first).messages) == CONVERSATION
     for change in ({"temperature": 0.5}, {"top_k": 3}, {"max_tokens": 10}, {"thinking": {"type": "adaptive"}}):
-        assert MESSAGES.read(again | change, "m").head != MESSAGES.read(again, "m").head
+        assert read(MESSAGES, again | change).head != read(MESSAGES, again).head
 
 
 def test_what_messages_cannot_hold_makes_another_question() -> None:
     heads = set()
     for sound in ("a", "b"):
         part: JsonObject = {"type": "input_audio", "input_audio": {"data": sound}}
-        heads.add(CHAT.read({"messages": [{"role": "user", "content": [part]}]}, "m").head)
+        heads.add(read(CHAT, {"messages": [{"role": "user", "content": [part]}]}).head)
     assert len(heads) == 2
 
 
 def test_tools_of_a_namespace_are_called_by_both_names_and_come_back_as_they_were() -> None:
     space: JsonObject = {"type": "namespace", "name": "gh", "tools": [{"type": "function", "name": "list"}]}
     body: JsonObject = {"input": "hi", "tools": [space]}
-    assert [tool.name for tool in RESPONSES.read(body, "m").shape.tools] == ["gh__list"]
+    assert [tool.name for tool in read(RESPONSES, body).shape.tools] == ["gh__list"]
     call = ToolCall("a", "gh__list", "{}")
     document, _ = written(RESPONSES, Reply("", (call,)), body)
     [item] = document["output"]
     assert (item["namespace"], item["name"]) == ("gh", "list")
-    [message] = RESPONSES.read({**body, "input": [item]}, "m").messages
+    [message] = read(RESPONSES, {**body, "input": [item]}).messages
     assert message.tool_calls == (call,)

@@ -11,6 +11,7 @@ from batch_agent.gateway.client_request import (
     BadRequest,
     ClientRequest,
     Envelope,
+    RequestKind,
     image_of,
     joined,
     mapping_of,
@@ -46,11 +47,8 @@ class ChatDialect:
 
     # Requests
 
-    def read(self, body: JsonObject, model: str) -> ClientRequest:
-        lost: list[str] = []
-        messages = objects(body.get("messages"), "messages")
-        if not messages:
-            raise BadRequest("messages must be a list of at least one message", "messages")
+    def read_kind(self, body: JsonObject, model: str) -> RequestKind:
+        lost = [] if body.get("n") in (None, 1) else ["n"]
         schema, name = _schema(mapping_of(body.get("response_format"), "response_format"))
         shape = RequestShape(
             model=string(body.get("model"), "model") or model,
@@ -64,9 +62,13 @@ class ChatDialect:
             schema=schema,
             schema_name=name,
         )
-        if body.get("n") not in (None, 1):
-            lost.append("n")
-        return ClientRequest(self, body, shape, [_message(message, lost) for message in messages], lost)
+        return RequestKind(shape, lost)
+
+    def read_messages(self, body: JsonObject, lost: list[str]) -> list[Message]:
+        messages = objects(body.get("messages"), "messages")
+        if not messages:
+            raise BadRequest("messages must be a list of at least one message", "messages")
+        return [_message(message, lost) for message in messages]
 
     # Answers
 

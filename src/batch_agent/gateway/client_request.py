@@ -6,7 +6,7 @@ them. ``lost`` names what the messages cannot hold. Such a request can still be 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
@@ -22,6 +22,7 @@ DELIVERY = frozenset(
     ("stream", "stream_options", "metadata", "user", "prompt_cache_key", "safety_identifier", "client_metadata")
 ) | {"service_tier", "store"}
 CONVERSATION = frozenset({"messages", "input", "system", "instructions"})  # what is read into messages
+KINDS = 256  # of request that are remembered
 BESIDE = DELIVERY | CONVERSATION
 BILLING = "x-anthropic-billing-header:"  # the start of a system block that differs from session to session
 
@@ -51,8 +52,12 @@ class ClientDialect(Protocol):
         """The name that backends give the same wire."""
         ...
 
-    def read(self, body: JsonObject, model: str) -> ClientRequest:
-        """The request; ``model`` is asked if it names none. Raises BadRequest."""
+    def read_kind(self, body: JsonObject, model: str) -> RequestKind:
+        """All but the conversation; ``model`` is asked if the request names none. Raises BadRequest."""
+        ...
+
+    def read_messages(self, body: JsonObject, lost: list[str]) -> list[Message]:
+        """The conversation; ``lost`` gets what messages cannot hold. Raises BadRequest."""
         ...
 
     def document(self, reply: Reply, request: ClientRequest, envelope: Envelope) -> JsonObject:
@@ -72,24 +77,32 @@ class ClientDialect(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestKind:
+    """What requests have in common that differ in their conversations alone."""
+
+    shape: RequestShape
+    lost: Sequence[str] = ()  # what the shape does not say, and a backend of another wire could not be asked
+    custom_tools: frozenset[str] = frozenset()  # that take text in place of arguments
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # tools' own names, by what they are called
+
+
 @dataclass(slots=True, eq=False)
 class ClientRequest:
-    """``body`` is the request as it came, ``lost`` what ``messages`` and ``shape`` do not say of it. ``head`` is the
-    digest of everything that is asked beside the messages, the same in every session; if messages do not hold all that
-    was said, it covers the whole request."""
+    """``body`` is the request as it came. ``head`` is the digest of everything that is asked beside the messages, the
+    same in every session. If messages do not hold all that was said, which is then ``lost``, it covers all of it."""
 
     dialect: ClientDialect
     body: JsonObject
-    shape: RequestShape
+    kind: RequestKind
     messages: Sequence[Message]
-    lost: Sequence[str] = ()
-    custom_tools: frozenset[str] = frozenset()  # that take text in place of arguments
-    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # tools' own names, by what they are called
+    lost: Sequence[str]
+    head: bytes
     headers: Mapping[str, str] = field(default_factory=dict)  # that belong to the wire
-    head: bytes = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.head = self._head()
+    @property
+    def shape(self) -> RequestShape:
+        return self.kind.shape
 
     @property
     def stream(self) -> bool:
@@ -99,12 +112,32 @@ class ClientRequest:
     def client_body(self) -> ClientBody:
         return ClientBody(self.dialect.wire, self.body, self.head, self.headers)
 
-    def _head(self) -> bytes:
-        left_out = DELIVERY if self.lost else BESIDE
-        asked = {name: value for name, value in self.body.items() if name not in left_out}
-        digest = blake2b(self.dialect.wire.encode(), digest_size=16)
-        digest.update(orjson.dumps(asked, option=orjson.OPT_SORT_KEYS))
-        return digest.digest()
+
+class RequestReader:
+    """Reads requests, and remembers their kinds: an agent sends the same tools with every request."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, RequestKind] = {}
+
+    def read(self, dialect: ClientDialect, body: JsonObject, model: str) -> ClientRequest:
+        """The request; ``model`` is asked if it names none. Raises BadRequest."""
+        head = _digest(dialect, body, BESIDE)
+        kind = self._known.get(head)
+        if kind is None:
+            if len(self._known) >= KINDS:
+                self._known.clear()
+            kind = self._known[head] = dialect.read_kind(body, model)
+        lost: list[str] = []
+        messages = dialect.read_messages(body, lost)
+        if lost:
+            head = _digest(dialect, body, DELIVERY)
+        return ClientRequest(dialect, body, kind, messages, [*kind.lost, *lost], head)
+
+
+def _digest(dialect: ClientDialect, body: JsonObject, left_out: Collection[str]) -> bytes:
+    digest = blake2b(dialect.wire.encode(), digest_size=16)
+    digest.update(orjson.dumps({name: value for name, value in body.items() if name not in left_out}))
+    return digest.digest()
 
 
 def is_billing(block: JsonValue) -> bool:

@@ -31,7 +31,7 @@ from batch_agent.errors import (
     Timeout,
 )
 from batch_agent.gateway.chat import ChatDialect
-from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, Envelope
+from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, Envelope, RequestReader
 from batch_agent.gateway.http_server import (
     BodyRefused,
     HttpServer,
@@ -93,6 +93,7 @@ class Gateway:
         self._patience, self._max_body_bytes = patience, max_body_bytes
         self._server = HttpServer(self._handle, patience=patience)
         self._guests: dict[str, Guest] = {}
+        self._reader = RequestReader()
 
     async def __aenter__(self) -> Self:
         await self._server.__aenter__()
@@ -155,7 +156,7 @@ class Gateway:
         except BodyRefused as error:
             return await answer_unread(request, _refusal(dialect, error.status, str(error)))
         try:
-            asked = dialect.read(_document(body), guest.row.model)
+            asked = self._reader.read(dialect, _document(body), guest.row.model)
             if path.rstrip("/").endswith("/count_tokens"):
                 return json_response({"input_tokens": -(-len(body) // BYTES_PER_TOKEN)})
             if asked.lost and dialect.wire != guest.row.wire:

@@ -13,6 +13,7 @@ from batch_agent.gateway.client_request import (
     BadRequest,
     ClientRequest,
     Envelope,
+    RequestKind,
     is_billing,
     joined,
     mapping_of,
@@ -56,14 +57,8 @@ class MessagesDialect:
 
     # Requests
 
-    def read(self, body: JsonObject, model: str) -> ClientRequest:
+    def read_kind(self, body: JsonObject, model: str) -> RequestKind:
         lost: list[str] = []
-        said = objects(body.get("messages"), "messages")
-        if not said:
-            raise BadRequest("messages: at least one message is required", "messages")
-        messages = list(_system(body.get("system")))
-        for message in said:
-            messages += _messages(message, lost)
         form = mapping_of(mapping_of(body.get("output_config"), "output_config").get("format"), "output_config")
         form = form or mapping_of(body.get("output_format"), "output_format")
         schema = form.get("schema")
@@ -77,7 +72,13 @@ class MessagesDialect:
             tool_choice=_tool_choice(mapping_of(body.get("tool_choice"), "tool_choice")),
             schema=schema if isinstance(schema, dict) else None,
         )
-        return ClientRequest(self, body, shape, messages, lost)
+        return RequestKind(shape, lost)
+
+    def read_messages(self, body: JsonObject, lost: list[str]) -> list[Message]:
+        said = objects(body.get("messages"), "messages")
+        if not said:
+            raise BadRequest("messages: at least one message is required", "messages")
+        return [*_system(body.get("system")), *(part for message in said for part in _messages(message, lost))]
 
     # Answers
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from batch_agent.backends.http.wire import echoed_object
 from batch_agent.gateway.chat import ChatDialect
-from batch_agent.gateway.client_request import ClientRequest, Envelope, objects, own_document, sse
-from batch_agent.gateway.responses_request import custom_tools, namespaces, read_messages, read_shape
-from batch_agent.messages import JsonObject, Reply, Usage
+from batch_agent.gateway.client_request import ClientRequest, Envelope, RequestKind, objects, own_document, sse
+from batch_agent.gateway.responses_request import custom_tools, namespaces, read_items, read_shape, stored
+from batch_agent.messages import JsonObject, Message, Reply, Usage
 
 CUT = {"length", "max_tokens", "max_output_tokens"}
 ECHOED = (
@@ -23,10 +23,12 @@ class ResponsesDialect(ChatDialect):
 
     wire = "responses"
 
-    def read(self, body: JsonObject, model: str) -> ClientRequest:
-        lost: list[str] = []
-        shape, messages = read_shape(body, model, lost), read_messages(body, lost)
-        return ClientRequest(self, body, shape, messages, lost, custom_tools(body), namespaces(body))
+    def read_kind(self, body: JsonObject, model: str) -> RequestKind:
+        lost = stored(body)
+        return RequestKind(read_shape(body, model, lost), lost, custom_tools(body), namespaces(body))
+
+    def read_messages(self, body: JsonObject, lost: list[str]) -> list[Message]:
+        return read_items(body, lost)
 
     def document(self, reply: Reply, request: ClientRequest, envelope: Envelope) -> JsonObject:
         if (own := own_document(reply, self.wire)) is not None:
@@ -73,11 +75,11 @@ def _items(reply: Reply, request: ClientRequest, name: str) -> Iterator[JsonObje
         }
     for place, call in enumerate(reply.tool_calls):
         head: JsonObject = {"id": f"fc_{name}_{place}", "status": "completed", "call_id": call.id, "name": call.name}
-        if call.name in request.custom_tools:
+        if call.name in request.kind.custom_tools:
             given = echoed_object(call.arguments).get("input")
             yield {**head, "type": "custom_tool_call", "input": given if isinstance(given, str) else call.arguments}
         else:
-            space = request.namespaces.get(call.name)
+            space = request.kind.namespaces.get(call.name)
             own: JsonObject = {} if space is None else {"namespace": space[0], "name": space[1]}
             yield {**head, **own, "type": "function_call", "arguments": call.arguments}
 

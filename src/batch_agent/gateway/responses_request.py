@@ -82,10 +82,13 @@ def _flat(body: JsonObject) -> Iterator[tuple[JsonObject, str]]:
             yield tool, name
 
 
-def read_messages(body: JsonObject, lost: list[str]) -> list[Message]:
-    for name in ("previous_response_id", "conversation", "prompt"):
-        if body.get(name) is not None:
-            lost.append(f"{name}, which refers to something stored at a server")
+def stored(body: JsonObject) -> list[str]:
+    """Fields that refer to something stored at a server."""
+    names = ("previous_response_id", "conversation", "prompt")
+    return [f"{name}, which refers to something stored at a server" for name in names if body.get(name) is not None]
+
+
+def read_items(body: JsonObject, lost: list[str]) -> list[Message]:
     said = body.get("input")
     told: list[JsonObject] = [{"role": "user", "content": said}] if isinstance(said, str) else []
     items = told or objects(said, "input")
