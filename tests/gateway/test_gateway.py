@@ -253,3 +253,29 @@ async def test_a_thousand_clients_wait_at_once() -> None:
             await asyncio.gather(*(row.waiting.wait() for row in rows))
             open_.set()
             assert set(await asyncio.gather(*asking)) == {200}
+
+
+@virtual_clock
+async def test_models_are_listed_although_the_server_does_not_answer() -> None:
+    class Silent(FixedRow):
+        async def models(self) -> list[str]:
+            await asyncio.sleep(3600)
+            return []
+
+    async with Gateway() as gateway:
+        key = gateway.admit(Silent(ANSWER))
+        async with aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+            listed = await (await session.get(f"{gateway.url}/v1/models")).json()
+            one = await session.get(f"{gateway.url}/v1/models/m")
+            other = await session.get(f"{gateway.url}/v1/models/x")
+    assert [card["id"] for card in listed["data"]] == ["m"]
+    assert (one.status, other.status) == (200, 404)
+
+
+async def test_a_picture_counts_as_a_picture_and_not_as_its_bytes() -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "A" * 1_000_000}
+    body = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+    async with Gateway() as gateway:
+        key = gateway.admit(FixedRow(ANSWER))
+        _, counted = await post(gateway, key, "/v1/messages/count_tokens", body)
+    assert counted == {"input_tokens": 1000}

@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -19,7 +20,8 @@ import orjson
 from aiohttp import web
 
 from batch_agent.backends.http.wire import json_of
-from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.compiler.budget import content_tokens, estimate_tokens
+from batch_agent.compiler.plan import tool_text
 from batch_agent.errors import (
     BackendError,
     BatchAgentError,
@@ -48,6 +50,7 @@ from batch_agent.outputs.surrogates import read_json
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 PATIENCE_SECONDS = 30.0
+LISTING_SECONDS = 5.0  # for a server to list its models
 FINAL = {"x-should-retry": "false"}  # what clients of OpenAI and Anthropic read beside the status
 RETRIED = frozenset({401, 403, 408, 409, 425, 429})  # statuses that mean something else here, or that clients retry
 CHAT = ChatDialect()
@@ -158,7 +161,7 @@ class Gateway:
         try:
             asked = self._reader.read(dialect, _document(body), guest.row.model)
             if path.rstrip("/").endswith("/count_tokens"):
-                return json_response({"input_tokens": -(-len(body) // BYTES_PER_TOKEN)})
+                return json_response({"input_tokens": _estimated_tokens(asked)})
             if asked.lost and dialect.wire != guest.row.wire:
                 lost = "; ".join(dict.fromkeys(asked.lost))
                 raise BadRequest(f"the run's backend has another wire format, which cannot say this: {lost}")
@@ -202,10 +205,10 @@ class Gateway:
         return waiting.response
 
     async def _models(self, row: RowAccess, name: str) -> web.Response:
-        try:
-            served = await row.models()
-        except BackendError as error:
-            return _refusal(CHAT, 502, str(error))
+        served: Sequence[str] = ()
+        with suppress(BackendError, TimeoutError):  # the run's model is known anyway
+            async with asyncio.timeout(LISTING_SECONDS):
+                served = await row.models()
         cards = [_card(model) for model in dict.fromkeys([row.model, *served]) if model]
         if name:
             found = [card for card in cards if card["id"] == name]
@@ -228,6 +231,13 @@ async def _fail_late(
 def _key(request: web.BaseRequest) -> str:
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return (token.strip() if scheme.lower() == "bearer" else "") or request.headers.get("x-api-key", "")
+
+
+def _estimated_tokens(asked: ClientRequest) -> int:
+    """Tokens of a prompt without a tokenizer. A picture counts as one of usual size."""
+    tools = sum(estimate_tokens(tool_text(tool)) for tool in asked.shape.tools)
+    calls = sum(estimate_tokens(call.name + call.arguments) for said in asked.messages for call in said.tool_calls)
+    return tools + calls + sum(content_tokens(said.content) for said in asked.messages)
 
 
 def _document(body: bytes) -> JsonObject:
