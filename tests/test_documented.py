@@ -40,7 +40,7 @@ def test_the_signature_has_every_option_with_its_default() -> None:
         parameters = inspect.signature(getattr(BatchAgent, method)).parameters
         assert set(BatchSpec.model_fields) <= set(parameters)
         assert parameters["max_retries"].default == BatchSpec.model_fields["max_retries"].default
-        assert parameters["task"].default is inspect.Parameter.empty
+        assert parameters["inputs"].default is inspect.Parameter.empty
         assert repr(parameters["max_inflight"].default) == "..."  # None is no limit, and not what one gets
         assert parameters["timeout_per_turn"].annotation == "float | None"
         assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -54,7 +54,7 @@ def test_the_help_says_of_every_option_its_type_its_default_and_its_sentence() -
             assert plain(str(field.description)) in page
         assert "timeout_per_turn: float | None (default 600.0)" in page
         assert "max_turns: int | None (default: 1, with tools 10)" in page
-        assert "task: str (required)" in page
+        assert "task: str (default: required without a worker)" in page
         assert all(f"{old} for {new}" in page for old, new in OLD_NAMES.items())
 
 

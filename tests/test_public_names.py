@@ -14,7 +14,7 @@ import pytest
 
 import batch_agent
 from batch_agent import AgentError, AgentResult, BatchSpec, SpecError, errors
-from batch_agent.api import Options
+from batch_agent.api import EveryOption
 from batch_agent.spec import OLD_NAMES
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +92,7 @@ def test_the_error_types_are_these_and_all_documented() -> None:
 
 
 def test_the_typed_options_are_those_of_the_spec() -> None:
-    typed = set(Options.__annotations__) | {"output_schema"}
+    typed = set(EveryOption.__annotations__) | {"output_schema"}
     assert typed == set(BatchSpec.model_fields) | set(OLD_NAMES)
 
 

@@ -25,7 +25,7 @@ from collections.abc import (
 )
 from concurrent.futures import Future, wait
 from contextlib import aclosing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from batch_agent.documented import documented
 from batch_agent.errors import SpecError
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from batch_agent.backends.base import Backend
+    from batch_agent.engine.agent.context import AgentContext, BlockingContext
     from batch_agent.engine.run.prepare import Prepared
     from batch_agent.engine.run.run import Run
     from batch_agent.events import Sink
@@ -48,12 +49,14 @@ if TYPE_CHECKING:
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
 
+    Worker: TypeAlias = Callable[[Any, AgentContext], Awaitable[object]] | Callable[[Any, BlockingContext], object]
+
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Options(TypedDict, total=False):
-    """Every option but ``output_schema``; see BatchSpec for what each means."""
+    """Every option but ``output_schema`` and ``worker``, which have overloads; see BatchSpec for what each means."""
 
     task: str
     template: Literal["braces", "jinja"]
@@ -62,7 +65,6 @@ class Options(TypedDict, total=False):
     image_root: str | Path | None
     system_prompt: str
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str]
-    worker: Callable[..., Any] | None
     model: str | None
     backend: str | Mapping[str, JsonValue] | Sequence[str | Mapping[str, JsonValue] | Backend] | Backend | None
     runtime: CommandLineRuntime | str | Mapping[str, Any] | Backend | None
@@ -115,14 +117,23 @@ class Options(TypedDict, total=False):
     compaction_model: str | None
 
 
-@documented(Options, "run", "stream", "open", "run_sync", "plan")
+class EveryOption(Options, total=False):
+    worker: Worker | None
+
+
+@documented(EveryOption, "run", "stream", "open", "run_sync", "plan")
 class BatchAgent(MapReduce):
     """Run one task over many inputs. Nothing here holds state: two runs in one process share nothing."""
 
     @overload
     @classmethod
     async def run(
-        cls, *, output_schema: type[T], progress: bool | None = None, **options: Unpack[Options]
+        cls,
+        *,
+        output_schema: type[T],
+        worker: Worker | None = None,
+        progress: bool | None = None,
+        **options: Unpack[Options],
     ) -> Results[T]: ...
     @overload
     @classmethod
@@ -131,11 +142,26 @@ class BatchAgent(MapReduce):
     ) -> Results[str]: ...
     @overload
     @classmethod
+    async def run(
+        cls,
+        *,
+        worker: Worker,
+        output_schema: None = None,
+        progress: bool | None = None,
+        **options: Unpack[Options],
+    ) -> Results[Any]: ...
+    @overload
+    @classmethod
     async def run(cls, spec: BatchSpec, *, progress: bool | None = None) -> Results[Any]: ...
     @overload
     @classmethod
     async def run(
-        cls, *, output_schema: Any, progress: bool | None = None, **options: Unpack[Options]
+        cls,
+        *,
+        output_schema: Any,
+        worker: Worker | None = None,
+        progress: bool | None = None,
+        **options: Unpack[Options],
     ) -> Results[Any]: ...
     @classmethod
     async def run(cls, spec: BatchSpec | None = None, *, progress: bool | None = None, **options: Any) -> Results[Any]:
@@ -149,7 +175,9 @@ class BatchAgent(MapReduce):
 
     @overload
     @classmethod
-    def stream(cls, *, output_schema: type[T], **options: Unpack[Options]) -> AsyncGenerator[AgentResult[T], None]: ...
+    def stream(
+        cls, *, output_schema: type[T], worker: Worker | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[AgentResult[T], None]: ...
     @overload
     @classmethod
     def stream(
@@ -157,10 +185,17 @@ class BatchAgent(MapReduce):
     ) -> AsyncGenerator[AgentResult[str], None]: ...
     @overload
     @classmethod
+    def stream(
+        cls, *, worker: Worker, output_schema: None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[AgentResult[Any], None]: ...
+    @overload
+    @classmethod
     def stream(cls, spec: BatchSpec) -> AsyncGenerator[AgentResult[Any], None]: ...
     @overload
     @classmethod
-    def stream(cls, *, output_schema: Any, **options: Unpack[Options]) -> AsyncGenerator[AgentResult[Any], None]: ...
+    def stream(
+        cls, *, output_schema: Any, worker: Worker | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[AgentResult[Any], None]: ...
     @classmethod
     def stream(cls, spec: BatchSpec | None = None, **options: Any) -> AsyncGenerator[AgentResult[Any], None]:
         """Each result as it finishes. Leaving the loop early cancels what is left."""
@@ -168,7 +203,14 @@ class BatchAgent(MapReduce):
 
     @overload
     @classmethod
-    def open(cls, *, output_schema: type[T], sinks: Sequence[Sink] = (), **options: Unpack[Options]) -> Run[T]: ...
+    def open(
+        cls,
+        *,
+        output_schema: type[T],
+        worker: Worker | None = None,
+        sinks: Sequence[Sink] = (),
+        **options: Unpack[Options],
+    ) -> Run[T]: ...
     @overload
     @classmethod
     def open(
@@ -176,10 +218,22 @@ class BatchAgent(MapReduce):
     ) -> Run[str]: ...
     @overload
     @classmethod
+    def open(
+        cls, *, worker: Worker, output_schema: None = None, sinks: Sequence[Sink] = (), **options: Unpack[Options]
+    ) -> Run[Any]: ...
+    @overload
+    @classmethod
     def open(cls, spec: BatchSpec, *, sinks: Sequence[Sink] = ()) -> Run[Any]: ...
     @overload
     @classmethod
-    def open(cls, *, output_schema: Any, sinks: Sequence[Sink] = (), **options: Unpack[Options]) -> Run[Any]: ...
+    def open(
+        cls,
+        *,
+        output_schema: Any,
+        worker: Worker | None = None,
+        sinks: Sequence[Sink] = (),
+        **options: Unpack[Options],
+    ) -> Run[Any]: ...
     @classmethod
     def open(cls, spec: BatchSpec | None = None, *, sinks: Sequence[Sink] = (), **options: Any) -> Run[Any]:
         """A run to steer: ``async with BatchAgent.open(...) as run``. ``sinks`` are called with every event."""
@@ -188,7 +242,12 @@ class BatchAgent(MapReduce):
     @overload
     @classmethod
     def run_sync(
-        cls, *, output_schema: type[T], progress: bool | None = None, **options: Unpack[Options]
+        cls,
+        *,
+        output_schema: type[T],
+        worker: Worker | None = None,
+        progress: bool | None = None,
+        **options: Unpack[Options],
     ) -> Results[T]: ...
     @overload
     @classmethod
@@ -197,11 +256,26 @@ class BatchAgent(MapReduce):
     ) -> Results[str]: ...
     @overload
     @classmethod
+    def run_sync(
+        cls,
+        *,
+        worker: Worker,
+        output_schema: None = None,
+        progress: bool | None = None,
+        **options: Unpack[Options],
+    ) -> Results[Any]: ...
+    @overload
+    @classmethod
     def run_sync(cls, spec: BatchSpec, *, progress: bool | None = None) -> Results[Any]: ...
     @overload
     @classmethod
     def run_sync(
-        cls, *, output_schema: Any, progress: bool | None = None, **options: Unpack[Options]
+        cls,
+        *,
+        output_schema: Any,
+        worker: Worker | None = None,
+        progress: bool | None = None,
+        **options: Unpack[Options],
     ) -> Results[Any]: ...
     @classmethod
     def run_sync(cls, spec: BatchSpec | None = None, *, progress: bool | None = None, **options: Any) -> Results[Any]:

@@ -8,7 +8,10 @@ is the user's. Each place decides what a failure means there; here is only how i
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from types import FunctionType
 
 MESSAGE_CHARACTERS = 4000
@@ -35,7 +38,12 @@ def describe(error: BaseException) -> str:
 
 
 def name_of(function: object) -> str:
-    """The qualified name of a function, or of the class of an object that is called like one."""
+    """The qualified name of a function, or of the class of an object that is called like one; that of a partial says
+    with what."""
+    if isinstance(function, partial):
+        with suppress(TypeError, ValueError):  # what is not JSON may be written differently in another process
+            return f"{name_of(function.func)}{json.dumps([function.args, function.keywords], sort_keys=True)}"
+        return name_of(function.func)
     kind = function if isinstance(function, FunctionType) else type(function)
     return f"{kind.__module__}.{kind.__qualname__}"
 

@@ -58,7 +58,7 @@ class BatchSpec(BaseModel):
         Text,
         Scope.STAGE,
         Compared.VALUE,
-        Unset("required, but with `worker`"),
+        Unset("required without a `worker`", is_none=False),
         Flag("TEXT", "the message of each row; {field} is filled in", group=FlagGroup.QUESTION),
     ] = Field(
         "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from batch_agent import AgentContext, AgentResult, BatchAgent, BlockingContext, Tool
-from batch_agent.errors import BackendError, OutcomeUnknown, ToolError
+from batch_agent.errors import BackendError, JobError, OutcomeUnknown, RowEnded, ToolError
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 ran: list[str] = []
@@ -304,3 +305,99 @@ async def test_a_worker_that_ignores_its_cancellation_cannot_keep_the_run(caplog
     assert "does not stop when it is cancelled" in caplog.text
     over = True
     await asyncio.sleep(2)
+
+
+@virtual_clock
+async def test_a_worker_cannot_make_up_for_the_end_of_the_budget_or_of_the_time(tmp_path: Path) -> None:
+    async def stubborn(row: str, ctx: AgentContext) -> object:
+        for _ in range(20):
+            with suppress(Exception):
+                await ctx.ask("again")
+        return "done"
+
+    async def idle(row: str, ctx: AgentContext) -> object:
+        await ctx.call("slow_note", text="once")
+        await asyncio.sleep(10_000)
+
+    @Tool.define(effect="write")
+    async def slow_note(text: str) -> str:
+        await asyncio.sleep(60)
+        ran.append(text)
+        return text
+
+    backend = ScriptedBackend(lambda _: Say("more", latency=1))
+    limited = BatchAgent.open(worker=stubborn, inputs=["a"], backend=backend, max_total_tokens=100)
+    async with limited as running:
+        assert [result.error and result.error.type async for result in running.results()] == ["Interrupted"]
+    timed = {"worker": idle, "inputs": ["a"], "tools": [slow_note], "run_dir": tmp_path, "resume": True}
+    for seconds in (30.0, 10.0):
+        async with BatchAgent.open(backend=backend, max_wall_time=seconds, **timed) as running:
+            assert [result.error and result.error.type async for result in running.results()] == ["Interrupted"]
+    assert ran == ["once"]
+
+
+async def test_options_of_an_ask_are_checked_and_an_exit_is_the_row_s_alone() -> None:
+    async def work(row: str, ctx: AgentContext) -> object:
+        match row:
+            case "misspelt":
+                await ctx.ask("x", temprature=1)  # type: ignore[call-arg]
+            case "wrong":
+                await ctx.ask("x", temperature=99)
+            case "no tool":
+                await ctx.ask("x", tools=["nothing"])
+            case "nothing":
+                await ctx.ask()
+            case "exits":
+                raise SystemExit(3)
+        return (await ctx.ask("x", temperature=0.5, model="other")).text
+
+    backend = ScriptedBackend(echo)
+    rows = ["misspelt", "wrong", "no tool", "nothing", "exits", "fine"]
+    results = await run(work, backend, inputs=rows, model="usual")
+    messages = [result.error.message if result.error else "" for result in results]
+    assert "there is no option 'temprature' of an ask" in messages[0]
+    assert "temperature: must be a number from 0 to 10" in messages[1]
+    assert "nothing is not a tool of this run" in messages[2]
+    assert "the run has no task" in messages[3]
+    assert "SystemExit: 3" in messages[4]
+    [request] = backend.requests
+    assert (request.body["model"], request.body["temperature"]) == ("other", 0.5)
+
+
+async def test_a_worker_that_has_changed_works_on_finished_rows_again_and_repeats_nothing(tmp_path: Path) -> None:
+    async def before(row: str, ctx: AgentContext) -> object:
+        return [(await ctx.ask("same")).text, await ctx.call("note", text=row)]
+
+    async def after(row: str, ctx: AgentContext) -> object:
+        return [(await ctx.ask("same")).text, (await ctx.ask("other")).text, await ctx.call("note", text=row)]
+
+    backend = ScriptedBackend(echo)
+    [first] = await run(before, backend, tmp_path)
+    [kept] = await run(after, backend, tmp_path, force_resume=True)
+    assert (kept.output, len(backend.requests)) == (first.output, 1)
+    for _ in range(2):
+        [changed] = await run(after, backend, tmp_path, task="now with a task: {input}")
+        assert changed.output == ["answer to same", "answer to other", "noted a"]
+        assert ([request.text for request in backend.requests], ran) == (["same", "other"], ["a"])
+    assert (changed.resumed, changed.turns) == (True, 2)
+
+
+async def test_a_plain_function_that_hangs_is_given_up_and_what_it_asks_later_is_refused() -> None:
+    release, left = threading.Event(), asyncio.Event()
+    loop, errors = asyncio.get_running_loop(), list[JobError]()
+
+    def work(row: str, ctx: BlockingContext) -> object:
+        if row == "hangs":
+            release.wait()
+            try:
+                ctx.ask("late")
+            except JobError as error:
+                errors.append(error)
+            loop.call_soon_threadsafe(left.set)
+        return "done"
+
+    results = await run(work, ScriptedBackend(), inputs=["hangs", "b"], timeout_per_agent=0.2)
+    assert results_of(results) == ["TimeoutError", "done"]
+    release.set()
+    await left.wait()
+    assert [type(error) for error in errors] == [RowEnded]

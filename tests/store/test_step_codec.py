@@ -66,7 +66,7 @@ steps = st.one_of(
     st.builds(Begun, st.lists(positions).map(tuple)),
     st.builds(Outcome, positions, texts),
     st.builds(Failed, errors, texts, spents),
-    st.builds(Ended, spents, st.none() | texts),
+    st.builds(Ended, spents, st.none() | texts, texts),
     st.builds(Compacted, st.builds(Cut, positions, texts, st.dictionaries(positions, texts)), usages),
 )
 

@@ -6,7 +6,18 @@ from typing import Any, assert_type
 
 from pydantic import BaseModel
 
-from batch_agent import AgentError, AgentResult, BatchAgent, BatchSpec, Failure, Results, Success, Tool
+from batch_agent import (
+    AgentContext,
+    AgentError,
+    AgentResult,
+    BatchAgent,
+    BatchSpec,
+    BlockingContext,
+    Failure,
+    Results,
+    Success,
+    Tool,
+)
 
 
 class Review(BaseModel):
@@ -77,3 +88,17 @@ def matched(result: AgentResult[Review]) -> str:
 
 def widened(result: AgentResult[Review]) -> AgentResult[object]:
     return result
+
+
+async def work(row: Review, ctx: AgentContext) -> object:
+    return (await ctx.ask("x", output_schema=Review)).output
+
+
+def plain(row: Review, ctx: BlockingContext) -> str:
+    return ctx.ask("x").text
+
+
+async def worked() -> None:
+    assert_type(await BatchAgent.run(worker=work, inputs=[], output_schema=Review), Results[Review])
+    assert_type(await BatchAgent.run(worker=work, inputs=[]), Results[Any])
+    assert_type(BatchAgent.run_sync(worker=plain, inputs=[], task="t"), Results[Any])

@@ -170,15 +170,9 @@ class Plan:
     def question(self, job: Job) -> str:
         """The job's prompt as it reads when nothing is hoisted: two jobs ask the same when these are the same, however
         their runs were compiled."""
-        if self._unhoisted is None:
-            return self._with_row(job.prompt, job.input)
-        return self.asks(job.input)[1]
-
-    def _with_row(self, question: str, value: object) -> str:
-        """A worker reads the whole row, so all of it is part of the question."""
-        if self._spec.worker is None:
-            return question
-        return f"{question}\n{to_json(value, fallback=str, inf_nan_mode='constants').decode()}"
+        if self._spec.worker is not None:
+            return _whole_row(job.input, job.images)
+        return job.prompt if self._unhoisted is None else self.asks(job.input)[1]
 
     def asks(self, value: object) -> tuple[str | None, str]:
         """An input's own id and its question, for those who only compare. Raises InputError."""
@@ -192,7 +186,9 @@ class Plan:
             tokens = self._tokens(_fill(sent, own))
             if not self._sizing.fits(tokens):
                 fields = {**fields, **self._sizing.cut(sent.names, own, tokens)[0]}
-        return own_id(fields), self._with_row(with_pictures(template.render(fields), images), value)
+        if self._spec.worker is not None:
+            return own_id(fields), _whole_row(value, images)
+        return own_id(fields), with_pictures(template.render(fields), images)
 
     def describe(self, sample: Sequence[object]) -> Description:
         """The plan for people; ``sample`` is the first inputs, as many as one cares to render."""
@@ -287,6 +283,11 @@ def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
     if not isinstance(inputs, Iterable | AsyncIterable):
         raise SpecError(f"inputs must be a list, iterator or async iterator, not {type(inputs).__name__}")
     return inputs
+
+
+def _whole_row(value: object, images: Iterable[str]) -> str:
+    """What tells the rows of a worker apart: all that they hold, since it reads what it likes."""
+    return "\n".join([to_json(value, fallback=str, inf_nan_mode="constants").decode(), *sorted(images)])
 
 
 def _affinity(name: str, fields: Mapping[str, object]) -> str:

@@ -69,8 +69,8 @@ def encode(step: Step) -> tuple[int, bytes]:
         case Failed(error, text, spent):
             fields = (error.stage, error.type, error.message, error.retryable)
             return FAILED, _dump([fields, text, _from_spent(spent)])
-        case Ended(spent, output):
-            return ENDED, _dump([_from_spent(spent), output])
+        case Ended(spent, output, fingerprint):
+            return ENDED, _dump([_from_spent(spent), output, fingerprint])
         case Compacted(cut, usage):
             return COMPACTED, _dump([cut.kept_from, cut.note, [*cut.reduced.items()], _from_usage(usage)])
         case Asked(digest, nth, reply, spent, after, said):
@@ -96,8 +96,8 @@ def decode(kind: int, body: bytes) -> Step:
         error, text, spent = _read(record, (list, str, list))
         return Failed(AgentError(*_read(error, ERROR)), text, _to_spent(spent))
     if kind == ENDED:
-        spent, *output = _read(record, (list, str | None), least=1)
-        return Ended(_to_spent(spent), *output)
+        spent, *later = _read(record, (list, str | None, str), least=1)
+        return Ended(_to_spent(spent), *later)
     if kind == COMPACTED:
         kept_from, note, reduced, usage = _read(record, (int, str, list, list))
         texts = dict(_read(pair, (int, str)) for pair in reduced)

@@ -1,10 +1,10 @@
 """What a request asked, as digests: how a resumed agent's request is compared with the recorded one.
 
-A conversation only grows, so its digest is a chain: each message is hashed together with the digest of all messages
-before it. Reasoning and what only a wire can read are left out: they come from recorded answers.
+A conversation only grows, so digests are chains: what is new is hashed together with the digest of all that came
+before. Reasoning and what only a wire can read are left out: they come from recorded answers.
 
-The tool loop asks in a fixed order, and its request is compared with the one recorded at the same place. A user's
-worker may ask in any order, and its request is looked up by digest.
+The tool loop asks in a fixed order, and its request is compared with the one recorded at the same place: one hash for
+each request, since it is on the hot path. A user's worker may ask in any order, and its request is looked up by digest.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import orjson
 
 from batch_agent.backends.base import RequestShape
 from batch_agent.files.results import to_json
-from batch_agent.messages import Message
+from batch_agent.messages import Message, content_shown
 from batch_agent.store.keys import shape_fields
 
 BYTES = 16
+SHAPES = 256  # whose digests are remembered
 WHOLE, SHORT = 16, 4  # hexadecimal digits: of a whole request, and of a part that only explains a difference
 PARTS = ("model", "tools", "output schema", "sampling")
 PART_OF = {
@@ -44,11 +45,13 @@ class ShapeDigests:
     """The digests of the shapes that a run has asked with, each computed once."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[RequestShape, ShapeDigest] = WeakKeyDictionary()
+        self._known: dict[RequestShape, ShapeDigest] = {}
 
     def of(self, shape: RequestShape) -> ShapeDigest:
         digest = self._known.get(shape)
         if digest is None:
+            if len(self._known) >= SHAPES:  # a worker may ask with ever new ones
+                self._known.clear()
             digest = self._known[shape] = _shape_digest(shape)
         return digest
 
@@ -67,12 +70,7 @@ def _shape_digest(shape: RequestShape) -> ShapeDigest:
 
 def message_digest(before: bytes, message: Message) -> bytes:
     """The digest of a conversation that goes on with ``message``; ``before`` is of all that comes before it."""
-    content = message.content
-    shown = (
-        content if isinstance(content, str) else [part if isinstance(part, str) else [part.mark] for part in content]
-    )
-    calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
-    return _hash(before, _dump((message.role, shown, calls, message.tool_call_id)))
+    return _hash(before, _written(message))
 
 
 def request_digest(conversation: bytes, shape: ShapeDigest) -> str:
@@ -87,14 +85,16 @@ def call_digest(name: str, arguments: str) -> str:
     return _hash(name.encode("utf-8", "surrogatepass"), b"\0", arguments.encode("utf-8", "surrogatepass")).hex()
 
 
-def asked_text(conversation: bytes, shape: ShapeDigest, new: Sequence[bytes]) -> str:
-    """What is recorded of a request of the tool loop. ``new`` are the digests of the messages since the last one."""
-    whole = _hash(conversation, shape.whole).hex()[:WHOLE]
-    return f"{whole}{shape.parts}{''.join(digest.hex()[:SHORT] for digest in new)}"
+def next_asked(before: bytes, shape: ShapeDigest, new: Sequence[Message]) -> tuple[bytes, str]:
+    """The digest of a request of the tool loop, and what is recorded of it. ``before`` is the digest of the request
+    before it, ``new`` the messages since."""
+    written = [_written(message) for message in new]
+    digest = _hash(before, shape.whole, *written)
+    return digest, digest.hex()[:WHOLE] + shape.parts + "".join([f"{crc32(text) & 0xFFFF:04x}" for text in written])
 
 
 def is_same(then: str, now: str) -> bool:
-    """Whether two requests, as ``asked_text`` tells them, are the same. One without a digest was recorded by an older
+    """Whether two requests, as ``next_asked`` tells them, are the same. One without a digest was recorded by an older
     version, and is accepted."""
     return not then or then[:WHOLE] == now[:WHOLE]
 
@@ -117,7 +117,6 @@ def difference(then: str, now: str, new: Sequence[Message], first: int) -> str:
             found.append(f"message {number} ({new[place].role}) is new")
         elif said[place] != says[place]:
             found.append(f"message {number} ({new[place].role}) differs")
-            break  # the digest of each message depends on those before it
     return ", ".join(found) or "the task, the system prompt or an earlier message differs"
 
 
@@ -129,7 +128,15 @@ def _hash(*parts: bytes) -> bytes:
     return blake2b(b"".join(parts), digest_size=BYTES).digest()
 
 
-def _dump(value: object) -> bytes:
+def _written(message: Message) -> bytes:
+    """A message as it is hashed: as it is recorded, its pictures by their marks."""
+    content = message.content
+    value = (
+        message.role,
+        content if isinstance(content, str) else content_shown(content),
+        [(call.id, call.name, call.arguments) for call in message.tool_calls] if message.tool_calls else (),
+        message.tool_call_id,
+    )
     try:
         return orjson.dumps(value)
     except TypeError:  # a lone surrogate, which a model can write

@@ -94,13 +94,15 @@ class Session:
         fingerprint: bytes,
         facts: JsonObject,
         *,
+        rows_under: bytes,
         schema: OutputSchema[object] | None,
         spent: Callable[[], tuple[int, float | None]],
         on_backlog: Callable[[bool], None],
     ) -> None:
-        """``facts`` are what ``run.json`` says of the run, beside what is said here; ``schema`` is that of the outputs;
-        ``spent`` says what this session has spent so far, in tokens and $."""
-        self._keys = Keys(fingerprint)
+        """``facts`` are what ``run.json`` says of the run, beside what is said here; ``rows_under`` is what rows are
+        found under, mostly the fingerprint; ``schema`` is that of the outputs; ``spent`` says what this session has
+        spent so far, in tokens and $."""
+        self._keys = Keys(rows_under)
         self._directory.schema = schema
         began = _now()
         next_agent, previous, forced = await self._run(lambda: self._prepare(fingerprint, began))

@@ -74,11 +74,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The agent ended well, and not with an answer. ``output`` is what a user's worker returned, as JSON; None for a
-    worker of our own, which makes its output again."""
+    """The agent ended well, and not with an answer. ``output`` is what a user's worker returned, as JSON, and
+    ``fingerprint`` is that of its run (``store.keys``); None for a worker of our own, which makes its output again."""
 
     spent: Spent
     output: str | None = None
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +151,15 @@ class PastTurn:
 @dataclass(frozen=True, slots=True)
 class Past:
     """A recorded agent. ``done`` when it ended well, ``failed`` when its last step was a failure, else under way.
-    ``worked`` is what a user's worker asked and called, in order, and ``output`` what it returned. ``unreadable`` says
-    why the record cannot be read although it holds a write that was begun."""
+    ``worked`` is what a user's worker asked and called, in order, and ``ended`` how it ended. ``unreadable`` says why
+    the record cannot be read although it holds a write that was begun."""
 
     agent: int
     turns: tuple[PastTurn, ...]
     failed: Failed | None = None
     done: bool = False
     worked: tuple[Asked | CallBegun | CallEnded, ...] = ()
-    output: str | None = None
+    ended: Ended | None = None
     spent: Spent | None = None  # as the last step that says it tells
     unreadable: str = ""
 
@@ -199,7 +200,7 @@ def read_past(agent: int, steps: list[Step]) -> Past:
         last if isinstance(last, Failed) else None,
         isinstance(last, Done | Ended),
         tuple(worked),
-        last.output if isinstance(last, Ended) else None,
+        last if isinstance(last, Ended) else None,
         next((step.spent for step in reversed(steps) if isinstance(step, Turn | Done | Failed | Ended | Asked)), None),
     )
 

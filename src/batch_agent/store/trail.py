@@ -15,6 +15,7 @@ UNKNOWN_OUTCOME = (
     "effect. It was not run again. Find out before you repeat it."
 )
 NOBODY = Identity(b"", b"")
+NOTHING = Past(0, ())  # what is recorded of a new agent
 
 
 class FailedBefore(JobError):
@@ -38,6 +39,7 @@ class Trail:
         "_journal",
         "_past",
         "_turns",
+        "agent",
         "checks",
         "ended",
         "fresh",
@@ -59,7 +61,9 @@ class Trail:
         """``past`` is what was recorded of the agent; without any, one of a new number."""
         self._journal = journal
         self._identity = identity
-        self.past = Past(0 if journal is None else journal.new_agent(), ()) if past is None else past
+        self.past = NOTHING if past is None else past
+        # Its number in the journal; 0 for all agents of a run that is not recorded.
+        self.agent = past.agent if past is not None else 0 if journal is None else journal.new_agent()
         self._commit = 0
         self._turns = list(reversed(self.past.turns))
         self._past: PastTurn | None = None  # the latest answer, when it comes from the record
@@ -70,11 +74,6 @@ class Trail:
         self.ended = self.past.done or self._failed is not None
         self.has_past = bool(self._turns or self.past.worked) or self.ended
         self.fresh = not self.has_past
-
-    @property
-    def agent(self) -> int:
-        """Its number in the journal; 0 for all agents of a run that is not recorded."""
-        return self.past.agent
 
     @property
     def key(self) -> bytes:
@@ -128,7 +127,7 @@ class Trail:
     def add(self, step: Step) -> None:
         """Record a step of this session. It is on disk after ``settle``."""
         if self._journal is not None:
-            self._commit = self._journal.add(Entry(self.past.agent, self._identity, step))
+            self._commit = self._journal.add(Entry(self.agent, self._identity, step))
 
     async def settle(self) -> None:
         """Until everything added is on disk. Raises StoreError when it cannot be."""

@@ -21,7 +21,7 @@ from batch_agent.cli.output.streams import put, say
 from batch_agent.cli.spec.load import is_pipeline, load_spec, settings_beside, take_settings
 from batch_agent.cli.spec.recorded import KEPT, command_again, matched, recorded_command, refuse_left_out
 from batch_agent.cli.spec.rows import STDIN
-from batch_agent.engine.run.recording import fingerprint_of
+from batch_agent.engine.run.recording import rows_under
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import to_json
@@ -72,7 +72,7 @@ def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
         prepared, same = matched(prepared, view.facts)
         if not same:
             return False
-        keys, plan = Keys(fingerprint_of(prepared)), prepared.plan
+        keys, plan = Keys(rows_under(prepared)), prepared.plan
         try:
             for index, value in enumerate(inputs):
                 if not index:

@@ -17,7 +17,7 @@ from batch_agent.cli.spec.recorded import matched
 from batch_agent.cli.spec.transcripts import open_journal
 from batch_agent.engine.run.dryrun import DryRun
 from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.recording import fingerprint_of
+from batch_agent.engine.run.recording import fingerprint_of, rows_under
 from batch_agent.errors import BatchAgentError, JobError
 from batch_agent.files.results import to_json
 from batch_agent.foreign import name_of
@@ -28,6 +28,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.store.base import Identity
 from batch_agent.store.keys import Keys
 from batch_agent.store.rundir import JOURNAL, RunView
+from batch_agent.store.steps import Past
 
 ASKED = "asked"  # in the recorded command
 MOST_WORDS = 4000  # of a text that is compared word by word
@@ -135,14 +136,21 @@ def _forecast(prepared: Prepared, inputs: Sequence[object], directory: Path, *, 
 
 
 def _kept(prepared: Prepared, inputs: Sequence[object], directory: Path, *, by_row: bool) -> int:
-    plan, keys, kept = prepared.plan, Keys(fingerprint_of(prepared)), 0
+    plan, keys, kept = prepared.plan, Keys(rows_under(prepared)), 0
+    present = fingerprint_of(prepared).hex()
     plan.check_first(inputs[0])
     identities = _identities(prepared, keys, inputs)
     with closing(open_journal(directory / JOURNAL)) as journal:
         journal.sort_by("row" if by_row else "key")
         while wanted := list(islice(identities, AT_ONCE)):
-            kept += sum(past is not None and past.done for past in journal.claim(wanted))
+            kept += sum(past is not None and _stays(past, present, by_row) for past in journal.claim(wanted))
     return kept
+
+
+def _stays(past: Past, fingerprint: str, by_row: bool) -> bool:
+    """Whether a recorded row is done, and stays so: a worker that has changed works on its rows again."""
+    ended = past.ended
+    return past.done and (by_row or ended is None or ended.output is None or ended.fingerprint == fingerprint)
 
 
 def _identities(prepared: Prepared, keys: Keys, inputs: Sequence[object]) -> Iterator[Identity]:

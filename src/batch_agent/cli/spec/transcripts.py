@@ -18,7 +18,7 @@ from batch_agent.cli.spec.load import load_spec
 from batch_agent.cli.spec.recorded import command_again, matched, recorded_command
 from batch_agent.engine.agent.transcript import conversations, transcript
 from batch_agent.engine.run.prepare import Prepared
-from batch_agent.engine.run.recording import fingerprint_of
+from batch_agent.engine.run.recording import rows_under
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.columns import Record
 from batch_agent.files.read import LazyRows
@@ -58,7 +58,7 @@ def transcript_lines(
     directory: Path, facts: JsonObject, prepared: Prepared, records: Iterable[Record]
 ) -> Iterator[bytes]:
     """One line for each record that is ok; of a worker's rows, one for each conversation."""
-    plan, keys = prepared.plan, Keys(fingerprint_of(prepared))
+    plan, keys = prepared.plan, Keys(rows_under(prepared))
     tools = [{"type": "function", "function": dataclasses.asdict(tool.spec)} for tool in prepared.tools]
     good = (record for record in records if record.get("ok"))
     with closing(open_journal(directory / JOURNAL)) as journal:

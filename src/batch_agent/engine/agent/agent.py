@@ -82,9 +82,11 @@ class Agent:
 
     def record_end(self, result: AgentResult[object]) -> None:
         """How the agent ended goes to its trail; an agent that was interrupted has not ended."""
-        if not isinstance(self.error, Interrupted):
+        if isinstance(self.error, Interrupted):
+            return
+        if not self._trail.past.unreadable:  # nothing is added to what cannot be read
             self._state.end(self._verdict)
-            self.recorded = result
+        self.recorded = result
 
     async def settle(self) -> None:
         """Until everything recorded of it is on disk."""

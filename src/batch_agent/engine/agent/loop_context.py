@@ -29,7 +29,7 @@ from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
-from batch_agent.store.digests import asked_text, difference, is_same, message_digest
+from batch_agent.store.digests import difference, is_same, next_asked
 from batch_agent.store.steps import Done, Ended, Failed, Outcome, Turn
 from batch_agent.store.trail import FailedBefore, Trail
 
@@ -65,7 +65,7 @@ class LoopContext(WorkState):
         self._cut_from: int | None = None  # tokens, where the conversation was cut since the latest answer
         self._answer: Reply | None = None  # the latest answer, while it is not known whether it leads on
         self._asked = ""  # digest of what it answers
-        # The digest of the conversation so far, and of how many messages. The row's key covers those before.
+        # The digest of the latest request, and how many messages it covers. The row's key covers the first ones.
         self._chain, self._digested = trail.key, len(self._history.said.messages)
         self._early: EarlyCalls | None = None
         self._repairs = 0  # answers asked for again because they did not validate
@@ -190,12 +190,9 @@ class LoopContext(WorkState):
 
     def _check(self, shape: RequestShape, then: str | None) -> None:
         """Take the digest of the next request. Raises ReplayMismatch where ``then`` is that of another."""
-        new, first, digests = self._history.said.messages[self._digested :], self._digested + 1, []
-        for message in new:
-            self._chain = message_digest(self._chain, message)
-            digests.append(self._chain)
+        new, first = self._history.said.messages[self._digested :], self._digested + 1
         self._digested += len(new)
-        self._asked = asked_text(self._chain, self._r.digests.of(shape), digests)
+        self._chain, self._asked = next_asked(self._chain, self._r.digests.of(shape), new)
         if then is not None and not is_same(then, self._asked):
             raise ReplayMismatch(MISMATCH.format(difference=difference(then, self._asked, new, first)))
 

@@ -14,12 +14,10 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from batch_agent.backends.base import ModelRequest, RequestShape
-from batch_agent.blocking import in_thread
 from batch_agent.compiler.pictures import content_of
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import cancelled_by_us
@@ -29,22 +27,14 @@ from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.turn import TurnCall
 from batch_agent.engine.agent.work_state import WorkState
 from batch_agent.engine.agent.workplace import Workplace
-from batch_agent.errors import BackendError, Interrupted, LimitExceeded, RowEnded, StoreError
+from batch_agent.errors import BackendError, InputError, Interrupted, LimitExceeded, RowEnded, StoreError
 from batch_agent.events import ToolFinished, ToolStarted
 from batch_agent.job import AgentError, Job
 from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.scheduler.forecast import Progress
-from batch_agent.store.digests import call_digest, message_digest, request_digest
-from batch_agent.store.steps import (
-    ALONE,
-    SHARED,
-    Asked,
-    CallBegun,
-    CallEnded,
-    Ended,
-    Failed,
-    conversation_of_ask,
-)
+from batch_agent.store.digests import call_digest, request_digest
+from batch_agent.store.replay import WorkReplay, chain
+from batch_agent.store.steps import CallBegun, CallEnded, Ended, Failed, conversation_of_ask
 from batch_agent.store.trail import UNKNOWN_OUTCOME, FailedBefore, Trail
 from batch_agent.tools.pool import ToolOutcome
 
@@ -54,7 +44,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Send: TypeAlias = Callable[[ModelRequest], Question]
 ENDED = "the row of this context has ended: nothing can be asked or called for it any more"
-NOTHING: Final = b""  # the digest of a conversation without messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,75 +60,61 @@ class RowWork(WorkState):
     """``conversation`` is the row's own: what all rows share, the task, and what was said since."""
 
     __slots__ = (
-        "_asks",
+        "_at_end",
         "_calls",
         "_closed",
-        "_counts",
-        "_ends",
-        "_freed",
         "_key",
-        "_known",
         "_output",
-        "_past_asks",
-        "_past_calls",
         "_place",
         "_progress_of",
+        "_replay",
         "_tasks",
         "_worker",
-        "_written",
+        "_writing",
         "conversation",
     )
 
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: UserWorker) -> None:
         super().__init__(job, resources, trail)
-        self._worker = worker
-        self._place: Workplace | None = None  # made when it is first asked for
-        self._key = ""  # at the gateway; likewise
+        self._key = ""  # at the gateway; made when it is first asked for
         own = [Message("user", content_of(job))] if job.prompt else []
         self.conversation = Conversation(own, parent=resources.shared)
+        self._worker = worker
+        self._replay = WorkReplay(trail.past, resources.shared.messages)
+        self._place: Workplace | None = None  # made when it is first asked for
         self._output: str | None = None  # what the worker returned, as JSON
         self._closed = False
+        self._at_end: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._writing: set[asyncio.Task[Any]] = set()  # those of calls that may write
         self._progress_of = {self.progress.model: self.progress}
         self._calls = 0
-        self._counts: dict[str, int] = {}  # by digest: how often the same was asked or called
-        self._freed: dict[str, list[int]] = {}  # numbers of those that came to nothing
-        past = trail.past
-        self._past_asks = {(ask.digest, ask.nth): ask.reply for ask in past.asked}
-        self._past_calls: dict[tuple[str, int], CallBegun | CallEnded] = {}
-        self._written: set[tuple[str, int]] = set()  # recorded calls that may have written
-        for step in past.worked:
-            if isinstance(step, CallBegun):
-                self._written.add((step.digest, step.nth))
-            if not isinstance(step, Asked):
-                self._past_calls[step.digest, step.nth] = step
-        # Digests of conversations, from which an ask may go on: it is recorded without what was said before.
-        self._ends = {ALONE: NOTHING, SHARED: _chain(NOTHING, resources.shared.messages)[-1]}
-        self._known = {digest: number for number, digest in reversed(self._ends.items())}
-        self._asks: list[Asked] = []  # all of the row, in the order of their answers
-        for ask in past.asked:
-            self._add_ask(ask, _chain(self._ends[ask.after], ask.said)[-1])
+        for ask in trail.past.asked:  # all that was paid for counts, whether or not it is asked for again
             self.tally.add(ask.reply, None)
             self.text = ask.reply.text
-        if past.spent is not None:  # all that earlier sessions took counts, whether or not it is asked for again
-            self.tally.take_over(past.spent)
-
-    def _add_ask(self, ask: Asked, asked: bytes) -> None:
-        """``asked`` is the digest of the conversation that it answers."""
-        number, end = len(self._asks), message_digest(asked, ask.reply.message())
-        self._ends[number], self._known[end] = end, number
-        self._asks.append(ask)
+        if trail.past.spent is not None:
+            self.tally.take_over(trail.past.spent)
 
     async def work(self) -> object:
-        if (failed := self._trail.past.failed) is not None and not self._trail.retried:
-            raise FailedBefore(failed)
-        if self._trail.past.output is not None:  # its side effects are not repeated
-            return self._worker.read(self._trail.past.output)
-        if self._trail.has_past:
-            await in_thread(partial(self._worker.places.clear, self._trail.agent))
+        past, trail = self._trail.past, self._trail
+        if past.failed is not None and not trail.retried:
+            raise FailedBefore(past.failed)
+        if (kept := self._kept) is not None:  # what the worker does beside its output is not done again
+            return self._worker.read(kept)
+        if trail.has_past:
+            await self._loop.run_in_executor(None, self._worker.places.clear, trail.agent)
         returned = await self._worker.run(self)
         self._output, output, self.repaired = self._worker.written(returned)
         return output
+
+    @property
+    def _kept(self) -> str | None:
+        """The recorded output, where it is still the output: nothing that it depends on has changed since, as far as
+        the run can tell."""
+        ended = self._trail.past.ended
+        if ended is None or (self._trail.checks and ended.fingerprint != self._worker.fingerprint):
+            return None
+        return ended.output
 
     @property
     def worker(self) -> UserWorker:
@@ -166,41 +141,28 @@ class RowWork(WorkState):
         ``send`` makes the question that is sent, for one that is not ``backend.infer(request)``; its ``request`` is
         what is priced. Raises BackendError, LimitExceeded, Interrupted, RowEnded.
         """
-        self.check_open()
+        self._check_caller()
         messages = tuple(conversation.messages)
-        chain = _chain(NOTHING, messages)
-        digest = request_digest(chain[-1], self._r.digests.of(shape))
-        nth = self._take(digest)
-        reply = self._past_asks.get((digest, nth))
+        digests = chain(messages)
+        digest = request_digest(digests[-1], self._r.digests.of(shape))
+        nth = self._replay.take(digest)
+        reply = self._replay.answer(digest, nth)
         if reply is None:
-            reply = await self._owned(
-                self._asked(self._dispatch(shape, conversation, send, schema), digest, nth, chain, messages)
-            )
-        self.text = reply.text
-        return reply
 
-    async def _asked(
-        self,
-        asking: Coroutine[Any, Any, Reply],
-        digest: str,
-        nth: int,
-        chain: Sequence[bytes],
-        messages: tuple[Message, ...],
-    ) -> Reply:
-        """The answer, recorded."""
-        try:
-            reply = await asking
-        except BaseException as error:
-            # The next that asks the same is the nth again, so that a resumed worker finds its answer.
-            heappush(self._freed.setdefault(digest, []), nth)
-            if isinstance(error, BackendError):
-                self.text = error.text or self.text
-            raise
-        start = next(place for place in range(len(messages), -1, -1) if chain[place] in self._known)
-        ask = Asked(digest, nth, reply, self._spent(), self._known[chain[start]], messages[start:])
-        self._add_ask(ask, chain[-1])
-        self._trail.add(ask)
-        await self._trail.settle()
+            async def ask() -> Reply:
+                reply = await self._dispatch(shape, conversation, send, schema)
+                self._trail.add(self._replay.add_ask(digest, nth, reply, self._spent(), messages, digests))
+                await self._trail.settle()
+                return reply
+
+            try:
+                reply = await self._owned(ask())
+            except BaseException as error:
+                self._replay.give_back(digest, nth)
+                if isinstance(error, BackendError):
+                    self.text = error.text or self.text
+                raise
+        self.text = reply.text
         return reply
 
     async def _dispatch(
@@ -231,42 +193,48 @@ class RowWork(WorkState):
             self._progress_of[model] = Progress(key=self.job.affinity, model=model)
         return self._progress_of[model]
 
-    def _take(self, digest: str) -> int:
-        """How often the same was asked before, and not in vain."""
-        if freed := self._freed.get(digest):
-            return heappop(freed)
-        nth = self._counts.get(digest, 0)
-        self._counts[digest] = nth + 1
-        return nth
-
     # Calling tools
 
     async def call(self, call: ToolCall) -> CallOutcome:
         """How a call of one of the run's tools ended: from the record if it was made before. A call that may write is
         never made twice: one that was begun and has no outcome is ``unknown``."""
-        self.check_open()
+        self._check_caller()
         if not self._r.tools.knows(call.name):
             return await self._owned(self._run_call(call))
         digest = call_digest(call.name, call.arguments)
-        nth = self._take(digest)
-        past, wrote = self._past_calls.get((digest, nth)), (digest, nth) in self._written
-        if isinstance(past, CallEnded) and (past.ok or wrote or not self._trail.retried):
+        nth = self._replay.take(digest)
+        past, wrote = self._replay.outcome(digest, nth), self._replay.wrote(digest, nth)
+        if past is not None and (past.ok or wrote or not self._trail.retried):
             return CallOutcome(past.text, past.ok)
         if wrote:
             return CallOutcome(UNKNOWN_OUTCOME.format(name=call.name), ok=False, unknown=True)
-        return await self._owned(self._recorded_call(call, digest, nth))
+        try:
+            return await self._owned(self._recorded_call(call, digest, nth))
+        except BaseException:
+            self._replay.give_back(digest, nth)
+            raise
 
     async def _recorded_call(self, call: ToolCall, digest: str, nth: int) -> CallOutcome:
-        trail = self._trail
-        trail.fresh = True
-        if not self._r.tools.can_start_early(call.name):
+        self._trail.fresh = True
+        if self._r.tools.can_start_early(call.name):
+            outcome = await self._run_call(call)
+        else:
             # A write that was begun must never be taken for one that was not.
-            trail.add(CallBegun(digest, nth, call.name, call.arguments))
-            await trail.settle()
-        outcome = await self._run_call(call)
-        trail.add(CallEnded(digest, nth, call.name, call.arguments, outcome.ok, outcome.text))
-        await trail.settle()
+            await self._record_call(CallBegun(digest, nth, call.name, call.arguments))
+            writing = asyncio.current_task()
+            assert writing is not None
+            self._writing.add(writing)
+            try:
+                outcome = await self._run_call(call)
+            finally:
+                self._writing.discard(writing)
+        await self._record_call(CallEnded(digest, nth, call.name, call.arguments, outcome.ok, outcome.text))
         return outcome
+
+    async def _record_call(self, step: CallBegun | CallEnded) -> None:
+        self._replay.add_call(step)
+        self._trail.add(step)
+        await self._trail.settle()
 
     async def _run_call(self, call: ToolCall) -> CallOutcome:
         r, index, turn = self._r, self.job.index, self.tally.turns
@@ -305,6 +273,11 @@ class RowWork(WorkState):
         if self.failure is not None:
             raise self.failure
 
+    def _check_caller(self) -> None:
+        self.check_open()
+        if asyncio.get_running_loop() is not self._loop:
+            raise InputError("an AgentContext is for the event loop of its run: to use another, write a plain function")
+
     async def _owned(self, work: Coroutine[Any, Any, T]) -> T:
         """What ``work`` comes to, in a task of this row's: it ends with the row, whoever waits for it."""
         task = self._loop.create_task(work)
@@ -327,13 +300,36 @@ class RowWork(WorkState):
     def key(self) -> str:
         """What shows at the gateway that a request is this row's; it ends with the row."""
         if not self._key:
-            self._key = self._worker.gateway.admit(GatewayRow(self, self._r.backend))
+            gateway = self._worker.gateway
+            self._key = gateway.admit(GatewayRow(self, self._r.backend))
+            self.at_end(partial(gateway.dismiss, self._key))
         return self._key
+
+    async def wait_for(self, worker: asyncio.Task[Any]) -> None:
+        """Until the worker has ended. Raises Interrupted when the run's time is over first; what it was writing then is
+        waited for."""
+        ended = self._loop.create_future()
+
+        def tell(_: object) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        worker.add_done_callback(tell)
+        try:
+            await self._r.dispatcher.wait_for_tools(ended)
+        except Interrupted:
+            if self._writing:
+                await asyncio.wait(self._writing)
+            raise
+
+    def at_end(self, act: Callable[[], None]) -> None:
+        """Call ``act`` once when the row ends: when nothing can be asked or called for it any more."""
+        self._at_end.append(act)
 
     async def close(self) -> None:
         self._closed = True
-        if self._key:
-            self._worker.gateway.dismiss(self._key)
+        while self._at_end:
+            self._at_end.pop()()
         cancelled: asyncio.CancelledError | None = None
         while self._tasks:
             for task in self._tasks:
@@ -343,7 +339,7 @@ class RowWork(WorkState):
             except asyncio.CancelledError as error:
                 cancelled = error
         if self._place is not None and not self._worker.places.keeps:
-            await in_thread(self._place.leave)
+            await self._loop.run_in_executor(None, self._place.leave)
         if cancelled is not None:
             raise cancelled
 
@@ -363,23 +359,16 @@ class RowWork(WorkState):
     @property
     def messages(self) -> Sequence[Message]:
         """Of the latest answer and what led to it; the row's own conversation, where nothing was asked."""
-        if not self._asks:
+        asks = self._replay.asks
+        if not asks:
             return self.conversation.messages
-        return conversation_of_ask(self._asks, len(self._asks) - 1, self._r.shared.messages)
+        return conversation_of_ask(asks, len(asks) - 1, self._r.shared.messages)
 
     def end(self, verdict: AgentError | None) -> None:
-        trail = self._trail
-        if trail.ended or trail.past.unreadable:
+        trail, past = self._trail, self._trail.past
+        if self._kept is not None or (past.failed is not None and not trail.retried):
             return
         if verdict is not None:
             trail.add(Failed(verdict, self.text, self._spent()))
         else:
-            trail.add(Ended(self._spent(), self._output))
-
-
-def _chain(before: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """The digest of the conversation before each message, and of all of it."""
-    chain = [before]
-    for message in messages:
-        chain.append(message_digest(chain[-1], message))
-    return chain
+            trail.add(Ended(self._spent(), self._output, self._worker.fingerprint))

@@ -15,9 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from pydantic import JsonValue
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from batch_agent.backends.base import RequestShape
 from batch_agent.blocking import in_thread
@@ -32,8 +30,10 @@ from batch_agent.engine.agent.shapes import Shapes, build_shapes
 from batch_agent.engine.agent.worker_output import read_output, write_output
 from batch_agent.engine.agent.workplace import Workplaces
 from batch_agent.engine.run.prepare import Prepared
+from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.errors import InputError, JobError, SpecError, StoreError, WorkerFailed
 from batch_agent.foreign import describe, is_async
+from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import Tool
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 logger = logging.getLogger("batch_agent")
+Returned: TypeAlias = tuple[object, BaseException | None]  # what it returned, or what it raised
 ENDING_SECONDS = 5.0  # what a worker that is cancelled has to come to its end
 STUCK = 256  # functions that were given up and still run in their threads, before no more are started
 SHAPES = 256  # kinds of request that are remembered
@@ -64,6 +65,7 @@ class UserWorker:
         self.gateway = gateway
         self.client_shapes = ClientShapes(self._admit_shape)
         self.places = Workplaces(None if prepared.spec.run_dir is None else Path(prepared.spec.run_dir).absolute())
+        self.fingerprint = fingerprint_of(prepared).hex()
         self._function = function
         self._prepared = prepared
         self._spending = spending
@@ -75,15 +77,15 @@ class UserWorker:
 
     async def run(self, work: RowWork) -> object:
         """What it returns for a row. Raises JobError."""
-        run = self._run_here if is_async(self._function) else self._run_in_thread
-        return await bounded(run)(work.job.input, work)
+        return await bounded(self._run)(work.job.input, work)
 
-    async def _run_here(self, row: object, work: RowWork) -> object:
+    async def _run(self, row: object, work: RowWork) -> object:
         """In a task of its own: one that ignores its cancellation is left behind."""
-        task: asyncio.Task[object] = asyncio.get_running_loop().create_task(self._function(row, AgentContext(work)))
+        run = self._run_here if is_async(self._function) else self._run_in_thread
+        task = asyncio.get_running_loop().create_task(run(row, work))
         try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
+            await work.wait_for(task)
+        except BaseException:
             task.cancel()
             await work.close()  # or it would wait for what it asked
             _, stuck = await asyncio.wait([task], timeout=ENDING_SECONDS)
@@ -91,22 +93,29 @@ class UserWorker:
                 logger.warning("the worker of row %d does not stop when it is cancelled", work.job.index)
                 asyncio._unregister_task(task)  # or asyncio.run would wait for it, without end
                 task._log_destroy_pending = False  # type: ignore[attr-defined]  # it was said above
-            elif not task.cancelled():
-                task.exception()  # nobody waits for it
             raise
-        return task.result()
+        returned, error = task.result()
+        if error is not None:
+            raise error
+        return returned
 
-    async def _run_in_thread(self, row: object, work: RowWork) -> object:
+    async def _run_here(self, row: object, work: RowWork) -> Returned:
+        """What it raises is returned: a SystemExit must not leave a task."""
+        try:
+            return await self._function(row, AgentContext(work)), None
+        except BaseException as error:
+            return None, error
+
+    async def _run_in_thread(self, row: object, work: RowWork) -> Returned:
         if self._stuck >= STUCK:
-            raise WorkerFailed(f"not started: {self._stuck} earlier workers that were given up are still running")
+            return None, WorkerFailed(f"not started: {self._stuck} workers that were given up are still running")
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         given_up = False
 
         def ended() -> None:
             self._stuck -= given_up
 
-        def call() -> tuple[object, BaseException | None]:
-            # An exception is returned, because a future takes no StopIteration.
+        def call() -> Returned:
             try:
                 return context.run(self._function, row, BlockingContext(AgentContext(work), loop)), None
             except BaseException as error:
@@ -120,14 +129,10 @@ class UserWorker:
         except asyncio.CancelledError:
             given_up, self._stuck = True, self._stuck + 1
             raise
-        if error is not None:
-            raise error
         if inspect.iscoroutine(returned):
             returned.close()
-            raise WorkerFailed(
-                "the worker returned a coroutine: write it as async def, not as a function that calls one"
-            )
-        return returned
+            error = WorkerFailed("the worker returned a coroutine: make it an async def")
+        return returned, error
 
     def written(self, returned: object) -> tuple[str, object, bool]:
         """The output as JSON, the output, and whether it had to be mended."""
@@ -164,11 +169,14 @@ class UserWorker:
             known = self._shapes[key] = self._new_shapes(names, output_schema, given)
         return known
 
-    def _new_shapes(self, names: Sequence[str], output_schema: object, given: Mapping[str, JsonValue]) -> AskShapes:
+    def _new_shapes(self, names: Sequence[str], output_schema: object, given: Mapping[str, Any]) -> AskShapes:
         prepared, backend = self._prepared, self._prepared.backend
         model = str(given.get("model") or prepared.model or "")
-        extra = {**prepared.spec.extra_body, **(given.get("extra_body") or {})}  # type: ignore[dict-item]
+        extra = {**prepared.spec.extra_body, **given.get("extra_body", {})}
+        for name in given.keys() - AskOptions.__annotations__.keys():
+            raise SpecError(f"there is no option {name!r} of an ask; there are {', '.join(AskOptions.__annotations__)}")
         changed = {"tool_choice": None, **given, "extra_body": extra}
+        BatchSpec(task="-", inputs=(), **changed)  # raises SpecError for a value that is none
         schema = OutputSchema.of(output_schema)
         specs = tuple(self._tools[name].spec for name in names)
         shapes = build_shapes(prepared.spec.model_copy(update=changed), model, specs, schema, backend.capabilities)

@@ -49,7 +49,7 @@ class Workplace:
                 f"{name!r} is no name for an artifact: give letters, digits, spaces, '.', '_' and '-', and no directory"
             )
         path = self._base / ARTIFACTS / name
-        draft = path.with_name(f"{name}.new")
+        draft = path.with_name(f".{name}")  # no artifact is called so
         try:
             path.parent.mkdir(0o700, parents=True, exist_ok=True)
             if isinstance(content, str | bytes):
@@ -104,6 +104,7 @@ class Workplaces:
         if self._run_dir is None or not agent:
             return NONE
         try:
-            return {path.name: path for path in sorted((self._run_dir / ROWS / str(agent) / ARTIFACTS).iterdir())}
+            found = sorted((self._run_dir / ROWS / str(agent) / ARTIFACTS).iterdir())
         except OSError:
             return NONE
+        return {path.name: path for path in found if NAME.fullmatch(path.name)}

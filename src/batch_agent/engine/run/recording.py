@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -12,7 +13,7 @@ from batch_agent.engine.run.prepare import Prepared
 from batch_agent.foreign import name_of
 from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
-from batch_agent.store.keys import fingerprint
+from batch_agent.store.keys import KEY_BYTES, fingerprint
 from batch_agent.store.rundir import State
 from batch_agent.store.session import Resuming, Session
 
@@ -57,7 +58,12 @@ async def begin_session(
     if command is not None:
         facts["command"] = dict(command)
     await session.begin(
-        fingerprint_of(prepared, worker), facts, schema=prepared.schema, spent=spent, on_backlog=on_backlog
+        fingerprint_of(prepared, worker),
+        facts,
+        rows_under=rows_under(prepared, worker),
+        schema=prepared.schema,
+        spent=spent,
+        on_backlog=on_backlog,
     )
 
 
@@ -73,3 +79,13 @@ def fingerprint_of(prepared: Prepared, worker: InnerWorker | None = None) -> byt
         tool_versions={tool.name: tool.version for tool in prepared.tools},
         worker=None if function is None else name_of(function),
     )
+
+
+def rows_under(prepared: Prepared, worker: InnerWorker | None = None, *, part: bool = False) -> bytes:
+    """What a run's rows are found under in its journal: its fingerprint. The rows of a user's worker are found whatever
+    has changed, since what it asks and calls is found by content, and nothing may be paid for or written twice. As a
+    ``part`` of another run they are found under the worker's name: others may have the same rows."""
+    if prepared.spec.worker is None:
+        return fingerprint_of(prepared, worker)
+    name = name_of(prepared.spec.worker) if part else ""
+    return blake2b(f"worker {name}".encode(), digest_size=KEY_BYTES).digest()

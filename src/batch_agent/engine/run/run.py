@@ -41,7 +41,7 @@ from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.delivery import Delivery
 from batch_agent.engine.run.prefix_leader import PrefixLeader, lead_of
 from batch_agent.engine.run.prepare import Prepared, choose_model, learn_context
-from batch_agent.engine.run.recording import RECORDED_STATES, begin_session, fingerprint_of, open_session
+from batch_agent.engine.run.recording import RECORDED_STATES, begin_session, open_session, rows_under
 from batch_agent.engine.run.rows import Rows
 from batch_agent.engine.run.shared import Shared, Sinks
 from batch_agent.errors import RunRejected, RunUnreachable, SpecError
@@ -352,7 +352,7 @@ class Run(Generic[T]):
         if self._session is None:
             outer = None if self._outer is None else self._outer.session
             self.shared.session = outer
-            return None if outer is None else outer.part(fingerprint_of(prepared, self._worker))
+            return None if outer is None else outer.part(rows_under(prepared, self._worker, part=True))
         await begin_session(
             self._session,
             prepared,
@@ -370,7 +370,7 @@ class Run(Generic[T]):
 
     def _record_of_parts(self, prepared: Prepared) -> Record | None:
         session = self.shared.session
-        return None if session is None else session.part(fingerprint_of(prepared, self._worker))
+        return None if session is None else session.part(rows_under(prepared, self._worker, part=True))
 
     def _lead(self, prepared: Prepared) -> PrefixLeader | None:
         """A worker of the user's own may do something else first, or never ask."""
