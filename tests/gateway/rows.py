@@ -26,8 +26,8 @@ class BackendRow:
         self.asked: list[ClientRequest] = []
 
     @property
-    def wire(self) -> str:
-        return self.backend.wire
+    def wires(self) -> frozenset[str]:
+        return self.backend.wires
 
     async def models(self) -> Sequence[str]:
         return await self.backend.models()
@@ -41,7 +41,8 @@ class BackendRow:
 class FixedRow:
     """Gives one answer, or raises one error, after ``wait``."""
 
-    model, wire = "m", ""
+    model = "m"
+    wires: frozenset[str] = frozenset()
 
     def __init__(self, end: Reply | Exception, wait: asyncio.Event | None = None, seconds: float = 0.0) -> None:
         self.end, self.wait, self.seconds = end, wait, seconds

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from batch_agent import AgentContext, BatchAgent, BlockingContext
+from batch_agent.backends.registry import open_backend
 from batch_agent.messages import JsonObject
 from batch_agent.testing import CallTools, Fail, Hang, Request, Say, ScriptedServer, ToolUse
 
@@ -198,3 +199,11 @@ def test_a_plain_function_with_a_blocking_client() -> None:
 
     results = BatchAgent.run_sync(worker=work, inputs=["a", "b"], backend="simulated://")
     assert all(result.ok and result.output for result in results), results[0].error
+
+
+async def test_openai_takes_requests_of_both_its_formats_as_they_are() -> None:
+    """Whatever the model: it serves all of them at /responses, and most at /chat/completions."""
+    async with open_backend("openai://127.0.0.1:1", api_key="k")[0] as backend:
+        assert backend.wires == {"chat", "responses"}
+    fleet, _ = open_backend(["vllm://127.0.0.1:1", "anthropic://127.0.0.1:2"])
+    assert fleet.wires == frozenset()

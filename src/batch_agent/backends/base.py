@@ -173,9 +173,9 @@ class Backend(ABC):
         return Capabilities()
 
     @property
-    def wire(self) -> str:
-        """The wire in which it takes a client's own request (``ClientBody``); "" if it takes none."""
-        return ""
+    def wires(self) -> frozenset[str]:
+        """The wires in which it takes a client's own request (``ClientBody``)."""
+        return frozenset()
 
     async def __aenter__(self) -> Self:
         return self

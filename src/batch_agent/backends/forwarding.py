@@ -38,8 +38,8 @@ class ForwardingBackend(Backend):
         return self.inner.capabilities
 
     @property
-    def wire(self) -> str:
-        return self.inner.wire
+    def wires(self) -> frozenset[str]:
+        return self.inner.wires
 
     async def __aenter__(self) -> Self:
         await self.inner.__aenter__()

@@ -117,10 +117,10 @@ class Fleet(Backend):
         return self._name
 
     @property
-    def wire(self) -> str:
-        """That of its servers, if all speak the same."""
-        wires = {server.backend.wire for server in self._present}
-        return wires.pop() if len(wires) == 1 else ""
+    def wires(self) -> frozenset[str]:
+        """Those that all of its servers take."""
+        wires = [server.backend.wires for server in self._present]
+        return frozenset.intersection(*wires) if wires else frozenset()
 
     @property
     def capabilities(self) -> Capabilities:

@@ -71,8 +71,8 @@ class RowAccess(Protocol):
         ...
 
     @property
-    def wire(self) -> str:
-        """The wire that the backend speaks itself; "" for none."""
+    def wires(self) -> frozenset[str]:
+        """The wires in which the backend takes a request as it is."""
         ...
 
     async def models(self) -> Sequence[str]: ...
@@ -162,7 +162,7 @@ class Gateway:
             asked = self._reader.read(dialect, _document(body), guest.row.model)
             if path.rstrip("/").endswith("/count_tokens"):
                 return json_response({"input_tokens": _estimated_tokens(asked)})
-            if asked.lost and dialect.wire != guest.row.wire:
+            if asked.lost and dialect.wire not in guest.row.wires:
                 lost = "; ".join(dict.fromkeys(asked.lost))
                 raise BadRequest(f"the run's backend has another wire format, which cannot say this: {lost}")
         except BadRequest as error:

@@ -51,6 +51,8 @@ class AnswerReader(Protocol):
 class HttpBackend(Backend, Generic[Head]):
     """A Backend but for its wire. ``chat`` is where turns are asked for; a Head is what the wire keeps of a shape."""
 
+    wire = ""  # in which a client's own request is sent as it is
+
     def __init__(self, http: HttpClient, chat: Route, *, capabilities: Capabilities, name: str | None = None) -> None:
         self._http = http
         self._chat = chat
@@ -126,6 +128,10 @@ class HttpBackend(Backend, Generic[Head]):
             report_calls(reply, on_tool_call)
         reply = self.finished(reply, request.shape)
         return reply if quota is None else replace(reply, quota=quota)
+
+    @property
+    def wires(self) -> frozenset[str]:
+        return frozenset({self.wire} if self.wire else ())
 
     def own_body(self, request: ModelRequest) -> ClientBody | None:
         """What a client sent in this backend's own wire format; None if it has to be translated."""

@@ -46,8 +46,8 @@ class GatewayRow:
         return self._work.worker.model
 
     @property
-    def wire(self) -> str:
-        return self._backend.wire
+    def wires(self) -> frozenset[str]:
+        return self._backend.wires
 
     async def models(self) -> Sequence[str]:
         return await self._backend.models()
