@@ -7,10 +7,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from backends.peer import Say as Told
+from backends.responses_wire import document
+from backends.wire import WireServer, answer
+from batch_agent.backends.openai.responses import ResponsesBackend
+from batch_agent.gateway.gateway import Gateway
 from batch_agent.messages import JsonObject
 from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
 from batch_agent.testing.messages_server import MessagesServer
-from gateway.rows import gateway_to
+from gateway.rows import BackendRow, gateway_to
 
 anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
@@ -142,3 +147,25 @@ async def test_a_request_in_the_backends_own_format_is_forwarded_with_all_its_fi
     assert "stream" not in sent
     assert answer.choices[0].finish_reason == "length"
     assert answer.system_fingerprint == "scripted"  # a field that only the server itself knows
+
+
+@streamed_or_not
+async def test_responses_go_to_a_server_of_their_own_format_as_they_are(streamed: bool) -> None:
+    told = document(Told("hello", reasoning="Hm.", sealed="secret", cut=True)) | {"safety": {"level": 3}}
+    tools = [{"type": "web_search"}]
+    async with (
+        WireServer(answer(told)) as server,
+        ResponsesBackend(server.url) as backend,
+        Gateway() as gateway,
+        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.admit(BackendRow(backend))) as client,
+    ):
+        options = {"model": "test-model", "input": "hi", "tools": tools, "previous_response_id": "resp_0"}
+        if streamed:
+            stream = await client.responses.create(**options, stream=True)
+            said = [event async for event in stream][-1].response
+        else:
+            said = await client.responses.create(**options)
+    assert (said.status, said.output_text, said.id) == ("incomplete", "hello", "resp_1")
+    assert said.output[0].encrypted_content == "secret"
+    assert said.model_extra == {"safety": {"level": 3}}
+    assert server.requests[0].json == options
