@@ -184,3 +184,19 @@ async def test_many_agents_share_one_repository(tmp_path: Path) -> None:
     assert answers == ["write hello"] * 12
     assert all(b"+hello" in each.saved["diff.patch"] for each in contexts)
     assert len(git(source, "worktree", "list").splitlines()) == 1
+
+
+async def test_a_row_that_is_given_up_while_its_tree_is_made_leaves_none(tmp_path: Path) -> None:
+    source = repository(tmp_path)
+    agent = runtime("codex", tmp_path, working_dir=source)
+    async with context(tmp_path, "write hello") as ctx:
+        with agent.worktrees:  # it waits for its turn
+            working = asyncio.ensure_future(agent(None, ctx))
+            while not (ctx.workdir / "home").exists():
+                await asyncio.sleep(0.01)
+            working.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await working
+    assert not (ctx.workdir / "tree").exists()
+    assert len(git(source, "worktree", "list").splitlines()) == 1

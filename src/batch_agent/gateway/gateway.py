@@ -26,7 +26,6 @@ from batch_agent.errors import (
     BackendError,
     BatchAgentError,
     Interrupted,
-    JobError,
     RateLimited,
     Rejected,
     SpecError,
@@ -186,7 +185,7 @@ class Gateway:
         async with Waiting(request, streamed=asked.stream) as waiting:
             try:
                 reply = await guest.row.answer(asked)
-            except (JobError, SpecError) as error:
+            except BatchAgentError as error:
                 failure = _status(error), str(error)
         if reply is None:
             assert failure is not None

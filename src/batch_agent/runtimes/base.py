@@ -11,7 +11,8 @@ import asyncio
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -19,7 +20,7 @@ from typing import ClassVar, Literal, Protocol
 
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.registry import open_backend
-from batch_agent.errors import AgentTimeout, SpecError, WorkerFailed
+from batch_agent.errors import AgentTimeout, RowEnded, SpecError, WorkerFailed
 from batch_agent.messages import Usage
 from batch_agent.runtimes.events import ReadEvent, Recorder, Transcript
 from batch_agent.runtimes.process import ProcessEnd, run_agent
@@ -128,12 +129,10 @@ class CommandLineRuntime(ABC):
 
     async def __call__(self, row: object, ctx: RowContext) -> str:
         """What the agent said last."""
-        program, home = self.check(), ctx.workdir.absolute() / "home"
+        program, home = await asyncio.to_thread(self.check), ctx.workdir.absolute() / "home"
         await asyncio.to_thread(_fresh, home)
         place = self._place(ctx, home)
-        opened = open_tree(self._source, self.isolation, home.with_name("tree"), self.worktrees)
-        tree = await asyncio.to_thread(opened.__enter__)
-        try:
+        async with self._tree(home.with_name("tree")) as tree:
             env = {**self._env(ctx, home), **self.prepare(place)}
             with Recorder(ctx.workdir / "events.jsonl", type(self).read_event) as recorder:
                 try:
@@ -141,11 +140,21 @@ class CommandLineRuntime(ABC):
                 finally:
                     recorder.flush()
                     await asyncio.to_thread(_keep, ctx, tree)
-        finally:
-            await asyncio.to_thread(opened.__exit__, None, None, None)
         if self.backend is not None:
             ctx.add_usage(recorder.transcript.usage)
         return self._output(ended, recorder.transcript)
+
+    @asynccontextmanager
+    async def _tree(self, place: Path) -> AsyncIterator[AgentTree]:
+        """Its files. They are removed also if this is cancelled while they are made."""
+        opened = open_tree(self._source, self.isolation, place, self.worktrees)
+        making = asyncio.ensure_future(asyncio.to_thread(opened.__enter__))
+        try:
+            yield await asyncio.shield(making)
+        finally:
+            await asyncio.wait([making])
+            if making.exception() is None:
+                await asyncio.to_thread(opened.__exit__, None, None, None)
 
     def _place(self, ctx: RowContext, home: Path) -> Place:
         model = self.model or ctx.model
@@ -207,12 +216,13 @@ def _fresh(home: Path) -> None:
 
 
 def _keep(ctx: RowContext, tree: AgentTree) -> None:
-    """What is left of the agent, also of one that failed."""
-    if tree.git:
-        ctx.save("diff.patch", tree.diff().encode("utf-8", "surrogateescape"))
-    for name in ("events.jsonl", "stderr.txt"):
-        if (ctx.workdir / name).exists():
-            ctx.save(name, ctx.workdir / name)
+    """What is left of the agent, also of one that failed. A row that has ended keeps nothing."""
+    with suppress(RowEnded):
+        if tree.git:
+            ctx.save("diff.patch", tree.diff().encode("utf-8", "surrogateescape"))
+        for name in ("events.jsonl", "stderr.txt"):
+            if (ctx.workdir / name).exists():
+                ctx.save(name, ctx.workdir / name)
 
 
 def available_mib() -> int:
