@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-vllm test-dynamo soak lint format bench clean
+.PHONY: demo test test-view screenshots test-vllm test-dynamo test-agents soak lint format bench clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,7 +33,7 @@ test-view: $(VENV)/.ready  ## the page in headless Chromium, installed with apt 
 screenshots: $(VENV)/.ready  ## pictures of the page for docs/images
 	$(BIN)/python docs/screenshots.py
 
-test-vllm test-dynamo: test-%: $(VENV)/.ready  ## install and start a real server, and pass its suite
+test-vllm test-dynamo test-agents: test-%: $(VENV)/.ready  ## install and start the real thing, and pass its suite
 	$(BIN)/python -m tests.real $*
 
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again
@@ -56,6 +56,7 @@ bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; 
 	-$(BIN)/python -m benchmarks.reduce
 	-$(BIN)/python -m benchmarks.capacity
 	-$(BIN)/python -m benchmarks.fleet
+	-$(BIN)/python -m benchmarks.gateway
 	-$(BIN)/python -m benchmarks.throughput
 	-$(BIN)/python -m benchmarks.streaming
 	-$(BIN)/python -m benchmarks.memory

@@ -21,6 +21,7 @@ NAMES = (
     "gpu",
     "capacity",
     "fleet",
+    "gateway",
     "ticks",
     "reduce",
     "contexts",

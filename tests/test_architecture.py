@@ -27,12 +27,14 @@ ORDER = [
     "scheduler",
     "outputs",
     "backends",
+    "runtimes",
     "tools",
     "files",
     "store",
     "observe",
     "results",
     "dispatch",
+    "gateway",
     "engine",
     "topology",
     "fleet",
@@ -57,6 +59,8 @@ PURE = ("compiler", "scheduler", "outputs")
 # Parts, or files, that start tasks: each owns what it starts, and waits for its end.
 START_TASKS = {
     "dispatch": "probes, load polls and hedges beside a request",
+    "gateway": "signs of life to a client that waits",
+    "runtimes": "the input and the output of a process, beside its end",
     "engine": "the feed, the agents and the tool calls of a run",
     "fleet": "probes of many servers at once, and the proxy",
     "swarm": "the requests of one call to many servers",

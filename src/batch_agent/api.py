@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from batch_agent.messages import Message
     from batch_agent.observe.metrics import Statistics
     from batch_agent.results import Results
+    from batch_agent.runtimes.base import CommandLineRuntime
     from batch_agent.spec import BatchSpec
     from batch_agent.tools.base import Tool
 
@@ -66,7 +67,7 @@ class Options(TypedDict, total=False):
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str | Sequence[Tool[..., Any]]]
     model: str | None
     backend: str | Mapping[str, JsonValue] | Sequence[str | Mapping[str, JsonValue] | Backend] | Backend | None
-    runtime: Backend | None
+    runtime: CommandLineRuntime | str | Mapping[str, Any] | Backend | None
     api_key: str | None
     max_inflight: int | None
     max_concurrent: int | None

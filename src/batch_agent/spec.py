@@ -156,8 +156,16 @@ class BatchSpec(BaseModel):
             repr=False,
         )
     )
-    runtime: Annotated[Any, NotSettable("it is a Python object; write backend", in_files=True)] = Field(
-        None, description="A `Backend` object; another name for `backend`.", repr=False
+    runtime: Annotated[
+        Any,
+        Scope.STAGE,
+        Unset("the tool loop"),
+        Flag("NAME", "a command-line agent that works on each row: opencode, claude-code or codex"),
+    ] = Field(
+        None,
+        description="Command-line agent that works on each row: `opencode`, `claude-code`, `codex`, a mapping with its "
+        "`name` and options, or a runtime object ([agents.md](agents.md)). A `Backend` object means `backend`.",
+        repr=False,
     )
     model: Annotated[OptionalText, Compared.VALUE, Unset("the backend's only one"), Flag()] = Field(
         None, description="Name of the model, or `provider/model` when no backend is given."
@@ -429,8 +437,11 @@ class BatchSpec(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.backend is not None and self.runtime is not None:
-            raise ValueError("backend and runtime mean the same: give one of them")
+        works = isinstance(self.runtime, str | Mapping) or callable(self.runtime)  # else it is a backend
+        if self.backend is not None and self.runtime is not None and not works:
+            raise ValueError("backend and a runtime that is a backend mean the same: give one of them")
+        if self.worker is not None and self.runtime is not None and works:
+            raise ValueError("worker and runtime both work on rows: give one of them")
         for name in ("resume", "force_resume"):
             if getattr(self, name) and self.run_dir is None:
                 raise ValueError(f"{name} needs run_dir, the directory to resume from")

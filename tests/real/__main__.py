@@ -1,4 +1,4 @@
-"""``python -m tests.real vllm`` (or ``dynamo``): set a real server up from nothing, start it, run its suite, stop it.
+"""``python -m tests.real vllm`` (``dynamo``, ``agents``): set the real thing up from nothing, run its suite, stop it.
 
 What is installed stays in ``--folder``. With ``--serve`` the server is started and its address printed, for whoever
 wants to look for themselves; it runs until it is interrupted.
@@ -15,13 +15,18 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from tests.real.servers.agents import agents
 from tests.real.servers.dynamo import dynamo
 from tests.real.servers.vllm import vllm
 
 from batch_agent.backends.local.weights import cache_dir
 
-SUITES = {"vllm": ("test_vllm.py", "test_anthropic_wire.py", "test_vllm_fleet.py"), "dynamo": ("test_dynamo.py",)}
-SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"vllm": vllm, "dynamo": dynamo}
+SUITES = {
+    "vllm": ("test_vllm.py", "test_anthropic_wire.py", "test_vllm_fleet.py"),
+    "dynamo": ("test_dynamo.py",),
+    "agents": ("test_agents.py",),
+}
+SERVERS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"vllm": vllm, "dynamo": dynamo, "agents": agents}
 
 
 def main() -> int:

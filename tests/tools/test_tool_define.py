@@ -182,8 +182,8 @@ def test_a_method_needs_its_object() -> None:
 
 
 def test_the_built_in_tools_are_attributes_and_have_names() -> None:
-    names = ["read_file", "http_get", "web_search", "python_eval"]
-    assert resolve_tools(names) == (Tool.read_file, Tool.http_get, Tool.web_search, Tool.python_eval)
+    names = ["read_file", "http_get", "web_search", "python_eval", "claude_code"]
+    assert resolve_tools(names) == tuple(getattr(Tool, name) for name in names)
     assert [tool.name for tool in resolve_tools(names)] == names
     assert all(tool.description for tool in resolve_tools(names))
 

@@ -66,6 +66,18 @@ class RequestShape:
     extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ClientBody:
+    """A request as a client of the gateway sent it, in the format of ``wire``. A backend that speaks this wire sends
+    the fields unchanged and puts the whole answer on the Reply (``sealed``); others ask with shape and conversation.
+    ``digest`` is of all that the conversation does not say, ``headers`` are those that belong to the wire."""
+
+    wire: str
+    fields: JsonObject
+    digest: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
 @dataclass(slots=True, eq=False)
 class ModelRequest:
     """One turn to be taken. Whoever asks it fills in where it goes; backends change nothing of it but what it has
@@ -86,6 +98,7 @@ class ModelRequest:
     on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)  # a streamed answer begins
     # The text that has come so far where the answer is streamed, for whoever gives the turn up before its end.
     said: list[str] = field(default_factory=list, compare=False, repr=False)
+    client: ClientBody | None = field(default=None, compare=False, repr=False)  # of a request through the gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +171,11 @@ class Backend(ABC):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities()
+
+    @property
+    def wires(self) -> frozenset[str]:
+        """The wires in which it takes a client's own request (``ClientBody``)."""
+        return frozenset()
 
     async def __aenter__(self) -> Self:
         return self

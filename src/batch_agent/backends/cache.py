@@ -116,6 +116,8 @@ class CachingBackend(ForwardingBackend):
         if head is None:
             head = self._heads[shape] = _head(shape, self.name)
         key = blake2b(head, digest_size=32)
+        if request.client is not None:
+            key.update(request.client.digest)
         for message in request.conversation.messages:
             key.update(_body(message))
         return key.digest()

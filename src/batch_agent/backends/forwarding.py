@@ -37,6 +37,10 @@ class ForwardingBackend(Backend):
     def capabilities(self) -> Capabilities:
         return self.inner.capabilities
 
+    @property
+    def wires(self) -> frozenset[str]:
+        return self.inner.wires
+
     async def __aenter__(self) -> Self:
         await self.inner.__aenter__()
         return self

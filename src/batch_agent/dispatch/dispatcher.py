@@ -26,7 +26,7 @@ from batch_agent.dispatch.policy import Observer, Policy, Question, Questions, R
 from batch_agent.dispatch.probing import Probed
 from batch_agent.dispatch.slots import Slots
 from batch_agent.dispatch.spending import Call, Spending
-from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Unavailable
+from batch_agent.errors import BackendError, Interrupted, JobError, Timeout, Truncated, Unavailable
 from batch_agent.events import Ended
 from batch_agent.messages import Reply, Usage
 from batch_agent.scheduler.blame import Verdict
@@ -60,6 +60,11 @@ class ModelCall:
         request.endpoint = endpoint
         try:
             reply = await self.backend.infer(request, self.on_tool_call)
+        except Truncated as cut:
+            if request.client is None:
+                raise
+            # A client names its own token limit, and reads in the answer that it was reached.
+            reply = Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
         except BackendError as error:
             error.text = error.text or self.text
             raise

@@ -117,6 +117,12 @@ class Fleet(Backend):
         return self._name
 
     @property
+    def wires(self) -> frozenset[str]:
+        """Those that all of its servers take."""
+        wires = [server.backend.wires for server in self._present]
+        return frozenset.intersection(*wires) if wires else frozenset()
+
+    @property
     def capabilities(self) -> Capabilities:
         able = [server.backend.capabilities for server in self._present]
         return Capabilities(

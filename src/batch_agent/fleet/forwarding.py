@@ -41,7 +41,7 @@ class Forward(Question):
         upstreams: Upstreams,
         transport: Transport,
         homes: Homes,
-        request: web.Request,
+        request: web.BaseRequest,
         body: bytes,
         key: str,
         ticket: Ticket,

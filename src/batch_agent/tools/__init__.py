@@ -14,6 +14,7 @@ from batch_agent.tools.latency import ToolStatistics
 from batch_agent.tools.pool import PendingCall, ToolOutcome, ToolPool
 
 if TYPE_CHECKING:
+    from batch_agent.tools.builtin.agent import claude_code
     from batch_agent.tools.builtin.files import read_file
     from batch_agent.tools.builtin.http import http_get
     from batch_agent.tools.builtin.python import python_eval
@@ -25,6 +26,7 @@ __all__ = [
     "ToolOutcome",
     "ToolPool",
     "ToolStatistics",
+    "claude_code",
     "http_get",
     "python_eval",
     "read_file",
@@ -34,6 +36,7 @@ __all__ = [
 
 # Here and not in base: the built-in tools are made with Tool.define. Importing any module of this package runs this.
 _MAKERS = {
+    "claude_code": "batch_agent.tools.builtin.agent:claude_code",
     "http_get": "batch_agent.tools.builtin.http:http_get",
     "python_eval": "batch_agent.tools.builtin.python:python_eval",
     "read_file": "batch_agent.tools.builtin.files:read_file",

@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, Generic, Literal, Protocol, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, Literal, Protocol, cast, overload
 
 from typing_extensions import ParamSpec, TypeVar
 
@@ -34,6 +34,9 @@ from batch_agent.tools.rate import calls_per_second
 from batch_agent.tools.render import MAX_TOKENS
 from batch_agent.tools.schema import Arguments, Documentation, Function, Signature, is_async, signature_of
 
+if TYPE_CHECKING:
+    from batch_agent.runtimes.base import CommandLineRuntime
+
 P = ParamSpec("P", default=...)
 R_co = TypeVar("R_co", covariant=True, default=object)
 Q = ParamSpec("Q")
@@ -44,7 +47,7 @@ Effect = Literal["read", "write"]
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 CacheKey = Callable[..., object]
 
-BUILTIN_NAMES = ("http_get", "python_eval", "read_file", "web_search")
+BUILTIN_NAMES = ("claude_code", "http_get", "python_eval", "read_file", "web_search")
 # What the common wire formats accept.
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -78,6 +81,7 @@ class Tool(Generic[P, R_co]):
     http_get: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
     web_search: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
     python_eval: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
+    claude_code: ClassVar[Tool[..., Coroutine[Any, Any, str]]]
 
     spec: ToolSpec = field(repr=False)
     function: Callable[P, R_co] = field(repr=False)
@@ -336,6 +340,20 @@ class Tool(Generic[P, R_co]):
 
         _check_positive(int | float, timeout=timeout)
         return mcp_file_tools(Path(path), servers=servers, prefix=prefix, reads=reads, timeout=timeout)
+
+    @staticmethod
+    def agent(
+        runtime: CommandLineRuntime,
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        max_concurrent: int | None = None,
+    ) -> Tool[..., Coroutine[Any, Any, str]]:
+        """Makes a tool of a command-line agent (``batch_agent.runtimes``), which a model gives a task. The runtime has
+        a backend of its own. As many run at once as fit into memory, unless ``max_concurrent`` says otherwise."""
+        from batch_agent.tools.builtin.agent import agent_tool  # here, because it is made with Tool.define
+
+        return agent_tool(runtime, name=name, description=description, max_concurrent=max_concurrent)
 
 
 class _Decorator(Protocol):

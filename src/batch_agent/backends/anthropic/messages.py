@@ -18,7 +18,7 @@ from batch_agent.backends.address import Address, check_known
 from batch_agent.backends.anthropic.answer import PAUSED, AnswerStream, read_answer
 from batch_agent.backends.anthropic.check import check_shape
 from batch_agent.backends.anthropic.request import WIRE, Head, MessagesView, answer_blocks, build_head
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Backend, Capabilities, ClientBody, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.batch.anthropic_jobs import AnthropicJobs
 from batch_agent.backends.batch.jobs import JobBackend
 from batch_agent.backends.http.backend import HttpBackend
@@ -26,7 +26,7 @@ from batch_agent.backends.http.client import HttpClient
 from batch_agent.backends.http.faults import Wording
 from batch_agent.backends.http.wire import Naming, object_of
 from batch_agent.errors import BackendError, SpecError
-from batch_agent.messages import Conversation, Reply, Sealed, Usage
+from batch_agent.messages import Conversation, JsonObject, Reply, Sealed, Usage
 
 API = "https://api.anthropic.com"
 # The first is what every server of this wire understands, and with it older models still take a temperature.
@@ -61,6 +61,8 @@ class AnthropicBackend(HttpBackend[Head]):
     """One server at ``base_url`` (up to and with ``/v1``). A key goes where the version wants it; a ``token`` is always
     a bearer's."""
 
+    wire = WIRE
+
     def __init__(
         self,
         base_url: str,
@@ -80,6 +82,10 @@ class AnthropicBackend(HttpBackend[Head]):
         able = capabilities or Capabilities(native_schema=True, schema_with_tools=True, images=True)
         super().__init__(http, http.route("POST", "/messages"), capabilities=able, name=name)
         self._version = version
+
+    def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
+        fields, headers = super().write_own(client, request)
+        return {**fields, "model": request.shape.model}, headers
 
     def check(self, shape: RequestShape) -> None:
         check_shape(shape, takes_sampling=self._version == VERSIONS[0])
@@ -101,6 +107,8 @@ class AnthropicBackend(HttpBackend[Head]):
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         reply = await super().infer(request, on_tool_call)
+        if self.own_body(request) is not None:
+            return reply  # a client goes on with a paused answer by itself
         for _ in range(MOST_PAUSES):
             if reply.finish_reason != PAUSED:
                 return reply

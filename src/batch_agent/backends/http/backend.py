@@ -14,16 +14,26 @@ from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
-from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
+from batch_agent.backends.base import (
+    Backend,
+    Capabilities,
+    ClientBody,
+    ModelRequest,
+    OnToolCall,
+    Probe,
+    RequestShape,
+)
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.connection import Receive
 from batch_agent.backends.http.faults import Faults
 from batch_agent.backends.http.probe import probe_server
 from batch_agent.backends.http.quota import read_quota
-from batch_agent.backends.http.wire import Naming, report_calls
-from batch_agent.messages import Quota, Reply
+from batch_agent.backends.http.wire import Naming, json_of, report_calls, written
+from batch_agent.errors import Rejected, Truncated
+from batch_agent.messages import JsonObject, Quota, Reply, Sealed, Usage
 
 Head = TypeVar("Head")
+_STREAMED = frozenset({"stream", "stream_options"})
 
 
 class AnswerReader(Protocol):
@@ -40,6 +50,8 @@ class AnswerReader(Protocol):
 
 class HttpBackend(Backend, Generic[Head]):
     """A Backend but for its wire. ``chat`` is where turns are asked for; a Head is what the wire keeps of a shape."""
+
+    wire = ""  # in which a client's own request is sent as it is
 
     def __init__(self, http: HttpClient, chat: Route, *, capabilities: Capabilities, name: str | None = None) -> None:
         self._http = http
@@ -92,6 +104,8 @@ class HttpBackend(Backend, Generic[Head]):
         self.write_head(shape, False)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        if (client := self.own_body(request)) is not None:
+            return await self._forward(client, request)
         naming = Naming(request.conversation.messages, self._chat.faults)
         stream = None
         if on_tool_call is not None and self.capabilities.streaming:
@@ -114,6 +128,38 @@ class HttpBackend(Backend, Generic[Head]):
             report_calls(reply, on_tool_call)
         reply = self.finished(reply, request.shape)
         return reply if quota is None else replace(reply, quota=quota)
+
+    @property
+    def wires(self) -> frozenset[str]:
+        return frozenset({self.wire} if self.wire else ())
+
+    def own_body(self, request: ModelRequest) -> ClientBody | None:
+        """What a client sent in this backend's own wire format; None if it has to be translated."""
+        client = request.client
+        return client if client is not None and client.wire == self.wire else None
+
+    def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
+        """The fields of a client's request, and headers. The answer is always asked for as a whole."""
+        return {name: value for name, value in client.fields.items() if name not in _STREAMED}, client.headers
+
+    async def _forward(self, client: ClientBody, request: ModelRequest) -> Reply:
+        """Send a client's own request. Its whole answer is on the Reply, also if it was cut or filtered."""
+        fields, headers = self.write_own(client, request)
+        quota: Quota | None = None
+
+        def on_headers(answered: Mapping[str, str]) -> None:
+            nonlocal quota
+            quota = read_quota(answered)
+
+        body = await self._http.send(self._chat, written(fields), None, headers, on_headers) or b""
+        try:
+            reply = self.read_whole(body, Naming(request.conversation.messages, self._chat.faults))
+        except (Truncated, Rejected) as end:
+            if end.status is not None:
+                raise
+            finish = "length" if isinstance(end, Truncated) else "content_filter"
+            reply = Reply(end.text, usage=end.usage or Usage(), finish_reason=finish)
+        return replace(reply, sealed=Sealed(f"{self.wire} document", json_of(body)), quota=quota)
 
     def finished(self, reply: Reply, shape: RequestShape) -> Reply:
         """The answer as the engine wants it, where the wire had to ask for it in another form."""

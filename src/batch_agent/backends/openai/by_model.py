@@ -60,7 +60,11 @@ class OpenAIByModel(OpenAIBackend):
         else:
             super().check(shape)
 
+    @property
+    def wires(self) -> frozenset[str]:
+        return frozenset({self.wire, self._responses.wire})
+
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        if needs_responses(request.shape.model):
+        if needs_responses(request.shape.model) or self._responses.own_body(request) is not None:
             return await self._responses.infer(request, on_tool_call)
         return await super().infer(request, on_tool_call)

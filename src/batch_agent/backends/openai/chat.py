@@ -25,6 +25,7 @@ from batch_agent.messages import Conversation, JsonObject, Message, MessageView,
 
 class OpenAIBackend(OpenAIServer):
     path = "/chat/completions"
+    wire = "chat"
 
     def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
         return encode_head(shape, streamed, self._dialect)

@@ -25,6 +25,7 @@ from batch_agent.messages import Content, Conversation, JsonObject, Message, Mes
 
 class ResponsesBackend(OpenAIServer):
     path = "/responses"
+    wire = WIRE
 
     def write_head(self, shape: RequestShape, streamed: bool) -> bytes:
         return encode_head(shape, streamed, self._dialect)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
-from batch_agent.backends.base import Capabilities, ModelRequest, OnToolCall, RequestShape
+from batch_agent.backends.base import Capabilities, ClientBody, ModelRequest, OnToolCall, RequestShape
 from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient
 from batch_agent.backends.http.transport import Transport
@@ -106,7 +106,7 @@ class OpenAIServer(HttpBackend[bytes]):
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         shape = request.shape
-        if shape.schema is None:
+        if shape.schema is None or self.own_body(request) is not None:
             return await self._ask(request, on_tool_call)
         if self._capabilities.schema_note:
             return await self._ask(replace(request, shape=self._without_schema(shape)), on_tool_call)
@@ -140,6 +140,12 @@ class OpenAIServer(HttpBackend[bytes]):
             return await super().infer(request, on_tool_call)
         except Rejected as refusal:
             raise await self._explained(refusal, request.shape.model) from None
+
+    def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
+        fields, headers = super().write_own(client, request)
+        tail = self.tail_of(request)
+        fields["model"] = self._dialect.deployment or request.shape.model
+        return {**tail.fields, **fields}, {**(headers or {}), **tail.headers}
 
     def tail_of(self, request: ModelRequest) -> Tail:
         """What the request has of its own, but for what the user's extra_body sets: that has the last word."""

@@ -83,6 +83,7 @@ class SpecFile:
             "prompt": self._text,
             "tools": self._tools,
             "output_schema": self._schema,
+            "runtime": self._runtime,
             "worker": self._worker,
         }
         followed = dict(options)
@@ -107,6 +108,11 @@ class SpecFile:
 
     def _directory(self, value: object) -> object:
         return self.path.parent / value if isinstance(value, str | Path) else value
+
+    def _runtime(self, value: object) -> object:
+        if not (isinstance(value, Mapping) and "working_dir" in value):
+            return value
+        return {**value, "working_dir": self._directory(value["working_dir"])}
 
     def _tools(self, value: object) -> object:
         if not isinstance(value, list):

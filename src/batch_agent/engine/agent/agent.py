@@ -8,7 +8,8 @@ and stops the run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TypeAlias, cast
 
@@ -160,8 +161,13 @@ def _kept(messages: Sequence[Message], job: Job) -> tuple[Message, ...]:
     )
 
 
-def worker_of(prepared: Prepared, inner: InnerWorker | None, spending: Spending) -> AgentWorker:
+@asynccontextmanager
+async def open_worker(prepared: Prepared, inner: InnerWorker | None, spending: Spending) -> AsyncIterator[AgentWorker]:
     """What works on the rows of a run: the user's worker, one of our own (``inner``), or the tool loop."""
-    if prepared.spec.worker is not None:
-        return UserWorker(prepared.spec.worker, prepared, spending)
-    return tool_loop if inner is None else bounded(inner)
+    if prepared.spec.worker is None:
+        yield tool_loop if inner is None else bounded(inner)
+        return
+    from batch_agent.gateway.gateway import Gateway  # with an HTTP server, which other runs do not need
+
+    async with Gateway() as gateway:
+        yield UserWorker(prepared.spec.worker, prepared, gateway, spending)

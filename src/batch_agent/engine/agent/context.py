@@ -97,10 +97,32 @@ class AgentContext:
         self._check_open()
         return self._work.place.directory
 
+    @property
+    def base_url(self) -> str:
+        """The address at which programs ask as this row: it speaks OpenAI's and Anthropic's formats."""
+        self._check_open()
+        return f"{self._work.worker.gateway.url}/v1"
+
+    @property
+    def api_key(self) -> str:
+        """The key of this row at ``base_url``. It ends with the row."""
+        self._check_open()
+        return self._work.key
+
+    @property
+    def env(self) -> dict[str, str]:
+        """``base_url`` and ``api_key`` as environment variables, under the names that clients read."""
+        return self._work.worker.gateway.env(self.api_key)
+
     def save(self, name: str, content: str | bytes | Path) -> Path:
         """Keep text, bytes or a copy of a file: ``result.artifacts[name]`` is its path."""
         self._check_open()
         return self._work.place.save(name, content)
+
+    def add_usage(self, usage: Usage) -> None:
+        """Count tokens that this row used past the run, at another server, on its result."""
+        self._check_open()
+        self._work.tally.pay(usage, None)
 
     def say(self, text: str) -> None:
         """Add a message of the user's to the row's own conversation."""
@@ -266,8 +288,23 @@ class BlockingContext:
     def workdir(self) -> Path:
         return self._context.workdir
 
+    @property
+    def base_url(self) -> str:
+        return self._context.base_url
+
+    @property
+    def api_key(self) -> str:
+        return self._context.api_key
+
+    @property
+    def env(self) -> dict[str, str]:
+        return self._context.env
+
     def save(self, name: str, content: str | bytes | Path) -> Path:
         return self._context.save(name, content)
+
+    def add_usage(self, usage: Usage) -> None:
+        self._context.add_usage(usage)
 
     def say(self, text: str) -> None:
         self._context.say(text)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -21,6 +22,7 @@ from batch_agent.compiler.pictures import content_of
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.dispatch.policy import Question
+from batch_agent.engine.agent.gateway_row import GatewayRow
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.turn import TurnCall
 from batch_agent.engine.agent.work_state import WorkState
@@ -61,6 +63,7 @@ class RowWork(WorkState):
         "_at_end",
         "_calls",
         "_closed",
+        "_key",
         "_output",
         "_place",
         "_progress_of",
@@ -73,6 +76,7 @@ class RowWork(WorkState):
 
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: UserWorker) -> None:
         super().__init__(job, resources, trail)
+        self._key = ""  # at the gateway; made when it is first asked for
         own = [Message("user", content_of(job))] if job.prompt else []
         self.conversation = Conversation(own, parent=resources.shared)
         self._worker = worker
@@ -297,6 +301,15 @@ class RowWork(WorkState):
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Interrupted | StoreError) and self.failure is None:
             self.failure = error  # the run cannot go on, whatever the worker makes of it
+
+    @property
+    def key(self) -> str:
+        """What shows at the gateway that a request is this row's; it ends with the row."""
+        if not self._key:
+            gateway = self._worker.gateway
+            self._key = gateway.admit(GatewayRow(self, self._r.backend))
+            self.at_end(partial(gateway.dismiss, self._key))
+        return self._key
 
     async def wait_for(self, worker: asyncio.Task[Any]) -> None:
         """Until the worker has ended. Raises Interrupted when the run's time is over first; what it was writing then is

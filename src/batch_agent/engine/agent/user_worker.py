@@ -15,14 +15,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from batch_agent.backends.base import RequestShape
 from batch_agent.blocking import in_thread
 from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.cancellation import cancelled_by_us
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.agent.context import AgentContext, AskOptions, BlockingContext
+from batch_agent.engine.agent.gateway_row import ClientShapes
 from batch_agent.engine.agent.row_work import RowWork
 from batch_agent.engine.agent.shapes import Shapes, build_shapes
 from batch_agent.engine.agent.worker_output import read_output, write_output
@@ -33,6 +35,9 @@ from batch_agent.errors import InputError, JobError, SpecError, StoreError, Work
 from batch_agent.foreign import describe, is_async
 from batch_agent.spec import BatchSpec
 from batch_agent.tools.base import Tool
+
+if TYPE_CHECKING:
+    from batch_agent.gateway.gateway import Gateway
 
 C = TypeVar("C")
 logger = logging.getLogger("batch_agent")
@@ -52,10 +57,14 @@ class AskShapes:
 
 
 class UserWorker:
-    """``places`` are the directories of its rows; ``fingerprint`` is the run's."""
+    """``places`` are the directories of its rows, ``gateway`` is where their programs ask."""
 
-    def __init__(self, function: Callable[..., Any], prepared: Prepared, spending: Spending | None = None) -> None:
-        self.places = Workplaces(None if prepared.spec.run_dir is None else Path(prepared.spec.run_dir))
+    def __init__(
+        self, function: Callable[..., Any], prepared: Prepared, gateway: Gateway, spending: Spending | None = None
+    ) -> None:
+        self.gateway = gateway
+        self.client_shapes = ClientShapes(self._admit_shape)
+        self.places = Workplaces(None if prepared.spec.run_dir is None else Path(prepared.spec.run_dir).absolute())
         self.fingerprint = fingerprint_of(prepared).hex()
         self._function = function
         self._prepared = prepared
@@ -177,6 +186,11 @@ class UserWorker:
         if self._spending is not None:
             self._spending.set_prices(every, self._prices(model))
         return AskShapes(shapes, schema, output_schema)
+
+    def _admit_shape(self, shape: RequestShape) -> None:
+        """A client's request is not checked before it is sent: the backend's refusal is the client's."""
+        if self._spending is not None:
+            self._spending.set_prices((shape,), self._prices(shape.model))
 
     def _prices(self, model: str) -> Prices | None:
         prepared = self._prepared

@@ -24,6 +24,7 @@ from batch_agent.files.pictures import read_image
 from batch_agent.foreign import is_async
 from batch_agent.messages import Image
 from batch_agent.observe.text import rows
+from batch_agent.runtimes.named import runtime_of
 from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.server import Terms
@@ -81,7 +82,13 @@ class Prepared:
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     """Resolve and check everything. Raises SpecError; sends nothing. A plan that is not to be run (``sends`` is False)
     needs no key."""
+    runtime = runtime_of(spec.runtime)
     where = spec.runtime if spec.backend is None else spec.backend
+    if runtime is not None:
+        if sends:
+            runtime.check()
+        where = runtime.backend if spec.backend is None else spec.backend
+        spec = spec.model_copy(update={"worker": runtime, "runtime": None})
     backend, model = open_backend(where, model=spec.model, api_key=spec.api_key, sends=sends)
     tools = resolve_tools(spec.tools)
     if not isinstance(spec.predictive_prewarm, bool):
@@ -104,6 +111,8 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     agents = spec.max_agents if spec.given("max_agents") else _enough_agents(SOUGHT if sought else inflight)
     if spec.worker is not None and not is_async(spec.worker) and not spec.given("max_agents"):
         agents = THREADS  # each has one
+    if runtime is not None and not spec.given("max_agents"):
+        agents = runtime.most_at_once()
     prices = find_prices(spec.prices, model=model, backend=backend.name)
     if prices is not None and spec.prices is None and backend.capabilities.price != 1.0:
         prices = prices.times(backend.capabilities.price)

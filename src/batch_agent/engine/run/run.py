@@ -29,7 +29,7 @@ from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.members import following
 from batch_agent.dispatch.policy import Policy
 from batch_agent.dispatch.spending import Spending
-from batch_agent.engine.agent.agent import worker_of
+from batch_agent.engine.agent.agent import open_worker
 from batch_agent.engine.agent.compaction import open_compactor
 from batch_agent.engine.agent.loop_context import InnerWorker
 from batch_agent.engine.agent.resources import Resources
@@ -307,6 +307,7 @@ class Run(Steered, Generic[T]):
                 hints=spec.nvext_agent_hints,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
+            worker = await extent.enter_async_context(open_worker(prepared, self._worker, shared.spending))
             self._batch = batch = Batch(
                 self._rows,
                 prepared.plan,
@@ -314,7 +315,7 @@ class Run(Steered, Generic[T]):
                 self._feed,
                 self._delivery,
                 record,
-                worker_of(prepared, self._worker, shared.spending),
+                worker,
                 asks_first=self._loops,
                 parts_record=self._record_of_parts(prepared),
             )

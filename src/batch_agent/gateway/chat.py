@@ -1,0 +1,226 @@
+"""The dialect of ``/v1/chat/completions``: requests read, answers written. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import JsonValue
+
+from batch_agent.backends.base import RequestShape
+from batch_agent.gateway.client_request import (
+    BadRequest,
+    ClientRequest,
+    Envelope,
+    RequestKind,
+    image_of,
+    joined,
+    mapping_of,
+    number,
+    objects,
+    own_document,
+    sse,
+    string,
+    texts,
+    whole,
+)
+from batch_agent.messages import Content, JsonObject, Message, Part, Reply, ToolCall, ToolSpec, Usage
+
+ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
+FINISHES = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "tool_use": "tool_calls",
+    "max_tokens": "length",
+    "max_output_tokens": "length",
+}
+KINDS = {
+    401: "authentication_error",
+    402: "insufficient_quota",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ChatDialect:
+    wire = "chat"
+
+    # Requests
+
+    def read_kind(self, body: JsonObject, model: str) -> RequestKind:
+        lost = [] if body.get("n") in (None, 1) else ["n"]
+        schema, name = _schema(mapping_of(body.get("response_format"), "response_format"))
+        shape = RequestShape(
+            model=string(body.get("model"), "model") or model,
+            max_tokens=whole(body, "max_completion_tokens", "max_tokens"),
+            temperature=number(body, "temperature"),
+            top_p=number(body, "top_p"),
+            seed=_seed(body.get("seed")),
+            stop=texts(body.get("stop"), "stop"),
+            tools=tuple(_tools(body, lost)),
+            tool_choice=_tool_choice(body.get("tool_choice")),
+            schema=schema,
+            schema_name=name,
+        )
+        return RequestKind(shape, lost)
+
+    def read_messages(self, body: JsonObject, lost: list[str]) -> list[Message]:
+        messages = objects(body.get("messages"), "messages")
+        if not messages:
+            raise BadRequest("messages must be a list of at least one message", "messages")
+        return [_message(message, lost) for message in messages]
+
+    # Answers
+
+    def document(self, reply: Reply, request: ClientRequest, envelope: Envelope) -> JsonObject:
+        if (own := own_document(reply, self.wire)) is not None:
+            return own
+        message: JsonObject = {"role": "assistant", "content": reply.text or None, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = [_written_call(call) for call in reply.tool_calls]
+        elif not reply.text:
+            message["content"] = ""
+        finish = FINISHES.get(reply.finish_reason, reply.finish_reason)
+        return {
+            "id": f"chatcmpl-{envelope.name}",
+            "object": "chat.completion",
+            "created": envelope.created,
+            "model": envelope.model,
+            "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": finish}],
+            "usage": _written_usage(reply.usage),
+        }
+
+    def events(self, document: JsonObject, request: ClientRequest) -> Iterator[bytes]:
+        head = {name: value for name, value in document.items() if name not in ("choices", "usage")}
+        head["object"] = "chat.completion.chunk"
+        for choice in objects(document.get("choices"), "choices"):
+            index = choice.get("index") or 0
+            for delta in _deltas(mapping_of(choice.get("message"), "message")):
+                yield sse({**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]})
+            end: JsonObject = {"index": index, "delta": {}, "finish_reason": choice.get("finish_reason")}
+            if choice.get("logprobs") is not None:
+                end["logprobs"] = choice["logprobs"]
+            yield sse({**head, "choices": [end]})
+        if mapping_of(request.body.get("stream_options"), "stream_options").get("include_usage"):
+            yield sse({**head, "choices": [], "usage": document.get("usage")})
+        yield b"data: [DONE]\n\n"
+
+    def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
+        kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        code = "insufficient_quota" if status == 402 else None
+        return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def error_event(self, status: int, message: str) -> bytes:
+        return sse(self.error(status, message)) + b"data: [DONE]\n\n"
+
+
+# Requests
+
+
+def _message(message: JsonObject, lost: list[str]) -> Message:
+    role = message.get("role")
+    if role not in ROLES:
+        raise BadRequest(f"a message has the role {role!r}: it must be one of {', '.join(sorted(ROLES))}", "messages")
+    content = _content(message.get("content"), lost)
+    if role in ("system", "developer"):
+        return Message("system", content)
+    if role == "user":
+        return Message("user", content)
+    if role == "assistant":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        calls = tuple(_call(call) for call in objects(message.get("tool_calls"), "tool_calls"))
+        return Message("assistant", content, calls, reasoning=reasoning if isinstance(reasoning, str) else "")
+    call_id = string(message.get("tool_call_id"), "tool_call_id")
+    return Message("tool", content, (), call_id, tool_name=string(message.get("name"), "name"))
+
+
+def _content(content: JsonValue, lost: list[str]) -> Content:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Part] = []
+    for part in objects(content, "content"):
+        match part.get("type"):
+            case "text" | "input_text" | "output_text":
+                parts.append(string(part.get("text"), "text"))
+            case "refusal":
+                parts.append(string(part.get("refusal"), "refusal"))
+            case "image_url":
+                parts.append(image_of(part.get("image_url"), "image_url"))
+            case other:
+                lost.append(f"a part of the type {other!r}")
+    return joined(parts)
+
+
+def _call(call: JsonObject) -> ToolCall:
+    function = mapping_of(call.get("function"), "function")
+    return ToolCall(
+        string(call.get("id"), "id"), string(function.get("name"), "name"), string(function.get("arguments"), "name")
+    )
+
+
+def _tools(body: JsonObject, lost: list[str]) -> Iterator[ToolSpec]:
+    for tool in objects(body.get("tools"), "tools"):
+        if tool.get("type", "function") != "function":
+            lost.append(f"a tool of the type {tool.get('type')!r}")
+            continue
+        function = mapping_of(tool.get("function"), "function")
+        name = string(function.get("name"), "name")
+        if not name:
+            raise BadRequest("a tool has no name", "tools")
+        parameters = mapping_of(function.get("parameters"), "parameters") or {"type": "object", "properties": {}}
+        yield ToolSpec(name, string(function.get("description"), "description"), parameters)
+
+
+def _tool_choice(choice: JsonValue) -> JsonValue:
+    """A word, or a tool's name."""
+    if choice is None or isinstance(choice, str):
+        return choice
+    function = mapping_of(mapping_of(choice, "tool_choice").get("function"), "tool_choice")
+    return string(function.get("name"), "tool_choice") or "auto"
+
+
+def _schema(form: JsonObject) -> tuple[JsonObject | None, str]:
+    described = mapping_of(form.get("json_schema"), "response_format")
+    schema = described.get("schema") if form.get("type") == "json_schema" else None
+    if form.get("type") == "json_object":
+        schema = {"type": "object"}
+    return (schema if isinstance(schema, dict) else None), string(described.get("name"), "name") or "answer"
+
+
+def _seed(value: JsonValue) -> int | None:
+    if value is None or type(value) is int:
+        return value
+    raise BadRequest("seed must be a whole number", "seed")
+
+
+# Answers
+
+
+def _deltas(message: JsonObject) -> Iterator[JsonObject]:
+    """The fields of a message, one after the other."""
+    yield {"role": "assistant", "content": ""}
+    for name, value in message.items():
+        if name == "tool_calls":
+            for index, call in enumerate(objects(value, "tool_calls")):
+                yield {"tool_calls": [{"index": index, **call}]}
+        elif name != "role" and value not in (None, "", []):
+            yield {name: value}
+
+
+def _written_call(call: ToolCall) -> JsonObject:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _written_usage(usage: Usage) -> JsonObject:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.cache_write_tokens,
+        },
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }

@@ -1,0 +1,234 @@
+"""A client's request as the engine asks it, and the checks that all dialects share. Pure.
+
+A request is read into a RequestShape and messages, whatever the backend speaks: prices, limits and the record need
+them. ``lost`` names what the messages cannot hold. Such a request can still be forwarded in its own wire format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Protocol
+
+import orjson
+from pydantic import JsonValue
+
+from batch_agent.backends.base import ClientBody, RequestShape
+from batch_agent.messages import Content, Image, JsonObject, Message, Part, Reply
+
+# Fields that change how a request is delivered or accounted, and not what is asked.
+DELIVERY = frozenset(
+    ("stream", "stream_options", "metadata", "user", "prompt_cache_key", "safety_identifier", "client_metadata")
+) | {"service_tier", "store"}
+CONVERSATION = frozenset({"messages", "input", "system", "instructions"})  # what is read into messages
+KINDS = 256  # of request that are remembered
+BESIDE = DELIVERY | CONVERSATION
+BILLING = "x-anthropic-billing-header:"  # the start of a system block that differs from session to session
+
+
+class BadRequest(Exception):
+    """The client's request is wrong. ``param`` is the field to blame."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What an answer carries beside the model's words."""
+
+    name: str  # unique to the question
+    created: int  # seconds since the epoch
+    model: str
+
+
+class ClientDialect(Protocol):
+    """One wire format as a server speaks it."""
+
+    @property
+    def wire(self) -> str:
+        """The name that backends give the same wire."""
+        ...
+
+    def read_kind(self, body: JsonObject, model: str) -> RequestKind:
+        """All but the conversation; ``model`` is asked if the request names none. Raises BadRequest."""
+        ...
+
+    def read_messages(self, body: JsonObject, lost: list[str]) -> list[Message]:
+        """The conversation; ``lost`` gets what messages cannot hold. Raises BadRequest."""
+        ...
+
+    def document(self, reply: Reply, request: ClientRequest, envelope: Envelope) -> JsonObject:
+        """The whole answer as one JSON document."""
+        ...
+
+    def events(self, document: JsonObject, request: ClientRequest) -> Iterator[bytes]:
+        """The same answer as server-sent events."""
+        ...
+
+    def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
+        """An error document."""
+        ...
+
+    def error_event(self, status: int, message: str) -> bytes:
+        """The same inside a stream that has begun."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestKind:
+    """What requests have in common that differ in their conversations alone."""
+
+    shape: RequestShape
+    lost: Sequence[str] = ()  # what the shape does not say, and a backend of another wire could not be asked
+    custom_tools: frozenset[str] = frozenset()  # that take text in place of arguments
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # tools' own names, by what they are called
+
+
+@dataclass(slots=True, eq=False)
+class ClientRequest:
+    """``body`` is the request as it came. ``head`` is the digest of everything that is asked beside the messages, the
+    same in every session. If messages do not hold all that was said, which is then ``lost``, it covers all of it."""
+
+    dialect: ClientDialect
+    body: JsonObject
+    kind: RequestKind
+    messages: Sequence[Message]
+    lost: Sequence[str]
+    head: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)  # that belong to the wire
+
+    @property
+    def shape(self) -> RequestShape:
+        return self.kind.shape
+
+    @property
+    def stream(self) -> bool:
+        return self.body.get("stream") is True
+
+    @property
+    def client_body(self) -> ClientBody:
+        return ClientBody(self.dialect.wire, self.body, self.head, self.headers)
+
+
+class RequestReader:
+    """Reads requests, and remembers their kinds: an agent sends the same tools with every request."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, RequestKind] = {}
+
+    def read(self, dialect: ClientDialect, body: JsonObject, model: str) -> ClientRequest:
+        """The request; ``model`` is asked if it names none. Raises BadRequest."""
+        head = _digest(dialect, body, BESIDE)
+        kind = self._known.get(head)
+        if kind is None:
+            if len(self._known) >= KINDS:
+                self._known.clear()
+            kind = self._known[head] = dialect.read_kind(body, model)
+        lost: list[str] = []
+        messages = dialect.read_messages(body, lost)
+        if lost:
+            head = _digest(dialect, body, DELIVERY)
+        return ClientRequest(dialect, body, kind, messages, [*kind.lost, *lost], head)
+
+
+def _digest(dialect: ClientDialect, body: JsonObject, left_out: Collection[str]) -> bytes:
+    digest = blake2b(dialect.wire.encode(), digest_size=16)
+    digest.update(orjson.dumps({name: value for name, value in body.items() if name not in left_out}))
+    return digest.digest()
+
+
+def is_billing(block: JsonValue) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(BILLING)
+
+
+# Reading
+
+
+def objects(value: JsonValue, where: str) -> list[JsonObject]:
+    """A list of objects; empty if it is missing."""
+    if value is None:
+        return []
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return [item for item in value if isinstance(item, dict)]
+    raise BadRequest(f"{where} must be a list of objects", where)
+
+
+def mapping_of(value: JsonValue, where: str) -> JsonObject:
+    """An object; empty if it is missing."""
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        return value
+    raise BadRequest(f"{where} must be an object", where)
+
+
+def string(value: JsonValue, where: str) -> str:
+    """A text; empty if it is missing."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    raise BadRequest(f"{where} must be a string", where)
+
+
+def whole(body: Mapping[str, JsonValue], *names: str) -> int | None:
+    """The first of these fields that is there, as a positive number."""
+    for name in names:
+        value = body.get(name)
+        if value is not None:
+            if type(value) is not int or value < 1:
+                raise BadRequest(f"{name} must be a whole number of at least 1", name)
+            return value
+    return None
+
+
+def number(body: Mapping[str, JsonValue], name: str) -> float | None:
+    value = body.get(name)
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    raise BadRequest(f"{name} must be a number", name)
+
+
+def texts(value: JsonValue, where: str) -> tuple[str, ...]:
+    """A text or a list of texts."""
+    if value is None:
+        return ()
+    given = [value] if isinstance(value, str) else value
+    if isinstance(given, list) and all(isinstance(item, str) for item in given):
+        return tuple(item for item in given if isinstance(item, str))
+    raise BadRequest(f"{where} must be a string or a list of strings", where)
+
+
+def image_of(value: JsonValue, where: str) -> Image:
+    """A picture: an object with a ``url``, or the URL itself. A path on this machine is refused."""
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str) or not url.startswith(("http://", "https://", "data:")):
+        raise BadRequest(f"{where} must have an http, https or data URL", where)
+    return Image(url)
+
+
+def joined(parts: Sequence[Part]) -> Content:
+    """Parts as content: a plain text if there is no picture among them."""
+    if any(isinstance(part, Image) for part in parts):
+        return tuple(parts)
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+# Writing
+
+
+def sse(value: JsonValue, event: str = "") -> bytes:
+    data = orjson.dumps(value)
+    return b"event: %b\ndata: %b\n\n" % (event.encode(), data) if event else b"data: %b\n\n" % data
+
+
+def own_document(reply: Reply, wire: str) -> JsonObject | None:
+    """The whole answer of a server that was asked in the client's own wire format."""
+    sealed = reply.sealed
+    if sealed is not None and sealed.wire == f"{wire} document" and isinstance(sealed.value, dict):
+        return sealed.value
+    return None

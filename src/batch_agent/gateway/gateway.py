@@ -1,0 +1,287 @@
+"""The gateway: an HTTP server on loopback through which programs ask as a row, each with the key of its row.
+
+A request is read in its dialect, asked through the row (``RowAccess.answer``: slot, order, outages, budget, record) and
+answered in the same dialect. An answer is sent once it is complete and recorded, streams included: so a retry never
+repeats words that a client has read, and a client never has an answer that a resumed run would not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+import orjson
+from aiohttp import web
+
+from batch_agent.backends.http.wire import json_of
+from batch_agent.compiler.budget import content_tokens, estimate_tokens
+from batch_agent.compiler.plan import tool_text
+from batch_agent.errors import (
+    BackendError,
+    BatchAgentError,
+    Interrupted,
+    RateLimited,
+    Rejected,
+    SpecError,
+    Timeout,
+)
+from batch_agent.gateway.chat import ChatDialect
+from batch_agent.gateway.client_request import BadRequest, ClientDialect, ClientRequest, Envelope, RequestReader
+from batch_agent.gateway.http_server import (
+    BodyRefused,
+    HttpServer,
+    answer_unread,
+    json_response,
+    names_loopback,
+    read_body,
+)
+from batch_agent.gateway.messages import MessagesDialect
+from batch_agent.gateway.responses import ResponsesDialect
+from batch_agent.gateway.waiting import Waiting
+from batch_agent.messages import JsonObject, Message, Reply
+from batch_agent.outputs.surrogates import read_json
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+PATIENCE_SECONDS = 30.0
+LISTING_SECONDS = 5.0  # for a server to list its models
+FINAL = {"x-should-retry": "false"}  # what clients of OpenAI and Anthropic read beside the status
+RETRIED = frozenset({401, 403, 408, 409, 425, 429})  # statuses that mean something else here, or that clients retry
+CHAT = ChatDialect()
+DIALECTS: dict[str, ClientDialect] = {
+    "/chat/completions": CHAT,
+    "/responses": ResponsesDialect(),
+    "/messages": MessagesDialect(),
+    "/messages/count_tokens": MessagesDialect(),
+}
+
+
+class RowAccess(Protocol):
+    """The row that a key stands for."""
+
+    @property
+    def model(self) -> str:
+        """The run's model, for a request that names none."""
+        ...
+
+    @property
+    def wires(self) -> frozenset[str]:
+        """The wires in which the backend takes a request as it is."""
+        ...
+
+    async def models(self) -> Sequence[str]: ...
+
+    async def answer(self, request: ClientRequest) -> Reply:
+        """The recorded answer. Raises JobError or SpecError."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Guest:
+    row: RowAccess
+    tasks: set[asyncio.Task[object]] = field(default_factory=set)  # its requests under way
+    answers: dict[str, Message] = field(default_factory=dict)  # those that call tools, by the id of their first call
+
+
+class Gateway:
+    """Entered, it listens. ``admit`` gives a row its key, ``dismiss`` ends the key and its requests."""
+
+    def __init__(self, *, patience: float = PATIENCE_SECONDS, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._patience, self._max_body_bytes = patience, max_body_bytes
+        self._server = HttpServer(self._handle, patience=patience)
+        self._guests: dict[str, Guest] = {}
+        self._reader = RequestReader()
+
+    async def __aenter__(self) -> Self:
+        await self._server.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for key in list(self._guests):
+            self.dismiss(key)
+        await self._server.__aexit__(kind, error, trace)
+
+    @property
+    def url(self) -> str:
+        """Up to and without ``/v1``."""
+        return self._server.url
+
+    def admit(self, row: RowAccess) -> str:
+        key = f"row-{secrets.token_urlsafe(24)}"
+        self._guests[key] = Guest(row)
+        return key
+
+    def dismiss(self, key: str) -> None:
+        guest = self._guests.pop(key, None)
+        for task in () if guest is None else tuple(guest.tasks):
+            task.cancel()
+
+    def env(self, key: str) -> dict[str, str]:
+        """The address and the key under the names that clients read."""
+        return {
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": key,
+            "ANTHROPIC_AUTH_TOKEN": key,
+        }
+
+    # One request
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        while path.startswith("/v1/"):  # some clients add it to an address that has it
+            path = path[3:]
+        dialect = DIALECTS.get(path.rstrip("/"), CHAT)
+        if not names_loopback(request):
+            return _refusal(dialect, 403, "the Host header does not name this machine")
+        guest = self._guests.get(_key(request))
+        if guest is None:
+            return _refusal(dialect, 401, "this key is unknown, or its row has ended")
+        if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
+            return await self._models(guest.row, path.removeprefix("/models").strip("/"))
+        if path.rstrip("/") not in DIALECTS:
+            return _refusal(dialect, 404, f"{request.path} is not served here")
+        if request.method != "POST":
+            return _refusal(dialect, 405, f"{request.path} takes POST")
+        try:
+            if "Content-Encoding" in request.headers:
+                raise BodyRefused(415, "compressed bodies are not taken here")
+            body = await read_body(request, self._patience, self._max_body_bytes)
+        except BodyRefused as error:
+            return await answer_unread(request, _refusal(dialect, error.status, str(error)))
+        try:
+            asked = self._reader.read(dialect, _document(body), guest.row.model)
+            if path.rstrip("/").endswith("/count_tokens"):
+                return json_response({"input_tokens": _estimated_tokens(asked)})
+            if asked.lost and dialect.wire not in guest.row.wires:
+                lost = "; ".join(dict.fromkeys(asked.lost))
+                raise BadRequest(f"the run's backend has another wire format, which cannot say this: {lost}")
+        except BadRequest as error:
+            return _refusal(dialect, 400, str(error), error.param)
+        if betas := request.headers.get("anthropic-beta"):
+            asked.headers = {"anthropic-beta": betas}
+        task = asyncio.current_task()
+        assert task is not None
+        guest.tasks.add(task)
+        try:
+            return await self._answer(guest, asked, request)
+        finally:
+            guest.tasks.discard(task)
+
+    async def _answer(self, guest: Guest, asked: ClientRequest, request: web.BaseRequest) -> web.StreamResponse:
+        dialect = asked.dialect
+        if guest.answers:
+            asked.messages = [_as_answered(message, guest.answers) for message in asked.messages]
+        failure: tuple[int, str] | None = None
+        reply: Reply | None = None
+        async with Waiting(request, streamed=asked.stream) as waiting:
+            try:
+                reply = await guest.row.answer(asked)
+            except BatchAgentError as error:
+                failure = _status(error), str(error)
+        if reply is None:
+            assert failure is not None
+            if waiting.response is None:
+                return _refusal(dialect, *failure)
+            return await _fail_late(waiting.response, request, asked, failure)
+        if reply.tool_calls:
+            guest.answers[reply.tool_calls[0].id] = reply.message()
+        envelope = Envelope(secrets.token_hex(12), int(time.time()), asked.shape.model)
+        document = dialect.document(reply, asked, envelope)
+        body = b"".join(dialect.events(document, asked)) if asked.stream else orjson.dumps(document)
+        if waiting.response is None:
+            kind = "text/event-stream" if asked.stream else "application/json"
+            return web.Response(body=body, content_type=kind, headers={"Cache-Control": "no-cache"})
+        await waiting.response.write(body)
+        return waiting.response
+
+    async def _models(self, row: RowAccess, name: str) -> web.Response:
+        served: Sequence[str] = ()
+        with suppress(BackendError, TimeoutError):  # the run's model is known anyway
+            async with asyncio.timeout(LISTING_SECONDS):
+                served = await row.models()
+        cards = [_card(model) for model in dict.fromkeys([row.model, *served]) if model]
+        if name:
+            found = [card for card in cards if card["id"] == name]
+            return json_response(found[0]) if found else _refusal(CHAT, 404, f"the model {name!r} is not served here")
+        ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
+        return json_response({"object": "list", "data": [*cards], "has_more": False, **ends})
+
+
+async def _fail_late(
+    response: web.StreamResponse, request: web.BaseRequest, asked: ClientRequest, failure: tuple[int, str]
+) -> web.StreamResponse:
+    """A failure after the response has begun with status 200: an event, or a connection that breaks off."""
+    if asked.stream:
+        await response.write(asked.dialect.error_event(*failure))
+    elif request.transport is not None:
+        request.transport.abort()
+    return response
+
+
+def _key(request: web.BaseRequest) -> str:
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return (token.strip() if scheme.lower() == "bearer" else "") or request.headers.get("x-api-key", "")
+
+
+def _estimated_tokens(asked: ClientRequest) -> int:
+    """Tokens of a prompt without a tokenizer. A picture counts as one of usual size."""
+    tools = sum(estimate_tokens(tool_text(tool)) for tool in asked.shape.tools)
+    calls = sum(estimate_tokens(call.name + call.arguments) for said in asked.messages for call in said.tool_calls)
+    return tools + calls + sum(content_tokens(said.content) for said in asked.messages)
+
+
+def _document(body: bytes) -> JsonObject:
+    try:
+        document = read_json(body)
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise BadRequest("the body must be a JSON object")
+    return document
+
+
+def _as_answered(message: Message, answers: Mapping[str, Message]) -> Message:
+    """An answer that comes back, as the model gave it: with what only its wire can read, and its arguments verbatim, so
+    that a server finds it in its cache."""
+    known = answers.get(message.tool_calls[0].id) if message.tool_calls else None
+    return known if known is not None and _said(known) == _said(message) else message
+
+
+def _said(message: Message) -> object:
+    return message.content, [(call.id, call.name, json_of(call.arguments)) for call in message.tool_calls]
+
+
+def _status(error: BatchAgentError) -> int:
+    """The status of a failed request. None of them is one that clients try again, if trying again cannot help."""
+    match error:
+        case Interrupted():
+            return 402
+        case Rejected() | SpecError():
+            told = error.status if isinstance(error, Rejected) else None
+            return told if told is not None and 400 <= told < 500 and told not in RETRIED else 400
+        case Timeout():
+            return 504
+        case RateLimited():
+            return 503
+        case BackendError():
+            return 502
+    return 403
+
+
+def _refusal(dialect: ClientDialect, status: int, words: str, param: str | None = None) -> web.Response:
+    return json_response(dialect.error(status, words, param), status, FINAL)
+
+
+def _card(name: str) -> JsonObject:
+    """A model as both APIs list it."""
+    openai: JsonObject = {"id": name, "object": "model", "created": 0, "owned_by": "batch-agent"}
+    return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}

@@ -1,0 +1,57 @@
+"""Signs of life for a client whose answer takes long.
+
+A server that is down is waited for, and a client must not give up meanwhile. After a few seconds the response is begun:
+a stream gets comments, a JSON document gets spaces before its first brace. Both are ignored by every reader. An answer
+that comes sooner has the status that it deserves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+FIRST_SECONDS = 15.0  # before the response is begun without an answer
+EVERY_SECONDS = 10.0
+COMMENT, SPACE = b": keep-alive\n\n", b" "
+
+
+class Waiting:
+    """Entered while the answer is awaited. ``response`` is the one that was begun, if any."""
+
+    __slots__ = ("_over", "_request", "_streamed", "_task", "_timer", "response")
+
+    def __init__(self, request: web.BaseRequest, *, streamed: bool) -> None:
+        self._request, self._streamed = request, streamed
+        self._over = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.response: web.StreamResponse | None = None
+
+    async def __aenter__(self) -> Self:
+        self._timer = asyncio.get_running_loop().call_later(FIRST_SECONDS, self._begin)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over = True
+        assert self._timer is not None
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def _begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._keep_alive(), name="batch-agent gateway keep-alive")
+
+    async def _keep_alive(self) -> None:
+        kind = "text/event-stream" if self._streamed else "application/json"
+        response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
+        await response.prepare(self._request)
+        self.response = response
+        while not self._over:
+            await response.write(COMMENT if self._streamed else SPACE)
+            await asyncio.sleep(EVERY_SECONDS)

@@ -1,0 +1,240 @@
+"""A command-line agent as the worker of a row: its files, its environment, its process, its answer.
+
+Each row has a directory (``ctx.workdir``) with a home and a tree of files of its own. The agent talks to the run's
+backend through the gateway, so its model calls are the row's. Its events, its standard error and what it changed
+are artifacts of the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import ClassVar, Literal, Protocol
+
+from batch_agent.backends.http.backend import HttpBackend
+from batch_agent.backends.registry import open_backend
+from batch_agent.errors import AgentTimeout, RowEnded, SpecError, WorkerFailed
+from batch_agent.messages import Usage
+from batch_agent.runtimes.events import ReadEvent, Recorder, Transcript
+from batch_agent.runtimes.process import ProcessEnd, run_agent
+from batch_agent.runtimes.trees import AgentTree, Isolation, check_source, open_tree
+
+Permissions = Literal["read", "write", "full"]
+KEPT_ENV = (
+    *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "SHELL", "USER", "LOGNAME"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS"),
+    *("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"),
+)
+CHOICES = {"isolation": ("worktree", "copy", "none"), "permissions": ("read", "write", "full")}
+LOCAL = "127.0.0.1,localhost"
+DEFAULT_TIMEOUT = 1800.0
+SPARE = 0.2  # of the available memory is left alone
+
+
+class RowContext(Protocol):
+    """What a runtime needs of an AgentContext."""
+
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def workdir(self) -> Path: ...
+    @property
+    def base_url(self) -> str: ...
+    @property
+    def api_key(self) -> str: ...
+    @property
+    def env(self) -> Mapping[str, str]: ...
+    def save(self, name: str, content: str | bytes | Path) -> Path: ...
+    def add_usage(self, usage: Usage) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an agent runs: ``home`` is its home directory, ``url`` (with ``/v1``) and ``key`` its model's."""
+
+    home: Path
+    url: str
+    key: str
+    model: str
+
+
+@dataclass(frozen=True)
+class CommandLineRuntime(ABC):
+    """``working_dir`` is what the agent works on: a git repository with ``isolation="worktree"``, any directory with
+    ``"copy"``; with ``"none"`` it works in the directory itself. None: an empty directory. ``permissions``: ``"read"``
+    may look, ``"write"`` may also change files, ``"full"`` may run any command. ``backend`` is the URL of a server that
+    the agent asks by itself, past the run's slots, budget and record; None: the run's, through the gateway."""
+
+    backend: str | None = None
+    model: str | None = None
+    _: KW_ONLY
+    working_dir: str | Path | None = None
+    isolation: Isolation = "worktree"
+    permissions: Permissions = "read"
+    timeout: float | None = DEFAULT_TIMEOUT
+    extra_args: Sequence[str] = ()
+    worktrees: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
+
+    name: ClassVar[str]
+    package: ClassVar[str]  # what npm installs
+    memory_mib: ClassVar[int]  # of one agent
+    provider_keys: ClassVar[Sequence[str]] = ("OPENAI_API_KEY",)  # variables with the key of a server over https
+    read_event: ClassVar[ReadEvent]
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise SpecError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise SpecError("timeout: it must be more than 0 seconds, or None")
+
+    @property
+    @abstractmethod
+    def binary(self) -> str: ...
+
+    @abstractmethod
+    def command(self, program: str, place: Place) -> Sequence[str]:
+        """The command line, without the prompt: that goes to standard input."""
+
+    @abstractmethod
+    def prepare(self, place: Place) -> Mapping[str, str]:
+        """Write configuration files into the home; returns environment variables."""
+
+    def check(self) -> str:
+        """The path of the program. Raises SpecError if it is missing, or if the working directory cannot be used."""
+        check_source(self._source, self.isolation)
+        found = shutil.which(self.binary)
+        if found is None:
+            raise SpecError(f"{self.binary} is not installed: npm install -g {self.package}")
+        return found
+
+    def most_at_once(self) -> int:
+        """Agents that fit into the memory that is available now."""
+        return max(1, int(available_mib() * (1 - SPARE)) // self.memory_mib)
+
+    @property
+    def _source(self) -> Path | None:
+        return None if self.working_dir is None else Path(self.working_dir).expanduser().resolve()
+
+    # The worker
+
+    async def __call__(self, row: object, ctx: RowContext) -> str:
+        """What the agent said last."""
+        program, home = await asyncio.to_thread(self.check), ctx.workdir.absolute() / "home"
+        await asyncio.to_thread(_fresh, home)
+        place = self._place(ctx, home)
+        async with self._tree(home.with_name("tree")) as tree:
+            env = {**self._env(ctx, home), **self.prepare(place)}
+            with Recorder(ctx.workdir / "events.jsonl", type(self).read_event) as recorder:
+                try:
+                    ended = await self._run(self.command(program, place), tree, env, ctx, recorder)
+                finally:
+                    recorder.flush()
+                    await asyncio.to_thread(_keep, ctx, tree)
+        if self.backend is not None:
+            ctx.add_usage(recorder.transcript.usage)
+        return self._output(ended, recorder.transcript)
+
+    @asynccontextmanager
+    async def _tree(self, place: Path) -> AsyncIterator[AgentTree]:
+        """Its files. They are removed also if this is cancelled while they are made."""
+        opened = open_tree(self._source, self.isolation, place, self.worktrees)
+        making = asyncio.ensure_future(asyncio.to_thread(opened.__enter__))
+        try:
+            yield await asyncio.shield(making)
+        finally:
+            await asyncio.wait([making])
+            if making.exception() is None:
+                await asyncio.to_thread(opened.__exit__, None, None, None)
+
+    def _place(self, ctx: RowContext, home: Path) -> Place:
+        model = self.model or ctx.model
+        if self.backend is None:
+            return Place(home, ctx.base_url, ctx.api_key, model)
+        url = self._address()
+        names = ("BATCH_AGENT_API_KEY", *(self.provider_keys if url.startswith("https://") else ()))
+        return Place(home, url, next(filter(None, map(os.environ.get, names)), "none"), model)
+
+    def _address(self) -> str:
+        """Of the agent's own backend, as ``http://host:port/v1``."""
+        backend = open_backend(self.backend)[0]
+        if not isinstance(backend, HttpBackend):
+            raise SpecError(f"backend: {self.name} needs a server over HTTP, not {backend.name}")
+        return backend.client.base_url
+
+    async def _run(
+        self, command: Sequence[str], tree: AgentTree, env: Mapping[str, str], ctx: RowContext, recorder: Recorder
+    ) -> ProcessEnd:
+        errors = ctx.workdir / "stderr.txt"
+        try:
+            async with asyncio.timeout(self.timeout) as limit:
+                return await run_agent(
+                    command, cwd=tree.cwd, env=env, prompt=ctx.prompt, errors=errors, on_line=recorder.take
+                )
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise AgentTimeout(f"{self.name} did not end in its timeout, {self.timeout:g} s") from None
+
+    def _env(self, ctx: RowContext, home: Path) -> dict[str, str]:
+        """No secret of this process: an agent's commands could read it."""
+        kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
+        homes = {
+            name: str(home / sub)
+            for name, sub in {
+                "XDG_CONFIG_HOME": ".config",
+                "XDG_DATA_HOME": ".local/share",
+                "XDG_STATE_HOME": ".local/state",
+                "XDG_CACHE_HOME": ".cache",
+                "TMPDIR": "tmp",
+            }.items()
+        }
+        local = {"NO_PROXY": LOCAL, "no_proxy": LOCAL, "TERM": "dumb", "NO_COLOR": "1", "CI": "1"}
+        return {**kept, "HOME": str(home), **homes, **local, **ctx.env}
+
+    def _output(self, ended: ProcessEnd, transcript: Transcript) -> str:
+        if ended.status or transcript.error or not transcript.text:
+            how = f"{self.name} exited with status {ended.status}" if ended.status else f"{self.name} gave no answer"
+            why = [how, transcript.error, ended.tail and f"standard error ends in:\n{ended.tail}"]
+            raise WorkerFailed(": ".join(filter(None, why)))
+        return transcript.text
+
+
+def _fresh(home: Path) -> None:
+    """An empty home: what an interrupted attempt left there is gone."""
+    shutil.rmtree(home, ignore_errors=True)
+    (home / "tmp").mkdir(parents=True, mode=0o700)
+
+
+def _keep(ctx: RowContext, tree: AgentTree) -> None:
+    """What is left of the agent, also of one that failed. A row that has ended keeps nothing."""
+    with suppress(RowEnded):
+        if tree.git:
+            ctx.save("diff.patch", tree.diff().encode("utf-8", "surrogateescape"))
+        for name in ("events.jsonl", "stderr.txt"):
+            if (ctx.workdir / name).exists():
+                ctx.save(name, ctx.workdir / name)
+
+
+def available_mib() -> int:
+    """Memory that can be had, also within the limit of a container."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) // 1024
+    except (OSError, KeyError, ValueError):
+        free = 4096
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free  # no limit
+    return min(free, max(0, limit - used) // 1024**2)

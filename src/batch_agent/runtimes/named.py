@@ -1,0 +1,42 @@
+"""Runtimes by their names, as spec files and the command line give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+
+from batch_agent.errors import SpecError
+from batch_agent.runtimes.base import CommandLineRuntime
+from batch_agent.runtimes.claude_code import ClaudeCodeRuntime
+from batch_agent.runtimes.codex import CodexRuntime
+from batch_agent.runtimes.opencode import OpenCodeRuntime
+
+RUNTIMES: Mapping[str, type[CommandLineRuntime]] = {
+    "opencode": OpenCodeRuntime,
+    "claude-code": ClaudeCodeRuntime,
+    "codex": CodexRuntime,
+}
+
+
+def runtime_of(given: object) -> CommandLineRuntime | None:
+    """The runtime that is meant: by itself, by its name, or by a mapping with its name and options. None for anything
+    else. Raises SpecError for a name or an option that there is not."""
+    if isinstance(given, CommandLineRuntime):
+        return given
+    if isinstance(given, str):
+        given = {"name": given}
+    if not isinstance(given, Mapping):
+        return None
+    options = dict(given)
+    name = options.pop("name", None)
+    kind = RUNTIMES.get(str(name).replace("_", "-"))
+    if kind is None:
+        raise SpecError(f"runtime: {name!r} is none of {', '.join(RUNTIMES)}")
+    known = [field.name for field in fields(kind) if field.init]
+    for option in options:
+        if option not in known:
+            near = get_close_matches(str(option), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f". Options: {', '.join(sorted(known))}"
+            raise SpecError(f"runtime: {name} has no option {option!r}{hint}")
+    return kind(**options)

@@ -1,0 +1,58 @@
+"""OpenCode (``opencode run``) as a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import orjson
+
+from batch_agent.messages import JsonObject
+from batch_agent.runtimes.base import CommandLineRuntime, Permissions, Place
+from batch_agent.runtimes.events import ReadEvent, read_opencode
+
+OFFLINE = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "SHARE", "DEFAULT_PLUGINS", "CLAUDE_CODE", "EXTERNAL_SKILLS")
+PERMISSIONS: dict[Permissions, JsonObject] = {
+    "read": {"edit": "deny", "bash": "deny", "webfetch": "deny", "external_directory": "deny"},
+    "write": {"edit": "allow", "bash": "deny", "webfetch": "deny", "external_directory": "deny"},
+    "full": {"edit": "allow", "bash": "allow", "webfetch": "allow", "external_directory": "allow"},
+}
+CONTEXT, OUTPUT = 128_000, 32_000  # tokens that it may count on
+
+
+@dataclass(frozen=True)
+class OpenCodeRuntime(CommandLineRuntime):
+    opencode_bin: str = "opencode"
+
+    name: ClassVar[str] = "OpenCode"
+    package: ClassVar[str] = "opencode-ai"
+    memory_mib: ClassVar[int] = 600
+    read_event: ClassVar[ReadEvent] = staticmethod(read_opencode)
+
+    @property
+    def binary(self) -> str:
+        return self.opencode_bin
+
+    def command(self, program: str, place: Place) -> Sequence[str]:
+        """Without a title it would ask the model for one."""
+        model = f"batch/{place.model}"
+        return [program, "run", "--model", model, "--format", "json", "--title", "batch", *self.extra_args]
+
+    def prepare(self, place: Place) -> Mapping[str, str]:
+        limit: JsonObject = {"context": CONTEXT, "output": OUTPUT}
+        provider: JsonObject = {
+            "npm": "@ai-sdk/openai-compatible",
+            "name": "batch",
+            "options": {"baseURL": place.url, "apiKey": place.key},
+            "models": {place.model: {"name": place.model, "limit": limit}},
+        }
+        config: JsonObject = {
+            "provider": {"batch": provider},
+            "permission": PERMISSIONS[self.permissions],
+            "small_model": f"batch/{place.model}",
+            "share": "disabled",
+            "autoupdate": False,
+        }
+        offline = {f"OPENCODE_DISABLE_{name}": "1" for name in OFFLINE}
+        return {"OPENCODE_CONFIG_CONTENT": orjson.dumps(config).decode(), **offline}

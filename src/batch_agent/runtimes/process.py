@@ -1,0 +1,97 @@
+"""One command-line agent as a process group: started under a guard, fed its prompt, read line by line, ended whole."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from batch_agent.runtimes import guard
+
+LINE_BYTES = 16 * 1024 * 1024  # of one event; a longer one is left out
+TAIL_LINES = 20  # of standard error, for the message of a row that failed
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """How an agent's process ended: 0 is well. ``tail`` is the end of its standard error."""
+
+    status: int
+    tail: str
+
+
+async def run_agent(
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    env: Mapping[str, str],
+    prompt: str,
+    errors: Path,
+    on_line: Callable[[bytes], None],
+) -> ProcessEnd:
+    """Run the command until it ends; standard error goes to the file ``errors``. If this is cancelled, or this process
+    dies, everything that the command started is killed."""
+    watched, alive = os.pipe()
+    try:
+        with errors.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", guard.__file__, str(watched), *command),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=file,
+                cwd=cwd,
+                env=dict(env),
+                pass_fds=(watched,),
+                limit=LINE_BYTES,
+            )
+        os.close(watched)
+        watched = -1
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(_feed(process, prompt.encode("utf-8", "replace")))
+                tasks.create_task(_read(process, on_line))
+                status = await process.wait()
+        finally:
+            os.close(alive)  # the guard kills what is left
+            alive = -1
+            if process.returncode is None:
+                await asyncio.shield(process.wait())
+    finally:
+        for end in (watched, alive):
+            if end >= 0:
+                os.close(end)
+    return ProcessEnd(status, tail_of(errors))
+
+
+async def _feed(process: asyncio.subprocess.Process, prompt: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(ConnectionError):  # an agent that does not read to the end
+        process.stdin.write(prompt)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _read(process: asyncio.subprocess.Process, on_line: Callable[[bytes], None]) -> None:
+    assert process.stdout is not None
+    while True:
+        try:
+            line = await process.stdout.readline()
+        except ValueError:
+            continue  # longer than the limit: what was buffered of it is dropped
+        if not line:
+            return
+        on_line(line)
+
+
+def tail_of(file: Path) -> str:
+    """The last lines of a file."""
+    with suppress(OSError), file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - 64 * 1024))
+        lines = deque(opened.read().decode("utf-8", "replace").splitlines(), TAIL_LINES)
+        return "\n".join(lines).strip()
+    return ""
