@@ -60,7 +60,7 @@ def play(seed: int, kinds: Sequence[str]) -> tuple[Workload, list[Fault], Played
     full_disk, edits = not workload.is_pipeline, not workload.is_pipeline
     faults = schedule(chance, extent, workload.servers, full_disk=full_disk, edits=edits)
     if workload.budget is not None and "budget over kills" not in kinds:
-        faults = [fault for fault in faults if not isinstance(fault, Kill)]
+        faults = [fault for fault in faults if not isinstance(fault, Kill | FullDisk)]  # both lose what was spent
     return workload, faults, play_against(workload, faults, calm)
 
 

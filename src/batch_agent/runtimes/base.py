@@ -22,7 +22,7 @@ from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import AgentTimeout, RowEnded, SpecError, WorkerFailed
 from batch_agent.messages import Usage
-from batch_agent.runtimes.events import ReadEvent, Recorder, Transcript
+from batch_agent.runtimes.events import ReadEvent, EventRecorder, Transcript
 from batch_agent.runtimes.process import ProcessEnd, run_agent
 from batch_agent.runtimes.trees import AgentTree, Isolation, check_source, open_tree
 
@@ -134,7 +134,7 @@ class CommandLineRuntime(ABC):
         place = self._place(ctx, home)
         async with self._tree(home.with_name("tree")) as tree:
             env = {**self._env(ctx, home), **self.prepare(place)}
-            with Recorder(ctx.workdir / "events.jsonl", type(self).read_event) as recorder:
+            with EventRecorder(ctx.workdir / "events.jsonl", type(self).read_event) as recorder:
                 try:
                     ended = await self._run(self.command(program, place), tree, env, ctx, recorder)
                 finally:
@@ -172,7 +172,7 @@ class CommandLineRuntime(ABC):
         return backend.client.base_url
 
     async def _run(
-        self, command: Sequence[str], tree: AgentTree, env: Mapping[str, str], ctx: RowContext, recorder: Recorder
+        self, command: Sequence[str], tree: AgentTree, env: Mapping[str, str], ctx: RowContext, recorder: EventRecorder
     ) -> ProcessEnd:
         errors = ctx.workdir / "stderr.txt"
         try:

@@ -26,7 +26,7 @@ class Transcript:
 ReadEvent: TypeAlias = Callable[[Transcript, JsonObject], None]
 
 
-class Recorder:
+class EventRecorder:
     """Writes the lines of standard output to a file, and reads the events among them. What is no event is left out."""
 
     def __init__(self, file: Path, read: ReadEvent) -> None:

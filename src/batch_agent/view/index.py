@@ -21,7 +21,7 @@ from batch_agent.files.columns import Record
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.view.query import Query
-from batch_agent.view.result_lines import Place, ResultLines
+from batch_agent.view.result_lines import LinePlace, ResultLines
 
 Value: TypeAlias = int | float | str | bytes | None
 
@@ -177,7 +177,7 @@ class RowIndex:
         order = f"{SORTS.get(sort, 'idx')} {'DESC' if descending else 'ASC'}, idx"
         places = self._db.execute(f"SELECT file, start, length FROM row {where} ORDER BY {order}", values)
         for place in places:
-            if (record := self._lines.read(Place(*place))) is not None:
+            if (record := self._lines.read(LinePlace(*place))) is not None:
                 yield record
 
     def record(self, row: str | int) -> Record | None:
@@ -186,7 +186,7 @@ class RowIndex:
         found = self._db.execute(query.format("job_id"), (str(row),)).fetchone() if isinstance(row, str) else None
         if found is None and (isinstance(row, int) or row.isdecimal()):
             found = self._db.execute(query.format("idx"), (int(row),)).fetchone()
-        return None if found is None else self._lines.read(Place(*found))
+        return None if found is None else self._lines.read(LinePlace(*found))
 
     def neighbours(self, row: int) -> tuple[int | None, int | None]:
         """The indexes before and after a row."""
@@ -200,7 +200,7 @@ class RowIndex:
 
     # Comparing
 
-    def differing(self, other: Path, offset: int, limit: int) -> tuple[JsonObject, list[tuple[Place, str]]]:
+    def differing(self, other: Path, offset: int, limit: int) -> tuple[JsonObject, list[tuple[LinePlace, str]]]:
         """How far the runs agree on the rows that both have, by id; and the places and ids of those where they do
         not."""
         self._db.execute("ATTACH ? AS other", (str(other),))
@@ -220,9 +220,9 @@ class RowIndex:
             self._db.execute("DETACH other")
         names = ("both", "both_ok", "same", "only_a_ok", "only_b_ok")
         summary: JsonObject = {name: int(count) for name, count in zip(names, counts, strict=True)}
-        return {**summary, "different": total}, [(Place(*place), job_id) for *place, job_id in found]
+        return {**summary, "different": total}, [(LinePlace(*place), job_id) for *place, job_id in found]
 
-    def at(self, place: Place) -> Record | None:
+    def at(self, place: LinePlace) -> Record | None:
         return self._lines.read(place)
 
     # Filtering
@@ -259,7 +259,7 @@ class RowIndex:
         """A row of the table: its numbers, and the beginnings of its input and output."""
         file, start, length = row["file"], row["start"], row["length"]
         assert isinstance(file, int) and isinstance(start, int) and isinstance(length, int)
-        record = self._lines.read(Place(file, start, length)) or {}
+        record = self._lines.read(LinePlace(file, start, length)) or {}
         left_out = ("output", "file", "start", "length", "idx")
         short: JsonObject = {name: value for name, value in row.items() if name not in left_out}  # type: ignore[misc]
         error = record.get("error")
@@ -290,7 +290,7 @@ def _cut(value: object) -> str | int | float | bool | None:
     return text if len(text) <= TEXT_SHOWN else text[: TEXT_SHOWN - 1] + "…"
 
 
-def _values(place: Place, record: Record) -> tuple[Value, ...]:
+def _values(place: LinePlace, record: Record) -> tuple[Value, ...]:
     error, index = record.get("error"), record["index"]
     usage: Any = record.get("usage") or {}
     timings: Any = record.get("timings") or {}

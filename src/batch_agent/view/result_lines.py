@@ -20,7 +20,7 @@ NAMES = (RESULTS, FAILURES, f"{RESULTS}.new", f"{FAILURES}.new")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LinePlace:
     """Where a line is: the number of its file, and its bytes there."""
 
     file: int
@@ -96,15 +96,15 @@ class ResultLines:
         """Bytes read, and bytes there are."""
         return sum(tail.done for tail in self._tails), sum(tail.size() for tail in self._tails)
 
-    def block(self) -> list[tuple[Place, Record]]:
+    def block(self) -> list[tuple[LinePlace, Record]]:
         """The next records; none when all were read."""
         for number, tail in enumerate(self._tails):
             if lines := tail.block():
-                found = ((Place(number, start, len(line)), parsed(line)) for start, line in lines)
+                found = ((LinePlace(number, start, len(line)), parsed(line)) for start, line in lines)
                 return [(place, record) for place, record in found if record is not None]
         return []
 
-    def raw(self) -> Iterator[tuple[Place, bytes]]:
+    def raw(self) -> Iterator[tuple[LinePlace, bytes]]:
         """All lines that were read so far."""
         for number, tail in enumerate(self._tails):
             start = 0
@@ -115,10 +115,10 @@ class ResultLines:
                     end = tail.done - start
                     data = tail.read(start, end)
                 for line in data[:end].splitlines(keepends=True):
-                    yield Place(number, start, len(line)), line
+                    yield LinePlace(number, start, len(line)), line
                     start += len(line)
 
-    def read(self, place: Place) -> Record | None:
+    def read(self, place: LinePlace) -> Record | None:
         return parsed(self._tails[place.file].read(place.start, place.length))
 
     def close(self) -> None:
