@@ -10,7 +10,7 @@ new HTTP client for each hint and each probe, and the benchmark would measure li
 from __future__ import annotations
 
 from batch_agent import BatchAgent, Tool
-from batch_agent.backends.openai.chat import OpenAIBackend
+from batch_agent.backends.openai import OpenAIBackend
 from benchmarks.workload import MODEL, SYSTEM_PROMPT, TASK, Review, Work, contend, lookup, rows
 
 LOOKUP = Tool.define(lookup)

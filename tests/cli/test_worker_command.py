@@ -25,7 +25,7 @@ async def work(row, ctx):
 
 NOTHING = 7
 """
-SPEC = "worker: 'mine:work'\ntools: ['mine:publish']\nmodel: m\nsystem_prompt: Be brief.\n"
+SPEC = "worker: 'kettles:work'\ntools: ['kettles:publish']\nmodel: m\nsystem_prompt: Be brief.\n"
 
 
 def name(request: Request) -> Say:
@@ -33,13 +33,13 @@ def name(request: Request) -> Say:
 
 
 async def test_a_worker_is_named_in_a_spec_file_and_its_rows_are_shown_and_exported(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "kettles.py").write_text(MODULE)
     rows(tmp_path, {"id": "x", "text": "kettle"})
     async with ScriptedServer(name, models=["m"]) as server:
         (tmp_path / "spec.yaml").write_text(f"{SPEC}backend: {server.backend_url}\n")
         command = ("spec.yaml", "--inputs", "rows.jsonl")
         planned = await batch_agent(tmp_path, "run", *command, "--dry-run")
-        assert "mine.work: what it asks is not known here" in planned.stdout
+        assert "kettles.work: what it asks is not known here" in planned.stdout
         done = await batch_agent(tmp_path, "run", *command, "--run-dir", "here")
         assert done.code == 0, done.stderr
         [result] = done.results
@@ -64,16 +64,16 @@ async def test_a_worker_is_named_in_a_spec_file_and_its_rows_are_shown_and_expor
 
 
 async def test_a_worker_may_be_all_that_the_command_line_says(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "kettles.py").write_text(MODULE)
     rows(tmp_path, {"text": "kettle"})
     async with ScriptedServer(name, models=["m"]) as server:
         options = ("--backend", server.backend_url, "--model", "m", "--no-run-dir")
-        command = ("run", "rows.jsonl", "--tool", "mine:publish", *options)
-        done = await batch_agent(tmp_path, *command, "--worker", "mine:work")
+        command = ("run", "rows.jsonl", "--tool", "kettles:publish", *options)
+        done = await batch_agent(tmp_path, *command, "--worker", "kettles:work")
         assert (done.code, len(done.results)) == (0, 1), done.stderr
         for wrong, says in (
-            ("mine:NOTHING", "must be a function"),
-            ("mine:none", "there is no none in the module mine"),
+            ("kettles:NOTHING", "must be a function"),
+            ("kettles:none", "there is no none in the module kettles"),
         ):
             refused = await batch_agent(tmp_path, *command, "--worker", wrong)
             assert refused.code != 0 and says in refused.stderr
