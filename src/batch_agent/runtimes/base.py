@@ -22,7 +22,7 @@ from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.registry import open_backend
 from batch_agent.errors import AgentTimeout, RowEnded, SpecError, WorkerFailed
 from batch_agent.messages import Usage
-from batch_agent.runtimes.events import ReadEvent, EventRecorder, Transcript
+from batch_agent.runtimes.events import EventRecorder, ReadEvent, Transcript
 from batch_agent.runtimes.process import ProcessEnd, run_agent
 from batch_agent.runtimes.trees import AgentTree, Isolation, check_source, open_tree
 
