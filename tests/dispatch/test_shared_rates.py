@@ -8,6 +8,7 @@ from typing import Any
 from batch_agent import BatchAgent
 from batch_agent.backends.base import Probe
 from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.dispatch.policy import Policy
 from batch_agent.job import AgentResult
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.server import Terms
@@ -91,7 +92,7 @@ async def test_a_request_that_waited_after_it_had_its_slot_is_counted_when_it_is
     dispatcher = Dispatcher(world, servers=world.servers, terms=Terms(rpm=1))
     ticket = dispatcher.slots.claim(Progress(), 0)
     await asyncio.sleep(100)
-    await dispatcher.attempt(Row(world), ticket, None)
+    await dispatcher.attempt(Row(world), ticket, Policy(3))
     rates, now = world.servers["s"].rates, asyncio.get_running_loop().time()
     assert rates is not None and rates.free_at(now) > now + 59
     dispatcher.slots.release(ticket)

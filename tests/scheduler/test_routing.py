@@ -299,7 +299,7 @@ def test_a_turn_that_failed_at_the_only_other_endpoint_goes_to_the_slow_one() ->
     scheduler.touch(fast)
     scheduler.router.rest(slow, 1.0)
     failed = ask(scheduler)
-    failed.avoid = fast
+    failed.avoid = frozenset({fast})
     assert granted(scheduler) == [failed]
     assert failed.endpoint is slow
 
