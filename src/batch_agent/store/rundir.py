@@ -25,7 +25,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -153,9 +153,11 @@ def _overwrite(path: Path, data: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run directory seen from outside, also while a process works on it. ``stages`` are those of a pipeline that have
-    begun, by name and in their order; ``facts["stages"]`` names them all. What the whole has spent is in its own
-    ``glance``."""
+    """A run directory seen from outside, also while a process works on it.
+
+    ``stages`` are the stages of a pipeline that have begun, by name and in their order; ``stage_names`` has all of them.
+    A pipeline's own ``glance`` has what all stages have spent. Its one row is the pipeline itself.
+    """
 
     path: Path
     facts: JsonObject
@@ -171,10 +173,45 @@ class RunView:
             state = "interrupted"  # killed, or the machine went down: nobody was left to say so
         journal = path / JOURNAL
         seen = glance(journal) if journal.exists() else Glance(0, Progress())
-        named = facts.get("stages")
-        names = [str(name) for name in named] if isinstance(named, list) else []
-        stages = {name: cls.of(path / name) for name in names if (path / name / RUN).exists()}
+        stages = {name: cls.of(path / name) for name in stage_names(facts) if (path / name / RUN).exists()}
         return cls(path, facts, state, seen, stages)
+
+    @property
+    def parts(self) -> Mapping[str, RunView]:
+        """The runs that have the user's rows: the stages of a pipeline, else the run itself, whose name is ""."""
+        return self.stages if stage_names(self.facts) else {"": self}
+
+    @property
+    def progress(self) -> Progress:
+        """Rows of the latest session, summed over the parts; tokens and cost of the whole."""
+        each = [part.glance.latest for part in self.parts.values()]
+        return replace(
+            self.glance.latest,
+            ok=sum(part.ok for part in each),
+            failed=sum(part.failed for part in each),
+            resumed=sum(part.resumed for part in each),
+        )
+
+    @property
+    def total(self) -> int | None:
+        """Number of rows, summed over the parts. None while a part does not know it, or has not begun."""
+        totals = [_total(part) for part in self.parts.values()]
+        known = [total for total in totals if total is not None]
+        return sum(known) if len(known) == max(1, len(stage_names(self.facts))) else None
+
+
+def _total(part: RunView) -> int | None:
+    """Number of rows of a run: as known at its start, or as read when it is complete."""
+    total, rows = part.facts.get("total"), part.facts.get("rows")
+    if total is None and part.state == "complete" and isinstance(rows, dict):
+        total = rows.get("read")
+    return total if isinstance(total, int) else None
+
+
+def stage_names(facts: JsonObject) -> list[str]:
+    """Names of a pipeline's stages, in their order; none for a plain run."""
+    named = facts.get("stages")
+    return [str(name) for name in named] if isinstance(named, list) else []
 
 
 def read_run(path: Path) -> JsonObject:

@@ -72,7 +72,7 @@ class RunRecord:
     def in_short(self) -> JsonObject:
         """One line of the list of runs."""
         view = RunView.of(self.path)
-        latest = view.glance.latest
+        latest = view.progress
         progress: JsonObject = {"ok": latest.ok, "failed": latest.failed, "tokens": latest.tokens, "cost": latest.cost}
         return {**self._identity(view), **progress}
 
@@ -150,7 +150,7 @@ class RunRecord:
             "why": facts.get("why"),
             "model": facts.get("model"),
             "backend": facts.get("backend"),
-            "total": facts.get("total"),
+            "total": view.total,
             "started": facts.get("started"),
             "session_started": facts.get("session_started"),
             "ended": facts.get("ended"),

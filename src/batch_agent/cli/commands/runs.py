@@ -53,11 +53,11 @@ def _views(directory: Path) -> tuple[list[RunView], list[str]]:
 
 
 def _json(view: RunView) -> JsonObject:
-    now = view.glance.latest
+    now = view.progress
     return {
         "run_dir": str(view.path),
         "state": view.state,
-        "rows": {"total": view.facts.get("total"), "done": now.ok + now.failed, "ok": now.ok, "failed": now.failed},
+        "rows": {"total": view.total, "done": now.ok + now.failed, "ok": now.ok, "failed": now.failed},
         "tokens": now.tokens,
         "cost": now.cost,
         "started": view.facts.get("started"),
@@ -67,9 +67,8 @@ def _json(view: RunView) -> JsonObject:
 
 
 def _cells(view: RunView) -> tuple[str, ...]:
-    now, facts = view.glance.latest, view.facts
-    total = facts.get("total")
-    of = f"/{total:,}" if isinstance(total, int) else ""
+    now, facts = view.progress, view.facts
+    of = "" if view.total is None else f"/{view.total:,}"
     return (
         harmless(str(view.path)),
         view.state,

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,9 +15,10 @@ from batch_agent.cli.output.streams import put
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, terminal_width, wrapped
-from batch_agent.store.rundir import SUMMARY, RunView
+from batch_agent.store.rundir import SUMMARY, RunView, stage_names
 
 EVERY = 2.0  # seconds between two looks: another process cannot be waited for
+NOT_BEGUN = "not begun"
 UP, CLEAR = "\x1b[{}A", "\x1b[J"
 
 
@@ -50,7 +52,7 @@ def _over(shown: str) -> str:
 
 def pace(view: RunView, now: datetime) -> tuple[float, float | None]:
     """Rows per second of the latest session, and seconds to go; None where nothing can be said."""
-    latest, facts = view.glance.latest, view.facts
+    latest, facts = view.progress, view.facts
     done = latest.ok + latest.failed
     try:
         began = datetime.fromisoformat(str(facts.get("session_started")))
@@ -59,33 +61,41 @@ def pace(view: RunView, now: datetime) -> tuple[float, float | None]:
         return 0.0, None
     seconds = (ended - began).total_seconds()
     speed = max(0, done - latest.resumed) / seconds if seconds > 0 else 0.0
-    total = facts.get("total")
-    if view.state != "running" or not speed or not isinstance(total, int):
+    if view.state != "running" or not speed or view.total is None:
         return speed, None
-    return speed, max(0, total - done) / speed
+    return speed, max(0, view.total - done) / speed
 
 
 def status_json(view: RunView) -> JsonObject:
-    now = view.glance.latest
-    facts = {name: value for name, value in view.facts.items() if name not in ("command", "rows")}
+    """The run as one JSON object. ``rows`` of a pipeline are summed over its stages, which ``stages`` has one by one."""
+    facts = {name: value for name, value in view.facts.items() if name not in ("command", "rows", "stages")}
     speed, left = pace(view, datetime.now(UTC))
-    return {
+    status: JsonObject = {
         **facts,
+        "total": view.total,
         "state": view.state,
         "sessions": view.glance.sessions,
-        "rows": {
-            "total": view.facts.get("total"),
-            "done": now.ok + now.failed,
-            "ok": now.ok,
-            "failed": now.failed,
-            "resumed": now.resumed,
-        },
+        **_numbers(view),
         "rows_per_second": round(speed, 3),
         "seconds_left": None if left is None else round(left),
-        "tokens": now.tokens,
-        "cost": now.cost,
         "summary": _summary(view),
     }
+    if names := stage_names(view.facts):
+        status["stages"] = [_stage_json(name, view.stages.get(name)) for name in names]
+    return status
+
+
+def _numbers(view: RunView) -> JsonObject:
+    now = view.progress
+    counts: JsonObject = {"ok": now.ok, "failed": now.failed, "resumed": now.resumed}
+    rows: JsonObject = {"total": view.total, "done": now.ok + now.failed, **counts}
+    return {"rows": rows, "tokens": now.tokens, "cost": now.cost}
+
+
+def _stage_json(name: str, stage: RunView | None) -> JsonObject:
+    if stage is None:
+        return {"name": name, "state": NOT_BEGUN}
+    return {"name": name, "state": stage.state, **_numbers(stage)}
 
 
 def _summary(view: RunView) -> JsonObject | None:
@@ -97,14 +107,11 @@ def _summary(view: RunView) -> JsonObject | None:
 
 
 def _text(view: RunView) -> str:
-    now, facts = view.glance.latest, view.facts
-    done = now.ok + now.failed
-    total = facts.get("total")
-    of = f" of {total:,}" if isinstance(total, int) else ""
-    rows = f"{done:,}{of} done: {now.ok:,} ok, {now.failed:,} failed"
+    now, facts = view.progress, view.facts
+    rows = _rows(view)
     if now.resumed:
         rows += f"; {now.resumed:,} of them from the record"
-    lines = [("state", view.state), ("rows", rows)]
+    lines = [("state", view.state), ("rows", rows), *_stages(view)]
     speed, left = pace(view, datetime.now(UTC))
     if speed:
         lines.append(("rate", rate(speed) + (f", {duration(left)} left" if left is not None else "")))
@@ -123,3 +130,23 @@ def _text(view: RunView) -> str:
         command = f"batch-agent resume {shlex.quote(str(view.path))}"
         lines.append(("go on", command if facts.get("command") is not None else "run it again with resume=True"))
     return "\n".join([str(view.path), *(f"  {label:<8} {harmless(text)}" for label, text in lines)])
+
+
+def _rows(view: RunView) -> str:
+    now = view.progress
+    of = "" if view.total is None else f" of {view.total:,}"
+    return f"{now.ok + now.failed:,}{of} done: {now.ok:,} ok, {now.failed:,} failed"
+
+
+def _stages(view: RunView) -> Iterator[tuple[str, str]]:
+    """One line for each stage of a pipeline; the first has the label."""
+    names = stage_names(view.facts)
+    width = max(map(len, names), default=0)
+    for place, name in enumerate(names):
+        stage = view.stages.get(name)
+        text = NOT_BEGUN
+        if stage is not None:
+            now = stage.progress
+            cost = f", {dollars(now.cost)}" if now.cost is not None else ""
+            text = f"{_rows(stage)}, {amount(now.tokens)} tokens{cost}, {stage.state}"
+        yield "" if place else "stages", f"{name:<{width}}  {text}"
