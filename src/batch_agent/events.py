@@ -70,6 +70,7 @@ class TurnFinished:
     first_token: float | None
     cost: float | None = None  # $, None where no price is known
     saved: Usage | None = None  # tokens of an answer that the response cache had
+    endpoint: str = ""  # that answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ class TurnFailed:
     retry_in: float | None
     usage: Usage | None = None
     cost: float = 0.0
+    endpoint: str = ""  # that was asked
 
 
 @dataclass(frozen=True, slots=True)

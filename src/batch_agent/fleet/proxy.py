@@ -21,6 +21,7 @@ from aiohttp import web
 
 from batch_agent.backends.http.transport import Transport
 from batch_agent.dispatch.policy import Policy
+from batch_agent.dispatch.request_numbers import RequestNumbers
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.fleet.affinity import Homes, read_ask
 from batch_agent.fleet.following import Hostfile
@@ -29,6 +30,8 @@ from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.fleet.probe import Prober
 from batch_agent.fleet.upstreams import Upstreams
 from batch_agent.messages import JsonObject
+from batch_agent.observe.exposition import Counter, page
+from batch_agent.observe.metrics_server import metrics_handler
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
 
@@ -98,10 +101,12 @@ class Proxy:
         self._upstreams, self._transport, self._patience = upstreams, transport, patience
         self._dispatcher = upstreams.dispatcher
         self._homes = Homes(self._dispatcher.scheduler.router)
+        self._numbers = RequestNumbers()
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes([web.get("/health", self._health), web.get("/status", self._status)])
+        app.add_routes([web.get("/metrics", metrics_handler(self._metrics))])
         app.add_routes([web.get("/v1/models", self._models), web.route("*", "/v1/{path:.*}", self._forward)])
         app.add_routes([web.route("*", "/{path:.*}", self._unknown)])
         return app
@@ -120,13 +125,22 @@ class Proxy:
         waiting = self._dispatcher.scheduler.waiting
         return _json({"up": self._upstreams.up, "waiting": waiting, "endpoints": [*endpoints]})
 
+    def _metrics(self) -> str:
+        """What Prometheus reads."""
+        requests = Counter("batch_agent_proxy_requests_total", "Requests sent to an endpoint.", ("endpoint",))
+        failures = Counter("batch_agent_proxy_failures_total", "Requests that an endpoint failed.", ("endpoint",))
+        for upstream in self._upstreams.present:
+            requests.add(upstream.requests, upstream.endpoint.name)
+            failures.add(upstream.failures, upstream.endpoint.name)
+        return page([requests, failures, *self._numbers.families([(self._upstreams.name, self._dispatcher)])])
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
         """The models of all endpoints. If none lists its models without a key, one is asked with the client's."""
         models = self._upstreams.models
         return _json({"object": "list", "data": [*models]}) if models else await self._forward(request)
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        return _refusal(404, f"{request.path} is not served here: there are /v1/…, /health and /status")
+        return _refusal(404, f"{request.path} is not served here: there are /v1/…, /health, /status and /metrics")
 
     # What it passes on
 
@@ -147,7 +161,7 @@ class Proxy:
         forward = Forward(self._upstreams, self._transport, self._homes, request, body, key, ticket)
         policy = Policy(MOST_RETRIES, wait_out=False, wanted=lambda: forward.can_move)
         try:
-            await self._dispatcher.ask(forward, policy, ticket=ticket)
+            await self._dispatcher.ask(forward, policy, ticket=ticket, observer=self._numbers)
         except BackendError as error:
             return self._failed(request, forward, error)
         except SpecError as error:

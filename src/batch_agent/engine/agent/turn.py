@@ -62,8 +62,9 @@ class TurnCall(ModelCall, Observer):
         tally.pay(error.usage or Usage(), cost)
         self.lost()
         tally.again = delay is not None
-        turn = tally.turns + 1
-        r.emit(TurnFailed(r.clock(), r.run, self._index, turn, error.type, str(error), delay, error.usage, cost or 0.0))
+        turn, endpoint = tally.turns + 1, self.request.endpoint
+        message, spent = str(error), (error.usage, cost or 0.0)
+        r.emit(TurnFailed(r.clock(), r.run, self._index, turn, error.type, message, delay, *spent, endpoint))
 
     def answered(self, reply: Reply, seconds: float, cost: float | None) -> None:
         r, tally = self._r, self._tally
@@ -73,7 +74,16 @@ class TurnCall(ModelCall, Observer):
         r.answer_tokens += reply.usage.completion_tokens
         r.emit(
             TurnFinished(
-                r.clock(), r.run, self._index, tally.turns, reply.usage, seconds, reply.first_token, cost, reply.saved
+                r.clock(),
+                r.run,
+                self._index,
+                tally.turns,
+                reply.usage,
+                seconds,
+                reply.first_token,
+                cost,
+                reply.saved,
+                self.request.endpoint,
             )
         )
         if r.schema is not None and not r.schema_noted and (note := r.backend.capabilities.schema_note):

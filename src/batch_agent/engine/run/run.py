@@ -19,11 +19,10 @@ from typing import Generic, Self, TypeVar, cast
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Backend
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.calibration import calibration
-from batch_agent.dispatch.cancellation import outlast
+from batch_agent.dispatch.cancellation import first_error, outlast
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.members import following
@@ -38,6 +37,7 @@ from batch_agent.engine.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.engine.run.batch import Batch
 from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.delivery import Delivery
+from batch_agent.engine.run.observers import Observers
 from batch_agent.engine.run.prefix_leader import PrefixLeader, lead_of
 from batch_agent.engine.run.prepare import Prepared, choose_model, learn_context
 from batch_agent.engine.run.recording import (
@@ -65,7 +65,6 @@ from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
@@ -104,7 +103,8 @@ class Run(Generic[T]):
         self._outer = within
         clock = Clock() if within is None else within.clock
         self._metrics = Metrics(clock)
-        self._emit = Sinks([self._metrics, *sinks] if within is None else [self._metrics, *sinks, within.emit])
+        outer = prepared.spec.sinks if within is None else (within.emit,)
+        self._emit = Sinks([self._metrics, *sinks, *outer])
         self.shared = self._share(clock, within)
         self._feed = self.shared.dispatcher.feed(self._stop_feeding)
         self._backlogs: set[str] = set()
@@ -130,7 +130,8 @@ class Run(Generic[T]):
             dispatcher = dispatchers[name] = self._new_dispatcher()
             dispatcher.spending = spending
         owned = Owned.at(self._prepared.spec.run_dir) if within is None else within.owned
-        return Shared(clock, self._emit, dispatcher, spending, dispatchers, owned)
+        observers = Observers() if within is None else within.observers
+        return Shared(clock, self._emit, dispatcher, spending, dispatchers, owned, observers)
 
     def _new_dispatcher(self) -> Dispatcher:
         prepared, backend = self._prepared, self._prepared.backend
@@ -197,6 +198,11 @@ class Run(Generic[T]):
         """What the outputs are instances of; None for text."""
         return self._prepared.schema
 
+    @property
+    def metrics_url(self) -> str | None:
+        """Where Prometheus finds the numbers of a run with ``metrics_port``; None before and after it."""
+        return self.shared.observers.metrics_url
+
     def statistics(self) -> Statistics:
         statistics = self._metrics.statistics()
         return replace(statistics, prewarm=self._prewarm.statistics()) if self._prewarm is not None else statistics
@@ -245,6 +251,9 @@ class Run(Generic[T]):
         failure: BaseException | None = None
         ended: Ended = "failed"
         try:
+            if self._outer is None:
+                whole = self.id if self._stages else ""
+                await self.shared.observers.open(self._prepared.spec, self._emit.add, self.shared.live, whole)
             self._session = await open_session(self._prepared.spec, self._open_store)
             async with asyncio.TaskGroup() as first:
                 self._feeder = first.create_task(self._check_first())
@@ -266,7 +275,7 @@ class Run(Generic[T]):
             await self._deliver_interrupted()
             raise
         except BaseException as error:
-            failure = self._failed_by = _first(error)
+            failure = self._failed_by = first_error(error)
             ended = "unreachable" if isinstance(failure, RunUnreachable) else "failed"
             if isinstance(failure, KeyboardInterrupt | SystemExit):
                 raise
@@ -278,6 +287,8 @@ class Run(Generic[T]):
             reason = self._why(ended)
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
             failure = await self._end_session(ended, reason, failure) or failure
+            if self._outer is None:
+                await self.shared.observers.close()
             self._delivery.close(failure)
 
     def _emit_start(self) -> None:
@@ -315,7 +326,7 @@ class Run(Generic[T]):
                 dispatcher=shared.dispatcher,
                 policy=Policy(
                     spec.max_retries,
-                    timeout=_time_limit(spec, prepared.backend),
+                    timeout=prepared.turn_limit_seconds,
                     timeout_option="timeout_per_turn",
                     hedge=spec.hedge,
                 ),
@@ -340,6 +351,7 @@ class Run(Generic[T]):
                 hints=spec.nvext_agent_hints,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
+            session, fingerprint = shared.session, fingerprint_of(prepared, self._worker)
             self._batch = batch = Batch(
                 self._rows,
                 prepared.plan,
@@ -349,7 +361,7 @@ class Run(Generic[T]):
                 record,
                 self._work_on,
                 asks_first=self._worker is None,
-                parts_record=self._record_of_parts(prepared),
+                parts_record=None if session is None else session.part(fingerprint),
             )
             async with self._budget(), asyncio.TaskGroup() as agents:
                 self._feeder = agents.create_task(batch.feed(agents))
@@ -373,10 +385,6 @@ class Run(Generic[T]):
         )
         self.shared.session = self._session
         return self._session
-
-    def _record_of_parts(self, prepared: Prepared) -> Record | None:
-        session = self.shared.session
-        return None if session is None else session.part(fingerprint_of(prepared, self._worker))
 
     def _lead(self, prepared: Prepared) -> PrefixLeader | None:
         """A worker of the user's own may do something else first, or never ask."""
@@ -490,15 +498,3 @@ class Run(Generic[T]):
         self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
         if self._session is not None and health.state != "on trial":
             self._session.say_trouble(health.reason if health.is_down else None, since)
-
-
-def _time_limit(spec: BatchSpec, backend: Backend) -> float | None:
-    """Of a turn. Where answers take hours, only one that the user named."""
-    return None if backend.capabilities.patient and not spec.given("timeout_per_turn") else spec.timeout_per_turn
-
-
-def _first(error: BaseException) -> BaseException:
-    """The failure itself, out of the groups that task groups wrap around it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
