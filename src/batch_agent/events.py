@@ -71,6 +71,7 @@ class TurnFinished:
     cost: float | None = None  # $, None where no price is known
     saved: Usage | None = None  # tokens of an answer that the response cache had
     endpoint: str = ""  # that answered
+    model: str = ""  # as the server names it, "" if it does not
 
 
 @dataclass(frozen=True, slots=True)

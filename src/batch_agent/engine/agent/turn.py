@@ -84,6 +84,7 @@ class TurnCall(ModelCall, Observer):
                 cost,
                 reply.saved,
                 self.request.endpoint,
+                reply.model,
             )
         )
         if r.schema is not None and not r.schema_noted and (note := r.backend.capabilities.schema_note):

@@ -6,19 +6,32 @@ none of them imports and pays for none of them.
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from typing import TYPE_CHECKING
 
 from batch_agent.blocking import in_thread
 from batch_agent.events import Sink
 from batch_agent.observe.prometheus import LiveNumbers, RunNumbers
+from batch_agent.observe.telemetry_wanted import is_wanted
 from batch_agent.spec import BatchSpec
+
+if TYPE_CHECKING:
+    from batch_agent.observe.telemetry import Traces
+
+logger = logging.getLogger("batch_agent")
+
+PATIENCE = 5.0  # seconds that the end of a run waits for a disk or a collector
 
 
 class Observers:
     def __init__(self) -> None:
         self.metrics_url: str | None = None  # while the page is served
+        self.traces: Traces | None = None  # where the run is traced
         self._extent = AsyncExitStack()
 
     async def open(
@@ -41,6 +54,13 @@ class Observers:
             add(numbers)
             with suppress(OSError, ValueError):  # standard error may be closed
                 sys.stderr.write(f"metrics: {self.metrics_url}\n")
+        if is_wanted(spec.telemetry, os.environ):
+            from batch_agent.observe.telemetry import Telemetry
+
+            telemetry = Telemetry(os.environ, whole)
+            self._extent.push_async_callback(_in_thread, telemetry.close)
+            self.traces = telemetry.traces
+            add(telemetry)
 
     async def close(self) -> None:
         """Takes a few seconds at most, whatever does not answer."""
@@ -49,4 +69,8 @@ class Observers:
 
 
 async def _in_thread(function: Callable[[], None]) -> None:
-    await in_thread(function)
+    """Calls what may wait for somebody else. It is left behind if it takes too long."""
+    closing = in_thread(function)
+    await asyncio.wait([closing], timeout=PATIENCE)
+    if closing.done() and (error := closing.exception()) is not None:
+        logger.warning("what watches the run could not be closed: %s", error)

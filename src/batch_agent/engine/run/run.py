@@ -103,8 +103,7 @@ class Run(Generic[T]):
         self._outer = within
         clock = Clock() if within is None else within.clock
         self._metrics = Metrics(clock)
-        outer = prepared.spec.sinks if within is None else (within.emit,)
-        self._emit = Sinks([self._metrics, *sinks, *outer])
+        self._emit = Sinks([self._metrics, *sinks, *(prepared.spec.sinks if within is None else (within.emit,))])
         self.shared = self._share(clock, within)
         self._feed = self.shared.dispatcher.feed(self._stop_feeding)
         self._backlogs: set[str] = set()
@@ -348,6 +347,7 @@ class Run(Generic[T]):
                 keeps_cut_text=self._worker is None and prepared.schema is None and spec.truncated == "keep",
                 prewarm=prewarm,
                 lead=self._lead(prepared),
+                traces=shared.observers.traces,
                 hints=spec.nvext_agent_hints,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))

@@ -1,0 +1,309 @@
+"""A sink that makes spans of events, after the conventions for generative AI.
+
+``invoke_workflow`` is the run, ``invoke_agent`` a row, ``chat MODEL`` a turn with all its attempts, ``execute_tool
+NAME`` a tool call. What happens in a row is kept until the row ends, because a row that fails is exported although it
+was not sampled. How a span is exported is not this module's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from secrets import randbits
+from typing import Literal
+from urllib.parse import urlsplit
+
+from batch_agent.events import (
+    AnswerRejected,
+    Event,
+    JobFinished,
+    JobStarted,
+    ModelChosen,
+    RunFinished,
+    RunStarted,
+    ToolFinished,
+    ToolStarted,
+    TurnFailed,
+    TurnFinished,
+    TurnStarted,
+)
+from batch_agent.observe.trace_ids import (
+    RowSampler,
+    span_of_call,
+    span_of_row,
+    span_of_run,
+    span_of_turn,
+    trace_of,
+    trace_of_run,
+)
+
+MOST_SPANS = 1000  # of one row; further turns and calls are counted
+MOST_MESSAGE_CHARACTERS = 1000
+# Providers by the scheme of the backend, where the conventions have a name of their own.
+PROVIDERS = {
+    "azure": "azure.ai.openai",
+    "bedrock": "aws.bedrock",
+    "google": "gcp.gemini",
+    "gemini": "gcp.gemini",
+    "vertex": "gcp.vertex_ai",
+    "mistral": "mistral_ai",
+    "xai": "x_ai",
+}
+
+Value = str | int | float | bool | Sequence[str]
+Attributes = dict[str, Value]
+
+
+@dataclass(slots=True)
+class Marked:
+    """Something that happened inside a span."""
+
+    name: str
+    at: float
+    attributes: Attributes
+
+
+@dataclass(slots=True)
+class SpanRecord:
+    """A finished span. Times are seconds since 1970; ``parent`` is a span of the same trace, 0 for none."""
+
+    name: str
+    trace: int
+    span: int
+    parent: int
+    began: float
+    ended: float
+    attributes: Attributes
+    kind: Literal["internal", "client"] = "internal"
+    error: str | None = None  # the message of what it failed with
+    marks: list[Marked] = field(default_factory=list)
+    link: tuple[int, int] | None = None  # another trace's span
+
+
+class _Traced:
+    """A row under way."""
+
+    __slots__ = ("began", "dropped", "job_id", "spans", "tools", "turns", "used")
+
+    def __init__(self, began: float, job_id: str) -> None:
+        self.began, self.job_id = began, job_id
+        self.turns: dict[int, tuple[float, list[Marked]]] = {}
+        self.tools: dict[tuple[int, int], float] = {}
+        self.spans: list[SpanRecord] = []
+        self.used: set[int] = set()
+        self.dropped = 0
+
+    def add(self, span: SpanRecord) -> None:
+        """Agents that work on parts of one row count their turns alike: only the first keeps the id."""
+        if len(self.spans) >= MOST_SPANS:
+            self.dropped += 1
+            return
+        if span.span in self.used:
+            span.span = randbits(64) or 1
+        self.used.add(span.span)
+        self.spans.append(span)
+
+
+class _Workflow:
+    """A run under way."""
+
+    __slots__ = ("began", "common", "failed", "model", "ok", "parent", "trace")
+
+    def __init__(self, event: RunStarted, trace: int, parent: int) -> None:
+        self.began, self.model, self.trace, self.parent = event.at, event.model, trace, parent
+        self.ok = self.failed = 0
+        self.common: Attributes = {"gen_ai.provider.name": provider_of(event.backend), **server_of(event.backend)}
+
+
+class RowSpans:
+    """``export`` takes the spans of a row, or a run, that are to be sent. ``around`` is the caller's span, of which the
+    run is a part: its trace and its own id. ``own`` is the id of a run whose rows are no work."""
+
+    def __init__(
+        self,
+        export: Callable[[Sequence[SpanRecord]], None],
+        sampler: RowSampler,
+        around: tuple[int, int] | None = None,
+        own: str = "",
+    ) -> None:
+        self._export, self._sampler, self._around, self._own = export, sampler, around, own
+        self._runs: dict[str, _Workflow] = {}
+        self._rows: dict[tuple[str, int], _Traced] = {}
+        self._outermost: tuple[int, int] | None = None  # the trace and span of the first run
+        self._contents: dict[tuple[str, int], Attributes] = {}
+
+    def describe(self, run: str, index: int, attributes: Attributes) -> None:
+        """Further attributes of a row that is about to end."""
+        self._contents[run, index] = attributes
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case TurnStarted():
+                if (row := self._rows.get((event.run, event.index))) is not None:
+                    row.turns.setdefault(event.turn, (event.at, []))
+            case TurnFinished() | TurnFailed():
+                self._turn_ended(event)
+            case ToolStarted():
+                if (row := self._rows.get((event.run, event.index))) is not None:
+                    row.tools[event.turn, event.call] = event.at
+            case ToolFinished():
+                self._tool_ended(event)
+            case JobStarted() if event.run != self._own:
+                self._rows[event.run, event.index] = _Traced(event.at, event.job_id)
+            case JobFinished():
+                self._row_ended(event)
+            case AnswerRejected():
+                self._rejected(event)
+            case RunStarted():
+                self._run_started(event)
+            case ModelChosen():
+                if event.run in self._runs:
+                    self._runs[event.run].model = event.model
+            case RunFinished():
+                self._run_ended(event)
+
+    def _run_started(self, event: RunStarted) -> None:
+        around = self._outermost or self._around
+        trace, parent = around or (trace_of_run(event.run), 0)
+        self._runs[event.run] = _Workflow(event, trace, parent)
+        if self._outermost is None:
+            self._outermost = trace, span_of_run(event.run)
+
+    def _turn_ended(self, event: TurnFinished | TurnFailed) -> None:
+        row, run = self._rows.get((event.run, event.index)), self._runs.get(event.run)
+        if row is None or run is None:
+            return
+        began, marks = row.turns.get(event.turn, (event.at, []))
+        if isinstance(event, TurnFailed) and event.retry_in is not None:
+            marks.append(Marked("retry", event.at, _exception(event.error_type, event.message)))
+            return
+        row.turns.pop(event.turn, None)
+        attributes: Attributes = {
+            "gen_ai.operation.name": "chat",
+            **run.common,
+            "gen_ai.request.model": run.model,
+            "gen_ai.conversation.id": row.job_id,
+            "batch_agent.turn": event.turn,
+            **(server_of(event.endpoint) if event.endpoint else {}),
+        }
+        if isinstance(event, TurnFinished):
+            _add_usage(attributes, event)
+        else:
+            attributes["error.type"] = event.error_type
+        span = span_of_turn(event.run, event.index, event.turn)
+        trace, parent = trace_of(event.run, event.index), span_of_row(event.run, event.index)
+        error = event.message if isinstance(event, TurnFailed) else None
+        name = f"chat {run.model}".rstrip()
+        row.add(SpanRecord(name, trace, span, parent, began, event.at, attributes, "client", error, marks))
+
+    def _tool_ended(self, event: ToolFinished) -> None:
+        row = self._rows.get((event.run, event.index))
+        if row is None:
+            return
+        began = row.tools.pop((event.turn, event.call), event.at)
+        attributes: Attributes = {
+            "gen_ai.operation.name": "execute_tool",
+            "gen_ai.tool.name": event.tool,
+            "gen_ai.tool.call.id": event.call_id,
+            "gen_ai.tool.type": "function",
+            "gen_ai.conversation.id": row.job_id,
+            "batch_agent.tool.source": event.source,
+        }
+        if not event.ok:
+            attributes["error.type"] = "tool_error"
+        span = span_of_call(event.run, event.index, event.turn, event.call_id)
+        trace, parent = trace_of(event.run, event.index), span_of_row(event.run, event.index)
+        error = None if event.ok else "the tool call failed"
+        row.add(SpanRecord(f"execute_tool {event.tool}", trace, span, parent, began, event.at, attributes, error=error))
+
+    def _rejected(self, event: AnswerRejected) -> None:
+        row = self._rows.get((event.run, event.index))
+        if row is not None and row.spans:
+            row.spans[-1].marks.append(Marked("answer rejected", event.at, _exception(event.error_type, event.message)))
+
+    def _row_ended(self, event: JobFinished) -> None:
+        row, run = self._rows.pop((event.run, event.index), None), self._runs.get(event.run)
+        content = self._contents.pop((event.run, event.index), {})
+        if row is None or run is None or event.resumed:
+            return
+        run.ok += event.error is None
+        run.failed += event.error is not None
+        trace = trace_of(event.run, event.index)
+        if event.error is None and not self._sampler.keeps(trace, event.index):
+            return
+        attributes: Attributes = {
+            "gen_ai.operation.name": "invoke_agent",
+            **run.common,
+            "gen_ai.request.model": run.model,
+            "gen_ai.conversation.id": row.job_id,
+            "gen_ai.usage.input_tokens": event.usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": event.usage.completion_tokens,
+            "batch_agent.row.index": event.index,
+            "batch_agent.row.turns": event.turns,
+            **content,
+        }
+        if event.error is not None:
+            attributes["error.type"] = event.error.type
+        if row.dropped:
+            attributes["batch_agent.dropped_spans"] = row.dropped
+        error = None if event.error is None else event.error.message
+        span = span_of_row(event.run, event.index)
+        link = run.trace, span_of_run(event.run)
+        whole = SpanRecord("invoke_agent", trace, span, 0, row.began, event.at, attributes, error=error, link=link)
+        self._export([whole, *row.spans])
+
+    def _run_ended(self, event: RunFinished) -> None:
+        run = self._runs.pop(event.run, None)
+        for key in [key for key in self._rows if key[0] == event.run]:
+            del self._rows[key]
+        if run is None:
+            return
+        attributes: Attributes = {
+            "gen_ai.operation.name": "invoke_workflow",
+            **run.common,
+            "gen_ai.request.model": run.model,
+            "batch_agent.run.id": event.run,
+            "batch_agent.run.ended": event.ended,
+            "batch_agent.rows.ok": run.ok,
+            "batch_agent.rows.failed": run.failed,
+        }
+        error = None
+        if event.ended in ("failed", "unreachable"):
+            attributes["error.type"], error = event.ended, event.reason or event.ended
+        span = span_of_run(event.run)
+        self._export(
+            [SpanRecord("invoke_workflow", run.trace, span, run.parent, run.began, event.at, attributes, error=error)]
+        )
+
+
+def provider_of(backend: str) -> str:
+    """The conventions' name of whoever serves the model, from the backend's name."""
+    scheme = backend.partition("://")[0]
+    return PROVIDERS.get(scheme, scheme) or "unknown"
+
+
+def server_of(place: str) -> Mapping[str, str | int]:
+    """``server.address`` and ``server.port`` of an endpoint; nothing if it has no address."""
+    try:
+        url = urlsplit(place if "://" in place else f"//{place}")
+        host, port = url.hostname, url.port
+    except ValueError:
+        return {}
+    if not host or ("://" not in place and port is None):
+        return {}
+    return {"server.address": host} if port is None else {"server.address": host, "server.port": port}
+
+
+def _add_usage(attributes: Attributes, event: TurnFinished) -> None:
+    attributes["gen_ai.usage.input_tokens"] = event.usage.prompt_tokens
+    attributes["gen_ai.usage.output_tokens"] = event.usage.completion_tokens
+    if event.usage.cached_tokens:
+        attributes["gen_ai.usage.cache_read.input_tokens"] = event.usage.cached_tokens
+    if event.model:
+        attributes["gen_ai.response.model"] = event.model
+    if event.first_token is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = event.first_token
+
+
+def _exception(error_type: str, message: str) -> Attributes:
+    return {"error.type": error_type, "exception.message": message[:MOST_MESSAGE_CHARACTERS]}
