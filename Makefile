@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-vllm test-dynamo lint format bench clean
+.PHONY: demo test test-prometheus test-vllm test-dynamo lint format bench clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,10 @@ demo: $(VENV)/.local  ## set up and run 30 agents on real weights: no server, no
 
 test: $(VENV)/.ready  ## set up and pass the tests
 	$(BIN)/python -m pytest -n auto
+
+test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed with apt where it is missing
+	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus
+	$(BIN)/python -m pytest tests/observe/test_real_prometheus.py tests/observe/test_prometheus.py tests/observe/test_metric_names.py
 
 test-vllm test-dynamo: test-%: $(VENV)/.ready  ## install and start a real server, and pass its suite
 	$(BIN)/python -m tests.real $*
