@@ -37,7 +37,7 @@ from batch_agent.observe.trace_ids import (
     trace_of_run,
 )
 
-MOST_SPANS = 1000  # of one row; further turns and calls are counted
+MOST_EVENTS = 4000  # of one row that are kept; further ones are counted
 MOST_MESSAGE_CHARACTERS = 1000
 # Providers by the scheme of the backend, where the conventions have a name of their own.
 PROVIDERS = {
@@ -80,28 +80,24 @@ class SpanRecord:
     link: tuple[int, int] | None = None  # another trace's span
 
 
-class _Traced:
-    """A row under way."""
+Told = TurnStarted | TurnFinished | TurnFailed | ToolStarted | ToolFinished | AnswerRejected
 
-    __slots__ = ("began", "dropped", "job_id", "spans", "tools", "turns", "used")
+
+class _Traced:
+    """A row under way: what was told of it, of which spans are made if it is exported."""
+
+    __slots__ = ("began", "dropped", "job_id", "told")
 
     def __init__(self, began: float, job_id: str) -> None:
         self.began, self.job_id = began, job_id
-        self.turns: dict[int, tuple[float, list[Marked]]] = {}
-        self.tools: dict[tuple[int, int], float] = {}
-        self.spans: list[SpanRecord] = []
-        self.used: set[int] = set()
+        self.told: list[Told] = []
         self.dropped = 0
 
-    def add(self, span: SpanRecord) -> None:
-        """Agents that work on parts of one row count their turns alike: only the first keeps the id."""
-        if len(self.spans) >= MOST_SPANS:
+    def add(self, event: Told) -> None:
+        if len(self.told) < MOST_EVENTS:
+            self.told.append(event)
+        else:
             self.dropped += 1
-            return
-        if span.span in self.used:
-            span.span = randbits(64) or 1
-        self.used.add(span.span)
-        self.spans.append(span)
 
 
 class _Workflow:
@@ -138,22 +134,13 @@ class RowSpans:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case TurnStarted():
+            case TurnStarted() | TurnFinished() | TurnFailed() | ToolStarted() | ToolFinished() | AnswerRejected():
                 if (row := self._rows.get((event.run, event.index))) is not None:
-                    row.turns.setdefault(event.turn, (event.at, []))
-            case TurnFinished() | TurnFailed():
-                self._turn_ended(event)
-            case ToolStarted():
-                if (row := self._rows.get((event.run, event.index))) is not None:
-                    row.tools[event.turn, event.call] = event.at
-            case ToolFinished():
-                self._tool_ended(event)
+                    row.add(event)
             case JobStarted() if event.run != self._own:
                 self._rows[event.run, event.index] = _Traced(event.at, event.job_id)
             case JobFinished():
                 self._row_ended(event)
-            case AnswerRejected():
-                self._rejected(event)
             case RunStarted():
                 self._run_started(event)
             case ModelChosen():
@@ -168,58 +155,6 @@ class RowSpans:
         self._runs[event.run] = _Workflow(event, trace, parent)
         if self._outermost is None:
             self._outermost = trace, span_of_run(event.run)
-
-    def _turn_ended(self, event: TurnFinished | TurnFailed) -> None:
-        row, run = self._rows.get((event.run, event.index)), self._runs.get(event.run)
-        if row is None or run is None:
-            return
-        began, marks = row.turns.get(event.turn, (event.at, []))
-        if isinstance(event, TurnFailed) and event.retry_in is not None:
-            marks.append(Marked("retry", event.at, _exception(event.error_type, event.message)))
-            return
-        row.turns.pop(event.turn, None)
-        attributes: Attributes = {
-            "gen_ai.operation.name": "chat",
-            **run.common,
-            "gen_ai.request.model": run.model,
-            "gen_ai.conversation.id": row.job_id,
-            "batch_agent.turn": event.turn,
-            **(server_of(event.endpoint) if event.endpoint else {}),
-        }
-        if isinstance(event, TurnFinished):
-            _add_usage(attributes, event)
-        else:
-            attributes["error.type"] = event.error_type
-        span = span_of_turn(event.run, event.index, event.turn)
-        trace, parent = trace_of(event.run, event.index), span_of_row(event.run, event.index)
-        error = event.message if isinstance(event, TurnFailed) else None
-        name = f"chat {run.model}".rstrip()
-        row.add(SpanRecord(name, trace, span, parent, began, event.at, attributes, "client", error, marks))
-
-    def _tool_ended(self, event: ToolFinished) -> None:
-        row = self._rows.get((event.run, event.index))
-        if row is None:
-            return
-        began = row.tools.pop((event.turn, event.call), event.at)
-        attributes: Attributes = {
-            "gen_ai.operation.name": "execute_tool",
-            "gen_ai.tool.name": event.tool,
-            "gen_ai.tool.call.id": event.call_id,
-            "gen_ai.tool.type": "function",
-            "gen_ai.conversation.id": row.job_id,
-            "batch_agent.tool.source": event.source,
-        }
-        if not event.ok:
-            attributes["error.type"] = "tool_error"
-        span = span_of_call(event.run, event.index, event.turn, event.call_id)
-        trace, parent = trace_of(event.run, event.index), span_of_row(event.run, event.index)
-        error = None if event.ok else "the tool call failed"
-        row.add(SpanRecord(f"execute_tool {event.tool}", trace, span, parent, began, event.at, attributes, error=error))
-
-    def _rejected(self, event: AnswerRejected) -> None:
-        row = self._rows.get((event.run, event.index))
-        if row is not None and row.spans:
-            row.spans[-1].marks.append(Marked("answer rejected", event.at, _exception(event.error_type, event.message)))
 
     def _row_ended(self, event: JobFinished) -> None:
         row, run = self._rows.pop((event.run, event.index), None), self._runs.get(event.run)
@@ -245,12 +180,12 @@ class RowSpans:
         if event.error is not None:
             attributes["error.type"] = event.error.type
         if row.dropped:
-            attributes["batch_agent.dropped_spans"] = row.dropped
+            attributes["batch_agent.dropped_events"] = row.dropped
         error = None if event.error is None else event.error.message
         span = span_of_row(event.run, event.index)
         link = run.trace, span_of_run(event.run)
         whole = SpanRecord("invoke_agent", trace, span, 0, row.began, event.at, attributes, error=error, link=link)
-        self._export([whole, *row.spans])
+        self._export([whole, *_RowMaker(run, event, row).spans])
 
     def _run_ended(self, event: RunFinished) -> None:
         run = self._runs.pop(event.run, None)
@@ -274,6 +209,86 @@ class RowSpans:
         self._export(
             [SpanRecord("invoke_workflow", run.trace, span, run.parent, run.began, event.at, attributes, error=error)]
         )
+
+
+class _RowMaker:
+    """The spans of a row's turns and tool calls."""
+
+    def __init__(self, run: _Workflow, ended: JobFinished, row: _Traced) -> None:
+        self.spans: list[SpanRecord] = []
+        self._run, self._job_id = run, row.job_id
+        self._id, self._index = ended.run, ended.index
+        self._place = trace_of(ended.run, ended.index), span_of_row(ended.run, ended.index)
+        self._turns: dict[int, tuple[float, list[Marked]]] = {}
+        self._tools: dict[tuple[int, int], float] = {}
+        self._used: set[int] = set()
+        for event in row.told:
+            self._take(event)
+
+    def _take(self, event: Told) -> None:
+        match event:
+            case TurnStarted():
+                self._turns.setdefault(event.turn, (event.at, []))
+            case TurnFinished() | TurnFailed():
+                self._turn_ended(event)
+            case ToolStarted():
+                self._tools[event.turn, event.call] = event.at
+            case ToolFinished():
+                self._tool_ended(event)
+            case AnswerRejected() if self.spans:
+                mark = Marked("answer rejected", event.at, _exception(event.error_type, event.message))
+                self.spans[-1].marks.append(mark)
+
+    def _turn_ended(self, event: TurnFinished | TurnFailed) -> None:
+        began, marks = self._turns.get(event.turn, (event.at, []))
+        error = None
+        if isinstance(event, TurnFailed):
+            if event.retry_in is not None:
+                marks.append(Marked("retry", event.at, _exception(event.error_type, event.message)))
+                return
+            error = event.message
+        self._turns.pop(event.turn, None)
+        run = self._run
+        attributes: Attributes = {
+            "gen_ai.operation.name": "chat",
+            **run.common,
+            "gen_ai.request.model": run.model,
+            "gen_ai.conversation.id": self._job_id,
+            "batch_agent.turn": event.turn,
+            **(server_of(event.endpoint) if event.endpoint else {}),
+        }
+        if isinstance(event, TurnFinished):
+            _add_usage(attributes, event)
+        else:
+            attributes["error.type"] = event.error_type
+        span = self._new(span_of_turn(self._id, self._index, event.turn))
+        name = f"chat {run.model}".rstrip()
+        trace, row = self._place
+        self.spans.append(SpanRecord(name, trace, span, row, began, event.at, attributes, "client", error, marks))
+
+    def _tool_ended(self, event: ToolFinished) -> None:
+        began = self._tools.pop((event.turn, event.call), event.at)
+        attributes: Attributes = {
+            "gen_ai.operation.name": "execute_tool",
+            "gen_ai.tool.name": event.tool,
+            "gen_ai.tool.call.id": event.call_id,
+            "gen_ai.tool.type": "function",
+            "gen_ai.conversation.id": self._job_id,
+            "batch_agent.tool.source": event.source,
+        }
+        error = None
+        if not event.ok:
+            attributes["error.type"], error = "tool_error", "the tool call failed"
+        span = self._new(span_of_call(self._id, self._index, event.turn, event.call_id))
+        name = f"execute_tool {event.tool}"
+        trace, row = self._place
+        self.spans.append(SpanRecord(name, trace, span, row, began, event.at, attributes, error=error))
+
+    def _new(self, span: int) -> int:
+        """The id. Agents that work on parts of one row count their turns alike: only the first keeps it."""
+        span = (randbits(64) or 1) if span in self._used else span
+        self._used.add(span)
+        return span
 
 
 def provider_of(backend: str) -> str:

@@ -13,31 +13,33 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from batch_agent.errors import SpecError
-from batch_agent.events import Event, ModelChosen, RunStarted, TurnFailed, TurnFinished, TurnStarted
+from batch_agent.events import Event
 from batch_agent.job import AgentResult
-from batch_agent.observe.spans import RowSpans, SpanRecord, provider_of, server_of
+from batch_agent.observe.spans import RowSpans, SpanRecord
 from batch_agent.observe.trace_content import content_attributes, wants_content
 from batch_agent.observe.trace_ids import RowSampler, span_of_call, span_of_turn, trace_of, traceparent
 from batch_agent.tools.context import current_traceparent
 from batch_agent.version import __version__
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import Histogram
-    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.context import Context
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    from batch_agent.observe.otel_metrics import OtelMetrics
+
 QUEUE = 16_384  # spans that may wait for the collector, where OTEL_BSP_MAX_QUEUE_SIZE does not say otherwise
-TOKEN_BOUNDS = [float(4**power) for power in range(14)]
-SECONDS_BOUNDS = [0.01 * 2**power for power in range(14)]
 
 
 class Traces:
     """What the agents of a run need: the ids that go with their requests and calls, and where their results go."""
 
     def __init__(self, sampler: RowSampler, spans: RowSpans, *, content: bool) -> None:
+        from opentelemetry.context import attach, detach
+
         self._sampler, self._spans, self._content = sampler, spans, content
+        self._attach, self._detach, self._context = attach, detach, _context_maker()
 
     def of_turn(self, run: str, index: int, turn: int) -> str:
         """The traceparent of a request."""
@@ -48,19 +50,15 @@ class Traces:
     def calling(self, run: str, index: int, turn: int, call_id: str) -> Iterator[None]:
         """Around the start of a tool call: tasks that begin inside belong to the call's span, also for libraries that
         are instrumented."""
-        from opentelemetry import context as otel
-        from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
-
         trace, span = trace_of(run, index), span_of_call(run, index, turn, call_id)
         sampled = self._sampler.keeps(trace, index)
-        around = SpanContext(trace, span, is_remote=False, trace_flags=TraceFlags(int(sampled)))
-        token = otel.attach(set_span_in_context(NonRecordingSpan(around)))
+        token = self._attach(self._context(trace, span, sampled))
         own = current_traceparent.set(traceparent(trace, span, sampled=sampled))
         try:
             yield
         finally:
             current_traceparent.reset(own)
-            otel.detach(token)
+            self._detach(token)
 
     def ended(self, run: str, result: AgentResult[object]) -> None:
         """A row has its result, which JobFinished is about to tell."""
@@ -73,72 +71,39 @@ class Telemetry:
 
     def __init__(self, environ: Mapping[str, str] = os.environ, own: str = "") -> None:
         sampler = RowSampler.from_environment(environ)
-        self._meters = None if environ.get("OTEL_METRICS_EXPORTER", "").lower() == "none" else _meters(environ)
+        self._metrics = None if environ.get("OTEL_METRICS_EXPORTER", "").lower() == "none" else _metrics(environ)
         traced = sampler.records and environ.get("OTEL_TRACES_EXPORTER", "").lower() != "none"
         self._processor = _processor(environ) if traced else None
         export: Callable[[Sequence[SpanRecord]], None] = lambda spans: None  # noqa: E731
         if self._processor is not None:
             export = _exporter(self._processor, environ)
         self._spans = RowSpans(export, sampler, _around(), own)
-        self._numbers = None if self._meters is None else _Numbers(self._meters)
         self.traces = Traces(sampler, self._spans, content=wants_content(environ)) if traced else None
 
     def __call__(self, event: Event) -> None:
         if self._processor is not None:
             self._spans(event)
-        if self._numbers is not None:
-            self._numbers(event)
+        if self._metrics is not None:
+            self._metrics(event)
 
     def close(self) -> None:
         """Sends what is left."""
-        for part in (self._processor, self._meters):
-            if part is not None:
-                shutdown: Callable[[], object] = part.shutdown
-                shutdown()
+        if self._processor is not None:
+            shutdown: Callable[[], object] = self._processor.shutdown
+            shutdown()
+        if self._metrics is not None:
+            self._metrics.close()
 
 
-class _Numbers:
-    """The two metrics of the conventions for clients."""
+def _context_maker() -> Callable[[int, int, bool], Context]:
+    """Makes the SDK's context inside a span that is written elsewhere."""
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
-    def __init__(self, provider: MeterProvider) -> None:
-        meter = provider.get_meter("batch_agent", __version__)
-        self._tokens: Histogram = meter.create_histogram(
-            "gen_ai.client.token.usage",
-            unit="{token}",
-            description="Number of input and output tokens used.",
-            explicit_bucket_boundaries_advisory=TOKEN_BOUNDS,
-        )
-        self._seconds: Histogram = meter.create_histogram(
-            "gen_ai.client.operation.duration",
-            unit="s",
-            description="GenAI operation duration.",
-            explicit_bucket_boundaries_advisory=SECONDS_BOUNDS,
-        )
-        self._common: dict[str, dict[str, str | int]] = {}  # by run
-        self._sent: dict[tuple[str, int], float] = {}  # when the latest request of a row left
+    def make(trace: int, span: int, sampled: bool) -> Context:
+        place = SpanContext(trace, span, is_remote=False, trace_flags=TraceFlags(int(sampled)))
+        return set_span_in_context(NonRecordingSpan(place))
 
-    def __call__(self, event: Event) -> None:
-        match event:
-            case TurnFinished():
-                self._sent.pop((event.run, event.index), None)
-                common = self._common.get(event.run, {})
-                self._seconds.record(event.seconds, common)
-                self._tokens.record(event.usage.prompt_tokens, {**common, "gen_ai.token.type": "input"})
-                self._tokens.record(event.usage.completion_tokens, {**common, "gen_ai.token.type": "output"})
-            case TurnStarted():
-                self._sent[event.run, event.index] = event.at
-            case TurnFailed():
-                seconds = event.at - self._sent.pop((event.run, event.index), event.at)
-                self._seconds.record(seconds, {**self._common.get(event.run, {}), "error.type": event.error_type})
-            case RunStarted():
-                self._common[event.run] = {
-                    "gen_ai.operation.name": "chat",
-                    "gen_ai.provider.name": provider_of(event.backend),
-                    "gen_ai.request.model": event.model,
-                    **server_of(event.backend),
-                }
-            case ModelChosen():
-                self._common.setdefault(event.run, {})["gen_ai.request.model"] = event.model
+    return make
 
 
 def _around() -> tuple[int, int] | None:
@@ -160,16 +125,14 @@ def _processor(environ: Mapping[str, str]) -> BatchSpanProcessor:
     return BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=size)
 
 
-def _meters(environ: Mapping[str, str]) -> MeterProvider:
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+def _metrics(environ: Mapping[str, str]) -> OtelMetrics:
+    from batch_agent.observe.otel_metrics import OtelMetrics
 
     if _is_grpc(environ, "METRICS"):
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
     else:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-    reader = PeriodicExportingMetricReader(OTLPMetricExporter())
-    return MeterProvider([reader], resource=_resource(environ), shutdown_on_exit=False)
+    return OtelMetrics(OTLPMetricExporter(), _resource(environ), environ)
 
 
 def _is_grpc(environ: Mapping[str, str], signal: str) -> bool:

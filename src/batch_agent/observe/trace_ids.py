@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 logger = logging.getLogger("batch_agent")
 
-FIRST_ROWS = 1000  # that are kept where no sampler is named
+FIRST_ROWS = 200  # that are kept where no sampler is named
 LATER_SHARE = 0.01  # ... and the share of those after them
 SAMPLED, NOT_SAMPLED = "01", "00"
 
