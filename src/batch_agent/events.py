@@ -89,6 +89,7 @@ class TurnFailed:
     usage: Usage | None = None
     cost: float = 0.0
     endpoint: str = ""  # that was asked
+    seconds: float = 0.0  # from sending it to its failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,9 @@ class Counter(Values):
     kind = "counter"
 
     def add(self, amount: float = 1.0, *labels: str) -> None:
+        if labels in self.values:
+            self.values[labels] += amount
+            return
         key = self._key(labels)
         self.values[key] = self.values.get(key, 0.0) + amount
 

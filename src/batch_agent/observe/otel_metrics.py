@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from batch_agent.events import Event, ModelChosen, RunStarted, TurnFailed, TurnFinished, TurnStarted
+from batch_agent.events import Event, ModelChosen, RunStarted, TurnFailed, TurnFinished
 from batch_agent.observe.spans import provider_of, server_of
 from batch_agent.version import __version__
 
@@ -45,8 +45,10 @@ class _Series:
     def add(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
-        self.lowest = min(self.lowest, value)
-        self.highest = max(self.highest, value)
+        if value < self.lowest:
+            self.lowest = value
+        if value > self.highest:
+            self.highest = value
 
 
 class OtelMetrics:
@@ -56,7 +58,7 @@ class OtelMetrics:
         self._exporter, self._resource = exporter, resource
         self._series: dict[Key, _Series] = {}
         self._common: dict[str, dict[str, str | int]] = {}  # by run
-        self._sent: dict[tuple[str, int], float] = {}  # when the latest request of a row left
+        self._usual: dict[str, list[_Series]] = {}  # by run, those of an answer
         self._began = time.time_ns()
         self._over = threading.Event()
         self._interval = _seconds(environ.get("OTEL_METRIC_EXPORT_INTERVAL", ""))
@@ -66,15 +68,16 @@ class OtelMetrics:
     def __call__(self, event: Event) -> None:
         match event:
             case TurnFinished():
-                self._sent.pop((event.run, event.index), None)
-                self._add(DURATION, event.run, "", event.seconds)
-                self._add(TOKENS, event.run, "input", event.usage.prompt_tokens)
-                self._add(TOKENS, event.run, "output", event.usage.completion_tokens)
-            case TurnStarted():
-                self._sent[event.run, event.index] = event.at
+                usual = self._usual.get(event.run)
+                if usual is None:
+                    kinds = ((DURATION, ""), (TOKENS, "input"), (TOKENS, "output"))
+                    usual = self._usual[event.run] = [self._one(metric, event.run, kind) for metric, kind in kinds]
+                seconds, prompt, completion = usual
+                seconds.add(event.seconds)
+                prompt.add(event.usage.prompt_tokens)
+                completion.add(event.usage.completion_tokens)
             case TurnFailed():
-                seconds = event.at - self._sent.pop((event.run, event.index), event.at)
-                self._add(DURATION, event.run, event.error_type, seconds)
+                self._one(DURATION, event.run, event.error_type).add(event.seconds)
             case RunStarted():
                 self._common[event.run] = {
                     "gen_ai.operation.name": "chat",
@@ -90,11 +93,8 @@ class OtelMetrics:
         self._thread.join()
         self._exporter.shutdown()
 
-    def _add(self, metric: str, run: str, kind: str, value: float) -> None:
-        series = self._series.get((metric, run, kind))
-        if series is None:
-            series = self._series[metric, run, kind] = _Series(BOUNDS[metric])
-        series.add(value)
+    def _one(self, metric: str, run: str, kind: str) -> _Series:
+        return self._series.setdefault((metric, run, kind), _Series(BOUNDS[metric]))
 
     def _export_often(self) -> None:
         while not self._over.wait(self._interval):

@@ -5,6 +5,7 @@ Labels are bounded: endpoints, types of error, tools and fixed words. No label e
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from batch_agent.events import (
     ToolFinished,
     TurnFailed,
     TurnFinished,
+    TurnStarted,
 )
 from batch_agent.messages import Usage
 from batch_agent.observe.exposition import Counter, Family, Gauge, Histogram, page
@@ -48,7 +50,7 @@ class RunNumbers:
         self._started = self._ended = 0
         self._cost_per_second = 0.0
         self._began: float | None = None
-        self._now = 0.0
+        self._usage = [0, 0, 0, 0, 0]  # prompt, completion, cached, cache writes, reasoning
         self._info: tuple[str, str] = ("", "")
         self._down: set[str] = set()
         self._backends: dict[str, str] = {}  # by run
@@ -86,26 +88,29 @@ class RunNumbers:
         self.row_time = Histogram("batch_agent_row_duration_seconds", "Time of a row from its start to its result.")
 
     def __call__(self, event: Event) -> None:
-        self._now = event.at
         match event:
+            case TurnStarted():  # one of the most frequent events, and not counted
+                return
             case TurnFinished():
-                self.turns.add(1, self._place(event))
+                place = event.endpoint or self._backends.get(event.run, "")
+                self.turns.add(1, place)
                 self.turn_time.observe(event.seconds)
                 if event.first_token is not None:
                     self.first_token.observe(event.first_token)
                 self._spent(event.usage, event.cost)
                 if event.saved is not None:
                     self.saved.add(event.saved.prompt_tokens + event.saved.completion_tokens)
-            case TurnFailed():
-                (self.failed_turns if event.retry_in is None else self.retries).add(1, event.error_type)
-                self._spent(event.usage or Usage(), event.cost)
+            case JobStarted():
+                self._started += event.run != self._own
+            case JobFinished():
+                if event.run != self._own:
+                    self._row_ended(event)
             case ToolFinished():
                 self.tools.add(1, event.tool, "ok" if event.ok else "failed", event.source)
                 self.tool_time.observe(event.seconds, event.tool)
-            case JobStarted() if event.run != self._own:
-                self._started += 1
-            case JobFinished() if event.run != self._own:
-                self._row_ended(event)
+            case TurnFailed():
+                (self.failed_turns if event.retry_in is None else self.retries).add(1, event.error_type)
+                self._spent(event.usage or Usage(), event.cost)
             case AnswerRejected():
                 self.rejected.add(1, event.error_type)
             case ContextCompacted():
@@ -118,6 +123,7 @@ class RunNumbers:
                 self._info = self._info[0], event.model
 
     def page(self) -> str:
+        self._count_tokens()
         return page([*self._state(), *self._counted()])
 
     def _counted(self) -> Iterable[Family]:
@@ -141,7 +147,7 @@ class RunNumbers:
             began.set(self._began)
             families.append(began)
             if self._cost_per_second:
-                self.cost.values[()] = (self._now - self._began) * self._cost_per_second
+                self.cost.values[()] = (time.time() - self._began) * self._cost_per_second
         if live.journal_lag is not None:
             lag = Gauge("batch_agent_journal_lag_seconds", "Age of the oldest record that is not yet on disk.")
             lag.set(live.journal_lag)
@@ -149,18 +155,28 @@ class RunNumbers:
         return families
 
     def _spent(self, usage: Usage, cost: float | None) -> None:
-        add = self.tokens.add
-        cached, writes, reasoning = usage.cached_tokens, usage.cache_write_tokens, usage.reasoning_tokens
-        add(max(0, usage.prompt_tokens - cached - writes), "input")
-        add(max(0, usage.completion_tokens - reasoning), "output")
-        if cached:
-            add(cached, "cached")
-        if writes:
-            add(writes, "cache_write")
-        if reasoning:
-            add(reasoning, "reasoning")
+        self._usage[0] += usage.prompt_tokens
+        self._usage[1] += usage.completion_tokens
+        if usage.cached_tokens:
+            self._usage[2] += usage.cached_tokens
+        if usage.cache_write_tokens:
+            self._usage[3] += usage.cache_write_tokens
+        if usage.reasoning_tokens:
+            self._usage[4] += usage.reasoning_tokens
         if cost:
             self.cost.add(cost)
+
+    def _count_tokens(self) -> None:
+        """The kinds of tokens, of which none is a part of another."""
+        prompt, completion, cached, writes, reasoning = self._usage
+        kinds = {
+            "input": prompt - cached - writes,
+            "output": completion - reasoning,
+            "cached": cached,
+            "cache_write": writes,
+            "reasoning": reasoning,
+        }
+        self.tokens.values = {(kind,): max(0, tokens) for kind, tokens in kinds.items()}
 
     def _row_ended(self, event: JobFinished) -> None:
         self._ended += 1
@@ -173,7 +189,7 @@ class RunNumbers:
             self.row_time.observe(event.timings.total)
 
     def _health_changed(self, event: HealthChanged) -> None:
-        place = self._place(event)
+        place = event.endpoint or self._backends.get(event.run, "")
         if event.state not in DOWN:
             self._down.discard(place)
         elif place not in self._down:
@@ -187,10 +203,6 @@ class RunNumbers:
             self._info = event.backend, event.model
         if event.run != self._own:
             self._expected[event.run] = event.total
-
-    def _place(self, event: TurnFinished | HealthChanged) -> str:
-        """The endpoint; where a backend has one without a name, that is the backend."""
-        return event.endpoint or self._backends.get(event.run, "")
 
 
 def endpoint_gauges(endpoints: Iterable[tuple[str, Endpoint]]) -> list[Family]:

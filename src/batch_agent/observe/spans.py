@@ -133,12 +133,15 @@ class RowSpans:
         self._contents[run, index] = attributes
 
     def __call__(self, event: Event) -> None:
+        if isinstance(event, Told):
+            row = self._rows.get((event.run, event.index))
+            if row is not None:
+                row.add(event)
+            return
         match event:
-            case TurnStarted() | TurnFinished() | TurnFailed() | ToolStarted() | ToolFinished() | AnswerRejected():
-                if (row := self._rows.get((event.run, event.index))) is not None:
-                    row.add(event)
-            case JobStarted() if event.run != self._own:
-                self._rows[event.run, event.index] = _Traced(event.at, event.job_id)
+            case JobStarted():
+                if event.run != self._own:
+                    self._rows[event.run, event.index] = _Traced(event.at, event.job_id)
             case JobFinished():
                 self._row_ended(event)
             case RunStarted():
@@ -158,7 +161,7 @@ class RowSpans:
 
     def _row_ended(self, event: JobFinished) -> None:
         row, run = self._rows.pop((event.run, event.index), None), self._runs.get(event.run)
-        content = self._contents.pop((event.run, event.index), {})
+        content = self._contents.pop((event.run, event.index), {}) if self._contents else {}
         if row is None or run is None or event.resumed:
             return
         run.ok += event.error is None
@@ -261,7 +264,7 @@ class _RowMaker:
             _add_usage(attributes, event)
         else:
             attributes["error.type"] = event.error_type
-        span = self._new(span_of_turn(self._id, self._index, event.turn))
+        span = self._new(span_of_turn(self._place[0], event.turn))
         name = f"chat {run.model}".rstrip()
         trace, row = self._place
         self.spans.append(SpanRecord(name, trace, span, row, began, event.at, attributes, "client", error, marks))

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from batch_agent.errors import SpecError
-from batch_agent.events import Event
+from batch_agent.events import Event, ModelChosen, RunStarted, TurnFailed, TurnFinished
 from batch_agent.job import AgentResult
 from batch_agent.observe.spans import RowSpans, SpanRecord
 from batch_agent.observe.trace_content import content_attributes, wants_content
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from batch_agent.observe.otel_metrics import OtelMetrics
 
+MEASURED = (TurnFinished, TurnFailed, RunStarted, ModelChosen)  # what the metrics are made of
 QUEUE = 16_384  # spans that may wait for the collector, where OTEL_BSP_MAX_QUEUE_SIZE does not say otherwise
 
 
@@ -44,7 +45,7 @@ class Traces:
     def of_turn(self, run: str, index: int, turn: int) -> str:
         """The traceparent of a request."""
         trace = trace_of(run, index)
-        return traceparent(trace, span_of_turn(run, index, turn), sampled=self._sampler.keeps(trace, index))
+        return traceparent(trace, span_of_turn(trace, turn), sampled=self._sampler.keeps(trace, index))
 
     @contextmanager
     def calling(self, run: str, index: int, turn: int, call_id: str) -> Iterator[None]:
@@ -83,7 +84,7 @@ class Telemetry:
     def __call__(self, event: Event) -> None:
         if self._processor is not None:
             self._spans(event)
-        if self._metrics is not None:
+        if self._metrics is not None and isinstance(event, MEASURED):
             self._metrics(event)
 
     def close(self) -> None:

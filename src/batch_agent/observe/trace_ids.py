@@ -11,33 +11,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import lru_cache
 from hashlib import blake2b
 
 logger = logging.getLogger("batch_agent")
 
-FIRST_ROWS = 200  # that are kept where no sampler is named
+FIRST_ROWS = 100  # that are kept where no sampler is named
 LATER_SHARE = 0.01  # ... and the share of those after them
 SAMPLED, NOT_SAMPLED = "01", "00"
+_LOW = 2**64 - 1
 
 
 def trace_of_run(run: str) -> int:
-    return _id(16, run)
+    return _base(run)
 
 
 def span_of_run(run: str) -> int:
-    return _id(8, run)
+    return _mixed(_base(run))
 
 
 def trace_of(run: str, index: int) -> int:
-    return _id(16, f"{run} {index}")
+    base = _base(run)
+    return (base & ~_LOW) | _mixed(base + index + 1)
 
 
 def span_of_row(run: str, index: int) -> int:
-    return _id(8, f"{run} {index}")
+    return _mixed(trace_of(run, index))
 
 
-def span_of_turn(run: str, index: int, turn: int) -> int:
-    return _id(8, f"{run} {index} turn {turn}")
+def span_of_turn(trace: int, turn: int) -> int:
+    """Of a row's ``trace``."""
+    return _mixed(trace + turn)
 
 
 def span_of_call(run: str, index: int, turn: int, call_id: str) -> int:
@@ -47,6 +51,19 @@ def span_of_call(run: str, index: int, turn: int, call_id: str) -> int:
 def traceparent(trace: int, span: int, *, sampled: bool) -> str:
     """The header of W3C's trace context."""
     return f"00-{trace:032x}-{span:016x}-{SAMPLED if sampled else NOT_SAMPLED}"
+
+
+@lru_cache(maxsize=64)
+def _base(run: str) -> int:
+    return _id(16, run)
+
+
+def _mixed(number: int) -> int:
+    """64 bits in which neighbours have nothing in common (the finisher of splitmix64); never 0."""
+    number = (number * 0x9E3779B97F4A7C15) & _LOW
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _LOW
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _LOW
+    return number ^ (number >> 31) or 1
 
 
 def _id(size: int, name: str) -> int:
