@@ -21,7 +21,6 @@ from batch_agent.events import (
     ToolFinished,
     TurnFailed,
     TurnFinished,
-    TurnStarted,
 )
 from batch_agent.messages import Usage
 from batch_agent.observe.exposition import Counter, Family, Gauge, Histogram, page
@@ -50,6 +49,19 @@ class RunNumbers:
         self._started = self._ended = 0
         self._cost_per_second = 0.0
         self._began: float | None = None
+        # By the type of event: nothing is looked up twice for the many that are not counted.
+        self._handlers: dict[type, Callable[..., None]] = {
+            TurnFinished: self._turn_finished,
+            TurnFailed: self._turn_failed,
+            ToolFinished: self._tool_finished,
+            JobStarted: self._row_began,
+            JobFinished: self._row_ended,
+            AnswerRejected: self._rejected,
+            ContextCompacted: self._compacted,
+            HealthChanged: self._health_changed,
+            RunStarted: self._run_started,
+            ModelChosen: self._model_chosen,
+        }
         self._usage = [0, 0, 0, 0, 0]  # prompt, completion, cached, cache writes, reasoning
         self._info: tuple[str, str] = ("", "")
         self._down: set[str] = set()
@@ -88,39 +100,38 @@ class RunNumbers:
         self.row_time = Histogram("batch_agent_row_duration_seconds", "Time of a row from its start to its result.")
 
     def __call__(self, event: Event) -> None:
-        match event:
-            case TurnStarted():  # one of the most frequent events, and not counted
-                return
-            case TurnFinished():
-                place = event.endpoint or self._backends.get(event.run, "")
-                self.turns.add(1, place)
-                self.turn_time.observe(event.seconds)
-                if event.first_token is not None:
-                    self.first_token.observe(event.first_token)
-                self._spent(event.usage, event.cost)
-                if event.saved is not None:
-                    self.saved.add(event.saved.prompt_tokens + event.saved.completion_tokens)
-            case JobStarted():
-                self._started += event.run != self._own
-            case JobFinished():
-                if event.run != self._own:
-                    self._row_ended(event)
-            case ToolFinished():
-                self.tools.add(1, event.tool, "ok" if event.ok else "failed", event.source)
-                self.tool_time.observe(event.seconds, event.tool)
-            case TurnFailed():
-                (self.failed_turns if event.retry_in is None else self.retries).add(1, event.error_type)
-                self._spent(event.usage or Usage(), event.cost)
-            case AnswerRejected():
-                self.rejected.add(1, event.error_type)
-            case ContextCompacted():
-                self.compactions.add()
-            case HealthChanged():
-                self._health_changed(event)
-            case RunStarted():
-                self._run_started(event)
-            case ModelChosen():
-                self._info = self._info[0], event.model
+        handle = self._handlers.get(type(event))
+        if handle is not None:
+            handle(event)
+
+    def _turn_finished(self, event: TurnFinished) -> None:
+        self.turns.add(1, event.endpoint or self._backends.get(event.run, ""))
+        self.turn_time.observe(event.seconds)
+        if event.first_token is not None:
+            self.first_token.observe(event.first_token)
+        self._spent(event.usage, event.cost)
+        if event.saved is not None:
+            self.saved.add(event.saved.prompt_tokens + event.saved.completion_tokens)
+
+    def _turn_failed(self, event: TurnFailed) -> None:
+        (self.failed_turns if event.retry_in is None else self.retries).add(1, event.error_type)
+        self._spent(event.usage or Usage(), event.cost)
+
+    def _tool_finished(self, event: ToolFinished) -> None:
+        self.tools.add(1, event.tool, "ok" if event.ok else "failed", event.source)
+        self.tool_time.observe(event.seconds, event.tool)
+
+    def _row_began(self, event: JobStarted) -> None:
+        self._started += event.run != self._own
+
+    def _model_chosen(self, event: ModelChosen) -> None:
+        self._info = self._info[0], event.model
+
+    def _rejected(self, event: AnswerRejected) -> None:
+        self.rejected.add(1, event.error_type)
+
+    def _compacted(self, event: ContextCompacted) -> None:
+        self.compactions.add()
 
     def page(self) -> str:
         self._count_tokens()
@@ -179,6 +190,8 @@ class RunNumbers:
         self.tokens.values = {(kind,): max(0, tokens) for kind, tokens in kinds.items()}
 
     def _row_ended(self, event: JobFinished) -> None:
+        if event.run == self._own:
+            return
         self._ended += 1
         self.rows.add(1, "ok" if event.error is None else "failed")
         if event.error is not None:

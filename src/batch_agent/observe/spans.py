@@ -10,22 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import randbits
-from typing import Literal
+from typing import Literal, cast, get_args
 from urllib.parse import urlsplit
 
 from batch_agent.events import (
     AnswerRejected,
     Event,
     JobFinished,
-    JobStarted,
     ModelChosen,
     RunFinished,
     RunStarted,
     ToolFinished,
-    ToolStarted,
     TurnFailed,
     TurnFinished,
-    TurnStarted,
 )
 from batch_agent.observe.trace_ids import (
     RowSampler,
@@ -37,7 +34,7 @@ from batch_agent.observe.trace_ids import (
     trace_of_run,
 )
 
-MOST_EVENTS = 4000  # of one row that are kept; further ones are counted
+MOST_EVENTS = 2000  # of one row that are kept
 MOST_MESSAGE_CHARACTERS = 1000
 # Providers by the scheme of the backend, where the conventions have a name of their own.
 PROVIDERS = {
@@ -80,24 +77,9 @@ class SpanRecord:
     link: tuple[int, int] | None = None  # another trace's span
 
 
-Told = TurnStarted | TurnFinished | TurnFailed | ToolStarted | ToolFinished | AnswerRejected
-
-
-class _Traced:
-    """A row under way: what was told of it, of which spans are made if it is exported."""
-
-    __slots__ = ("began", "dropped", "job_id", "told")
-
-    def __init__(self, began: float, job_id: str) -> None:
-        self.began, self.job_id = began, job_id
-        self.told: list[Told] = []
-        self.dropped = 0
-
-    def add(self, event: Told) -> None:
-        if len(self.told) < MOST_EVENTS:
-            self.told.append(event)
-        else:
-            self.dropped += 1
+Told = TurnFinished | TurnFailed | ToolFinished | AnswerRejected
+SELDOM = frozenset((JobFinished, RunStarted, ModelChosen, RunFinished))
+TOLD = frozenset(get_args(Told))  # what is kept of a row until it ends
 
 
 class _Workflow:
@@ -124,7 +106,7 @@ class RowSpans:
     ) -> None:
         self._export, self._sampler, self._around, self._own = export, sampler, around, own
         self._runs: dict[str, _Workflow] = {}
-        self._rows: dict[tuple[str, int], _Traced] = {}
+        self._rows: dict[tuple[str, int], list[Told]] = {}  # what was told of those under way
         self._outermost: tuple[int, int] | None = None  # the trace and span of the first run
         self._contents: dict[tuple[str, int], Attributes] = {}
 
@@ -133,17 +115,20 @@ class RowSpans:
         self._contents[run, index] = attributes
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Told):
-            row = self._rows.get((event.run, event.index))
-            if row is not None:
-                row.add(event)
-            return
+        kind = type(event)
+        if kind in TOLD:
+            told = cast(Told, event)
+            events = self._rows.setdefault((told.run, told.index), [])
+            if len(events) < MOST_EVENTS:
+                events.append(told)
+        elif kind in SELDOM:
+            self._handle(event)
+
+    def _handle(self, event: Event) -> None:
         match event:
-            case JobStarted():
-                if event.run != self._own:
-                    self._rows[event.run, event.index] = _Traced(event.at, event.job_id)
             case JobFinished():
-                self._row_ended(event)
+                if event.run != self._own:
+                    self._row_ended(event)
             case RunStarted():
                 self._run_started(event)
             case ModelChosen():
@@ -160,9 +145,9 @@ class RowSpans:
             self._outermost = trace, span_of_run(event.run)
 
     def _row_ended(self, event: JobFinished) -> None:
-        row, run = self._rows.pop((event.run, event.index), None), self._runs.get(event.run)
+        told, run = self._rows.pop((event.run, event.index), []), self._runs.get(event.run)
         content = self._contents.pop((event.run, event.index), {}) if self._contents else {}
-        if row is None or run is None or event.resumed:
+        if run is None or event.resumed:
             return
         run.ok += event.error is None
         run.failed += event.error is not None
@@ -173,7 +158,7 @@ class RowSpans:
             "gen_ai.operation.name": "invoke_agent",
             **run.common,
             "gen_ai.request.model": run.model,
-            "gen_ai.conversation.id": row.job_id,
+            "gen_ai.conversation.id": event.job_id,
             "gen_ai.usage.input_tokens": event.usage.prompt_tokens,
             "gen_ai.usage.output_tokens": event.usage.completion_tokens,
             "batch_agent.row.index": event.index,
@@ -182,13 +167,13 @@ class RowSpans:
         }
         if event.error is not None:
             attributes["error.type"] = event.error.type
-        if row.dropped:
-            attributes["batch_agent.dropped_events"] = row.dropped
         error = None if event.error is None else event.error.message
         span = span_of_row(event.run, event.index)
         link = run.trace, span_of_run(event.run)
-        whole = SpanRecord("invoke_agent", trace, span, 0, row.began, event.at, attributes, error=error, link=link)
-        self._export([whole, *_RowMaker(run, event, row).spans])
+        inner = _RowMaker(run, event, told).spans
+        began = min([event.at - event.timings.total, *(each.began for each in inner)])
+        whole = SpanRecord("invoke_agent", trace, span, 0, began, event.at, attributes, error=error, link=link)
+        self._export([whole, *inner])
 
     def _run_ended(self, event: RunFinished) -> None:
         run = self._runs.pop(event.run, None)
@@ -217,25 +202,20 @@ class RowSpans:
 class _RowMaker:
     """The spans of a row's turns and tool calls."""
 
-    def __init__(self, run: _Workflow, ended: JobFinished, row: _Traced) -> None:
+    def __init__(self, run: _Workflow, ended: JobFinished, told: Sequence[Told]) -> None:
         self.spans: list[SpanRecord] = []
-        self._run, self._job_id = run, row.job_id
+        self._run, self._job_id = run, ended.job_id
         self._id, self._index = ended.run, ended.index
         self._place = trace_of(ended.run, ended.index), span_of_row(ended.run, ended.index)
-        self._turns: dict[int, tuple[float, list[Marked]]] = {}
-        self._tools: dict[tuple[int, int], float] = {}
+        self._turns: dict[int, tuple[float, list[Marked]]] = {}  # whose first attempt failed
         self._used: set[int] = set()
-        for event in row.told:
+        for event in told:
             self._take(event)
 
     def _take(self, event: Told) -> None:
         match event:
-            case TurnStarted():
-                self._turns.setdefault(event.turn, (event.at, []))
             case TurnFinished() | TurnFailed():
                 self._turn_ended(event)
-            case ToolStarted():
-                self._tools[event.turn, event.call] = event.at
             case ToolFinished():
                 self._tool_ended(event)
             case AnswerRejected() if self.spans:
@@ -243,14 +223,14 @@ class _RowMaker:
                 self.spans[-1].marks.append(mark)
 
     def _turn_ended(self, event: TurnFinished | TurnFailed) -> None:
-        began, marks = self._turns.get(event.turn, (event.at, []))
+        began, marks = self._turns.setdefault(event.turn, (event.at - event.seconds, []))
         error = None
         if isinstance(event, TurnFailed):
             if event.retry_in is not None:
                 marks.append(Marked("retry", event.at, _exception(event.error_type, event.message)))
                 return
             error = event.message
-        self._turns.pop(event.turn, None)
+        del self._turns[event.turn]
         run = self._run
         attributes: Attributes = {
             "gen_ai.operation.name": "chat",
@@ -270,7 +250,7 @@ class _RowMaker:
         self.spans.append(SpanRecord(name, trace, span, row, began, event.at, attributes, "client", error, marks))
 
     def _tool_ended(self, event: ToolFinished) -> None:
-        began = self._tools.pop((event.turn, event.call), event.at)
+        began = event.at - event.seconds
         attributes: Attributes = {
             "gen_ai.operation.name": "execute_tool",
             "gen_ai.tool.name": event.tool,
