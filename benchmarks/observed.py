@@ -22,7 +22,7 @@ from benchmarks.server import Server, serving
 from benchmarks.throughput import OURS, Cell, Contender, Costs, cpu_ratio, median, run_once
 
 BAR = 1.15
-CELLS = (Cell(4_000, 1), Cell(2_000, 2))
+CELLS = (Cell(10_000, 1), Cell(5_000, 2))
 OBSERVED = Contender("batch_agent, observed", "benchmarks.contenders.ours_observed")
 BOTH = "prometheus and opentelemetry"
 # What each is given by the environment, beside the collector and the port.

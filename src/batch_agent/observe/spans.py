@@ -118,8 +118,10 @@ class RowSpans:
         kind = type(event)
         if kind in TOLD:
             told = cast(Told, event)
-            events = self._rows.setdefault((told.run, told.index), [])
-            if len(events) < MOST_EVENTS:
+            events = self._rows.get((told.run, told.index))
+            if events is None:
+                self._rows[told.run, told.index] = [told]
+            elif len(events) < MOST_EVENTS:
                 events.append(told)
         elif kind in SELDOM:
             self._handle(event)
@@ -168,7 +170,7 @@ class RowSpans:
         if event.error is not None:
             attributes["error.type"] = event.error.type
         error = None if event.error is None else event.error.message
-        span = span_of_row(event.run, event.index)
+        span = span_of_row(trace)
         link = run.trace, span_of_run(event.run)
         inner = _RowMaker(run, event, told).spans
         began = min([event.at - event.timings.total, *(each.began for each in inner)])
@@ -206,7 +208,8 @@ class _RowMaker:
         self.spans: list[SpanRecord] = []
         self._run, self._job_id = run, ended.job_id
         self._id, self._index = ended.run, ended.index
-        self._place = trace_of(ended.run, ended.index), span_of_row(ended.run, ended.index)
+        trace = trace_of(ended.run, ended.index)
+        self._place = trace, span_of_row(trace)
         self._turns: dict[int, tuple[float, list[Marked]]] = {}  # whose first attempt failed
         self._used: set[int] = set()
         for event in told:

@@ -19,29 +19,34 @@ logger = logging.getLogger("batch_agent")
 FIRST_ROWS = 100  # that are kept where no sampler is named
 LATER_SHARE = 0.01  # ... and the share of those after them
 SAMPLED, NOT_SAMPLED = "01", "00"
-_LOW = 2**64 - 1
+_LOW, _STEP = 2**64 - 1, 0x9E3779B97F4A7C15
 
 
 def trace_of_run(run: str) -> int:
-    return _base(run)
+    return _parts(run)[0] | _parts(run)[1]
 
 
 def span_of_run(run: str) -> int:
-    return _mixed(_base(run))
+    return _parts(run)[1]
 
 
 def trace_of(run: str, index: int) -> int:
-    base = _base(run)
-    return (base & ~_LOW) | _mixed(base + index + 1)
+    """The lower half is mixed well (the finisher of splitmix64): samplers go by it."""
+    upper, lower = _parts(run)
+    lower = (lower + index * _STEP) & _LOW
+    lower = ((lower ^ (lower >> 30)) * 0xBF58476D1CE4E5B9) & _LOW
+    lower = ((lower ^ (lower >> 27)) * 0x94D049BB133111EB) & _LOW
+    return upper | (lower ^ (lower >> 31))
 
 
-def span_of_row(run: str, index: int) -> int:
-    return _mixed(trace_of(run, index))
+def span_of_row(trace: int) -> int:
+    """Of a row's ``trace``."""
+    return trace & _LOW or 1
 
 
 def span_of_turn(trace: int, turn: int) -> int:
-    """Of a row's ``trace``."""
-    return _mixed(trace + turn)
+    """Of a row's ``trace``. The step is odd, so no two turns have the same."""
+    return (trace + turn * _STEP) & _LOW or 1
 
 
 def span_of_call(run: str, index: int, turn: int, call_id: str) -> int:
@@ -54,16 +59,9 @@ def traceparent(trace: int, span: int, *, sampled: bool) -> str:
 
 
 @lru_cache(maxsize=64)
-def _base(run: str) -> int:
-    return _id(16, run)
-
-
-def _mixed(number: int) -> int:
-    """64 bits in which neighbours have nothing in common (the finisher of splitmix64); never 0."""
-    number = (number * 0x9E3779B97F4A7C15) & _LOW
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _LOW
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _LOW
-    return number ^ (number >> 31) or 1
+def _parts(run: str) -> tuple[int, int]:
+    """The upper half of the ids of a run's traces, where it belongs, and a number of its own."""
+    return _id(8, f"{run} trace") << 64, _id(8, run)
 
 
 def _id(size: int, name: str) -> int:
