@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-vllm test-dynamo test-agents soak lint format bench clean
+.PHONY: demo test test-view screenshots test-prometheus test-vllm test-dynamo test-agents soak lint format bench clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,10 @@ test-view: $(VENV)/.ready  ## the page in headless Chromium, installed with apt 
 
 screenshots: $(VENV)/.ready  ## pictures of the page for docs/images
 	$(BIN)/python docs/screenshots.py
+
+test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed with apt where it is missing
+	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus
+	$(BIN)/python -m pytest tests/observe/test_real_prometheus.py tests/observe/test_prometheus.py tests/observe/test_metric_names.py
 
 test-vllm test-dynamo test-agents: test-%: $(VENV)/.ready  ## install and start the real thing, and pass its suite
 	$(BIN)/python -m tests.real $*

@@ -13,6 +13,7 @@ from batch_agent import AgentResult, BatchAgent, BatchSpec, Message
 from batch_agent.api import Options
 from batch_agent.backends.base import Backend
 from batch_agent.documented import plain
+from batch_agent.events import Sink
 from batch_agent.runtimes.base import CommandLineRuntime
 from batch_agent.spec import OLD_NAMES
 from batch_agent.tools.base import Tool
@@ -32,6 +33,7 @@ NAMES = {
     "Message": Message,
     "Path": Path,
     "Sequence": Sequence,
+    "Sink": Sink,
     "Sized": Sized,
     "Tool": Tool,
 }

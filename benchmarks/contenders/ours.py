@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from batch_agent import BatchAgent, Tool
 from benchmarks.workload import MODEL, SYSTEM_PROMPT, TASK, Review, Work, contend, lookup, rows
@@ -11,7 +12,7 @@ LOOKUP = Tool.define(cacheable=True)(lookup)
 
 
 async def run(
-    work: Work, run_dir: Path | None = None, *, tool: Tool = LOOKUP, system_prompt: str = SYSTEM_PROMPT
+    work: Work, run_dir: Path | None = None, *, tool: Tool = LOOKUP, system_prompt: str = SYSTEM_PROMPT, **more: Any
 ) -> list[Review]:
     results = await BatchAgent.run(
         system_prompt=system_prompt,
@@ -24,6 +25,7 @@ async def run(
         max_inflight=work.inflight,
         streaming_tool_dispatch=work.stream,
         run_dir=run_dir,
+        **more,
     )
     return [result.output for result in results if result.output is not None]
 

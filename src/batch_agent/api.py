@@ -104,6 +104,10 @@ class Options(TypedDict, total=False):
     resume: bool
     retry_failed: bool | str | Sequence[str]
     force_resume: bool
+    sinks: Sequence[Sink]
+    events: str | Path | None
+    metrics_port: int | str | None
+    telemetry: bool | None
     on_result: Callable[[AgentResult[Any]], object] | None
     no_hoist: bool
     strip_preamble: bool
@@ -198,7 +202,7 @@ class BatchAgent(MapReduce):
     ) -> AsyncGenerator[AgentResult[Any], None]: ...
     @overload
     @classmethod
-    def stream(cls, spec: BatchSpec) -> AsyncGenerator[AgentResult[Any], None]: ...
+    def stream(cls, spec: BatchSpec, *, sinks: Sequence[Sink] = ()) -> AsyncGenerator[AgentResult[Any], None]: ...
     @overload
     @classmethod
     def stream(
@@ -216,19 +220,14 @@ class BatchAgent(MapReduce):
         *,
         output_schema: type[T],
         worker: Worker | None = None,
-        sinks: Sequence[Sink] = (),
         **options: Unpack[Options],
     ) -> Run[T]: ...
     @overload
     @classmethod
-    def open(
-        cls, *, output_schema: None = None, sinks: Sequence[Sink] = (), **options: Unpack[Options]
-    ) -> Run[str]: ...
+    def open(cls, *, output_schema: None = None, **options: Unpack[Options]) -> Run[str]: ...
     @overload
     @classmethod
-    def open(
-        cls, *, worker: Worker, output_schema: None = None, sinks: Sequence[Sink] = (), **options: Unpack[Options]
-    ) -> Run[Any]: ...
+    def open(cls, *, worker: Worker, output_schema: None = None, **options: Unpack[Options]) -> Run[Any]: ...
     @overload
     @classmethod
     def open(cls, spec: BatchSpec, *, sinks: Sequence[Sink] = ()) -> Run[Any]: ...
@@ -239,13 +238,13 @@ class BatchAgent(MapReduce):
         *,
         output_schema: Any,
         worker: Worker | None = None,
-        sinks: Sequence[Sink] = (),
         **options: Unpack[Options],
     ) -> Run[Any]: ...
     @classmethod
-    def open(cls, spec: BatchSpec | None = None, *, sinks: Sequence[Sink] = (), **options: Any) -> Run[Any]:
-        """A run to steer: ``async with BatchAgent.open(...) as run``. ``sinks`` are called with every event."""
-        return cls._open(_spec(spec, options), sinks)
+    def open(cls, spec: BatchSpec | None = None, **options: Any) -> Run[Any]:
+        """A run to steer: ``async with BatchAgent.open(...) as run``. ``sinks`` are called with every event, beside
+        those of a BatchSpec."""
+        return cls._open(_spec(spec, options))
 
     @overload
     @classmethod
@@ -307,11 +306,11 @@ class BatchAgent(MapReduce):
         return prepare(_spec(spec, options), sends=False)
 
     @staticmethod
-    def _open(spec: BatchSpec, sinks: Sequence[Sink] = ()) -> Run[Any]:
+    def _open(spec: BatchSpec) -> Run[Any]:
         from batch_agent.engine.run.prepare import prepare
         from batch_agent.engine.run.run import Run
 
-        return Run(prepare(spec), sinks)
+        return Run(prepare(spec))
 
 
 def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:
@@ -321,6 +320,8 @@ def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:
         return _with_rows(BatchSpec(**options))
     if not isinstance(spec, BatchSpec):
         raise SpecError(f"a run takes keywords or a BatchSpec, not {type(spec).__name__}")
+    if sinks := options.pop("sinks", ()):
+        spec = spec.model_copy(update={"sinks": (*spec.sinks, *sinks)})
     if options:
         raise SpecError(f"give a BatchSpec or keywords, not both: {', '.join(options)}")
     return _with_rows(spec)

@@ -71,6 +71,7 @@ class TurnFinished:
     cost: float | None = None  # $, None where no price is known
     saved: Usage | None = None  # tokens of an answer that the response cache had
     endpoint: str = ""  # that answered
+    model: str = ""  # as the server names it, "" if it does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class TurnFailed:
     usage: Usage | None = None
     cost: float = 0.0
     endpoint: str = ""  # that was asked
+    seconds: float = 0.0  # from sending it to its failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,6 +260,7 @@ class Reply:
     saved: Usage | None = None  # nothing was computed: the answer was at hand, and took this when it was first given
     sealed: Sealed | None = None
     quota: Quota | None = field(default=None, compare=False)  # for the capacity of its endpoint; never recorded
+    model: str = field(default="", compare=False)  # as the server names the one that answered; never recorded
 
     def message(self) -> Message:
         """The answer as a part of its conversation."""

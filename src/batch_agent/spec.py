@@ -315,6 +315,38 @@ class BatchSpec(BaseModel):
         "changed. Rows are matched by their whole content.",
     )
 
+    # Who watches
+    sinks: Annotated[
+        Sequence[Callable[..., Any]],
+        Allowed("a list of functions, each of which takes an event"),
+        Scope.WHOLE,
+        NotSettable("they are Python functions; --events FILE writes the events", in_files=True),
+    ] = Field((), description="Functions that are called with every event of the run: [events.md](events.md).")
+    events: Annotated[Word | Path | None, Allowed("a file, or None"), Scope.WHOLE, Flag("FILE")] = Field(
+        None, description="File to which each event is appended as a line of JSON: [events.md](events.md)."
+    )
+    metrics_port: Annotated[
+        Annotated[int, Field(ge=0, le=65535, strict=True)] | Word | None,
+        Allowed("a port from 0 to 65535, or HOST:PORT"),
+        Scope.WHOLE,
+        Unset("none"),
+        Flag("PORT", "serve the run's numbers to Prometheus at this port; 0: a free one"),
+    ] = Field(
+        None,
+        description="Port at which Prometheus finds the run's numbers, on this machine only unless it is `HOST:PORT`; "
+        "`0`: a free one, which is printed. See [metrics.md](metrics.md).",
+    )
+    telemetry: Annotated[
+        bool | None,
+        Allowed("True, False or None"),
+        Scope.WHOLE,
+        Unset("on if `OTEL_EXPORTER_OTLP_ENDPOINT` is set and the SDK is installed"),
+    ] = Field(
+        None,
+        description="Send traces and metrics to an OpenTelemetry collector (extra `otel`); see "
+        "[metrics.md](metrics.md).",
+    )
+
     # The model call
     max_tokens: Annotated[
         Count | None, Allowed(f"a whole number above 0{TO_THE_SERVER}"), Scope.STAGE, Compared.VALUE, SERVERS

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from batch_agent import BatchAgent
+from batch_agent.backends.engines.exposition import Exposition
 from batch_agent.errors import SpecError
 from batch_agent.fleet.hostfile import parse_hosts
 from batch_agent.fleet.proxy import serve_proxy
@@ -323,3 +324,16 @@ async def test_openais_own_client_runs_through_it() -> None:
         models = [model.id async for model in client.models.list()]
     assert whole.choices[0].message.content == "".join(said) == "hello there"
     assert models == ["m"]
+
+
+async def test_prometheus_reads_how_the_endpoints_are() -> None:
+    async with AsyncExitStack() as stack:
+        [one] = await servers(stack, "one")
+        place = await stack.enter_async_context(proxy(one.address, nobody()))
+        assert await chat(place) == (200, "one")
+        async with aiohttp.ClientSession() as session, session.get(f"http://{place}/metrics") as answer:
+            text = await answer.text()
+    samples = Exposition(text, ["batch_agent_endpoint_up", "batch_agent_proxy_requests_total"])
+    assert sorted(sample.value for sample in samples.samples("batch_agent_endpoint_up")) == [0, 1]
+    assert samples.total("batch_agent_proxy_requests_total") == 1
+    assert "batch_agent_turn_duration_seconds_count 1\n" in text

@@ -34,6 +34,10 @@ class Client:
         async with self._session.get(self._url + path) as response:
             return response.status, await response.json()
 
+    async def text(self, path: str) -> str:
+        async with self._session.get(self._url + path) as response:
+            return await response.text()
+
 
 @asynccontextmanager
 async def serving(runtime: AgentRuntime) -> AsyncIterator[Client]:
@@ -138,3 +142,13 @@ async def test_bad_input_is_a_400_with_words(path: str, body: object, said: str)
         assert (await client.get("/health"))[0] == 200
         assert (await client.get("/tick"))[0] == 405
         assert (await client.get("/nothing"))[0] == 404
+
+
+async def test_prometheus_reads_ticks_and_requests() -> None:
+    async with serving(registered(AgentRuntime(backend=ScriptedBackend(script)), "a")) as client:
+        await client.post("/tick", {"tick": 1, "agents": [{"agent_id": "a", "observations": {"x": 1}}]})
+        text = await client.text("/metrics")
+    assert 'batch_agent_tick_actions_total{source="answer"} 1\n' in text
+    assert "batch_agent_tick_duration_seconds_count 1\n" in text
+    assert "batch_agent_turn_duration_seconds_count 1\n" in text
+    assert 'batch_agent_endpoint_up{endpoint="scripted://"} 1\n' in text

@@ -94,6 +94,7 @@ class ModelRequest:
     tries: int = 0  # how often it was asked for before, and failed
     last: bool = False  # no tool can follow it: as far as is known, the agent ends with it
     hints: bool = True  # a server that can plan may be told what it can expect of the agent
+    traceparent: str = ""  # the trace that it belongs to, as W3C's header says it; "": it is not traced
     usual_tokens: int | None = None  # what answers of this run have had so far, on average
     on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)  # a streamed answer begins
     # The text that has come so far where the answer is streamed, for whoever gives the turn up before its end.

@@ -25,3 +25,10 @@ async def outlast(task: asyncio.Task[None]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The failure itself, out of the groups that task groups wrap around it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from batch_agent.backends.http.transport import Transport
 from batch_agent.dispatch.policy import Policy
+from batch_agent.dispatch.request_numbers import RequestNumbers
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.fleet.affinity import Homes, read_ask
 from batch_agent.fleet.following import Hostfile
@@ -35,6 +36,8 @@ from batch_agent.gateway.http_server import (
     read_body,
 )
 from batch_agent.messages import JsonObject
+from batch_agent.observe.exposition import Counter, page
+from batch_agent.observe.metrics_server import metrics_response
 from batch_agent.scheduler.forecast import Progress
 from batch_agent.scheduler.ordering import LAST
 
@@ -86,6 +89,7 @@ class Proxy:
         self._upstreams, self._transport, self._patience = upstreams, transport, patience
         self._dispatcher = upstreams.dispatcher
         self._homes = Homes(self._dispatcher.scheduler.router)
+        self._numbers = RequestNumbers()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer what is the proxy's own, and pass everything else below /v1 on."""
@@ -95,11 +99,13 @@ class Proxy:
                 return self._health()
             if path == "/status":
                 return self._status()
+            if path == "/metrics":
+                return metrics_response(self._metrics())
             if path == "/v1/models" and (models := self._upstreams.models):
                 return json_response({"object": "list", "data": [*models]})
         if path.startswith("/v1/"):
             return await self._forward(request)
-        return _refusal(404, f"{path} is not served here: there are /v1/…, /health and /status")
+        return _refusal(404, f"{path} is not served here: there are /v1/…, /health, /status and /metrics")
 
     def _health(self) -> web.Response:
         up = self._upstreams.up
@@ -112,6 +118,15 @@ class Proxy:
         endpoints = [upstream.to_json() for upstream in self._upstreams.present]
         waiting = self._dispatcher.scheduler.waiting
         return json_response({"up": self._upstreams.up, "waiting": waiting, "endpoints": [*endpoints]})
+
+    def _metrics(self) -> str:
+        """What Prometheus reads."""
+        requests = Counter("batch_agent_proxy_requests_total", "Requests sent to an endpoint.", ("endpoint",))
+        failures = Counter("batch_agent_proxy_failures_total", "Requests that an endpoint failed.", ("endpoint",))
+        for upstream in self._upstreams.present:
+            requests.add(upstream.requests, upstream.endpoint.name)
+            failures.add(upstream.failures, upstream.endpoint.name)
+        return page([requests, failures, *self._numbers.families([(self._upstreams.name, self._dispatcher)])])
 
     # What it passes on
 
@@ -130,7 +145,7 @@ class Proxy:
         forward = Forward(self._upstreams, self._transport, self._homes, request, body, key, ticket)
         policy = Policy(MOST_RETRIES, wait_out=False, wanted=lambda: forward.can_move)
         try:
-            await self._dispatcher.ask(forward, policy, ticket=ticket)
+            await self._dispatcher.ask(forward, policy, ticket=ticket, observer=self._numbers)
         except BackendError as error:
             return self._failed(request, forward, error)
         except SpecError as error:

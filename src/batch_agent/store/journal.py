@@ -74,6 +74,7 @@ class Journal:
         self._alarm: asyncio.TimerHandle | None = None
         self._is_overdue = False
         self._touched = False  # a commit is wanted, whatever is in it
+        self._committing_since = self._gathering_since = 0.0  # when what is not on disk was added
         self._backlogged = False
         self._entries: list[Entry] = []
         self._results: list[AgentResult[object]] = []
@@ -90,6 +91,13 @@ class Journal:
         """The rows that are on disk, and what the session has spent."""
         tokens, cost = self._account.so_far()
         return replace(self._recorded, tokens=tokens, cost=cost, lease=None, learnt=self._account.learnt())
+
+    @property
+    def lag(self) -> float:
+        """Seconds since the oldest record was added that is not on disk; 0 if there is none."""
+        if not self._busy:
+            return 0.0
+        return self._loop.time() - (self._committing_since or self._gathering_since)
 
     def new_agent(self) -> int:
         agent = self._next_agent
@@ -157,6 +165,8 @@ class Journal:
         return bool(self._entries or self._results or self._touched)
 
     def _wake(self) -> None:
+        if not self._gathering_since:
+            self._gathering_since = self._loop.time()
         if not self._busy:
             self._busy = True
             self._loop.call_later(GATHERING, self._commit)
@@ -168,6 +178,7 @@ class Journal:
         entries, self._entries = self._entries, []
         results, self._results = self._results, []
         self._touched = False
+        self._committing_since, self._gathering_since = self._gathering_since, 0.0
         self._gathering += 1
         lease = self._account.lease()
         progress = self._on_its_way = Progress(
@@ -194,6 +205,7 @@ class Journal:
             self._release(self._waiters.pop(number, []))
         else:
             self._fail(error if isinstance(error, StoreError) else StoreError(f"the run cannot be recorded: {error!r}"))
+        self._committing_since = 0.0
         self._busy = self._is_wanted
         if self._busy:
             self._loop.call_later(GATHERING, self._commit)

@@ -213,6 +213,11 @@ class Session:
         """Run ``function`` in the journal's thread, between two commits."""
         return self._run(function)
 
+    @property
+    def lag(self) -> float:
+        """Seconds that the oldest record has waited for the disk."""
+        return 0.0 if self._journal is None else self._journal.lag
+
     async def flush(self) -> bool:
         """Whether everything added or published until now is on disk; waited for even when whoever waits is
         cancelled."""

@@ -18,7 +18,7 @@ from math import inf
 from batch_agent.backends.base import Backend, ModelRequest, RequestShape
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.members import following
-from batch_agent.dispatch.policy import Policy, Question, Replies
+from batch_agent.dispatch.policy import Observer, Policy, Question, Replies
 from batch_agent.errors import BackendError, JobError, SpecError, Timeout, Truncated
 from batch_agent.messages import Conversation, Reply, Usage
 from batch_agent.scheduler.limit_search import FLEET_START, START
@@ -38,9 +38,17 @@ class Asking:
     """One backend, opened when it is first asked and open until ``close``. ``timeout`` is seconds for one request."""
 
     def __init__(
-        self, backend: Backend, model: str | None, sampling: Sampling, max_inflight: int | None, timeout: float | None
+        self,
+        backend: Backend,
+        model: str | None,
+        sampling: Sampling,
+        max_inflight: int | None,
+        timeout: float | None,
+        observer: Observer | None = None,
     ) -> None:
         self.backend = backend
+        self.dispatcher: Dispatcher | None = None  # while it is open
+        self._observer = Observer() if observer is None else observer
         self._model, self._sampling, self._timeout = model, sampling, timeout
         self._max_inflight = max_inflight
         # A server that batches by itself does better with single requests: in a list the slowest holds the others.
@@ -82,6 +90,7 @@ class Asking:
             if follower is not None:
                 follower.use([self._model])
             self._stack = stack.pop_all()
+        self.dispatcher = dispatcher
         return dispatcher
 
     async def models(self) -> list[str]:
@@ -111,7 +120,7 @@ class Asking:
                 if not wants_again():
                     raise
         policy = Policy(RETRIES, wait_out=False, timeout=self._timeout, timeout_option="timeout", wanted=wants_again)
-        return await dispatcher.ask(_Alone(self, make), policy)
+        return await dispatcher.ask(_Alone(self, make), policy, observer=self._observer)
 
     async def _ask_together(self, dispatcher: Dispatcher, make: Make) -> Reply:
         """Ask with the others that wait for a slot. The call is cancelled when none of its agents waits any more."""

@@ -22,6 +22,8 @@ from typing_extensions import TypeVar
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.dispatch.policy import Observer
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.ticks.action import Action, Decision, idle
 from batch_agent.ticks.agent import Agent, Fallback, TypedAgent
@@ -122,6 +124,7 @@ class TickRuntime(Generic[A]):
         self._stopped = False
         self._scope: LoopScope | None = None
         self._opening = threading.Lock()
+        self.observer: Observer | None = None  # of the requests; set before the first
         if backend is not None and self._replay is None:
             self._backend_of(backend)  # raises now what is wrong with it
         for agent in agents:
@@ -152,6 +155,12 @@ class TickRuntime(Generic[A]):
     @property
     def agents(self) -> dict[str, Agent]:
         return {agent_id: mind.agent for agent_id, mind in self._minds.items()}
+
+    @property
+    def dispatchers(self) -> list[tuple[str, Dispatcher]]:
+        """Those of the backends that are open, with the backends' names."""
+        askings = [] if self._scope is None else self._scope.askings.values()
+        return [(each.backend.name, each.dispatcher) for each in askings if each.dispatcher is not None]
 
     def _agent(self, agent_id: str) -> Agent:
         fallback = cast("Fallback | None", self._fallback)
@@ -330,7 +339,7 @@ class TickRuntime(Generic[A]):
         askings, key = self._scope.askings, _key(given)
         if key not in askings:
             backend, model = self._backend_of(given)
-            askings[key] = Asking(backend, model, self._sampling, self._max_inflight, self._timeout)
+            askings[key] = Asking(backend, model, self._sampling, self._max_inflight, self._timeout, self.observer)
         return askings[key]
 
     def _backend_of(self, given: object) -> tuple[Backend, str | None]:

@@ -1,4 +1,4 @@
-"""A runtime over HTTP: ``POST /tick`` for many agents, ``POST /observe`` for one, ``GET /health``.
+"""A runtime over HTTP: ``POST /tick`` for many agents, ``POST /observe`` for one, ``GET /health``, ``GET /metrics``.
 
 Nothing blocks: ticks of several clients overlap, and /health answers while they think. A body that cannot be read is a
 400 with ``{"error": why}``.
@@ -16,8 +16,11 @@ from aiohttp.typedefs import Handler
 from pydantic import JsonValue
 from pydantic_core import to_json
 
+from batch_agent.dispatch.request_numbers import RequestNumbers
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
+from batch_agent.observe.exposition import Counter, Gauge, Histogram, page
+from batch_agent.observe.metrics_server import metrics_handler
 from batch_agent.ticks.action import Action
 from batch_agent.ticks.agent_runtime import AgentRuntime
 from batch_agent.ticks.plain import encodable, plain
@@ -35,6 +38,11 @@ class TickServer:
         self._ticks = 0
         self._newest: dict[str, int] = {}  # tick by agent, for observations without one
         self._stopping = asyncio.Event()
+        self._requests = runtime.observer = RequestNumbers()
+        self._decisions = Counter(
+            "batch_agent_tick_actions_total", "Actions by where they come from: an answer, a fallback.", ("source",)
+        )
+        self._tick_time = Histogram("batch_agent_tick_duration_seconds", "Time of a tick.")
 
     def stop(self) -> None:
         self._stopping.set()
@@ -60,11 +68,18 @@ class TickServer:
         app.router.add_post("/tick", self._tick)
         app.router.add_post("/observe", self._observe)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", metrics_handler(self._metrics))
         app.router.add_get("/", self._health)
         return app
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok", "agents": len(self._runtime.agents), "ticks": self._ticks})
+
+    def _metrics(self) -> str:
+        """What Prometheus reads."""
+        agents = Gauge("batch_agent_agents", "Agents of the runtime.")
+        agents.set(len(self._runtime.agents))
+        return page([agents, self._decisions, self._tick_time, *self._requests.families(self._runtime.dispatchers)])
 
     async def _tick(self, request: web.Request) -> web.Response:
         body = await _body(request)
@@ -84,7 +99,12 @@ class TickServer:
             raise web.HTTPServiceUnavailable(text="the server is stopping")
         known = self._runtime.agents
         self._newest.update({agent_id: tick for agent_id in observations if agent_id in known})
+        clock = asyncio.get_running_loop().time
+        began = clock()
         actions = await self._runtime.process_tick(tick, observations)
+        self._tick_time.observe(clock() - began)
+        for action in actions.values():
+            self._decisions.add(1, action.source)
         self._ticks += 1
         return actions
 

@@ -6,8 +6,12 @@ A parameter that is annotated with ToolContext, whatever its name, is filled by 
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+
+current_traceparent: ContextVar[str] = ContextVar("batch_agent_traceparent", default="")
+"""The trace context (W3C) of the tool call that the running task works for; "" where the run is not traced."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,4 +25,5 @@ class ToolContext:
     index: int = 0  # of the row among the inputs
     turn: int = 0  # of the model's answers, counted from 1, the one that asks for the call
     state: dict[str, Any] = field(default_factory=dict)
+    traceparent: str = field(default_factory=current_traceparent.get)  # for requests of its own; "": not traced
     cancelled: threading.Event = field(default_factory=threading.Event, repr=False)

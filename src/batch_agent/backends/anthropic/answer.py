@@ -38,6 +38,7 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
             answer.add(block, arguments_of(block))
     answer.stopped(document)
     answer.use(document.get("usage"))
+    answer.model = _string(document.get("model"))
     return answer.reply()
 
 
@@ -95,7 +96,9 @@ class AnswerStream:
             case "content_block_stop":
                 self._close(event.get("index"))
             case "message_start":
-                self._answer.use(mapping(event.get("message")).get("usage"))
+                begun = mapping(event.get("message"))
+                self._answer.use(begun.get("usage"))
+                self._answer.model = _string(begun.get("model"))
             case "message_delta":
                 self._answer.stopped(mapping(event.get("delta")))
                 self._answer.use(event.get("usage"))
@@ -165,6 +168,7 @@ class Answer:
         self._counts: JsonObject = {}
         self._details: JsonObject = {}
         self.stop: str | None = None
+        self.model = ""  # as the server names it
 
     def add(self, block: JsonObject, arguments: str) -> None:
         kind = block.get("type")
@@ -202,6 +206,7 @@ class Answer:
             first_token,
             stop,
             sealed=sealed,
+            model=self.model,
         )
 
     def _report(self, call: ToolCall) -> None:

@@ -112,6 +112,8 @@ class HttpBackend(Backend, Generic[Head]):
             request.said.clear()  # of an earlier try
             stream = self.read_stream(naming, on_tool_call, asyncio.get_running_loop().time, request.said)
         body, headers = self.write_body(self._head(request.shape, stream is not None), request)
+        if request.traceparent:
+            headers = {**(headers or {}), "traceparent": request.traceparent}
         quota: Quota | None = None
 
         def on_headers(answered: Mapping[str, str]) -> None:

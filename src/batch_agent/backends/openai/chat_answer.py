@@ -50,7 +50,8 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     check_finish(finish, text, bool(items), usage, faults)
     calls = tuple(naming.call(*_call_fields(item, faults)) for item in items)
     sealed = sealed_calls({call.id: _signature(item) for call, item in zip(calls, items, strict=True)})
-    return Reply(text, calls, usage, _reasoning(message), finish_reason=finish, sealed=sealed)
+    model = string_of(document.get("model"))
+    return Reply(text, calls, usage, _reasoning(message), finish_reason=finish, sealed=sealed, model=model)
 
 
 class AnswerStream:
@@ -75,6 +76,7 @@ class AnswerStream:
         self._dispatched: dict[object, str] = {}  # ids of calls that were told whole, by the server's number
         self._usage: JsonValue = None
         self._finish: str | None = None
+        self._model = ""
         self._done = False
 
     def feed(self, chunk: bytes) -> bool:
@@ -95,7 +97,8 @@ class AnswerStream:
         calls = tuple(self._settle(call) for call in self._started)
         sealed = sealed_calls({call.id: begun.signature for call, begun in zip(calls, self._started, strict=True)})
         reasoning = "".join(self._reasoning)
-        return Reply(self._so_far, calls, usage, reasoning, self._first_token, self._finish, sealed=sealed)
+        timed = self._first_token, self._finish
+        return Reply(self._so_far, calls, usage, reasoning, *timed, sealed=sealed, model=self._model)
 
     @property
     def _so_far(self) -> str:
@@ -130,6 +133,7 @@ class AnswerStream:
                     self._delta(delta)
                 if finish := choice.get("finish_reason"):
                     self._finish = _reason(finish) or self._finish
+                    self._model = string_of(chunk.get("model"))
 
     def _delta(self, delta: JsonObject) -> None:
         content = delta.get("content")

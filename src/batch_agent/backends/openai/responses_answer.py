@@ -121,7 +121,8 @@ def _reply(
     reasoning = "\n\n".join(filter(None, (_reasoning(item) for item in items)))
     in_order = tuple(calls[place] for place in sorted(calls))
     finish = "tool_calls" if calls else "stop"
-    return Reply(text, in_order, usage, reasoning, first_token, finish, sealed=_sealed(items, calls))
+    sealed, model = _sealed(items, calls), string_of(document.get("model"))
+    return Reply(text, in_order, usage, reasoning, first_token, finish, sealed=sealed, model=model)
 
 
 def _finish(document: JsonObject, has_calls: bool) -> str:

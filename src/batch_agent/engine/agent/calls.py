@@ -57,7 +57,7 @@ async def run_calls(
     for place, call in calls.items():
         r.emit(ToolStarted(now, r.run, index, turn, place, call.id, call.name))
     begun = early.started if early is not None else {}
-    pending = {place: begun.get(call.id) or r.tools.start(call, job, turn) for place, call in calls.items()}
+    pending = {place: begun.get(call.id) or r.start_tool(call, job, turn) for place, call in calls.items()}
     if r.prewarm is not None:
         r.prewarm.asked(index, calls.values())
     try:

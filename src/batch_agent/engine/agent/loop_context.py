@@ -270,12 +270,13 @@ class LoopContext(WorkState):
             turn=self.tally.turns + 1,
             last=last or (r.ends_with_answer and not can_call),
             hints=r.hints,
+            traceparent="" if r.traces is None else r.traces.of_turn(r.run, self.job.index, self.tally.turns + 1),
             usual_tokens=r.usual_tokens,
             on_begin=r.lead.end if r.lead is not None and r.lead.take() else None,
         )
         may_stream = r.early_tools and can_call and not last
         streams = may_stream and r.streaming.wants_next()
-        early = EarlyCalls(r.tools, self.job, self.tally.turns + 1) if streams else None
+        early = EarlyCalls(r, self.job, self.tally.turns + 1) if streams else None
         self._asking = request
         try:
             turn = TurnCall(r, request, self.job.index, self.tally, early)

@@ -14,13 +14,15 @@ from batch_agent.engine.agent.shapes import Shapes
 from batch_agent.engine.agent.tool_prewarm import ToolPrewarm
 from batch_agent.engine.run.prefix_leader import PrefixLeader
 from batch_agent.events import Sink
-from batch_agent.messages import Conversation
+from batch_agent.job import Job
+from batch_agent.messages import Conversation, ToolCall
 from batch_agent.scheduler.streaming import Streaming
 from batch_agent.store.digests import ShapeDigests
-from batch_agent.tools.pool import ToolPool
+from batch_agent.tools.pool import PendingCall, ToolPool
 
 if TYPE_CHECKING:
     from batch_agent.engine.agent.compaction import Compactor
+    from batch_agent.observe.telemetry import Traces
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class Resources:
     schema_noted: bool = False  # it was reported that the server does not keep to the schema
     lead: PrefixLeader | None = None  # None: no request goes ahead of the others
     digests: ShapeDigests = field(default_factory=ShapeDigests)
+    traces: Traces | None = None  # None: the run is not traced
     hints: bool = True  # servers that plan are sent hints about each agent
     answers: int = 0  # complete ones
     answer_tokens: int = 0  # of all of them
@@ -54,3 +57,9 @@ class Resources:
     def usual_tokens(self) -> int | None:
         """Mean completion tokens of an answer; None before the first."""
         return self.answer_tokens // self.answers if self.answers else None
+
+    def start_tool(self, call: ToolCall, job: Job, turn: int) -> PendingCall:
+        if self.traces is None:
+            return self.tools.start(call, job, turn)
+        with self.traces.calling(self.run, job.index, turn, call.id):
+            return self.tools.start(call, job, turn)

@@ -181,6 +181,7 @@ class RowWork(WorkState):
             run=r.run,
             turn=turns + 1,
             hints=r.hints,
+            traceparent="" if r.traces is None else r.traces.of_turn(r.run, self.job.index, turns + 1),
             usual_tokens=r.usual_tokens,
         )
         turn = TurnCall(r, request, self.job.index, tally, None, schema)

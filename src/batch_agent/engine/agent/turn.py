@@ -75,7 +75,7 @@ class TurnCall(ModelCall, Observer):
         tally.again = delay is not None
         turn, endpoint = tally.turns + 1, self.request.endpoint
         message, spent = str(error), (error.usage, cost or 0.0)
-        r.emit(TurnFailed(r.clock(), r.run, self._index, turn, error.type, message, delay, *spent, endpoint))
+        r.emit(TurnFailed(r.clock(), r.run, self._index, turn, error.type, message, delay, *spent, endpoint, seconds))
 
     def answered(self, reply: Reply, seconds: float, cost: float | None) -> None:
         r, tally = self._r, self._tally
@@ -95,6 +95,7 @@ class TurnCall(ModelCall, Observer):
                 cost,
                 reply.saved,
                 self.request.endpoint,
+                reply.model,
             )
         )
         if self._schema is not None and not r.schema_noted and (note := r.backend.capabilities.schema_note):

@@ -267,6 +267,8 @@ class Batch:
             await self._delivery.deliver(result)
 
     def _tell(self, result: AgentResult[object]) -> None:
+        if self._r.traces is not None:
+            self._r.traces.ended(self._r.run, result)
         self._r.emit(
             JobFinished(
                 self._r.clock(),

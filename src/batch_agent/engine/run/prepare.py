@@ -65,6 +65,12 @@ class Prepared:
         start = (START if one else FLEET_START) if self.sought else None
         return Terms(self.max_inflight, start, spec.rpm, spec.tpm, by_clock=one, given=spec.given("max_inflight"))
 
+    @property
+    def turn_limit_seconds(self) -> float | None:
+        """Time limit of a turn. Where answers take hours, only one that the user named."""
+        spec, patient = self.spec, self.backend.capabilities.patient
+        return None if patient and not spec.given("timeout_per_turn") else spec.timeout_per_turn
+
     def __str__(self) -> str:
         from batch_agent.engine.run.dryrun import DryRun
 

@@ -19,11 +19,10 @@ from typing import Generic, Self, TypeVar, cast
 
 from pydantic import JsonValue
 
-from batch_agent.backends.base import Backend
 from batch_agent.compiler.plan import Plan
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.calibration import calibration
-from batch_agent.dispatch.cancellation import outlast
+from batch_agent.dispatch.cancellation import first_error, outlast
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.load_poller import poll_load
 from batch_agent.dispatch.members import following
@@ -37,6 +36,7 @@ from batch_agent.engine.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.engine.run.batch import Batch
 from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.delivery import Delivery
+from batch_agent.engine.run.observers import Observers
 from batch_agent.engine.run.prefix_leader import PrefixLeader, lead_of
 from batch_agent.engine.run.prepare import Prepared, choose_model, learn_context
 from batch_agent.engine.run.recording import (
@@ -67,7 +67,6 @@ from batch_agent.observe.recorder import Recorder
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
@@ -109,10 +108,9 @@ class Run(Steered, Generic[T]):
         clock = Clock() if within is None else within.clock
         self._metrics, self._recorder = Metrics(clock), Recorder(self.id)
         self._watch = Watch(self._recorder, controls or self, socket=within is None)
-        own: list[Sink] = (
-            [self._metrics, *sinks] if prepared.spec.run_dir is None else [self._metrics, self._watch, *sinks]
-        )
-        self._emit = Sinks(own if within is None else [*own, within.emit])
+        own: list[Sink] = [self._metrics] if prepared.spec.run_dir is None else [self._metrics, self._watch]
+        outside = prepared.spec.sinks if within is None else (within.emit,)
+        self._emit = Sinks([*own, *sinks, *outside])
         self.shared = self._share(clock, within)
         self._feed = self.shared.dispatcher.feed(self._stop_feeding)
         self._backlogs: set[str] = set()
@@ -138,7 +136,8 @@ class Run(Steered, Generic[T]):
             dispatcher = dispatchers[name] = self._new_dispatcher()
             dispatcher.spending = spending
         owned = Owned.at(self._prepared.spec.run_dir) if within is None else within.owned
-        return Shared(clock, self._emit, dispatcher, spending, dispatchers, owned)
+        observers = Observers() if within is None else within.observers
+        return Shared(clock, self._emit, dispatcher, spending, dispatchers, owned, observers)
 
     def _new_dispatcher(self) -> Dispatcher:
         prepared, backend = self._prepared, self._prepared.backend
@@ -206,12 +205,20 @@ class Run(Steered, Generic[T]):
         """What the outputs are instances of; None for text."""
         return self._prepared.schema
 
+    @property
+    def metrics_url(self) -> str | None:
+        """Where Prometheus finds the numbers of a run with ``metrics_port``; None before and after it."""
+        return self.shared.observers.metrics_url
+
     # The supervisor
 
     async def _supervise(self) -> None:
         failure: BaseException | None = None
         ended: Ended = "failed"
         try:
+            if self._outer is None:
+                whole = self.id if self._stages else ""
+                await self.shared.observers.open(self._prepared.spec, self._emit.add, self.shared.live, whole)
             self._session = await open_session(self._prepared.spec, self._open_store)
             async with asyncio.TaskGroup() as first:
                 self._feeder = first.create_task(self._check_first())
@@ -233,7 +240,7 @@ class Run(Steered, Generic[T]):
             await self._deliver_interrupted()
             raise
         except BaseException as error:
-            failure = self._failed_by = _first(error)
+            failure = self._failed_by = first_error(error)
             ended = "unreachable" if isinstance(failure, RunUnreachable) else "failed"
             if isinstance(failure, KeyboardInterrupt | SystemExit):
                 raise
@@ -245,6 +252,8 @@ class Run(Steered, Generic[T]):
             reason = self._why(ended)
             self._emit(RunFinished(self.shared.clock(), self.id, ended, reason))
             failure = await self._end_session(ended, reason, failure) or failure
+            if self._outer is None:
+                await self.shared.observers.close()
             self._delivery.close(failure)
 
     def _emit_start(self) -> None:
@@ -282,7 +291,7 @@ class Run(Steered, Generic[T]):
                 dispatcher=shared.dispatcher,
                 policy=Policy(
                     spec.max_retries,
-                    timeout=_time_limit(spec, prepared.backend),
+                    timeout=prepared.turn_limit_seconds,
                     timeout_option="timeout_per_turn",
                     hedge=spec.hedge,
                 ),
@@ -304,6 +313,7 @@ class Run(Steered, Generic[T]):
                 keeps_cut_text=self._loops and prepared.schema is None and spec.truncated == "keep",
                 prewarm=prewarm,
                 lead=self._lead(prepared),
+                traces=shared.observers.traces,
                 hints=spec.nvext_agent_hints,
             )
             resources.compactor = await extent.enter_async_context(open_compactor(prepared, resources))
@@ -462,15 +472,3 @@ class Run(Steered, Generic[T]):
         self._emit(HealthChanged(wall(now), self.id, endpoint.name, health.state, health.reason, since, next_trial))
         if self._session is not None and health.state != "on trial":
             self._session.say_trouble(health.reason if health.is_down else None, since)
-
-
-def _time_limit(spec: BatchSpec, backend: Backend) -> float | None:
-    """Of a turn. Where answers take hours, only one that the user named."""
-    return None if backend.capabilities.patient and not spec.given("timeout_per_turn") else spec.timeout_per_turn
-
-
-def _first(error: BaseException) -> BaseException:
-    """The failure itself, out of the groups that task groups wrap around it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

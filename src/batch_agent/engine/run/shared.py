@@ -17,7 +17,9 @@ from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.rate_mark import RateMark
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.run.clock import Clock
+from batch_agent.engine.run.observers import Observers
 from batch_agent.events import Event, Sink
+from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.spec import BatchSpec
 from batch_agent.store.session import Session
 from batch_agent.tools.pool import ToolPool
@@ -30,6 +32,9 @@ class Sinks:
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
+
+    def add(self, sink: Sink) -> None:
+        self._sinks = [*self._sinks, sink]
 
     def __call__(self, event: Event) -> None:
         for sink in self._sinks:
@@ -63,9 +68,17 @@ class Shared:
     spending: Spending
     dispatchers: dict[str, Dispatcher]
     owned: Owned
+    observers: Observers
     pool: ToolPool | None = None
     session: Session | None = None
     _was_overdue: bool = False
+
+    def live(self) -> LiveNumbers:
+        """The numbers of this moment that no event tells."""
+        places = self.dispatchers.items()
+        endpoints = [(each.name or name, each) for name, of in places for each in of.scheduler.endpoints]
+        waiting = sum(of.scheduler.waiting for of in self.dispatchers.values())
+        return LiveNumbers(endpoints, waiting, None if self.session is None else self.session.lag)
 
     def keep_jobs(self, backend: Backend) -> None:
         """A backend whose answers take hours notes in the run directory what it has sent."""

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 from mcp import Client, MCPError
-from mcp.types import CONNECTION_CLOSED, PARSE_ERROR, CallToolResult, Implementation
+from mcp.types import CONNECTION_CLOSED, PARSE_ERROR, CallToolResult, Implementation, RequestParamsMeta
 from mcp.types import Tool as ToolOffer
 
 from batch_agent.errors import ToolError, ToolFailed
 from batch_agent.foreign import describe
 from batch_agent.tools.base import Spawn
+from batch_agent.tools.context import current_traceparent
 from batch_agent.tools.mcp.address import McpServer
 from batch_agent.tools.mcp.http import BROKEN, NOT_SENT, http_transport
 from batch_agent.tools.mcp.stdio import Stderr, stdio_transport
@@ -117,7 +118,9 @@ class McpConnection:
             session = self._current()
             client = await session.client()
             try:
-                result = await client.call_tool(name, arguments, progress_callback=on_progress)
+                trace = current_traceparent.get()
+                meta = cast(RequestParamsMeta, {"traceparent": trace}) if trace else None
+                result = await client.call_tool(name, arguments, progress_callback=on_progress, meta=meta)
             except MCPError as error:
                 refused = error.code == NOT_SENT or error.message == _SESSION_GONE
                 if not refused and error.code not in _OUTCOME_UNKNOWN:

@@ -1,0 +1,76 @@
+"""What watches a run from outside the program: its file of events, its page for Prometheus, its traces.
+
+The outermost run opens them before anything else happens and closes them after its last event. A run that asks for
+none of them imports and pays for none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from typing import TYPE_CHECKING
+
+from batch_agent.blocking import in_thread
+from batch_agent.events import Sink
+from batch_agent.observe.prometheus import LiveNumbers, RunNumbers
+from batch_agent.observe.telemetry_wanted import is_wanted
+from batch_agent.spec import BatchSpec
+
+if TYPE_CHECKING:
+    from batch_agent.observe.telemetry import Traces
+
+logger = logging.getLogger("batch_agent")
+
+PATIENCE = 5.0  # seconds that the end of a run waits for a disk or a collector
+
+
+class Observers:
+    def __init__(self) -> None:
+        self.metrics_url: str | None = None  # while the page is served
+        self.traces: Traces | None = None  # where the run is traced
+        self._extent = AsyncExitStack()
+
+    async def open(
+        self, spec: BatchSpec, add: Callable[[Sink], None], live: Callable[[], LiveNumbers], whole: str = ""
+    ) -> None:
+        """``add`` takes a further sink of the run's events. ``whole`` is the id of a run that is only there for its
+        stages. Raises SpecError for a file or a port that is not to be had."""
+        if spec.events is not None:
+            from batch_agent.observe.event_lines import EventLines
+
+            lines = EventLines(spec.events)
+            self._extent.push_async_callback(_in_thread, lines.close)
+            add(lines)
+        if spec.metrics_port is not None:
+            from batch_agent.observe.metrics_server import serve_metrics
+
+            numbers = RunNumbers(live, whole)
+            served = serve_metrics(spec.metrics_port, numbers.page)
+            self.metrics_url = await self._extent.enter_async_context(served)
+            add(numbers)
+            with suppress(OSError, ValueError):  # standard error may be closed
+                sys.stderr.write(f"metrics: {self.metrics_url}\n")
+        if is_wanted(spec.telemetry, os.environ):
+            from batch_agent.observe.telemetry import Telemetry
+
+            telemetry = Telemetry(os.environ, whole)
+            self._extent.push_async_callback(_in_thread, telemetry.close)
+            self.traces = telemetry.traces
+            add(telemetry)
+
+    async def close(self) -> None:
+        """Takes a few seconds at most, whatever does not answer."""
+        await self._extent.aclose()
+        self.metrics_url = None
+
+
+async def _in_thread(function: Callable[[], None]) -> None:
+    """Calls what may wait for somebody else. It is left behind if it takes too long."""
+    closing = in_thread(function)
+    await asyncio.wait([closing], timeout=PATIENCE)
+    if closing.done() and (error := closing.exception()) is not None:
+        logger.warning("what watches the run could not be closed: %s", error)

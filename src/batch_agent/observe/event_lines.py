@@ -1,0 +1,84 @@
+"""A sink that writes each event as a line of JSON, ``{"event": "TurnFinished", …}``; docs/events.md lists them.
+
+Lines gather in memory and are written in a thread, so that a slow disk does not slow a run. A file that cannot be
+written is given up with a warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic_core import to_json
+
+from batch_agent.errors import SpecError
+from batch_agent.events import Event
+
+logger = logging.getLogger("batch_agent")
+
+MOST_WAITING = 100_000  # events; more are dropped while the disk does not keep up
+AT_ONCE = 1000  # events in one write
+PATIENCE = 5.0  # seconds that the end of a run waits for the disk
+
+
+def event_json(event: Event) -> bytes:
+    """One event as a line, without its end."""
+    return to_json({"event": type(event).__name__, **dataclasses.asdict(event)}, inf_nan_mode="null")
+
+
+class EventLines:
+    """``close`` writes what is left."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        try:
+            self._file = self._path.open("ab")
+        except OSError as error:
+            raise SpecError(f"events: cannot write {self._path}: {error.strerror}") from None
+        self._waiting: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
+        self._dropped = 0
+        self._writer = threading.Thread(target=self._write_all, name="batch-agent events", daemon=True)
+        self._writer.start()
+
+    def __call__(self, event: Event) -> None:
+        try:
+            self._waiting.put_nowait(event)
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        try:
+            self._waiting.put(None, timeout=PATIENCE)
+        except queue.Full:
+            self._dropped += MOST_WAITING
+        self._writer.join(PATIENCE)
+        if self._dropped:
+            logger.warning("%s: %d events were dropped, because the disk did not keep up", self._path, self._dropped)
+
+    def _write_all(self) -> None:
+        with self._file as file:
+            try:
+                for lines in self._batches():
+                    file.write(lines)
+                    file.flush()
+            except OSError as error:
+                logger.warning("events are no longer written to %s: %s", self._path, error)
+
+    def _batches(self) -> Iterator[bytes]:
+        while (event := self._waiting.get()) is not None:
+            events = [event]
+            while len(events) < AT_ONCE and not self._waiting.empty():
+                following = self._waiting.get()
+                if following is None:
+                    yield _lines(events)
+                    return
+                events.append(following)
+            yield _lines(events)
+
+
+def _lines(events: list[Event]) -> bytes:
+    return b"".join(event_json(event) + b"\n" for event in events)

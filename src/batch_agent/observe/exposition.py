@@ -1,0 +1,131 @@
+"""Prometheus's text format, version 0.0.4: counters, gauges and histograms, and the page that shows them. Pure.
+
+Each family keeps at most ``MOST_SERIES`` combinations of labels. Further ones are counted under the label value
+``other``, because the names of models and tools come from outside and must not fill a time-series database.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MOST_SERIES = 100
+OTHER = "other"
+MOST_LABEL_CHARACTERS = 200
+# Seconds: from a cached answer to a batch that takes an hour.
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0)
+
+Labels = tuple[str, ...]
+
+
+class Family:
+    """One metric: its name, its help and the names of its labels."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+
+    def __init__(self, name: str, text: str, labels: Labels = ()) -> None:
+        self.name, self.text, self.labels = name, text, labels
+
+    def samples(self) -> Iterator[tuple[str, str, float]]:
+        """Each line's suffix of the name, its labels as they are written, and its value."""
+        raise NotImplementedError
+
+
+class Values(Family):
+    """A family with one number for each combination of labels."""
+
+    def __init__(self, name: str, text: str, labels: Labels = ()) -> None:
+        super().__init__(name, text, labels)
+        self.values: dict[Labels, float] = {} if labels else {(): 0.0}
+
+    def samples(self) -> Iterator[tuple[str, str, float]]:
+        for labels, value in self.values.items():
+            yield "", written(self.labels, labels), value
+
+    def _key(self, labels: Labels) -> Labels:
+        if labels in self.values or len(self.values) < MOST_SERIES:
+            return labels
+        return (OTHER,) * len(labels)
+
+
+class Counter(Values):
+    """Only grows. Its name ends in ``_total``."""
+
+    kind = "counter"
+
+    def add(self, amount: float = 1.0, *labels: str) -> None:
+        if labels in self.values:
+            self.values[labels] += amount
+            return
+        key = self._key(labels)
+        self.values[key] = self.values.get(key, 0.0) + amount
+
+
+class Gauge(Values):
+    kind = "gauge"
+
+    def set(self, value: float, *labels: str) -> None:
+        self.values[self._key(labels)] = value
+
+
+class Histogram(Family):
+    """``bounds`` are the upper bounds of its buckets, in order; the last one, infinity, is implied."""
+
+    kind = "histogram"
+
+    def __init__(self, name: str, text: str, labels: Labels = (), bounds: Sequence[float] = SECONDS) -> None:
+        super().__init__(name, text, labels)
+        self._bounds = tuple(bounds)
+        self._series: dict[Labels, list[float]] = {}  # the count of each bucket, then the sum
+        if not labels:
+            self._series[()] = self._empty()
+
+    def observe(self, value: float, *labels: str) -> None:
+        series = self._series.get(labels)
+        if series is None:
+            if len(self._series) >= MOST_SERIES:
+                labels = (OTHER,) * len(labels)
+            series = self._series.setdefault(labels, self._empty())
+        series[bisect_left(self._bounds, value)] += 1
+        series[-1] += value
+
+    def samples(self) -> Iterator[tuple[str, str, float]]:
+        bounds = [_number(bound) for bound in self._bounds] + ["+Inf"]
+        for labels, series in self._series.items():
+            count = 0.0
+            for bound, here in zip(bounds, series, strict=False):
+                count += here
+                yield "_bucket", written((*self.labels, "le"), (*labels, bound)), count
+            yield "_sum", written(self.labels, labels), series[-1]
+            yield "_count", written(self.labels, labels), count
+
+    def _empty(self) -> list[float]:
+        return [0.0] * (len(self._bounds) + 2)
+
+
+def page(families: Iterable[Family]) -> str:
+    """The text that a scrape gets. A family without a sample is left out."""
+    lines: list[str] = []
+    for family in families:
+        samples = [f"{family.name}{suffix}{labels} {_number(value)}" for suffix, labels, value in family.samples()]
+        if samples:
+            text = family.text.replace("\\", "\\\\").replace("\n", "\\n")
+            lines += [f"# HELP {family.name} {text}", f"# TYPE {family.name} {family.kind}", *samples]
+    return "\n".join(lines) + "\n"
+
+
+def written(names: Labels, values: Labels) -> str:
+    """Labels as a sample shows them."""
+    pairs = (f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True))
+    return f"{{{','.join(pairs)}}}" if names else ""
+
+
+def _escaped(value: str) -> str:
+    value = value[:MOST_LABEL_CHARACTERS].encode(errors="replace").decode()
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == value // 1 and abs(value) < 1e15 else repr(float(value))

@@ -1,0 +1,148 @@
+"""The two metrics of the conventions for generative AI, ``gen_ai.client.token.usage`` and ``….operation.duration``.
+
+They are counted here and handed to the SDK's exporter at intervals: recording each turn with the SDK would cost more
+than all other watching together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import TYPE_CHECKING
+
+from batch_agent.events import Event, ModelChosen, RunStarted, TurnFailed, TurnFinished
+from batch_agent.observe.spans import provider_of, server_of
+from batch_agent.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import HistogramDataPoint, MetricExporter, MetricsData
+    from opentelemetry.sdk.resources import Resource
+
+TOKENS, DURATION = "gen_ai.client.token.usage", "gen_ai.client.operation.duration"
+BOUNDS = {
+    TOKENS: [float(4**power) for power in range(14)],
+    DURATION: [0.01 * 2**power for power in range(14)],
+}
+ABOUT = {
+    TOKENS: ("{token}", "Number of input and output tokens used."),
+    DURATION: ("s", "GenAI operation duration."),
+}
+INTERVAL = 60.0  # seconds, where OTEL_METRIC_EXPORT_INTERVAL does not say otherwise
+
+Key = tuple[str, str, str]  # the metric, the run, and the type of token or of error
+
+
+class _Series:
+    __slots__ = ("bounds", "counts", "highest", "lowest", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds, self.counts = bounds, [0] * (len(bounds) + 1)
+        self.sum, self.lowest, self.highest = 0.0, inf, -inf
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+        if value < self.lowest:
+            self.lowest = value
+        if value > self.highest:
+            self.highest = value
+
+
+class OtelMetrics:
+    """A sink. ``close`` exports for the last time, and may block for as long as the exporter does."""
+
+    def __init__(self, exporter: MetricExporter, resource: Resource, environ: Mapping[str, str]) -> None:
+        self._exporter, self._resource = exporter, resource
+        self._series: dict[Key, _Series] = {}
+        self._common: dict[str, dict[str, str | int]] = {}  # by run
+        self._usual: dict[str, list[_Series]] = {}  # by run, those of an answer
+        self._began = time.time_ns()
+        self._over = threading.Event()
+        self._interval = _seconds(environ.get("OTEL_METRIC_EXPORT_INTERVAL", ""))
+        self._thread = threading.Thread(target=self._export_often, name="batch-agent metrics", daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case TurnFinished():
+                usual = self._usual.get(event.run)
+                if usual is None:
+                    kinds = ((DURATION, ""), (TOKENS, "input"), (TOKENS, "output"))
+                    usual = self._usual[event.run] = [self._one(metric, event.run, kind) for metric, kind in kinds]
+                seconds, prompt, completion = usual
+                seconds.add(event.seconds)
+                prompt.add(event.usage.prompt_tokens)
+                completion.add(event.usage.completion_tokens)
+            case TurnFailed():
+                self._one(DURATION, event.run, event.error_type).add(event.seconds)
+            case RunStarted():
+                self._common[event.run] = {
+                    "gen_ai.operation.name": "chat",
+                    "gen_ai.provider.name": provider_of(event.backend),
+                    "gen_ai.request.model": event.model,
+                    **server_of(event.backend),
+                }
+            case ModelChosen():
+                self._common.setdefault(event.run, {})["gen_ai.request.model"] = event.model
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._exporter.shutdown()
+
+    def _one(self, metric: str, run: str, kind: str) -> _Series:
+        return self._series.setdefault((metric, run, kind), _Series(BOUNDS[metric]))
+
+    def _export_often(self) -> None:
+        while not self._over.wait(self._interval):
+            self._exporter.export(self._data())
+        self._exporter.export(self._data())
+
+    def _data(self) -> MetricsData:
+        from opentelemetry.sdk.metrics.export import (
+            AggregationTemporality,
+            Histogram,
+            Metric,
+            MetricsData,
+            ResourceMetrics,
+            ScopeMetrics,
+        )
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        total, known = AggregationTemporality.CUMULATIVE, list(self._series.items())
+        metrics = [
+            Metric(name, description, unit, Histogram([self._point(*one) for one in known if one[0][0] == name], total))
+            for name, (unit, description) in ABOUT.items()
+        ]
+        scope = ScopeMetrics(InstrumentationScope("batch_agent", __version__), metrics, "")
+        return MetricsData([ResourceMetrics(self._resource, [scope], "")])
+
+    def _point(self, key: Key, series: _Series) -> HistogramDataPoint:
+        from opentelemetry.sdk.metrics.export import HistogramDataPoint
+
+        metric, run, kind = key
+        attributes: dict[str, str | int] = {**self._common.get(run, {})}
+        if kind:
+            attributes["gen_ai.token.type" if metric == TOKENS else "error.type"] = kind
+        counts = list(series.counts)
+        return HistogramDataPoint(
+            attributes,
+            self._began,
+            time.time_ns(),
+            sum(counts),
+            series.sum,
+            counts,
+            list(series.bounds),
+            series.lowest,
+            series.highest,
+        )
+
+
+def _seconds(milliseconds: str) -> float:
+    try:
+        return max(0.1, float(milliseconds) / 1000) if milliseconds else INTERVAL
+    except ValueError:
+        return INTERVAL

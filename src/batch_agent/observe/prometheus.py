@@ -1,0 +1,231 @@
+"""The numbers of a run for Prometheus: counters and histograms from its events, gauges read when they are asked for.
+
+Labels are bounded: endpoints, types of error, tools and fixed words. No label ever names a row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from batch_agent.events import (
+    AnswerRejected,
+    ContextCompacted,
+    Event,
+    HealthChanged,
+    JobFinished,
+    JobStarted,
+    ModelChosen,
+    RunStarted,
+    ToolFinished,
+    TurnFailed,
+    TurnFinished,
+)
+from batch_agent.messages import Usage
+from batch_agent.observe.exposition import Counter, Family, Gauge, Histogram, page
+from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.version import __version__
+
+DOWN = ("down", "on trial")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveNumbers:
+    """What is read at a scrape. ``endpoints`` come with the names to show. ``waiting`` is the number of requests
+    without a slot, ``journal_lag`` the age in seconds of the oldest record that is not yet on disk."""
+
+    endpoints: Iterable[tuple[str, Endpoint]] = ()
+    waiting: int = 0
+    journal_lag: float | None = None
+
+
+class RunNumbers:
+    """A sink. ``own`` is the id of a run whose rows are no work: the one row of a pipeline, which is its stages."""
+
+    def __init__(self, live: Callable[[], LiveNumbers] = LiveNumbers, own: str = "") -> None:
+        self._live, self._own = live, own
+        self._expected: dict[str, int | None] = {}  # rows by run
+        self._started = self._ended = 0
+        self._cost_per_second = 0.0
+        self._began: float | None = None
+        # By the type of event: nothing is looked up twice for the many that are not counted.
+        self._handlers: dict[type, Callable[..., None]] = {
+            TurnFinished: self._turn_finished,
+            TurnFailed: self._turn_failed,
+            ToolFinished: self._tool_finished,
+            JobStarted: self._row_began,
+            JobFinished: self._row_ended,
+            AnswerRejected: self._rejected,
+            ContextCompacted: self._compacted,
+            HealthChanged: self._health_changed,
+            RunStarted: self._run_started,
+            ModelChosen: self._model_chosen,
+        }
+        self._usage = [0, 0, 0, 0, 0]  # prompt, completion, cached, cache writes, reasoning
+        self._info: tuple[str, str] = ("", "")
+        self._down: set[str] = set()
+        self._backends: dict[str, str] = {}  # by run
+        self.rows = Counter("batch_agent_rows_finished_total", "Rows with a result.", ("state",))
+        self.resumed = Counter("batch_agent_rows_resumed_total", "Rows whose result an earlier session recorded.")
+        self.failures = Counter("batch_agent_row_failures_total", "Failed rows by type of error.", ("error_type",))
+        self.turns = Counter("batch_agent_turns_total", "Complete answers of models.", ("endpoint",))
+        self.failed_turns = Counter(
+            "batch_agent_turn_failures_total", "Turns that were given up, by type of error.", ("error_type",)
+        )
+        self.retries = Counter("batch_agent_retries_total", "Requests sent again, by type of error.", ("error_type",))
+        self.rejected = Counter(
+            "batch_agent_answers_rejected_total", "Answers that did not fit the output schema.", ("error_type",)
+        )
+        self.compactions = Counter("batch_agent_contexts_compacted_total", "Conversations that were cut to fit.")
+        self.tokens = Counter(
+            "batch_agent_tokens_total",
+            "Tokens by kind. The kinds do not overlap: input is neither cached nor written to a cache, output is "
+            "without reasoning.",
+            ("kind",),
+        )
+        self.saved = Counter("batch_agent_saved_tokens_total", "Tokens of answers that the response cache had.")
+        self.cost = Counter("batch_agent_cost_dollars_total", "Cost of the turns, where prices are known.")
+        self.tools = Counter(
+            "batch_agent_tool_calls_total",
+            "Tool calls by outcome and by what they cost.",
+            ("tool", "outcome", "source"),
+        )
+        self.outages = Counter("batch_agent_outages_total", "Times that an endpoint went down.", ("endpoint",))
+        self.first_token = Histogram(
+            "batch_agent_time_to_first_token_seconds", "Time to the first token of streamed answers."
+        )
+        self.turn_time = Histogram("batch_agent_turn_duration_seconds", "Time of a request that was answered.")
+        self.tool_time = Histogram("batch_agent_tool_duration_seconds", "Time of a tool call.", ("tool",))
+        self.row_time = Histogram("batch_agent_row_duration_seconds", "Time of a row from its start to its result.")
+
+    def __call__(self, event: Event) -> None:
+        handle = self._handlers.get(type(event))
+        if handle is not None:
+            handle(event)
+
+    def _turn_finished(self, event: TurnFinished) -> None:
+        self.turns.add(1, event.endpoint or self._backends.get(event.run, ""))
+        self.turn_time.observe(event.seconds)
+        if event.first_token is not None:
+            self.first_token.observe(event.first_token)
+        self._spent(event.usage, event.cost)
+        if event.saved is not None:
+            self.saved.add(event.saved.prompt_tokens + event.saved.completion_tokens)
+
+    def _turn_failed(self, event: TurnFailed) -> None:
+        (self.failed_turns if event.retry_in is None else self.retries).add(1, event.error_type)
+        self._spent(event.usage or Usage(), event.cost)
+
+    def _tool_finished(self, event: ToolFinished) -> None:
+        self.tools.add(1, event.tool, "ok" if event.ok else "failed", event.source)
+        self.tool_time.observe(event.seconds, event.tool)
+
+    def _row_began(self, event: JobStarted) -> None:
+        self._started += event.run != self._own
+
+    def _model_chosen(self, event: ModelChosen) -> None:
+        self._info = self._info[0], event.model
+
+    def _rejected(self, event: AnswerRejected) -> None:
+        self.rejected.add(1, event.error_type)
+
+    def _compacted(self, event: ContextCompacted) -> None:
+        self.compactions.add()
+
+    def page(self) -> str:
+        self._count_tokens()
+        return page([*self._state(), *self._counted()])
+
+    def _counted(self) -> Iterable[Family]:
+        return (value for value in vars(self).values() if isinstance(value, Family))
+
+    def _state(self) -> list[Family]:
+        """The gauges of this moment."""
+        live = self._live()
+        info = Gauge("batch_agent_run_info", "The run: always 1.", ("version", "backend", "model"))
+        info.set(1, __version__, *self._info)
+        rows = Gauge("batch_agent_rows", "Rows that are not done, by state.", ("state",))
+        rows.set(self._started - self._ended, "running")
+        known = [total for total in self._expected.values() if total is not None]
+        if len(known) == len(self._expected):
+            rows.set(max(0, sum(known) - self._started), "waiting")
+        waiting = Gauge("batch_agent_requests_waiting", "Requests that wait for a slot.")
+        waiting.set(live.waiting)
+        families: list[Family] = [info, rows, waiting, *endpoint_gauges(live.endpoints)]
+        if self._began is not None:
+            began = Gauge("batch_agent_run_start_time_seconds", "When the run began, in seconds since 1970.")
+            began.set(self._began)
+            families.append(began)
+            if self._cost_per_second:
+                self.cost.values[()] = (time.time() - self._began) * self._cost_per_second
+        if live.journal_lag is not None:
+            lag = Gauge("batch_agent_journal_lag_seconds", "Age of the oldest record that is not yet on disk.")
+            lag.set(live.journal_lag)
+            families.append(lag)
+        return families
+
+    def _spent(self, usage: Usage, cost: float | None) -> None:
+        self._usage[0] += usage.prompt_tokens
+        self._usage[1] += usage.completion_tokens
+        if usage.cached_tokens:
+            self._usage[2] += usage.cached_tokens
+        if usage.cache_write_tokens:
+            self._usage[3] += usage.cache_write_tokens
+        if usage.reasoning_tokens:
+            self._usage[4] += usage.reasoning_tokens
+        if cost:
+            self.cost.add(cost)
+
+    def _count_tokens(self) -> None:
+        """The kinds of tokens, of which none is a part of another."""
+        prompt, completion, cached, writes, reasoning = self._usage
+        kinds = {
+            "input": prompt - cached - writes,
+            "output": completion - reasoning,
+            "cached": cached,
+            "cache_write": writes,
+            "reasoning": reasoning,
+        }
+        self.tokens.values = {(kind,): max(0, tokens) for kind, tokens in kinds.items()}
+
+    def _row_ended(self, event: JobFinished) -> None:
+        if event.run == self._own:
+            return
+        self._ended += 1
+        self.rows.add(1, "ok" if event.error is None else "failed")
+        if event.error is not None:
+            self.failures.add(1, event.error.type)
+        if event.resumed:
+            self.resumed.add()
+        else:
+            self.row_time.observe(event.timings.total)
+
+    def _health_changed(self, event: HealthChanged) -> None:
+        place = event.endpoint or self._backends.get(event.run, "")
+        if event.state not in DOWN:
+            self._down.discard(place)
+        elif place not in self._down:
+            self._down.add(place)
+            self.outages.add(1, place)
+
+    def _run_started(self, event: RunStarted) -> None:
+        self._backends[event.run] = event.backend
+        if self._began is None:
+            self._began, self._cost_per_second = event.at, event.cost_per_second
+            self._info = event.backend, event.model
+        if event.run != self._own:
+            self._expected[event.run] = event.total
+
+
+def endpoint_gauges(endpoints: Iterable[tuple[str, Endpoint]]) -> list[Family]:
+    """Requests in flight, the limit and the health of each endpoint."""
+    inflight = Gauge("batch_agent_endpoint_in_flight", "Requests in flight at an endpoint.", ("endpoint",))
+    limit = Gauge("batch_agent_endpoint_limit", "Requests that may be in flight at an endpoint.", ("endpoint",))
+    up = Gauge("batch_agent_endpoint_up", "1 if the endpoint gets requests, 0 if it is down.", ("endpoint",))
+    for name, endpoint in endpoints:
+        inflight.set(endpoint.inflight, name)
+        up.set(float(endpoint.is_working), name)
+        if endpoint.capacity.limit is not None:
+            limit.set(endpoint.capacity.limit, name)
+    return [inflight, limit, up]

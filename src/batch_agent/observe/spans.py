@@ -1,0 +1,310 @@
+"""A sink that makes spans of events, after the conventions for generative AI.
+
+``invoke_workflow`` is the run, ``invoke_agent`` a row, ``chat MODEL`` a turn with all its attempts, ``execute_tool
+NAME`` a tool call. What happens in a row is kept until the row ends, because a row that fails is exported although it
+was not sampled. How a span is exported is not this module's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from secrets import randbits
+from typing import Literal, cast, get_args
+from urllib.parse import urlsplit
+
+from batch_agent.events import (
+    AnswerRejected,
+    Event,
+    JobFinished,
+    ModelChosen,
+    RunFinished,
+    RunStarted,
+    ToolFinished,
+    TurnFailed,
+    TurnFinished,
+)
+from batch_agent.observe.trace_ids import (
+    RowSampler,
+    span_of_call,
+    span_of_row,
+    span_of_run,
+    span_of_turn,
+    trace_of,
+    trace_of_run,
+)
+
+MOST_EVENTS = 2000  # of one row that are kept
+MOST_MESSAGE_CHARACTERS = 1000
+# Providers by the scheme of the backend, where the conventions have a name of their own.
+PROVIDERS = {
+    "azure": "azure.ai.openai",
+    "bedrock": "aws.bedrock",
+    "google": "gcp.gemini",
+    "gemini": "gcp.gemini",
+    "vertex": "gcp.vertex_ai",
+    "mistral": "mistral_ai",
+    "xai": "x_ai",
+}
+
+Value = str | int | float | bool | Sequence[str]
+Attributes = dict[str, Value]
+
+
+@dataclass(slots=True)
+class Marked:
+    """Something that happened inside a span."""
+
+    name: str
+    at: float
+    attributes: Attributes
+
+
+@dataclass(slots=True)
+class SpanRecord:
+    """A finished span. Times are seconds since 1970; ``parent`` is a span of the same trace, 0 for none."""
+
+    name: str
+    trace: int
+    span: int
+    parent: int
+    began: float
+    ended: float
+    attributes: Attributes
+    kind: Literal["internal", "client"] = "internal"
+    error: str | None = None  # the message of what it failed with
+    marks: list[Marked] = field(default_factory=list)
+    link: tuple[int, int] | None = None  # another trace's span
+
+
+Told = TurnFinished | TurnFailed | ToolFinished | AnswerRejected
+SELDOM = frozenset((JobFinished, RunStarted, ModelChosen, RunFinished))
+TOLD = frozenset(get_args(Told))  # what is kept of a row until it ends
+
+
+class _Workflow:
+    """A run under way."""
+
+    __slots__ = ("began", "common", "failed", "model", "ok", "parent", "trace")
+
+    def __init__(self, event: RunStarted, trace: int, parent: int) -> None:
+        self.began, self.model, self.trace, self.parent = event.at, event.model, trace, parent
+        self.ok = self.failed = 0
+        self.common: Attributes = {"gen_ai.provider.name": provider_of(event.backend), **server_of(event.backend)}
+
+
+class RowSpans:
+    """``export`` takes the spans of a row, or a run, that are to be sent. ``around`` is the caller's span, of which the
+    run is a part: its trace and its own id. ``own`` is the id of a run whose rows are no work."""
+
+    def __init__(
+        self,
+        export: Callable[[Sequence[SpanRecord]], None],
+        sampler: RowSampler,
+        around: tuple[int, int] | None = None,
+        own: str = "",
+    ) -> None:
+        self._export, self._sampler, self._around, self._own = export, sampler, around, own
+        self._runs: dict[str, _Workflow] = {}
+        self._rows: dict[tuple[str, int], list[Told]] = {}  # what was told of those under way
+        self._outermost: tuple[int, int] | None = None  # the trace and span of the first run
+        self._contents: dict[tuple[str, int], Attributes] = {}
+
+    def describe(self, run: str, index: int, attributes: Attributes) -> None:
+        """Further attributes of a row that is about to end."""
+        self._contents[run, index] = attributes
+
+    def __call__(self, event: Event) -> None:
+        kind = type(event)
+        if kind in TOLD:
+            told = cast(Told, event)
+            events = self._rows.get((told.run, told.index))
+            if events is None:
+                self._rows[told.run, told.index] = [told]
+            elif len(events) < MOST_EVENTS:
+                events.append(told)
+        elif kind in SELDOM:
+            self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case JobFinished():
+                if event.run != self._own:
+                    self._row_ended(event)
+            case RunStarted():
+                self._run_started(event)
+            case ModelChosen():
+                if event.run in self._runs:
+                    self._runs[event.run].model = event.model
+            case RunFinished():
+                self._run_ended(event)
+
+    def _run_started(self, event: RunStarted) -> None:
+        around = self._outermost or self._around
+        trace, parent = around or (trace_of_run(event.run), 0)
+        self._runs[event.run] = _Workflow(event, trace, parent)
+        if self._outermost is None:
+            self._outermost = trace, span_of_run(event.run)
+
+    def _row_ended(self, event: JobFinished) -> None:
+        told, run = self._rows.pop((event.run, event.index), []), self._runs.get(event.run)
+        content = self._contents.pop((event.run, event.index), {}) if self._contents else {}
+        if run is None or event.resumed:
+            return
+        run.ok += event.error is None
+        run.failed += event.error is not None
+        trace = trace_of(event.run, event.index)
+        if event.error is None and not self._sampler.keeps(trace, event.index):
+            return
+        attributes: Attributes = {
+            "gen_ai.operation.name": "invoke_agent",
+            **run.common,
+            "gen_ai.request.model": run.model,
+            "gen_ai.conversation.id": event.job_id,
+            "gen_ai.usage.input_tokens": event.usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": event.usage.completion_tokens,
+            "batch_agent.row.index": event.index,
+            "batch_agent.row.turns": event.turns,
+            **content,
+        }
+        if event.error is not None:
+            attributes["error.type"] = event.error.type
+        error = None if event.error is None else event.error.message
+        span = span_of_row(trace)
+        link = run.trace, span_of_run(event.run)
+        inner = _RowMaker(run, event, told).spans
+        began = min([event.at - event.timings.total, *(each.began for each in inner)])
+        whole = SpanRecord("invoke_agent", trace, span, 0, began, event.at, attributes, error=error, link=link)
+        self._export([whole, *inner])
+
+    def _run_ended(self, event: RunFinished) -> None:
+        run = self._runs.pop(event.run, None)
+        for key in [key for key in self._rows if key[0] == event.run]:
+            del self._rows[key]
+        if run is None:
+            return
+        attributes: Attributes = {
+            "gen_ai.operation.name": "invoke_workflow",
+            **run.common,
+            "gen_ai.request.model": run.model,
+            "batch_agent.run.id": event.run,
+            "batch_agent.run.ended": event.ended,
+            "batch_agent.rows.ok": run.ok,
+            "batch_agent.rows.failed": run.failed,
+        }
+        error = None
+        if event.ended in ("failed", "unreachable"):
+            attributes["error.type"], error = event.ended, event.reason or event.ended
+        span = span_of_run(event.run)
+        self._export(
+            [SpanRecord("invoke_workflow", run.trace, span, run.parent, run.began, event.at, attributes, error=error)]
+        )
+
+
+class _RowMaker:
+    """The spans of a row's turns and tool calls."""
+
+    def __init__(self, run: _Workflow, ended: JobFinished, told: Sequence[Told]) -> None:
+        self.spans: list[SpanRecord] = []
+        self._run, self._job_id = run, ended.job_id
+        self._id, self._index = ended.run, ended.index
+        trace = trace_of(ended.run, ended.index)
+        self._place = trace, span_of_row(trace)
+        self._turns: dict[int, tuple[float, list[Marked]]] = {}  # whose first attempt failed
+        self._used: set[int] = set()
+        for event in told:
+            self._take(event)
+
+    def _take(self, event: Told) -> None:
+        match event:
+            case TurnFinished() | TurnFailed():
+                self._turn_ended(event)
+            case ToolFinished():
+                self._tool_ended(event)
+            case AnswerRejected() if self.spans:
+                mark = Marked("answer rejected", event.at, _exception(event.error_type, event.message))
+                self.spans[-1].marks.append(mark)
+
+    def _turn_ended(self, event: TurnFinished | TurnFailed) -> None:
+        began, marks = self._turns.setdefault(event.turn, (event.at - event.seconds, []))
+        error = None
+        if isinstance(event, TurnFailed):
+            if event.retry_in is not None:
+                marks.append(Marked("retry", event.at, _exception(event.error_type, event.message)))
+                return
+            error = event.message
+        del self._turns[event.turn]
+        run = self._run
+        attributes: Attributes = {
+            "gen_ai.operation.name": "chat",
+            **run.common,
+            "gen_ai.request.model": run.model,
+            "gen_ai.conversation.id": self._job_id,
+            "batch_agent.turn": event.turn,
+            **(server_of(event.endpoint) if event.endpoint else {}),
+        }
+        if isinstance(event, TurnFinished):
+            _add_usage(attributes, event)
+        else:
+            attributes["error.type"] = event.error_type
+        span = self._new(span_of_turn(self._place[0], event.turn))
+        name = f"chat {run.model}".rstrip()
+        trace, row = self._place
+        self.spans.append(SpanRecord(name, trace, span, row, began, event.at, attributes, "client", error, marks))
+
+    def _tool_ended(self, event: ToolFinished) -> None:
+        began = event.at - event.seconds
+        attributes: Attributes = {
+            "gen_ai.operation.name": "execute_tool",
+            "gen_ai.tool.name": event.tool,
+            "gen_ai.tool.call.id": event.call_id,
+            "gen_ai.tool.type": "function",
+            "gen_ai.conversation.id": self._job_id,
+            "batch_agent.tool.source": event.source,
+        }
+        error = None
+        if not event.ok:
+            attributes["error.type"], error = "tool_error", "the tool call failed"
+        span = self._new(span_of_call(self._id, self._index, event.turn, event.call_id))
+        name = f"execute_tool {event.tool}"
+        trace, row = self._place
+        self.spans.append(SpanRecord(name, trace, span, row, began, event.at, attributes, error=error))
+
+    def _new(self, span: int) -> int:
+        """The id. Agents that work on parts of one row count their turns alike: only the first keeps it."""
+        span = (randbits(64) or 1) if span in self._used else span
+        self._used.add(span)
+        return span
+
+
+def provider_of(backend: str) -> str:
+    """The conventions' name of whoever serves the model, from the backend's name."""
+    scheme = backend.partition("://")[0]
+    return PROVIDERS.get(scheme, scheme) or "unknown"
+
+
+def server_of(place: str) -> Mapping[str, str | int]:
+    """``server.address`` and ``server.port`` of an endpoint; nothing if it has no address."""
+    try:
+        url = urlsplit(place if "://" in place else f"//{place}")
+        host, port = url.hostname, url.port
+    except ValueError:
+        return {}
+    if not host or ("://" not in place and port is None):
+        return {}
+    return {"server.address": host} if port is None else {"server.address": host, "server.port": port}
+
+
+def _add_usage(attributes: Attributes, event: TurnFinished) -> None:
+    attributes["gen_ai.usage.input_tokens"] = event.usage.prompt_tokens
+    attributes["gen_ai.usage.output_tokens"] = event.usage.completion_tokens
+    if event.usage.cached_tokens:
+        attributes["gen_ai.usage.cache_read.input_tokens"] = event.usage.cached_tokens
+    if event.model:
+        attributes["gen_ai.response.model"] = event.model
+    if event.first_token is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = event.first_token
+
+
+def _exception(error_type: str, message: str) -> Attributes:
+    return {"error.type": error_type, "exception.message": message[:MOST_MESSAGE_CHARACTERS]}

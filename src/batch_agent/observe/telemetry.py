@@ -1,0 +1,191 @@
+"""OpenTelemetry: exports the spans and metrics of a run with the SDK, where it is installed and wanted.
+
+Nothing of the SDK is imported before that is known. Export happens in the SDK's own threads, from bounded queues: a
+collector that is away loses spans and slows nothing. Standard variables (``OTEL_…``) say where and how.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from batch_agent.errors import SpecError
+from batch_agent.events import Event, ModelChosen, RunStarted, TurnFailed, TurnFinished
+from batch_agent.job import AgentResult
+from batch_agent.observe.spans import RowSpans, SpanRecord
+from batch_agent.observe.trace_content import content_attributes, wants_content
+from batch_agent.observe.trace_ids import RowSampler, span_of_call, span_of_turn, trace_of, traceparent
+from batch_agent.tools.context import current_traceparent
+from batch_agent.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    from batch_agent.observe.otel_metrics import OtelMetrics
+
+MEASURED = frozenset((TurnFinished, TurnFailed, RunStarted, ModelChosen))  # what the metrics are made of
+QUEUE = 16_384  # spans that may wait for the collector, where OTEL_BSP_MAX_QUEUE_SIZE does not say otherwise
+
+
+class Traces:
+    """What the agents of a run need: the ids that go with their requests and calls, and where their results go."""
+
+    def __init__(self, sampler: RowSampler, spans: RowSpans, *, content: bool) -> None:
+        from opentelemetry.context import attach, detach
+
+        self._sampler, self._spans, self._content = sampler, spans, content
+        self._attach, self._detach, self._context = attach, detach, _context_maker()
+
+    def of_turn(self, run: str, index: int, turn: int) -> str:
+        """The traceparent of a request."""
+        trace = trace_of(run, index)
+        return traceparent(trace, span_of_turn(trace, turn), sampled=self._sampler.keeps(trace, index))
+
+    @contextmanager
+    def calling(self, run: str, index: int, turn: int, call_id: str) -> Iterator[None]:
+        """Around the start of a tool call: tasks that begin inside belong to the call's span, also for libraries that
+        are instrumented."""
+        trace, span = trace_of(run, index), span_of_call(run, index, turn, call_id)
+        sampled = self._sampler.keeps(trace, index)
+        token = self._attach(self._context(trace, span, sampled))
+        own = current_traceparent.set(traceparent(trace, span, sampled=sampled))
+        try:
+            yield
+        finally:
+            current_traceparent.reset(own)
+            self._detach(token)
+
+    def ended(self, run: str, result: AgentResult[object]) -> None:
+        """A row has its result, which JobFinished is about to tell."""
+        if self._content:
+            self._spans.describe(run, result.index, {**content_attributes(result)})
+
+
+class Telemetry:
+    """A sink, with ``traces`` for the agents. ``close`` may block for as long as the SDK waits for a collector."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, own: str = "") -> None:
+        sampler = RowSampler.from_environment(environ)
+        self._metrics = None if environ.get("OTEL_METRICS_EXPORTER", "").lower() == "none" else _metrics(environ)
+        traced = sampler.records and environ.get("OTEL_TRACES_EXPORTER", "").lower() != "none"
+        self._processor = _processor(environ) if traced else None
+        export: Callable[[Sequence[SpanRecord]], None] = lambda spans: None  # noqa: E731
+        if self._processor is not None:
+            export = _exporter(self._processor, environ)
+        self._spans = RowSpans(export, sampler, _around(), own)
+        self.traces = Traces(sampler, self._spans, content=wants_content(environ)) if traced else None
+
+    def __call__(self, event: Event) -> None:
+        if self._processor is not None:
+            self._spans(event)
+        if self._metrics is not None and type(event) in MEASURED:
+            self._metrics(event)
+
+    def close(self) -> None:
+        """Sends what is left."""
+        if self._processor is not None:
+            shutdown: Callable[[], object] = self._processor.shutdown
+            shutdown()
+        if self._metrics is not None:
+            self._metrics.close()
+
+
+def _context_maker() -> Callable[[int, int, bool], Context]:
+    """Makes the SDK's context inside a span that is written elsewhere."""
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+    def make(trace: int, span: int, sampled: bool) -> Context:
+        place = SpanContext(trace, span, is_remote=False, trace_flags=TraceFlags(int(sampled)))
+        return set_span_in_context(NonRecordingSpan(place))
+
+    return make
+
+
+def _around() -> tuple[int, int] | None:
+    """The caller's span, where the program has one."""
+    from opentelemetry.trace import get_current_span
+
+    context = get_current_span().get_span_context()
+    return (context.trace_id, context.span_id) if context.is_valid else None
+
+
+def _processor(environ: Mapping[str, str]) -> BatchSpanProcessor:
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    if _is_grpc(environ, "TRACES"):
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    else:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    size = None if environ.get("OTEL_BSP_MAX_QUEUE_SIZE") else QUEUE
+    return BatchSpanProcessor(OTLPSpanExporter(), max_queue_size=size)
+
+
+def _metrics(environ: Mapping[str, str]) -> OtelMetrics:
+    from batch_agent.observe.otel_metrics import OtelMetrics
+
+    if _is_grpc(environ, "METRICS"):
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    else:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    return OtelMetrics(OTLPMetricExporter(), _resource(environ), environ)
+
+
+def _is_grpc(environ: Mapping[str, str], signal: str) -> bool:
+    common = environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "")
+    if (environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or common).strip().lower() != "grpc":
+        return False
+    if find_spec("grpc") is None:
+        raise SpecError(
+            "telemetry: OTEL_EXPORTER_OTLP_PROTOCOL=grpc needs the package opentelemetry-exporter-otlp-proto-grpc; "
+            "install it, or use http/protobuf"
+        )
+    return True
+
+
+def _resource(environ: Mapping[str, str]) -> Resource:
+    from opentelemetry.sdk.resources import Resource
+
+    named = environ.get("OTEL_SERVICE_NAME") or "service.name" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    return Resource.create({} if named else {"service.name": "batch-agent"})
+
+
+def _exporter(processor: BatchSpanProcessor, environ: Mapping[str, str]) -> Callable[[Sequence[SpanRecord]], None]:
+    from opentelemetry.sdk.trace import Event as SpanEvent
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+    from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+    kinds = {"internal": SpanKind.INTERNAL, "client": SpanKind.CLIENT}
+    resource, scope, sampled = _resource(environ), InstrumentationScope("batch_agent", __version__), TraceFlags(1)
+    fine = Status(StatusCode.UNSET)
+
+    def context(trace: int, span: int) -> SpanContext:
+        return SpanContext(trace, span, is_remote=False, trace_flags=sampled)
+
+    def made(span: SpanRecord) -> ReadableSpan:
+        return ReadableSpan(
+            span.name,
+            context(span.trace, span.span),
+            context(span.trace, span.parent) if span.parent else None,
+            resource,
+            span.attributes,
+            [SpanEvent(mark.name, mark.attributes, int(mark.at * 1e9)) for mark in span.marks],
+            () if span.link is None else (Link(context(*span.link)),),
+            kinds[span.kind],
+            status=fine if span.error is None else Status(StatusCode.ERROR, span.error),
+            start_time=int(span.began * 1e9),
+            end_time=int(span.ended * 1e9),
+            instrumentation_scope=scope,
+        )
+
+    def export(spans: Sequence[SpanRecord]) -> None:
+        for span in spans:
+            processor.on_end(made(span))
+
+    return export
