@@ -271,3 +271,8 @@ def _family(error: type[JobError]) -> Iterator[type[JobError]]:
     yield error
     for child in error.__subclasses__():
         yield from _family(child)
+
+
+def error_types(error: type[JobError]) -> set[str]:
+    """The type names of an error and of all that derive from it, those of a user's own backend included."""
+    return {error.type}.union(*map(error_types, error.__subclasses__()))

@@ -6,14 +6,17 @@ none of them has a list of options of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
+
+from batch_agent.errors import SpecError
 
 N = TypeVar("N")
 
@@ -109,3 +112,31 @@ def _members(kind: object) -> Iterator[object]:
             yield from _members(member)
     else:
         yield get_origin(kind) or kind
+
+
+def check_names(model: type[BaseModel], options: Iterable[str], old_names: Iterable[str]) -> None:
+    """Raise SpecError for a name that is no option of ``model``; names in ``old_names`` are suggested too."""
+    for name in set(options) - model.model_fields.keys():
+        near = difflib.get_close_matches(name, [*model.model_fields, *old_names], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f". Options: {', '.join(sorted(model.model_fields))}"
+        raise SpecError(f"there is no option {name!r}{hint}")
+
+
+def explain(model: type[BaseModel], error: ValidationError, options: Mapping[str, object]) -> str:
+    """What is wrong with these options, with what is allowed."""
+    lines, allowed = [], notes(model, Allowed)
+    for item in error.errors(include_url=False, include_input=False):
+        name = str(item["loc"][0]) if item["loc"] else ""
+        if name in allowed:
+            lines.append(f"{name}: must be {allowed[name].words} (got {_kind(options[name])})")
+        else:
+            lines.append(item["msg"].removeprefix("Value error, "))
+    return "; ".join(dict.fromkeys(lines))
+
+
+def _kind(value: object) -> str:
+    """What was given. Numbers are shown; anything else may be a secret that got into the wrong option."""
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    kinds: dict[type, str] = {str: "text", list: "a list of something else", dict: "a mapping of something else"}
+    return kinds.get(type(value), type(value).__name__)

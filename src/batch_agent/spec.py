@@ -7,14 +7,13 @@ by the package that owns it, not here.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from batch_agent.errors import JobError, SpecError
+from batch_agent.errors import JobError, SpecError, error_types
 from batch_agent.option import (
     Allowed,
     Compared,
@@ -33,18 +32,14 @@ from batch_agent.option import (
     TimeLimit,
     Unset,
     Word,
-    notes,
+    check_names,
+    explain,
 )
 
 MCP = "mcp:"  # before the address of an MCP server, in `tools`
 OLD_NAMES = {"max_concurrent": "max_inflight", "max_dispatched": "max_agents", "checkpoint_dir": "run_dir"}
 SERVERS = Unset("the server's")
 TO_THE_SERVER = ", or None to leave it to the server"
-
-
-def _error_types(error: type[JobError]) -> set[str]:
-    """Those of a backend of the user's own included."""
-    return {error.type}.union(*map(_error_types, error.__subclasses__()))
 
 
 class BatchSpec(BaseModel):
@@ -451,21 +446,14 @@ class BatchSpec(BaseModel):
         for old, new in OLD_NAMES.items():
             if old in options:
                 options.setdefault(new, options.pop(old))  # where both are given, the name of today counts
-        self._check_names(options)
+        check_names(BatchSpec, options, OLD_NAMES)
+        for name in ("task", "inputs"):
+            if name not in options and not (name == "task" and options.get("worker") is not None):
+                raise SpecError(f"{name} is missing: {BatchSpec.model_fields[name].description}")
         try:
             super().__init__(**options)
         except ValidationError as error:
-            raise SpecError(_explain(error, options)) from None
-
-    @classmethod
-    def _check_names(cls, options: Mapping[str, object]) -> None:
-        for name in options.keys() - cls.model_fields.keys():
-            near = difflib.get_close_matches(name, [*cls.model_fields, *OLD_NAMES], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f". Options: {', '.join(sorted(cls.model_fields))}"
-            raise SpecError(f"there is no option {name!r}{hint}")
-        for name in ("task", "inputs"):
-            if name not in options and not (name == "task" and options.get("worker") is not None):
-                raise SpecError(f"{name} is missing: {cls.model_fields[name].description}")
+            raise SpecError(explain(BatchSpec, error, options)) from None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -484,7 +472,7 @@ class BatchSpec(BaseModel):
         if isinstance(self.predictive_prewarm, str) and not self.predictive_prewarm.strip():
             raise ValueError("predictive_prewarm is empty: name the directory of an earlier run")
         retry = (self.retry_failed,) if isinstance(self.retry_failed, str) else self.retry_failed
-        known = _error_types(JobError)
+        known = error_types(JobError)
         for name in () if isinstance(retry, bool) else retry:
             if name not in known:
                 raise ValueError(f"retry_failed: there is no error type {name!r}; there are {', '.join(sorted(known))}")
@@ -510,22 +498,3 @@ class BatchSpec(BaseModel):
         if self.given("max_turns"):
             return self.max_turns
         return 10 if self.tools else 1
-
-
-def _explain(error: ValidationError, options: Mapping[str, object]) -> str:
-    lines, allowed = [], notes(BatchSpec, Allowed)
-    for item in error.errors(include_url=False, include_input=False):
-        name = str(item["loc"][0]) if item["loc"] else ""
-        if name in allowed:
-            lines.append(f"{name}: must be {allowed[name].words} (got {_kind(options[name])})")
-        else:
-            lines.append(item["msg"].removeprefix("Value error, "))
-    return "; ".join(dict.fromkeys(lines))
-
-
-def _kind(value: object) -> str:
-    """What was given. Numbers are shown; anything else may be a secret that got into the wrong option."""
-    if value is None or isinstance(value, bool | int | float):
-        return repr(value)
-    kinds: dict[type, str] = {str: "text", list: "a list of something else", dict: "a mapping of something else"}
-    return kinds.get(type(value), type(value).__name__)
