@@ -106,7 +106,7 @@ class Extent:
     events: dict[Event, int]
 
 
-def schedule(chance: Random, extent: Extent, servers: int, *, full_disk: bool, edits: bool) -> list[Fault]:
+def schedule(chance: Random, extent: Extent, servers: int) -> list[Fault]:
     faults: list[Fault] = []
     sittings = chance.choice((0, 1, 1, 2, 3, 5, 8))
     for sitting in range(sittings):
@@ -116,7 +116,7 @@ def schedule(chance: Random, extent: Extent, servers: int, *, full_disk: bool, e
             faults.append(Kill(sitting, event, count))
         else:
             faults.append(Stop(sitting, event, count, chance.choice(("cancel", "leave", "drain", "pause"))))
-        if edits and chance.random() < 0.2:
+        if chance.random() < 0.2:
             faults.append(Edit(sitting + 1, chance.choice(("prompt", "add", "remove", "replace", "reorder"))))
     latest = extent.seconds * (1 + sittings)
     for _ in range(chance.choice((0, 1, 2, 4))):
@@ -126,7 +126,7 @@ def schedule(chance: Random, extent: Extent, servers: int, *, full_disk: bool, e
         faults.append(Stall(chance.uniform(0, latest), 10 ** chance.uniform(-1, 3)))
     for _ in range(chance.choice((0, 0, 1, 2))):
         faults.append(BusyDisk(chance.uniform(0, latest), 10 ** chance.uniform(-2, 1.5)))
-    if full_disk and chance.random() < 0.15:
+    if chance.random() < 0.15:
         faults.append(FullDisk(chance.uniform(0, latest), 10 ** chance.uniform(-1, 1.5)))
     for _ in range(chance.choice((0, 0, 1))):
         mode: ToolMode = chance.choice(("slow", "fails", "hangs"))

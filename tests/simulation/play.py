@@ -56,8 +56,7 @@ def play(seed: int, shapes: Sequence[Shape] = SHAPES) -> tuple[Workload, list[Fa
         return workload, [], calm
     chance = Random(f"faults {seed}")
     extent = Extent(calm.seconds, calm.events)
-    full_disk, edits = not workload.is_pipeline, not workload.is_pipeline
-    faults = schedule(chance, extent, workload.servers, full_disk=full_disk, edits=edits)
+    faults = schedule(chance, extent, workload.servers)
     return workload, faults, play_against(workload, faults, calm)
 
 

@@ -26,6 +26,7 @@ from batch_agent.backends.base import Backend
 from batch_agent.engine.run.run import Run
 from batch_agent.errors import ToolError
 from batch_agent.job import AgentResult
+from batch_agent.topology.flow import Flow
 from batch_agent.topology.pipeline import outcome_of
 
 Shape = Literal["tool loop", "chunks", "user worker", "pipeline", "batch", "batch pipeline"]
@@ -189,12 +190,13 @@ class Workload:
                 output_schema=Answer,
                 tools=process.tools(),
             )
-            .filter(lambda answer: answer.low % 3)
+            .filter(passes)
             .flat_map(lambda answer: [{"words": f"w{answer.low}"}, {"words": f"w{answer.high}"}])
             .map(name="again", task="the range of {words}", output_schema=Answer)
             .reduce("the range of all", tree=4, output_schema=Answer)
         )
-        async with pipeline.open(**self.options(process)) as flow:
+        flow = Flow(pipeline.inputs, pipeline.stages, self.options(process), open_store=process.open_store)
+        async with flow:
             process.run = flow
             await flow.finish()
             outcome = outcome_of(flow)
@@ -203,7 +205,9 @@ class Workload:
             process.deliver(result)
         found: Outcome = {f"{name} {key}": value for name in stages for key, value in _outcome(stages[name]).items()}
         reduction = outcome.reductions.get("reduce")
-        if reduction is not None:
+        if stages["work"] and not any(passes(result.output) for result in stages["work"] if result.output):
+            found["reduce"] = {}  # nothing to reduce, so an error
+        elif reduction is not None:
             lost = {"failed": reduction.failed, "lost": reduction.lost, "covers": reduction.covers}
             output = reduction.output
             found["reduce"] = f"{reduction.error}" if output is None else {**output.model_dump(), **lost}
@@ -222,6 +226,10 @@ async def gather_answers(version: int, row: dict[str, str], ctx: Any) -> object:
         await asyncio.gather(*(ctx.ask(side) for side in sides))
         await asyncio.sleep(1.5)
     return await ctx.loop(ctx.prompt, output_schema=Answer)
+
+
+def passes(answer: Answer) -> bool:
+    return answer.low % 3 > 0
 
 
 def words_of(row: str, count: int) -> str:

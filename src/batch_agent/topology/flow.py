@@ -28,6 +28,8 @@ from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
 from batch_agent.spec import BatchSpec
+from batch_agent.store.base import OpenStore
+from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.store.timeline import Line
 from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, KeyNode, Source
 from batch_agent.topology.graph import graph_of
@@ -62,6 +64,7 @@ class Flow:
         sinks: Sequence[Sink] = (),
         command: Mapping[str, JsonValue] | None = None,
         sends: bool = True,
+        open_store: OpenStore = SqliteJournal.open,
         wrap: Callable[[Backend, str | None], Backend] = lambda backend, api_key: backend,
     ) -> None:
         check_options_of_the_whole(options)
@@ -84,12 +87,13 @@ class Flow:
             [self._observe, *sinks],
             command,
             worker=self._work,
+            open_store=open_store,
             stages=[node.name for node in self.nodes],
             controls=self,
         )
         self._metrics = Metrics(self._run.shared.clock)
         for node in self.nodes:  # in this order: of those that want to start something, the last one goes first
-            node.run = Run(node.prepared, within=self._run.shared)
+            node.run = Run(node.prepared, open_store=open_store, within=self._run.shared)
 
     async def __aenter__(self) -> Self:
         await self._run.__aenter__()
