@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from commandline import batch_agent
 
 from batch_agent import Pipeline
 from batch_agent.cli.main import main
-from batch_agent.testing import Fail, Request, Say, ScriptedBackend
+from batch_agent.testing import Fail, Request, Say, ScriptedBackend, ScriptedServer
 
 ROWS = [{"id": "a", "text": "one"}, {"id": "b", "text": "broken"}, {"id": "c", "text": "three"}]
+SPEC = """
+backend: simulated://instant
+inputs: [{id: a, text: one}, {id: b, text: two}]
+stages:
+  - map: {name: read, task: "Read {text}"}
+  - reduce: {prompt: "Sum up {n}"}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +74,61 @@ def test_a_stage_that_has_not_begun_is_named_and_the_total_is_unknown(
 
 def test_runs_lists_a_pipeline_with_the_rows_of_its_stages(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "runs/p  complete  6/6   2" in shown(capsys, "runs")
+
+
+def test_show_has_the_rows_of_all_stages_each_with_its_stage(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def headings(*arguments: str) -> list[str]:
+        lines = shown(capsys, "show", str(recorded), *arguments).splitlines()
+        return [line.partition(":")[0] for line, under in pairwise(lines) if under == "=" * len(line) and line]
+
+    assert headings() == ["read, row 0 (a)", "judge, row 0", "reduce, row 0 (0.0)"]
+    assert headings("--failed") == ["read, row 1 (b)", "judge, row 2"]
+    assert len(headings("--slow", "4")) == 4
+    assert headings("--row", "judge/2") == ["judge, row 2"]
+    assert headings("--row", "c") == ["read, row 2 (c)"]  # one stage has it
+    for row, says in {"0": "--row read/0 or --row judge/0", "judge/1": "there is no row 'judge/1'"}.items():
+        assert main(["show", str(recorded), "--row", row]) == 1
+        assert says in capsys.readouterr().err
+
+
+def test_show_has_the_prompts_of_the_stages_of_a_spec_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("p.yaml").write_text(SPEC)
+    assert main(["run", "p.yaml", "--run-dir", "run", "--output", "o.jsonl"]) == 0
+    assert main(["show", "run", "--row", "read/a"]) == 0
+    out, err = capsys.readouterr()
+    assert "user\n    Read one" in out and "prompts are not shown" not in err
+    messages = shown(capsys, "export", "run", "--stage", "read", "--format", "messages").splitlines()
+    assert [json.loads(line)["messages"][0]["content"] for line in messages] == ["Read one", "Read two"]
+
+
+def test_export_has_the_last_stage_unless_another_is_named(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [line] = shown(capsys, "export", str(recorded)).splitlines()
+    assert json.loads(line)["output"].startswith("said Sum up 3")
+    lines = shown(capsys, "export", str(recorded), "--stage", "read").splitlines()
+    assert [json.loads(line)["job_id"] for line in lines] == ["a", "b", "c"]
+    assert main(["export", str(recorded), "--stage", "raed"]) == 1
+    assert "has no stage 'raed'; its stages: read, judge, reduce" in capsys.readouterr().err
+    (recorded / "reduce" / "run.json").unlink()
+    assert main(["export", str(recorded)]) == 1
+    assert "'reduce' of runs/p has not begun" in capsys.readouterr().err
+
+
+async def test_retry_failed_tries_the_failed_rows_of_the_stages(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(SPEC.replace("backend: simulated://instant", "model: m\nmax_retries: 0"))
+    broken = {"Read two"}
+
+    def answer(request: Request) -> Say | Fail:
+        return Fail(400) if request.text in broken else Say(f"said {request.text}")
+
+    async with ScriptedServer(answer, models=["m"]) as server:
+        await batch_agent(tmp_path, "run", "p.yaml", "--backend", server.backend_url, "--run-dir", "run")
+        broken.clear()
+        asked = len(server.requests)
+        _, _, err = await batch_agent(tmp_path, "retry-failed", "run", "--type", "Truncated")
+        assert "retrying" not in err and len(server.requests) == asked
+        status, out, err = await batch_agent(tmp_path, "retry-failed", "run")
+    assert status == 0 and "retrying 1 row that failed: 1 of read. Later stages get the new answers" in err, err
+    assert "said Read two" in json.loads(out)["output"]
+    assert [request.text[:8] for request in server.requests[asked:]] == ["Read two", "Sum up 2"]

@@ -75,7 +75,7 @@ def test_failed_rows_and_slow_ones_are_found(recorded: Path, capsys: pytest.Capt
     failed = shown(capsys, "show", str(recorded), "--failed")
     assert failed.startswith("row 1 (m1): failed") and "failed\n    Rejected: " in failed
     assert shown(capsys, "show", str(recorded), "--slow", "2").count("====\n") == 2
-    assert main(["show", str(recorded), "--row", "nothing"]) == 0
+    assert main(["show", str(recorded), "--row", "nothing"]) == 1
     assert "there is no row 'nothing' that has begun" in capsys.readouterr().err
 
 

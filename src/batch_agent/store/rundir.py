@@ -155,7 +155,7 @@ def _overwrite(path: Path, data: bytes) -> bool:
 class RunView:
     """A run directory seen from outside, also while a process works on it.
 
-    ``stages`` are the stages of a pipeline that have begun, by name and in their order; ``stage_names`` has all.
+    ``stages`` are the stages of a pipeline that have begun, by name and in their order; ``stage_names`` gives all.
     A pipeline's own ``glance`` has what all stages have spent. Its one row is the pipeline itself.
     """
 

@@ -15,7 +15,7 @@ from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_ove
 from batch_agent.cli.output.streams import say, writing
 from batch_agent.cli.spec.recorded import files_read_by
 from batch_agent.cli.spec.rows import STDIN
-from batch_agent.cli.spec.transcripts import prepared_again, transcript_lines
+from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, transcript_lines
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.columns import Record
 from batch_agent.files.compression import format_of
@@ -35,7 +35,7 @@ from batch_agent.files.tables import (
 )
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted
-from batch_agent.store.rundir import FAILURES, RESULTS, read_run
+from batch_agent.store.rundir import FAILURES, RESULTS, RUN, read_run, stage_names
 
 TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET}
 JSONL, MESSAGES = "jsonl", "messages"
@@ -49,6 +49,7 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
         help="every row as a line or in a table, or the conversations of those that are ok "
         "(default: as the output's name says, or jsonl)",
     )
+    export.add_argument("--stage", metavar="NAME", help="rows of this stage of a pipeline (default: the last stage)")
     export.add_argument("--output", metavar="FILE", help="where it goes; - is standard output (default)")
 
 
@@ -61,9 +62,10 @@ def export_command(options: argparse.Namespace) -> int:
         refuse_in_run_directory(output, directory)
         for what, path in files_read_by(facts):
             refuse_overwriting(output, path, what)
-    records = RunRecords(directory)
+    stage = _stage(directory, facts, options.stage)
+    records = RunRecords(directory / stage)
     if kind == MESSAGES:
-        _export_messages(directory, facts, records, output)
+        _export_messages(directory, facts, stage, records, output)
     elif kind == JSONL:
         _write_lines((to_json(record) + b"\n" for record in records), output)
     else:
@@ -73,6 +75,21 @@ def export_command(options: argparse.Namespace) -> int:
     if kind == MESSAGES and records.failed:
         say(f"batch-agent: left out {counted(records.failed, 'row')} that failed; --format jsonl has them")
     return ALL_OK
+
+
+def _stage(directory: Path, facts: JsonObject, wanted: str | None) -> str:
+    """The stage to export; "" for a plain run. SpecError when it is not there, or has not begun."""
+    names = stage_names(facts)
+    if not names and wanted is not None:
+        raise SpecError(f"{directory} is not a pipeline: it has no stages; leave out --stage")
+    if not names:
+        return ""
+    name = names[-1] if wanted is None else wanted
+    if name not in names:
+        raise SpecError(f"{directory} has no stage {name!r}; its stages: {', '.join(names)}")
+    if not (directory / name / RUN).exists():
+        raise SpecError(f"the stage {name!r} of {directory} has not begun; --stage names another: {', '.join(names)}")
+    return name
 
 
 def _kind_of(output: Path | None) -> str:
@@ -141,10 +158,13 @@ def _export_table(records: RunRecords, kind: str, output: Path | None) -> None:
             write_records(records, columns_of(records), sys.stdout.buffer, kind)
 
 
-def _export_messages(directory: Path, facts: JsonObject, records: RunRecords, output: Path | None) -> None:
+def _export_messages(directory: Path, facts: JsonObject, stage: str, records: RunRecords, output: Path | None) -> None:
     with redirect_stdout(sys.stderr):  # what a user's module prints when it is imported
-        prepared = prepared_again(directory, facts)
-    _write_lines(transcript_lines(directory, facts, prepared, records), output)
+        prepared = prepared_again(directory, facts).get(stage)
+    if prepared is None:
+        raise prompts_changed(directory / stage)
+    own = read_run(directory / stage)
+    _write_lines(transcript_lines(directory / stage, own, prepared, records), output)
 
 
 def _write_lines(lines: Iterator[bytes], output: Path | None) -> None:

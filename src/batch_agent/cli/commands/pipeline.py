@@ -17,11 +17,9 @@ from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter
 from batch_agent.cli.output.streams import put
-from batch_agent.cli.spec.load import inputs_of, overrides_of, rows_of, spec_file
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.specfile import STAGES
-from batch_agent.cli.spec.stages import read_stages
-from batch_agent.errors import SpecError
+from batch_agent.cli.spec.stages import load_flow
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import plainly, to_json
 from batch_agent.observe.display import Display
@@ -46,18 +44,11 @@ def run_stages(options: argparse.Namespace, stdout: TextIO, files: ExitStack) ->
 
 
 def _load(options: argparse.Namespace, files: ExitStack) -> Flow:
-    """The pipeline of the file, with what the command line says in its place. ``files`` closes its log."""
-    file = spec_file(options)
-    pipeline = read_stages(file, inputs_of(file, options), lambda named: rows_of(file, named, options))
-    whole = {name: value for name, value in file.options.items() if name not in (STAGES, "inputs")}
-    try:
-        known = file.follow(whole) | overrides_of(file, options)
-        if options.dry_run:
-            return Flow(pipeline.inputs, pipeline.stages, known, sends=False)
-        log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
-        return Flow(pipeline.inputs, pipeline.stages, known, command=command_of(options), wrap=log.wrap)
-    except SpecError as error:
-        raise file.error(str(error)) from None
+    """The pipeline to run. ``files`` closes its log."""
+    if options.dry_run:
+        return load_flow(options, sends=False)
+    log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
+    return load_flow(options, command=command_of(options), wrap=log.wrap)
 
 
 async def _finish(flow: Flow, writer: ResultWriter, view: View, report: Reporter) -> int:

@@ -25,8 +25,10 @@ from batch_agent.engine.run.recording import rows_under
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import to_json
+from batch_agent.files.tables import ResultFile
+from batch_agent.observe.text import rows
 from batch_agent.store.keys import Keys
-from batch_agent.store.rundir import RESULTS, RunView
+from batch_agent.store.rundir import FAILURES, RESULTS, RunView
 
 
 def resume_command(options: argparse.Namespace) -> int:
@@ -42,7 +44,25 @@ def resume_command(options: argparse.Namespace) -> int:
     if not asked_for and recorded and view.state == "complete" and _is_as_it_was(view, merged):
         _say_complete(view, as_json=options.json)
         return ALL_OK
+    if options.command == "retry-failed" and (words := _retries(view, options.retry_type)):
+        say(f"batch-agent: {words}")
     return run_command(merged)
+
+
+def _retries(view: RunView, error_type: str | None) -> str:
+    """What is tried again, by stage in a pipeline; "" when no such row failed."""
+    counts = {name: _failures(part.path, error_type) for name, part in view.parts.items()}
+    total = sum(counts.values())
+    which = "" if error_type is None else f" with {error_type}"
+    if not total:
+        return ""
+    stages = ", ".join(f"{count:,} of {name}" for name, count in counts.items() if name and count)
+    after = f": {stages}. Later stages get the new answers" if stages else ""
+    return f"retrying {rows(total)} that failed{which}{after}"
+
+
+def _failures(path: Path, error_type: str | None) -> int:
+    return sum(error_type in (None, failure.get("type")) for failure in ResultFile(path / FAILURES))
 
 
 def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> argparse.Namespace:
@@ -61,8 +81,8 @@ def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> ar
 
 
 def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
-    rows = view.facts.get("rows")
-    if options.inputs == STDIN or is_pipeline(options) or not isinstance(rows, dict) or rows.get("failed"):
+    recorded = view.facts.get("rows")
+    if options.inputs == STDIN or is_pipeline(options) or not isinstance(recorded, dict) or recorded.get("failed"):
         return False
     prepared = BatchAgent.plan(load_spec(options))
     inputs = prepared.spec.inputs
@@ -80,13 +100,13 @@ def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
                 keys.identify(value, *plan.asks(value))
         except JobError:
             return False
-    return keys.digest == rows.get("digest")
+    return keys.digest == recorded.get("digest")
 
 
 def _say_complete(view: RunView, *, as_json: bool) -> None:
-    rows = view.glance.latest.ok
+    ok = view.glance.latest.ok
     if as_json:
-        put(to_json({"state": view.state, "rows": rows, "output": str(view.path / RESULTS)}).decode(), sys.stdout)
+        put(to_json({"state": view.state, "rows": ok, "output": str(view.path / RESULTS)}).decode(), sys.stdout)
     else:
-        text = f"{view.path} is complete: {rows:,} rows, all ok, and neither its spec nor its rows have changed."
+        text = f"{view.path} is complete: {ok:,} rows, all ok, and neither its spec nor its rows have changed."
         say(f"{text}\n  results  {view.path / RESULTS}")

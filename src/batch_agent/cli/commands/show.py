@@ -2,7 +2,8 @@
 what, how long it took and what it cost. Rows that failed, and rows that are under way, too.
 
 The record has what models and tools said. Rows are found by their input, which is beside their result; where the spec
-is still the one of the run, the prompts are shown as they were sent, otherwise the input stands for them.
+is still the one of the run, the prompts are shown as they were sent, otherwise the input stands for them. The rows of a
+pipeline are those of its stages.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import argparse
 import heapq
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import closing, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, redirect_stdout
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,12 +21,11 @@ from batch_agent.cli.commands.export import RunRecords
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.row_text import Page, row_text
 from batch_agent.cli.output.streams import put, say
-from batch_agent.cli.spec.transcripts import open_journal, prepared_again
+from batch_agent.cli.spec.transcripts import open_journal, prepared_again, prompts_changed
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.columns import Record
 from batch_agent.files.read import LazyRows
-from batch_agent.messages import JsonObject
 from batch_agent.observe.text import rows, terminal_width
 from batch_agent.store.base import Identity
 from batch_agent.store.keys import row_of
@@ -40,7 +40,9 @@ FIRST = 1  # rows that are shown where nobody says which
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="DIR", help="the run directory")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--row", metavar="ID", help="the row of this id, or of this place in the inputs, from 0")
+    which.add_argument(
+        "--row", metavar="ID", help="the row of this id, or of this place in the inputs, from 0; in a pipeline STAGE/ID"
+    )
     which.add_argument("--failed", action="store_true", help="the rows that failed")
     which.add_argument("--unfinished", action="store_true", help="the rows that have begun and are not done")
     which.add_argument("--slow", type=int, metavar="N", help="the N rows that took longest")
@@ -49,90 +51,128 @@ def add_show_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ShownRow:
-    """A row to show. ``record`` is its result line; what is under way has none."""
+    """A row to show. ``record`` is its result line; what is under way has none. ``stage`` is "" in a plain run."""
 
+    stage: str
     record: Record | None
     past: Past | None
     prompts: tuple[str, str] | None = None  # system and user
     value: object = field(default=None)
 
 
+class ShownPart:
+    """A run that has rows: a stage of a pipeline, or the run itself, whose name is ""."""
+
+    def __init__(self, name: str, path: Path, journal: SqliteJournal, prepared: Prepared | None) -> None:
+        self.name, self.records = name, RunRecords(path)
+        self._journal, self._prepared = journal, prepared
+
+    def finished(self, record: Record) -> ShownRow:
+        """The row of a result line."""
+        [past] = self._journal.claim([Identity(NO_KEY, row_of(record.get("input"), ""))])
+        return ShownRow(self.name, record, past, _prompts(self._prepared, record.get("input")))
+
+    def unfinished(self, wanted: str | None = None) -> Iterator[ShownRow]:
+        """Rows under way. Their inputs are not in the record: they are looked for among the run's own."""
+        waiting = [row for row, _ in self._journal.under_way()]
+        known = _inputs_of(self._prepared, set(waiting))
+        for row in waiting:
+            index, own, value = known.get(row, (None, None, None))
+            if wanted is not None and wanted not in (own, str(index)):
+                continue
+            [past] = self._journal.claim([Identity(NO_KEY, row)])
+            record: Record = {} if index is None else {"index": index, "job_id": own or str(index)}
+            prompts = _prompts(self._prepared, value) if index is not None else None
+            yield ShownRow(self.name, record or None, past, prompts, value)
+
+    def named(self, wanted: str) -> list[ShownRow]:
+        """The rows with this id, else those at this place in the inputs."""
+        found = [record for record in self.records if wanted in (record.get("job_id"), str(record.get("index")))]
+        found = [record for record in found if record.get("job_id") == wanted] or found
+        return [self.finished(record) for record in found] or list(self.unfinished(wanted))
+
+
 def show_command(options: argparse.Namespace) -> int:
     view = RunView.of(Path(options.run_dir))
     with redirect_stdout(sys.stderr):  # what a user's module prints when it is imported
-        prepared = _prepared(view.path, view.facts)
-    if not (view.path / JOURNAL).exists():
-        raise SpecError(f"the journal of {view.path} is gone: there is nothing to show")
+        prepared = _prepared(view)
     shown, page = 0, Page(options.full, terminal_width(sys.stdout))
-    with closing(open_journal(view.path / JOURNAL)) as journal:
-        journal.sort_by("row")
-        for row in _chosen(view, journal, prepared, options):
+    with ExitStack() as journals:
+        parts = [_opened(name, part, prepared.get(name), journals) for name, part in view.parts.items()]
+        for row in _chosen(parts, options):
             put(
-                ("\n" if shown else "") + row_text(row.record, row.past, row.prompts, row.value, page),
+                ("\n" if shown else "") + row_text(row.record, row.past, row.prompts, row.value, page, row.stage),
                 sys.stdout,
             )
             shown += 1
+    if not shown and options.row is not None:
+        raise SpecError(f"there is no row {options.row!r} that has begun in {view.path}")
     if not shown:
-        say(f"batch-agent: {_nothing(options)} in {view.path}")
+        kind = "failed " if options.failed else "unfinished " if options.unfinished else ""
+        say(f"batch-agent: there are no {kind}rows in {view.path}")
     elif not (options.row or options.failed or options.unfinished or options.slow):
-        done = view.glance.latest.ok + view.glance.latest.failed
-        say(f"the first of {rows(done)}; --row ID, --failed, --unfinished or --slow N show others")
+        progress, each = view.progress, " of each stage," if view.stages else ""
+        done = rows(progress.ok + progress.failed)
+        say(f"the first{each} of {done}; --row ID, --failed, --unfinished or --slow N show others")
     return ALL_OK
 
 
-def _prepared(directory: Path, facts: JsonObject) -> Prepared | None:
-    """None where the prompts cannot be told any more."""
+def _opened(name: str, part: RunView, prepared: Prepared | None, journals: ExitStack) -> ShownPart:
+    if not (part.path / JOURNAL).exists():
+        raise SpecError(f"the journal of {part.path} is gone: there is nothing to show")
+    journal = journals.enter_context(closing(open_journal(part.path / JOURNAL)))
+    journal.sort_by("row")
+    return ShownPart(name, part.path, journal, prepared)
+
+
+def _prepared(view: RunView) -> Mapping[str, Prepared]:
+    """The parts whose prompts are known."""
+    known: Mapping[str, Prepared] = {}
     try:
-        return prepared_again(directory, facts)
+        known = prepared_again(view.path, view.facts)
+        for name, part in view.parts.items():
+            if name not in known:
+                raise prompts_changed(part.path)
     except SpecError as error:
         say(f"batch-agent: prompts are not shown, inputs stand for them: {error}")
-        return None
+    return known
 
 
-def _chosen(
-    view: RunView, journal: SqliteJournal, prepared: Prepared | None, options: argparse.Namespace
-) -> Iterator[ShownRow]:
-    if options.unfinished:
-        yield from _unfinished(view.facts, journal, prepared)
-        return
-    records: Iterable[Record] = RunRecords(view.path)
-    if options.failed:
-        records = (record for record in records if not record.get("ok"))
+def _chosen(parts: Sequence[ShownPart], options: argparse.Namespace) -> Iterator[ShownRow]:
+    if options.row is not None:
+        yield from _named(parts, options.row)
     elif options.slow is not None:
-        records = heapq.nlargest(options.slow, records, key=_seconds)
-    elif options.row is not None:
-        records = [record for record in records if options.row in (record.get("job_id"), str(record.get("index")))]
-        records = [record for record in records if record.get("job_id") == options.row] or records
+        every = ((part, record) for part in parts for record in part.records)
+        for part, record in heapq.nlargest(options.slow, every, key=lambda pair: _seconds(pair[1])):
+            yield part.finished(record)
     else:
-        records = islice(records, FIRST)
-    found = False
-    for record in records:
-        found = True
-        [past] = journal.claim([Identity(NO_KEY, row_of(record.get("input"), ""))])
-        yield ShownRow(record, past, _prompts(prepared, record.get("input")))
-    if options.row is not None and not found:
-        yield from _unfinished(view.facts, journal, prepared, wanted=options.row)
+        for part in parts:
+            if options.unfinished:
+                yield from part.unfinished()
+            elif options.failed:
+                yield from (part.finished(record) for record in part.records if not record.get("ok"))
+            else:
+                yield from map(part.finished, islice(part.records, FIRST))
+
+
+def _named(parts: Sequence[ShownPart], wanted: str) -> list[ShownRow]:
+    """The row ``ID`` or ``STAGE/ID``. SpecError when more than one stage has it."""
+    stage, _, own = wanted.partition("/")
+    within = [part for part in parts if part.name and part.name == stage and own]
+    if within:
+        return within[0].named(own)
+    found = {part.name: part.named(wanted) for part in parts}
+    having = [name for name, those in found.items() if those]
+    if len(having) > 1:
+        names = " or ".join(f"--row {name}/{wanted}" for name in having)
+        raise SpecError(f"more than one stage has a row {wanted!r}: say {names}")
+    return [row for those in found.values() for row in those]
 
 
 def _seconds(record: Record) -> float:
     timings = record.get("timings")
     total = timings.get("total") if isinstance(timings, dict) else None
     return float(total) if isinstance(total, int | float) else 0.0
-
-
-def _unfinished(
-    facts: JsonObject, journal: SqliteJournal, prepared: Prepared | None, wanted: str | None = None
-) -> Iterator[ShownRow]:
-    """Rows under way. Their inputs are not in the record: they are looked for among the run's own."""
-    waiting = [row for row, _ in journal.under_way()]
-    known = _inputs_of(prepared, set(waiting))
-    for row in waiting:
-        index, own, value = known.get(row, (None, None, None))
-        if wanted is not None and wanted not in (own, str(index)):
-            continue
-        [past] = journal.claim([Identity(NO_KEY, row)])
-        record: Record = {} if index is None else {"index": index, "job_id": own or str(index)}
-        yield ShownRow(record or None, past, _prompts(prepared, value) if index is not None else None, value)
 
 
 def _inputs_of(prepared: Prepared | None, wanted: set[bytes]) -> dict[bytes, tuple[int, str | None, object]]:
@@ -160,9 +200,3 @@ def _prompts(prepared: Prepared | None, value: object) -> tuple[str, str] | None
         return prepared.plan.system, prepared.plan.job(0, value).prompt
     except (JobError, SpecError):
         return None
-
-
-def _nothing(options: argparse.Namespace) -> str:
-    if options.row is not None:
-        return f"there is no row {options.row!r} that has begun"
-    return f"there are no {'failed ' if options.failed else 'unfinished ' if options.unfinished else ''}rows"

@@ -67,7 +67,7 @@ def pace(view: RunView, now: datetime) -> tuple[float, float | None]:
 
 
 def status_json(view: RunView) -> JsonObject:
-    """The run as one JSON object. ``rows`` of a pipeline are summed over its stages; ``stages`` has each."""
+    """The run as one JSON object. ``rows`` of a pipeline are summed over its stages; ``stages`` has each of them."""
     facts = {name: value for name, value in view.facts.items() if name not in ("command", "rows", "stages")}
     speed, left = pace(view, datetime.now(UTC))
     status: JsonObject = {

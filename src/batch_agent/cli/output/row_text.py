@@ -39,11 +39,16 @@ class Page:
 
 
 def row_text(
-    record: Record | None, past: Past | None, prompts: tuple[str, str] | None, value: object, page: Page
+    record: Record | None,
+    past: Past | None,
+    prompts: tuple[str, str] | None,
+    value: object,
+    page: Page,
+    stage: str = "",
 ) -> str:
     """``prompts`` are the system's and the user's, where they are known; ``value`` is the input of a row that has no
-    result yet."""
-    parts = [_heading(record, past)]
+    result yet; ``stage`` is its stage in a pipeline."""
+    parts = [_heading(record, past, stage)]
     value = record.get("input") if record and "input" in record else value
     if prompts is not None:
         system, user = prompts
@@ -60,11 +65,13 @@ def row_text(
     return "\n".join(parts)
 
 
-def _heading(record: Record | None, past: Past | None) -> str:
+def _heading(record: Record | None, past: Past | None, stage: str) -> str:
     index, job_id = (record or {}).get("index"), (record or {}).get("job_id")
     name = "a row whose input is not at hand" if index is None else f"row {index}"
     if job_id is not None and str(job_id) != str(index):
         name += f" ({harmless(str(job_id))})"
+    if stage:
+        name = f"{stage}, {name}"
     facts = [_state(record, past)]
     spent = None if past is None else past.spent
     timings = (record or {}).get("timings")

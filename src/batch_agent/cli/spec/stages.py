@@ -11,14 +11,28 @@ Functions are given as ``module:name``; ``join`` takes ``stages`` and ``inputs``
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from batch_agent.cli.spec.load import inputs_of, overrides_of, rows_of, spec_file
 from batch_agent.cli.spec.specfile import STAGES, SpecFile
 from batch_agent.errors import SpecError
+from batch_agent.topology.flow import Flow
 from batch_agent.topology.pipeline import Pipeline
 
 KINDS = ("map", "flat_map", "filter", "join", "reduce")
+
+
+def load_flow(options: argparse.Namespace, **more: Any) -> Flow:
+    """The pipeline of the spec file, with what the command line says in its place. ``more`` is for the Flow."""
+    file = spec_file(options)
+    pipeline = read_stages(file, inputs_of(file, options), lambda named: rows_of(file, named, options))
+    whole = {name: value for name, value in file.options.items() if name not in (STAGES, "inputs")}
+    try:
+        return Flow(pipeline.inputs, pipeline.stages, file.follow(whole) | overrides_of(file, options), **more)
+    except SpecError as error:
+        raise file.error(str(error)) from None
 
 
 def read_stages(file: SpecFile, inputs: Any, read_rows: Callable[[object], Any]) -> Pipeline[Any]:

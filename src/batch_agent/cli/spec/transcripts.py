@@ -7,15 +7,16 @@ that the run was started with.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import cast
 
 from batch_agent.api import BatchAgent
-from batch_agent.cli.spec.load import load_spec
+from batch_agent.cli.spec.load import is_pipeline, load_spec
 from batch_agent.cli.spec.recorded import command_again, matched, recorded_command
+from batch_agent.cli.spec.stages import load_flow
 from batch_agent.engine.agent.transcript import conversations, transcript
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.engine.run.recording import rows_under
@@ -26,14 +27,17 @@ from batch_agent.files.results import to_json
 from batch_agent.job import Job
 from batch_agent.messages import JsonObject
 from batch_agent.store.keys import Keys
-from batch_agent.store.rundir import JOURNAL
+from batch_agent.store.rundir import JOURNAL, RUN, read_run
 from batch_agent.store.sqlite import SqliteJournal, connect_to_read, glance
 
 AT_ONCE = 256  # rows looked up in the journal together
 
 
-def prepared_again(directory: Path, facts: JsonObject) -> Prepared:
-    """The run as it was prepared when it was recorded. SpecError when that cannot be told any more."""
+def prepared_again(directory: Path, facts: JsonObject) -> Mapping[str, Prepared]:
+    """The parts of a run, prepared as when it was recorded: stages of a pipeline by name, else the run itself as "".
+
+    A part whose task, model, schema or tools have changed is left out. SpecError when the spec cannot be read any more.
+    """
     options = command_again(
         recorded_command(
             facts,
@@ -42,16 +46,27 @@ def prepared_again(directory: Path, facts: JsonObject) -> Prepared:
         )
     )
     options.output, options.no_run_dir, options.dry_run = None, True, True
-    prepared = BatchAgent.plan(load_spec(options))
-    if isinstance(prepared.spec.inputs, LazyRows):
-        prepared.spec.inputs.close()  # only a list has a part in the shared prompt
-    prepared, same = matched(prepared, facts)
-    if not same:
-        raise SpecError(
-            f"the task, model, schema or tools in {options.spec or 'its modules'} have changed since {directory} was "
-            "recorded, so its prompts cannot be told any more"
-        )
-    return prepared
+    if is_pipeline(options):
+        nodes = load_flow(options, sends=False).nodes
+        parts = {node.name: (directory / node.name, node.prepared) for node in nodes}
+    else:
+        parts = {"": (directory, BatchAgent.plan(load_spec(options)))}
+    same = {}
+    for name, (path, prepared) in parts.items():
+        if isinstance(prepared.spec.inputs, LazyRows):
+            prepared.spec.inputs.close()  # only a list has a part in the shared prompt
+        recorded = read_run(path) if (path / RUN).exists() else {}
+        prepared, unchanged = matched(prepared, recorded)
+        if unchanged:
+            same[name] = prepared
+    return same
+
+
+def prompts_changed(directory: Path) -> SpecError:
+    return SpecError(
+        f"the task, model, schema or tools in its spec have changed since {directory} was recorded, so its prompts are "
+        "not known any more"
+    )
 
 
 def transcript_lines(
