@@ -250,7 +250,7 @@ async def test_a_killed_run_is_shown_as_far_as_it_came(over: Path, tmp_path: Pat
     with (killed / "results.jsonl").open("ab") as file:
         file.write(b'{"index": 99, "job_id": "torn')
     async with page_of(killed) as page:
-        rows = await page.get("rows", run="killed")
+        rows = await page.rows(run="killed")
         told = await page.get("run", run="killed")
     assert told["run"]["state"] == "interrupted" and rows["total"] == 60
 
