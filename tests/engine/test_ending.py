@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
 
 from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import Capabilities
+from batch_agent.store.lock import is_locked
 from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ToolUse, virtual_clock
 
 AGENTS, TURNS, SLOTS = 16, 7, 4
@@ -57,3 +61,21 @@ async def test_of_a_generator_no_more_rows_start_than_keep_the_slots_busy() -> N
 @virtual_clock
 async def test_max_agents_bounds_a_batch_that_ends() -> None:
     assert await begun_before_the_first_result([str(number) for number in range(AGENTS)], max_agents=13) == 13
+
+
+async def never(request: Request) -> Say:
+    await asyncio.sleep(1e6)
+    return Say("")
+
+
+@pytest.mark.parametrize("turns", range(12))  # of the event loop between the two cancellations
+async def test_leaving_a_run_that_is_being_cancelled_closes_its_directory(tmp_path: Path, turns: int) -> None:
+    backend = ScriptedBackend(never)
+    async with BatchAgent.open(task="{input}", inputs=["a"], backend=backend, run_dir=tmp_path) as run:
+        while not backend.requests:
+            await asyncio.sleep(0.001)
+        run.cancel()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    assert not is_locked(tmp_path / "run.lock")
+    assert not (tmp_path / "control.json").exists()

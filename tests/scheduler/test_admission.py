@@ -35,6 +35,7 @@ class Agents:
         self.scheduler = Scheduler(64)
         self.admission: Admission[Ticket] = self.scheduler.admission
         self.endpoint = self.scheduler.endpoints[0]
+        self.admission.enabled = True
         self.admission.set_capacity(self.endpoint, kv_tokens)
         self.rest = rest
         self.now = 0.0

@@ -16,7 +16,7 @@ from time import process_time
 
 from tests.simulation.play import play
 from tests.simulation.shrink import shrink
-from tests.simulation.workload import KINDS, NOT_YET
+from tests.simulation.workload import SHAPES, Shape
 
 MOST_MEMORY_MB = 400  # that a process may take, however many seeds it has played
 
@@ -50,9 +50,9 @@ class Tally:
         )
 
 
-def one(seed: int, kinds: tuple[str, ...]) -> Tally:
+def one(seed: int, shapes: tuple[Shape, ...]) -> Tally:
     began = process_time()
-    _, _, played = play(seed, kinds)
+    _, _, played = play(seed, shapes)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     failed = {seed: "\n  ".join(played.problems[:3])} if played.problems else {}
     return Tally(
@@ -60,9 +60,9 @@ def one(seed: int, kinds: tuple[str, ...]) -> Tally:
     )
 
 
-def soak(seeds: Iterable[int], kinds: tuple[str, ...], jobs: int) -> Tally:
+def soak(seeds: Iterable[int], shapes: tuple[Shape, ...], jobs: int) -> Tally:
     total = Tally()
-    for tally in _played(seeds, kinds, jobs):
+    for tally in _played(seeds, shapes, jobs):
         total.add(tally)
         for seed, problem in tally.failed.items():
             print(f"seed {seed} fails:\n  {problem}", flush=True)
@@ -71,17 +71,17 @@ def soak(seeds: Iterable[int], kinds: tuple[str, ...], jobs: int) -> Tally:
     return total
 
 
-def _played(seeds: Iterable[int], kinds: tuple[str, ...], jobs: int) -> Iterator[Tally]:
+def _played(seeds: Iterable[int], shapes: tuple[Shape, ...], jobs: int) -> Iterator[Tally]:
     if jobs == 1:
-        yield from map(partial(one, kinds=kinds), seeds)
+        yield from map(partial(one, shapes=shapes), seeds)
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        yield from pool.map(partial(one, kinds=kinds), seeds, chunksize=10)
+        yield from pool.map(partial(one, shapes=shapes), seeds, chunksize=10)
 
 
-def explain(seed: int, kinds: tuple[str, ...]) -> bool:
+def explain(seed: int, shapes: tuple[Shape, ...]) -> bool:
     """Play one seed, and make it smaller if it fails. True if it does not."""
-    workload, faults, played = play(seed, kinds)
+    workload, faults, played = play(seed, shapes)
     if not played.problems:
         print(
             f"seed {seed}: {played.sittings} sittings, {played.kills} kills, {played.seconds:.0f} s; nothing is wrong"
@@ -101,16 +101,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many to play")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that play")
-    parser.add_argument(
-        "--kinds", default=",".join(kind for kind in KINDS if kind not in NOT_YET), help=", ".join(KINDS)
-    )
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="of the runs: some of %(default)s")
     arguments = parser.parse_args()
-    kinds = tuple(arguments.kinds.split(","))
-    if wrong := set(kinds) - set(KINDS):
-        parser.error(f"there is no kind {', '.join(sorted(wrong))}; there are {', '.join(KINDS)}")
+    asked = arguments.shapes.split(",")
+    if wrong := set(asked) - set(SHAPES):
+        parser.error(f"there is no shape {', '.join(sorted(wrong))}; there are {', '.join(SHAPES)}")
+    shapes = tuple(shape for shape in SHAPES if shape in asked)
     if arguments.seed is not None:
-        return 0 if explain(arguments.seed, kinds) else 1
-    total = soak(range(arguments.first, arguments.first + arguments.seeds), kinds, arguments.jobs)
+        return 0 if explain(arguments.seed, shapes) else 1
+    total = soak(range(arguments.first, arguments.first + arguments.seeds), shapes, arguments.jobs)
     print(total)
     for seed in total.failed:
         print(f"make soak SEED={seed}")

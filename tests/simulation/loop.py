@@ -72,7 +72,7 @@ class SimulatedLoop(VirtualClockLoop):
         self._turned_at = self.time()
         if self._turns > MOST_TURNS:
             raise VirtualClockDeadlock(f"the loop spins: {self._who_waits()}")
-        return super()._wait(select, sockets, timeout)
+        return super()._wait(select, 1, timeout)  # the only socket is a run's control socket, to which no one connects
 
     def who_waits(self) -> str:
         return self._who_waits()

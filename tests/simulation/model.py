@@ -24,7 +24,6 @@ from batch_agent.testing.request import content_text
 
 ROW = re.compile(r"v(\d+): work on (\w+)")
 NUMBER = re.compile(r"\bw(\d+)\b|\"(?:low|high)\": ?(\d+)")
-SURE = "Are you sure?"  # what a worker asks after the last answer
 
 
 class Answer(BaseModel):

@@ -20,7 +20,7 @@ from tests.simulation.invariants import check_end, check_sitting
 from tests.simulation.jobs import JobProvider
 from tests.simulation.loop import SimulatedLoop
 from tests.simulation.process import Process
-from tests.simulation.workload import SHAPES, Edition, Outcome, Workload
+from tests.simulation.workload import SHAPES, Edition, Outcome, Shape, Workload
 from tests.simulation.world import World
 
 from batch_agent.errors import RunUnreachable, StoreError
@@ -48,10 +48,9 @@ class Played:
     events: dict[Event, int] = field(default_factory=dict)  # of the first sitting
 
 
-def play(seed: int, kinds: Sequence[str]) -> tuple[Workload, list[Fault], Played]:
-    """One seed: its workload, what went wrong in it, and what became of it. ``kinds``: the shapes to choose from, and
-    what else is asked for by name."""
-    workload = Workload.of(seed, [shape for shape in SHAPES if shape in kinds])
+def play(seed: int, shapes: Sequence[Shape] = SHAPES) -> tuple[Workload, list[Fault], Played]:
+    """One seed: its workload, of one of these shapes, what went wrong in it, and what became of it."""
+    workload = Workload.of(seed, shapes)
     calm = play_with(workload, [])
     if calm.problems:
         return workload, [], calm
@@ -59,8 +58,6 @@ def play(seed: int, kinds: Sequence[str]) -> tuple[Workload, list[Fault], Played
     extent = Extent(calm.seconds, calm.events)
     full_disk, edits = not workload.is_pipeline, not workload.is_pipeline
     faults = schedule(chance, extent, workload.servers, full_disk=full_disk, edits=edits)
-    if workload.budget is not None and "budget over kills" not in kinds:
-        faults = [fault for fault in faults if not isinstance(fault, Kill | FullDisk)]  # both lose what was spent
     return workload, faults, play_against(workload, faults, calm)
 
 

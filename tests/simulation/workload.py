@@ -17,25 +17,19 @@ from typing import Any, Literal, get_args
 
 from tests.simulation.faults import EditKind
 from tests.simulation.jobs import batch_backend
-from tests.simulation.model import SURE, Answer
+from tests.simulation.model import Answer
 from tests.simulation.process import Process, ServerBackend
 from tests.simulation.world import Row
 
 from batch_agent import BatchAgent, Fleet, Pipeline
 from batch_agent.backends.base import Backend
-from batch_agent.engine.agent.context import AgentContext
 from batch_agent.engine.run.run import Run
 from batch_agent.errors import ToolError
 from batch_agent.job import AgentResult
 from batch_agent.topology.pipeline import outcome_of
 
-Shape = Literal[
-    "tool loop", "chunks", "worker", "pondering worker", "user worker", "pipeline", "batch", "batch pipeline"
-]
+Shape = Literal["tool loop", "chunks", "user worker", "pipeline", "batch", "batch pipeline"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
-KINDS = (*SHAPES, "budget over kills")
-# What is known not to keep the promise yet. It is played when it is asked for by name.
-NOT_YET = ("pondering worker", "user worker", "batch", "batch pipeline", "budget over kills")
 
 Outcome = dict[str, object]  # by row or stage: its output, or the type of its error
 LONG = 400  # numbers in a row that does not fit
@@ -161,8 +155,7 @@ class Workload:
         options = self.options(process) | self._asking(process, edition)
         if self.shape == "user worker":
             options["worker"] = partial(gather_answers, edition.version)
-        worker = {"worker": ask_twice, "pondering worker": ask_slowly}.get(self.shape)
-        run: Run[Answer] = Run(BatchAgent.plan(**options), worker=worker, open_store=process.open_store)
+        run: Run[Answer] = Run(BatchAgent.plan(**options), open_store=process.open_store)
         results: list[AgentResult[Answer]] = []
         async with run:
             process.run = run
@@ -229,26 +222,6 @@ async def gather_answers(version: int, row: dict[str, str], ctx: Any) -> object:
         await asyncio.gather(*(ctx.ask(side) for side in sides))
         await asyncio.sleep(1.5)
     return await ctx.loop(ctx.prompt, output_schema=Answer)
-
-
-async def ask_slowly(row: object, ctx: AgentContext) -> object:
-    return await ask_twice(row, ctx, pause=1.5)
-
-
-async def ask_twice(row: object, ctx: AgentContext, pause: float = 0.0) -> object:
-    """A worker of the user's own: the tool loop by hand, and a question after the answer."""
-    reply = await ctx.ask()
-    while True:
-        await asyncio.sleep(pause)
-        if reply.tool_calls:
-            await ctx.call(reply.tool_calls)
-        elif reply.text.startswith("{"):
-            break
-        else:
-            ctx.say("JSON, please.")
-        reply = await ctx.ask()
-    ctx.say(SURE)
-    return ctx.read(await ctx.ask())
 
 
 def words_of(row: str, count: int) -> str:

@@ -6,6 +6,9 @@ in docs/view.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from batch_agent.events import (
     AnswerRejected,
     DrainStarted,
@@ -26,6 +29,7 @@ from batch_agent.store.timeline import Line
 
 WAITING = 20_000  # spans that may wait to be taken
 MESSAGE_CHARACTERS = 300
+OF_ENDPOINTS = LimitChanged, HealthChanged  # heard of all runs
 QUEUED, RUNNING, TOOLS, BACKING_OFF = "queued", "running", "tools", "backing off"
 
 
@@ -56,6 +60,20 @@ class Recorder:
         self.rows: dict[int, LiveRow] = {}
         self._changes: list[Line] = []
         self._spans: list[Line] = []
+        self._takes: dict[type[Event], Callable[[Any], None]] = {
+            AnswerRejected: self._answer_rejected,
+            DrainStarted: self._drain_started,
+            HealthChanged: self._health_changed,
+            JobFinished: self._job_finished,
+            JobStarted: self._job_started,
+            LimitChanged: self._limit_changed,
+            RunFinished: self._run_finished,
+            ToolFinished: self._tool_finished,
+            ToolStarted: self._tool_started,
+            TurnFailed: self._turn_failed,
+            TurnFinished: self._turn_finished,
+            TurnStarted: self._turn_started,
+        }
 
     def take(self) -> tuple[list[Line], list[Line]]:
         """The changes and the spans since the last time."""
@@ -82,59 +100,68 @@ class Recorder:
         return rows
 
     def __call__(self, event: Event) -> None:
-        match event:
-            case LimitChanged():
-                self._changes.append(["limit", event.at, event.endpoint, event.max_inflight, event.reason])
-                return
-            case HealthChanged():
-                reason = event.reason[:MESSAGE_CHARACTERS]
-                self._changes.append(["health", event.at, event.endpoint, event.state, reason, event.since])
-                return
-        if event.run != self._run:
-            return
-        match event:
-            case JobStarted():
-                self.rows[event.index] = LiveRow(event.job_id, event.at)
-            case JobFinished():
-                self.rows.pop(event.index, None)
-            case DrainStarted():
-                self._changes.append(["drain", event.at, ""])
-            case RunFinished():
-                self._changes.append(["end", event.at, event.ended, event.reason[:MESSAGE_CHARACTERS]])
-            case TurnStarted() | TurnFinished() | TurnFailed() | AnswerRejected() | ToolStarted() | ToolFinished():
-                row = self.rows.get(event.index)
-                if row is not None:
-                    self._work(row, event)
+        take = self._takes.get(type(event))
+        if take is not None and (event.run == self._run or type(event) in OF_ENDPOINTS):
+            take(event)
 
-    def _work(
-        self,
-        row: LiveRow,
-        event: TurnStarted | TurnFinished | TurnFailed | AnswerRejected | ToolStarted | ToolFinished,
-    ) -> None:
-        match event:
-            case TurnStarted():
-                row.turn = event.turn
-                row.sent.append(event.at)
-                row.move(RUNNING, event.at)
-            case TurnFinished():
-                usage = event.usage
-                tokens: Line = [usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens]
-                self._turn(row, event, "", "", tokens, event.first_token)
-                row.ready, row.backoff = event.at, 0.0
-                row.move(TOOLS if row.tools else QUEUED, event.at)
-            case TurnFailed():
-                self._turn(row, event, event.error_type, event.message[:MESSAGE_CHARACTERS], [0, 0, 0], None)
-                row.ready, row.backoff = event.at, event.retry_in or 0.0
-                row.move(BACKING_OFF if event.retry_in else QUEUED, event.at)
-            case AnswerRejected():
-                message = event.message[:MESSAGE_CHARACTERS]
-                self._add(["rejected", event.at, event.at, event.index, event.turn, event.error_type, message])
-            case ToolStarted():
-                row.tools[event.turn, event.call] = event.at
-                if not row.sent:
-                    row.move(TOOLS, event.at)
-            case ToolFinished():
-                self._tool(row, event)
+    def _limit_changed(self, event: LimitChanged) -> None:
+        self._changes.append(["limit", event.at, event.endpoint, event.max_inflight, event.reason])
+
+    def _health_changed(self, event: HealthChanged) -> None:
+        reason = event.reason[:MESSAGE_CHARACTERS]
+        self._changes.append(["health", event.at, event.endpoint, event.state, reason, event.since])
+
+    def _job_started(self, event: JobStarted) -> None:
+        self.rows[event.index] = LiveRow(event.job_id, event.at)
+
+    def _job_finished(self, event: JobFinished) -> None:
+        self.rows.pop(event.index, None)
+
+    def _drain_started(self, event: DrainStarted) -> None:
+        self._changes.append(["drain", event.at, ""])
+
+    def _run_finished(self, event: RunFinished) -> None:
+        self._changes.append(["end", event.at, event.ended, event.reason[:MESSAGE_CHARACTERS]])
+
+    def _turn_started(self, event: TurnStarted) -> None:
+        row = self.rows.get(event.index)
+        if row is not None:
+            row.turn = event.turn
+            row.sent.append(event.at)
+            row.move(RUNNING, event.at)
+
+    def _turn_finished(self, event: TurnFinished) -> None:
+        row = self.rows.get(event.index)
+        if row is not None:
+            usage = event.usage
+            tokens: Line = [usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens]
+            self._turn(row, event, "", "", tokens, event.first_token)
+            row.ready, row.backoff = event.at, 0.0
+            row.move(TOOLS if row.tools else QUEUED, event.at)
+
+    def _turn_failed(self, event: TurnFailed) -> None:
+        row = self.rows.get(event.index)
+        if row is not None:
+            self._turn(row, event, event.error_type, event.message[:MESSAGE_CHARACTERS], [0, 0, 0], None)
+            row.ready, row.backoff = event.at, event.retry_in or 0.0
+            row.move(BACKING_OFF if event.retry_in else QUEUED, event.at)
+
+    def _answer_rejected(self, event: AnswerRejected) -> None:
+        if event.index in self.rows:
+            message = event.message[:MESSAGE_CHARACTERS]
+            self._add(["rejected", event.at, event.at, event.index, event.turn, event.error_type, message])
+
+    def _tool_started(self, event: ToolStarted) -> None:
+        row = self.rows.get(event.index)
+        if row is not None:
+            row.tools[event.turn, event.call] = event.at
+            if not row.sent:
+                row.move(TOOLS, event.at)
+
+    def _tool_finished(self, event: ToolFinished) -> None:
+        row = self.rows.get(event.index)
+        if row is not None:
+            self._tool(row, event)
 
     def _turn(
         self,

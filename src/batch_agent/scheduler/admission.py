@@ -189,17 +189,18 @@ class Admission(Generic[Waiting]):
         self._home: dict[Progress, WorkingSet] = {}
         self._recheck = inf
         self.held: dict[Waiting, None] = {}
-        self.enabled = True
+        self.enabled = False  # somebody reads the load of the engines
         self.is_on = False  # the capacity of some endpoint is known
         self.recomputed = 0  # tokens that had to be computed again because they were evicted
 
     def read(self, endpoint: Endpoint, load: Reading) -> None:
         """The engine reported its load."""
-        self.set_capacity(endpoint, kv_tokens_left(load, endpoint.server))
+        if self.enabled:
+            self.set_capacity(endpoint, kv_tokens_left(load, endpoint.server))
 
     def set_capacity(self, endpoint: Endpoint, tokens: int | None) -> None:
         working_set = self._set_of(endpoint)
-        if self.enabled and working_set.capacity != tokens:
+        if working_set.capacity != tokens:
             working_set.capacity = tokens
             self.is_on = any(each.capacity is not None for each in self._sets.values())
             self._recheck = -inf

@@ -151,7 +151,7 @@ class Scheduler:
     def has_room(self, now: float = 0.0) -> bool:
         """Whether an agent may start now: a slot is free and nobody who is ready, or will be soon, wants it; or the
         batch is ending."""
-        if self.paused or self.closed or self.backlogged or not self.admission.has_room(now):
+        if self.paused or self.closed or self.backlogged or (self.admission.is_on and not self.admission.has_room(now)):
             return False
         if self.max_agents is not None and self.agents >= self.max_agents:
             return False
@@ -207,7 +207,8 @@ class Scheduler:
             raise InternalError("an agent ended that never started")
         self.agents -= 1
         self.forecast.end(progress, turns)
-        self.admission.end(progress)
+        if self.admission.enabled:
+            self.admission.end(progress)
 
     def request(self, progress: Progress, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
         """A turn of an agent that has taken so many joins the queue; ``grant`` says when it may go. It goes nowhere but
@@ -473,10 +474,10 @@ class Scheduler:
         """The ticket's request was answered, after so many seconds."""
         progress, endpoint = ticket.progress, ticket.endpoint
         self.forecast.answered(progress, seconds, now)
-        if endpoint is not None and not ticket.chore:
+        if self.admission.enabled and endpoint is not None and not ticket.chore:
             self.admission.answered(progress, endpoint, usage, seconds, now)
         if len(self.endpoints) > 1 and endpoint is not None:
             self.router.answered(endpoint, seconds)
             if not ticket.chore:
                 self.router.learn_prefix(usage, seconds, first=progress.home is None)
-                progress.home = endpoint
+                progress.home, progress.tokens = endpoint, usage.prompt_tokens + usage.completion_tokens

@@ -23,7 +23,7 @@ from batch_agent.store.steps import Past
 
 T = TypeVar("T")
 
-GATHERING = 0.002  # seconds that a commit waits for company: nothing beside a model call, and half the commits
+GATHERING = 0.006  # seconds that a commit waits for company: nothing beside a model call, and a third of the commits
 OVERDUE = 1.0  # seconds that a commit may take before no new request is sent
 BACKLOG = 1024  # records and lines that may wait for the disk before no new agent starts
 AT_ONCE = 64  # agents that go on in the same turn of the event loop after a commit

@@ -84,8 +84,8 @@ class Session:
         try:
             return cls(await asyncio.shield(opening), thread, resuming)
         except BaseException:
-            if await _to_its_end(opening) is None:  # cancelled while it was being opened
-                await _to_its_end(loop.run_in_executor(thread, opening.result().close))
+            if await to_its_end(opening) is None:  # cancelled while it was being opened
+                await to_its_end(loop.run_in_executor(thread, opening.result().close))
             thread.shutdown(wait=False)
             raise
 
@@ -216,7 +216,7 @@ class Session:
     async def flush(self) -> bool:
         """Whether everything added or published until now is on disk; waited for even when whoever waits is
         cancelled."""
-        return self._journal is not None and await _to_its_end(self._journal.flush()) is None
+        return self._journal is not None and await to_its_end(self._journal.flush()) is None
 
     # The end
 
@@ -225,11 +225,11 @@ class Session:
         Raises StoreError when it could not be written."""
         failure = None
         if self._journal is not None:
-            failure = await _to_its_end(self._journal.flush())
+            failure = await to_its_end(self._journal.flush())
             state = "failed" if failure is not None else state
             why = why or ("" if failure is None else str(failure))
         progress = None if self._journal is None else self._journal.progress
-        failure = await _to_its_end(self._run(lambda: self._finish(state, why, summary, progress))) or failure
+        failure = await to_its_end(self._run(lambda: self._finish(state, why, summary, progress))) or failure
         self._thread.shutdown(wait=False)
         if failure is not None:
             raise failure
@@ -290,7 +290,7 @@ def _heard(written: asyncio.Future[None]) -> None:
         logger.warning("what keeps the run from going on could not be noted: %s", error)
 
 
-async def _to_its_end(future: asyncio.Future[Any]) -> BaseException | None:
+async def to_its_end(future: asyncio.Future[Any]) -> BaseException | None:
     """What became of it, waited for even when whoever waits is cancelled."""
     while not future.done():
         with suppress(asyncio.CancelledError):

@@ -73,6 +73,7 @@ class SqliteJournal:
         self._path = path
         self._session = 0
         self._lease: tuple[int, float] = (0, 0.0)  # as it stands on disk
+        self._full: bool | None = None  # whether commits are synced
         self._by_row = False
         self._claimed = bytearray()  # a bit for each recorded agent
 
@@ -145,7 +146,9 @@ class SqliteJournal:
             # How far the session is need not survive a power cut: rows from the record alone are not worth an fsync.
             tokens, cost = lease = progress.lease or (0, 0.0)
             full = bool(entries) or tokens > self._lease[0] or cost > self._lease[1]
-            self._db.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+            if full is not self._full:
+                self._db.execute(f"PRAGMA synchronous = {'FULL' if full else 'NORMAL'}")
+                self._full = full
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 self._insert(values)

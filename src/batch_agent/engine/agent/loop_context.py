@@ -253,7 +253,8 @@ class LoopContext(WorkState):
         r, ticket, left = self._r, self.ticket, self.turns_left()
         if ticket is None:
             await self._trail.settle()  # before more is built on it
-            self.progress.expected = self._history.foreseen() or 0
+            if r.dispatcher.scheduler.admission.enabled:
+                self.progress.expected = self._history.foreseen() or 0
             ticket = r.dispatcher.slots.claim(self.progress, self.tally.turns)
         self.ticket = None
         can_call = bool(shape.tools) and shape.tool_choice != "none"

@@ -24,6 +24,7 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.store.control import CONTROL
 from batch_agent.store.private import private
+from batch_agent.store.session import to_its_end
 
 logger = logging.getLogger("batch_agent")
 
@@ -66,8 +67,7 @@ class ControlSocket:
             self._server.close()
             for client in self._clients:
                 client.cancel()
-            if self._clients:
-                await asyncio.wait(self._clients)
+            await to_its_end(asyncio.gather(*self._clients, return_exceptions=True))
             self._server = None
 
     def clean(self) -> None:

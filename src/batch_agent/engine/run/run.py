@@ -153,7 +153,7 @@ class Run(Steered, Generic[T]):
             on_limit=self._limit_changed,
             on_health=self._health_changed,
         )
-        dispatcher.scheduler.admission.enabled = prepared.spec.kvflow is not False
+        dispatcher.scheduler.admission.enabled = prepared.spec.kvflow is not False and backend.capabilities.reports_load
         for endpoint in dispatcher.scheduler.endpoints:
             endpoint.health.patient = backend.capabilities.patient
         return dispatcher

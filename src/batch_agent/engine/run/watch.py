@@ -16,7 +16,7 @@ from batch_agent.engine.run.steering import Controls
 from batch_agent.events import Event
 from batch_agent.messages import JsonObject
 from batch_agent.observe.recorder import Recorder
-from batch_agent.store.session import Session
+from batch_agent.store.session import Session, to_its_end
 from batch_agent.store.timeline import TimelineFiles
 
 logger = logging.getLogger("batch_agent")
@@ -64,7 +64,7 @@ class Watch:
             await self._socket.listen()
 
     async def end(self) -> None:
-        """Write what is left. Before the session ends."""
+        """Write what is left. Before the session ends. A cancellation meanwhile is too late to change that."""
         if self._timer is not None:
             self._timer.cancel()
         if self._socket is not None:
@@ -72,9 +72,9 @@ class Watch:
         if self._session is None:
             return
         if self._files is not None:
-            await asyncio.wait([self._session.beside(self._writer(last=True))])
+            await to_its_end(self._session.beside(self._writer(last=True)))
         if self._socket is not None:
-            await asyncio.wait([self._session.beside(self._socket.clean)])
+            await to_its_end(self._session.beside(self._socket.clean))
 
     def _tick(self) -> None:
         self._timer = None
