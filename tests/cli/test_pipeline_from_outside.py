@@ -55,7 +55,7 @@ def test_status_sums_the_stages_and_has_a_line_for_each(recorded: Path, capsys: 
     assert "rows     6 of 6 done: 4 ok, 2 failed" in text
     assert "stages   read    3 of 3 done: 2 ok, 1 failed" in text and "judge   2 of 2 done: 1 ok, 1 failed" in text
     status = json.loads(shown(capsys, "status", str(recorded), "--json"))
-    assert (status["rows"]["done"], status["rows"]["total"]) == (6, 6)
+    assert (status["rows"]["done"], status["rows"]["total"], status["summary"]["rows"]["done"]) == (6, 6, 6)
     assert [(each["name"], each["rows"]["failed"]) for each in status["stages"]] == [
         ("read", 1),
         ("judge", 1),

@@ -95,8 +95,8 @@ class Run(Steered, Generic[T]):
         rows in place of the tool loop; one of the user's is in the spec. ``open_store`` is what is behind the journal
         of a run directory. ``within`` is what another run works with: this one then takes its slots, spends its budget,
         is recorded in its journal (unless it has a run directory of its own) and shows in its view. ``stages`` are the
-        names of the runs that have their directories in this one's; ``controls`` is what the control socket steers, if
-        that is not this run."""
+        names of the runs that have their directories in this one's; ``controls`` is what the control socket steers and
+        the summary counts, if that is not this run."""
         self.id = secrets.token_hex(8)
         self._prepared = prepared
         self._command = command
@@ -107,7 +107,8 @@ class Run(Steered, Generic[T]):
         self._outer = within
         clock = Clock() if within is None else within.clock
         self._metrics, self._recorder = Metrics(clock), Recorder(self.id)
-        self._watch = Watch(self._recorder, controls or self, socket=within is None)
+        self._controls = controls or self
+        self._watch = Watch(self._recorder, self._controls, socket=within is None)
         own: list[Sink] = [self._metrics] if prepared.spec.run_dir is None else [self._metrics, self._watch]
         outside = prepared.spec.sinks if within is None else (within.emit,)
         self._emit = Sinks([*own, *sinks, *outside])
@@ -409,7 +410,7 @@ class Run(Steered, Generic[T]):
         why = reason if failure is None else str(failure)
         await self._watch.end()
         try:
-            await self._session.end(RECORDED_STATES[ended], why, summary_json(self.statistics()))
+            await self._session.end(RECORDED_STATES[ended], why, summary_json(self._controls.statistics()))
         except Exception as error:  # whatever it is, the caller must not take the run for one that went well
             return failure or error
         return None
