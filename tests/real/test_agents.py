@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.real, pytest.mark.skipif(not PROGRAMS, reason="python 
 RECIPES = Path(__file__).parents[2] / "examples" / "agents"
 BEING_WRITTEN = 4  # answers that the server has sent, and that are not on disk when the program is killed
 FRAMEWORKS = ("pydantic_ai", "openai_agents", "langgraph")
+OWN = ("a_function", "agents_of_agents")
 COMMAND_LINES = ("claude-code", "codex", "opencode")
 
 
@@ -87,6 +88,12 @@ async def test_a_framework(name: str, form: str, tmp_path: Path) -> None:
     async with ScriptedServer(packer, models=["m"]) as server:
         command = [PYTHON, str(RECIPES / f"with_{name}.py"), server.backend_url]
         await undisturbed_and_killed(tmp_path, [*command, *(["--stream"] if form == "streamed" else [])], server)
+
+
+@pytest.mark.parametrize("name", OWN)
+async def test_a_program_without_a_framework(name: str, tmp_path: Path) -> None:
+    async with ScriptedServer(packer, models=["m"]) as server:
+        await undisturbed_and_killed(tmp_path, [PYTHON, str(RECIPES / f"with_{name}.py"), server.backend_url], server)
 
 
 @pytest.mark.parametrize("name", COMMAND_LINES)
