@@ -106,7 +106,7 @@ class Extent:
     events: dict[Event, int]
 
 
-def schedule(chance: Random, extent: Extent, servers: int) -> list[Fault]:
+def schedule(chance: Random, extent: Extent, servers: int, *, edits: bool) -> list[Fault]:
     faults: list[Fault] = []
     sittings = chance.choice((0, 1, 1, 2, 3, 5, 8))
     for sitting in range(sittings):
@@ -116,7 +116,7 @@ def schedule(chance: Random, extent: Extent, servers: int) -> list[Fault]:
             faults.append(Kill(sitting, event, count))
         else:
             faults.append(Stop(sitting, event, count, chance.choice(("cancel", "leave", "drain", "pause"))))
-        if chance.random() < 0.2:
+        if edits and chance.random() < 0.2:
             faults.append(Edit(sitting + 1, chance.choice(("prompt", "add", "remove", "replace", "reorder"))))
     latest = extent.seconds * (1 + sittings)
     for _ in range(chance.choice((0, 1, 2, 4))):
