@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-prometheus test-vllm test-dynamo test-agents soak lint format bench clean
+.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,9 @@ test-view: $(VENV)/.ready  ## the page in headless Chromium, installed with apt 
 
 screenshots: $(VENV)/.ready  ## pictures of the page for docs/images
 	$(BIN)/python docs/screenshots.py
+
+test-local: $(VENV)/.ready  ## the embedded engine with real weights, whole
+	BATCH_AGENT_TEST_LOCAL=1 $(BIN)/python -m pytest tests/backends/local
 
 test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed with apt where it is missing
 	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus

@@ -29,6 +29,7 @@ from batch_agent.messages import Conversation, Message, ToolSpec, Usage
 
 pytest.importorskip("openvino_genai", reason="the embedded engine is not installed: pip install openvino-genai")
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
+slow = pytest.mark.skipif(not os.environ.get("BATCH_AGENT_TEST_LOCAL"), reason="make test-local runs it")
 
 
 class Ticket(BaseModel):
@@ -71,6 +72,7 @@ async def test_every_constrained_agent_gives_a_valid_answer_and_the_prefix_is_co
     assert usage.cached_tokens / usage.prompt_tokens > 0.8
 
 
+@slow
 async def test_a_batch_whose_process_is_killed_has_every_answer(engine: LocalBackend) -> None:
     rows = [{"number": number, "order": number * 37} for number in range(12)]
     pids = [engine.pid]
@@ -138,6 +140,7 @@ child.main()
 """
 
 
+@slow
 async def test_requests_that_the_kv_cache_cannot_hold_together_wait_and_one_too_large_says_so(
     engine: LocalBackend,
 ) -> None:
@@ -175,6 +178,7 @@ async def test_a_small_model_calls_a_tool_reads_its_result_and_answers(engine: L
     Ticket.model_validate_json(reply.text)
 
 
+@slow
 async def test_a_cancelled_request_gives_its_place_up(engine: LocalBackend) -> None:
     async with from_url("local://?max_seqs=1") as narrow:
         endless = RequestShape(model="smollm2", max_tokens=4000)
@@ -213,6 +217,7 @@ async def test_a_prompt_beyond_the_context_is_refused(engine: LocalBackend) -> N
         await engine.infer(say("word " * 9000, SORT))
 
 
+@slow
 async def test_the_engine_takes_every_grammar_the_compiler_writes(engine: LocalBackend) -> None:
     found: list[dict[str, JsonValue]] = []
 
@@ -253,6 +258,7 @@ asyncio.run(main())
 """
 
 
+@slow
 @pytest.mark.skipif(sys.platform != "linux", reason="watches the process by its pidfd")
 async def test_the_engine_dies_with_its_parent_in_the_middle_of_an_answer(engine: LocalBackend) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
