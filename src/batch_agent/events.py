@@ -11,16 +11,16 @@ error says what went wrong in somebody's words, and may quote the piece of an an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from batch_agent.job import AgentError, Timings
 from batch_agent.messages import Usage
+from batch_agent.value_type import value_type
 
 Ended = Literal["complete", "drained", "cancelled", "failed", "out of budget", "unreachable"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class RunStarted:
     """``model`` is empty where the backend is yet to be asked for it."""
 
@@ -32,7 +32,7 @@ class RunStarted:
     cost_per_second: float = 0.0  # $, where the run costs by the clock
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class ModelChosen:
     """The user named no model, and the backend has this one."""
 
@@ -41,7 +41,7 @@ class ModelChosen:
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class JobStarted:
     at: float
     run: str
@@ -49,7 +49,7 @@ class JobStarted:
     job_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class TurnStarted:
     """The request left; the agent holds a slot from here to TurnFinished or TurnFailed."""
 
@@ -59,7 +59,7 @@ class TurnStarted:
     turn: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class TurnFinished:
     at: float
     run: str
@@ -74,7 +74,7 @@ class TurnFinished:
     model: str = ""  # as the server names it, "" if it does not
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class TurnFailed:
     """``retry_in`` is the wait before the same request is sent again, None when it is not. ``usage`` and ``cost`` are
     those of an answer that was no use, where the server says what it took."""
@@ -92,7 +92,7 @@ class TurnFailed:
     seconds: float = 0.0  # from sending it to its failure
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class AnswerRejected:
     """The answer of a turn does not fit the output schema; the model is shown what is wrong and asked again."""
 
@@ -104,7 +104,7 @@ class AnswerRejected:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class ContextCompacted:
     """A conversation was cut before this turn, as the answer shows it. ``before_tokens`` is what the prompt would have
     had; of the ``after_tokens`` that it had the server still knew ``cached_tokens``."""
@@ -118,7 +118,7 @@ class ContextCompacted:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class ToolStarted:
     """``call_id`` is what the model called it, which need not be unique."""
 
@@ -131,7 +131,7 @@ class ToolStarted:
     tool: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class ToolFinished:
     """``source`` says what the call cost: run now, shared with one in flight, or taken from the cache."""
 
@@ -147,7 +147,7 @@ class ToolFinished:
     source: Literal["run", "shared", "cache"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class JobFinished:
     """The job's AgentResult without its input, output and transcript."""
 
@@ -168,7 +168,7 @@ class JobFinished:
         return self.error is None
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class LimitChanged:
     """The number of model calls allowed in flight, and why it changed."""
 
@@ -179,7 +179,7 @@ class LimitChanged:
     endpoint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class HealthChanged:
     """An endpoint went down, was tried, came back or was given up. ``reason`` is its latest failure; ``since`` and
     ``next_trial`` are on the clock of ``at``, and 0 while it works."""
@@ -193,7 +193,7 @@ class HealthChanged:
     next_trial: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class StreamingDecided:
     """Whether answers are streamed from now on, so that tools can start early, and why. Until the first of these they
     are, where the run may."""
@@ -204,7 +204,7 @@ class StreamingDecided:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class SchemaUnsupported:
     """The server was found not to keep to the output schema: it goes there no more, and answers are checked and
     repaired. Once in a run."""
@@ -214,7 +214,7 @@ class SchemaUnsupported:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class DrainStarted:
     """No new row starts; those under way finish."""
 
@@ -222,7 +222,7 @@ class DrainStarted:
     run: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class RunFinished:
     """``reason`` says which limit it was, for a run that is out of budget; why, for one that is unreachable or that the
     server refuses."""

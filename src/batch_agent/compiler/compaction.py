@@ -13,12 +13,13 @@ once, and only grows until the next time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import pairwise
 
 from batch_agent.compiler.budget import content_tokens, estimate_tokens
 from batch_agent.compiler.shorten import shorten
 from batch_agent.messages import Message, ToolCall, content_text
+from batch_agent.value_type import value_type
 
 THRESHOLD = 0.85  # of the context: below that nothing is cut
 TARGET = 0.5  # what a cut aims at, so that the next one is far away
@@ -32,7 +33,7 @@ CALL_TOKENS = 30
 MESSAGE_TOKENS = 4  # the marks around one
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Cut:
     """What is left of a history. Positions are those of the agent's own messages, of which the task is the first."""
 
