@@ -15,6 +15,7 @@ ROOT = Path(batch_agent.__file__).parent
 ORDER = [
     "version",
     "foreign",
+    "value_type",
     "blocking",
     "messages",
     "errors",
