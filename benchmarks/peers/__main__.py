@@ -119,21 +119,27 @@ def wait_for(server: Server, answers: int, running: subprocess.Popen[str]) -> in
 
 
 def speed(peer: Peer, program: Path, agents: int) -> Mapping[str, float] | None:
-    with process(program, LATENCY_US) as (server, _), tempfile.TemporaryDirectory() as keep:
-        with started(peer, server, agents, keep) as running:
-            return finish(running)
+    with (
+        process(program, LATENCY_US) as (server, _),
+        tempfile.TemporaryDirectory() as keep,
+        started(peer, server, agents, keep) as running,
+    ):
+        return finish(running)
 
 
 def lost_in_outage(peer: Peer, program: Path, agents: int) -> int | None:
     """Rows without an answer after the server was away for OUTAGE seconds."""
-    with tempfile.TemporaryDirectory() as keep, process(program, SLOW_LATENCY_US) as (server, before):
-        with started(peer, server, agents, keep, "--cold") as running:
-            wait_for(server, agents * peer.turns // 3, running)
-            before.kill()
-            before.wait()
-            time.sleep(OUTAGE)
-            with process(program, SLOW_LATENCY_US, server.port):
-                numbers = finish(running)
+    with (
+        tempfile.TemporaryDirectory() as keep,
+        process(program, SLOW_LATENCY_US) as (server, before),
+        started(peer, server, agents, keep, "--cold") as running,
+    ):
+        wait_for(server, agents * peer.turns // 3, running)
+        before.kill()
+        before.wait()
+        time.sleep(OUTAGE)
+        with process(program, SLOW_LATENCY_US, server.port):
+            numbers = finish(running)
     return None if numbers is None else agents - round(numbers["right"])
 
 
