@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench clean
+.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench bench-peers clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -67,6 +67,9 @@ bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; 
 	-$(BIN)/python -m benchmarks.throughput
 	-$(BIN)/python -m benchmarks.streaming
 	-$(BIN)/python -m benchmarks.memory
+
+bench-peers: $(VENV)/.ready  ## other packages on the same work, each in an environment of its own; about 20 minutes, needs a C compiler
+	$(BIN)/python -m benchmarks.peers
 
 clean:
 	rm -rf $(VENV) .bench-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
