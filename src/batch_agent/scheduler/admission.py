@@ -190,6 +190,7 @@ class Admission(Generic[Waiting]):
         self._recheck = inf
         self.held: dict[Waiting, None] = {}
         self.enabled = False  # somebody reads the load of the engines
+        self.holds = True  # agents that do not fit are held back
         self.is_on = False  # the capacity of some endpoint is known
         self.recomputed = 0  # tokens that had to be computed again because they were evicted
 
@@ -226,7 +227,7 @@ class Admission(Generic[Waiting]):
         return not self.held and any(self._takes(each, now, 0, 0) for each in self._sets.values())
 
     def _takes(self, working_set: WorkingSet, now: float, turns: int, tokens: int) -> bool:
-        if not working_set.members or working_set.fits(now, turns, tokens):
+        if not self.holds or not working_set.members or working_set.fits(now, turns, tokens):
             return True
         rows = self._forecast.rows
         return not working_set.pays(inf if rows is None else (self._forecast.live + rows) / len(self._sets))

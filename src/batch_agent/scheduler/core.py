@@ -36,6 +36,7 @@ from batch_agent.scheduler.admission import Admission
 from batch_agent.scheduler.blame import RowHistory
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.scheduler.lanes import Lanes
 from batch_agent.scheduler.ordering import LAST, Queue
 from batch_agent.scheduler.parking import Parking
@@ -100,8 +101,14 @@ class Scheduler:
         self._parking: Parking[Ticket, Endpoint | str] = Parking(self.forecast)
         self._lanes: Lanes[Ticket] = Lanes()  # of those that are pinned to an endpoint
         self.admission: Admission[Ticket] = Admission(self.forecast)  # by the engine's KV cache
+        self.parts = KvParts.of(False)
         self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for those who are parked there
         self._suspect_in_flight: Ticket | None = None  # beside other turns, which it may take down
+
+    def use(self, parts: KvParts) -> None:
+        """Set which parts of scheduling by the engine's KV cache are on, before the first turn."""
+        self.parts = parts
+        self.admission.enabled, self.admission.holds = parts.any, parts.admission
 
     # Endpoints
 
