@@ -317,7 +317,9 @@ class Scheduler:
             if endpoint.has_slot(now):  # or a trial for those that may go nowhere else
                 ticket = self._parking.take(endpoint, self.slots) or self._of_its_kind(endpoint)
                 if ticket is not None:
-                    return ticket, endpoint
+                    if self._admit(ticket, endpoint, now):
+                        return ticket, endpoint
+                    continue
             del self._freed[endpoint]
         return None
 
