@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields, replace
 import aiohttp
 
 from batch_agent import BatchAgent, Fleet, Tool
-from batch_agent.backends.base import Backend, ModelRequest, RequestShape
+from batch_agent.backends.base import Backend, Load, ModelRequest, RequestShape
 from batch_agent.backends.engines.exposition import Exposition
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.events import Event, TurnFinished
@@ -50,6 +50,8 @@ class Work:
     sweep: tuple[int, ...] = ()
     bars: bool = True  # the contexts do not fit; otherwise we only must not be slower
     servers: int = 1
+    inflight: int | None = None  # requests at once, if the user gives a number
+    told: bool = True  # the engine reports the size of its cache
 
     def script(self, agent: int) -> list[str]:
         calls = [
@@ -77,6 +79,8 @@ WORKS = {
         Work("ample", 5, 2_500, 983_040, bars=False),
         Work("long tools", 5, 2_500, 98_304, tool_seconds=20.0, sweep=(8, 16), bars=False),
         Work("two turns", 2, 2_500, 98_304, agents=64, bars=False),
+        Work("crowd", 8, 800, 65_536, agents=96, tool_seconds=1.0, sweep=(8, 12, 16), inflight=12),
+        Work("untold", 8, 800, 65_536, agents=96, tool_seconds=1.0, sweep=(8, 12, 16), inflight=12, told=False),
         Work("fleet", 5, 2_500, 98_304, agents=48, sweep=(16, 20), servers=2),
     )
 }
@@ -120,6 +124,7 @@ class Counts:
 async def loop_of(work: Work, seed: int, ask: Ask, at_once: int, counts: Counts) -> list[str]:
     """The loop that people write, with at most ``at_once`` agents at a time."""
     gate = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(work.inflight or work.agents)
 
     async def agent(number: int) -> str:
         messages: list[dict[str, object]] = [
@@ -128,7 +133,8 @@ async def loop_of(work: Work, seed: int, ask: Ask, at_once: int, counts: Counts)
         ]
         async with gate:
             while True:
-                message, usage = await ask(number, messages)
+                async with slots:
+                    message, usage = await ask(number, messages)
                 counts.add(number, usage)
                 calls = message.get("tool_calls")
                 if not isinstance(calls, list) or not calls:
@@ -162,6 +168,7 @@ async def ours(
         model="m",
         max_turns=work.turns + 2,
         sinks=[counts],
+        **({} if work.inflight is None else {"max_inflight": work.inflight}),
     )
     run.shared.dispatcher.scheduler.use(parts)
     async with run:
@@ -243,6 +250,13 @@ async def on_server(work: Work, urls: Sequence[str], seed: int, variant: str) ->
     return {"seconds": round(seconds, 2), **counts.to_dict(), **more, "engine": engine}
 
 
+class Untold(SimulatedBackend):
+    """An engine that does not report the size of its cache."""
+
+    async def load(self, endpoint: str = "") -> Load:
+        return replace(await super().load(endpoint), kv_tokens=None)
+
+
 def simulated(work: Work, variant: str) -> dict[str, object]:
     """One variant on simulated engines."""
     model = EngineModel(
@@ -257,7 +271,8 @@ def simulated(work: Work, variant: str) -> dict[str, object]:
     )
 
     async def play() -> dict[str, object]:
-        backends = [SimulatedBackend(model) for _ in range(work.servers)]
+        kind = SimulatedBackend if work.told else Untold
+        backends = [kind(model) for _ in range(work.servers)]
         shape = RequestShape(model.name, tools=(READ,))
         counts = Counts()
         more: dict[str, object] = {}

@@ -38,7 +38,7 @@ from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress, TurnForecast
 from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.scheduler.lanes import Lanes
-from batch_agent.scheduler.ordering import LAST, Queue
+from batch_agent.scheduler.ordering import LAST, Queue, ResidentFirst
 from batch_agent.scheduler.parking import Parking
 from batch_agent.scheduler.rates import Lease
 from batch_agent.scheduler.routing import Router
@@ -108,7 +108,11 @@ class Scheduler:
     def use(self, parts: KvParts) -> None:
         """Set which parts of scheduling by the engine's KV cache are on, before the first turn."""
         self.parts = parts
-        self.admission.enabled, self.admission.holds = parts.any, parts.admission
+        admission = self.admission
+        admission.enabled, admission.holds = parts.any, parts.admission
+        self._queue = Queue(self.forecast)
+        if parts.order:
+            self._queue = ResidentFirst(self.forecast, lambda ticket: admission.is_evicted(ticket.progress))
 
     # Endpoints
 
@@ -309,7 +313,7 @@ class Scheduler:
 
     def _admit(self, ticket: Ticket, endpoint: Endpoint, now: float) -> bool:
         admission = self.admission
-        return not admission.is_on or admission.admit(ticket, ticket.progress, endpoint, now)
+        return not admission.enabled or admission.admit(ticket, ticket.progress, endpoint, now)
 
     def _match_parked(self, now: float) -> tuple[Ticket, Endpoint] | None:
         while self._freed:
