@@ -21,7 +21,7 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import aiohttp
 
@@ -174,7 +174,7 @@ async def ours(
     async with run:
         results = [result async for result in run.results()]
     results.sort(key=lambda result: result.index)
-    return [str(result.output) for result in results], {}
+    return [str(result.output) for result in results], {"kv": asdict(run.shared.dispatcher.scheduler.admission.counts)}
 
 
 def parts_of(variant: str) -> KvParts:

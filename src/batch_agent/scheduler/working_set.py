@@ -96,11 +96,24 @@ class EnginePace:
 class WorkingSet:
     """The admitted agents of one endpoint, with the turns they took and the tokens of their contexts."""
 
-    __slots__ = ("_forecast", "_growth", "learnt", "margin", "members", "pace", "reported", "residency")
+    __slots__ = (
+        "_forecast",
+        "_growth",
+        "_preemptions",
+        "learnt",
+        "margin",
+        "members",
+        "pace",
+        "queue",
+        "reported",
+        "residency",
+    )
 
     def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
         self._growth, self._forecast = growth, forecast
         self.reported: int | None = None  # tokens that the cache holds, as the engine says; None: it does not say
+        self.queue = 0  # requests that wait in the engine, at the last reading
+        self._preemptions: int | None = None  # at the last reading
         self.learnt = LearntCapacity()
         self.residency = Residency()
         self.pace = EnginePace()
@@ -143,11 +156,21 @@ class WorkingSet:
             self.margin = min(1.0, self.margin + MORE)
         elif distance < FULL * self.room:  # the cache holds less than the engine says: others have the rest
             self.shrink()
-        self.residency.answered(progress, max(0, tokens - self._growth.shared), self._remembered)
+        self.use(progress, tokens)
         return changed
+
+    def use(self, progress: Progress, tokens: int) -> None:
+        """The agent's context is in the cache, and has ``tokens``."""
+        self.residency.answered(progress, max(0, tokens - self._growth.shared), self._remembered)
 
     def shrink(self) -> None:
         self.margin = max(LEAST, self.margin * LESS)
+
+    def preempted(self, total: int | None) -> None:
+        """The engine has preempted ``total`` requests since it started: those that run need more than there is."""
+        if self._preemptions is not None and total is not None and total > self._preemptions:
+            self.shrink()
+        self._preemptions = total
 
     def weight(self, progress: Progress, now: float) -> float:
         """How much an agent's context counts, by how long it has waited for its tool."""

@@ -33,6 +33,7 @@ from batch_agent.engine.agent.compaction import open_compactor
 from batch_agent.engine.agent.loop_context import InnerWorker
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
+from batch_agent.engine.agent.touches import Touches
 from batch_agent.engine.run.batch import Batch
 from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.delivery import Delivery
@@ -315,6 +316,7 @@ class Run(Steered, Generic[T]):
                 ends_with_answer=self._loops,
                 keeps_cut_text=self._loops and prepared.schema is None and spec.truncated == "keep",
                 prewarm=prewarm,
+                touches=self._touches(prepared),
                 lead=self._lead(prepared),
                 traces=shared.observers.traces,
                 hints=spec.nvext_agent_hints,
@@ -367,6 +369,13 @@ class Run(Steered, Generic[T]):
         if not self._loops:
             return None
         return lead_of(prepared.plan, prepared.backend.capabilities, prepared.max_inflight)
+
+    def _touches(self, prepared: Prepared) -> Touches | None:
+        """What keeps contexts in the engine's cache while tools run. An engine that does so itself is left alone."""
+        able, parts = prepared.backend.capabilities, self.shared.dispatcher.scheduler.parts
+        if not self._loops or not parts.touch or (able.prefills_ahead and prepared.spec.nvext_agent_hints):
+            return None
+        return Touches(prepared.backend, self.shared.dispatcher, prepared.shapes.later)
 
     @asynccontextmanager
     async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:
