@@ -42,6 +42,7 @@ class Capabilities:
     patient: bool = False  # answers take hours: a turn has no time limit but the user's
     price: float = 1.0  # the part of its provider's listed price that it asks
     batch: bool = False  # ``infer_batch`` is one request, and faster than as many single ones
+    prefills_ahead: bool = False  # computes an agent's history while its tool runs, if it gets hints
     prefix_leader: bool = False  # computes what all requests begin with once, if one of them goes ahead of the others
 
 
@@ -115,6 +116,8 @@ class Load:
     prefix_hits: int | None = None  # ... and found
     first_token_count: int | None = None  # answers begun since it started
     first_token_seconds: float | None = None  # ... and the sum of the times that took
+    offloads: bool = False  # what is evicted is kept in a larger memory, whose size it does not say
+    generated: int | None = None  # tokens since it started
 
 
 def total_inflight(servers: Iterable[Server]) -> int | None:
