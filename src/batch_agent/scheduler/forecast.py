@@ -110,6 +110,11 @@ class TurnForecast:
         rest = self._rest_seconds / self._rest_count if self._rest_count else 0.0
         return self.seconds_per_turn + rest
 
+    @property
+    def knows_rest(self) -> bool:
+        """Whether an agent has come back for another turn yet."""
+        return self._rest_count > 0
+
     def goes_on(self, turns: int) -> float:
         """The chance that an agent that has taken ``turns`` takes another one."""
         if not turns:

@@ -37,6 +37,7 @@ from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
+from batch_agent.scheduler.pins import pin_seconds
 from batch_agent.store.digests import difference, is_same, next_asked
 from batch_agent.store.steps import Done, Ended, Failed, Outcome, Turn
 from batch_agent.store.trail import FailedBefore, Trail
@@ -268,6 +269,7 @@ class LoopContext(WorkState):
             self.job.index,
             run=r.run,
             turn=self.tally.turns + 1,
+            pin_seconds=0.0 if last or not can_call else pin_seconds(r.dispatcher.scheduler.forecast, self.tally.turns),
             last=last or (r.ends_with_answer and not can_call),
             hints=r.hints,
             traceparent="" if r.traces is None else r.traces.of_turn(r.run, self.job.index, self.tally.turns + 1),
