@@ -3,7 +3,10 @@
 What it adds: priorities where the server goes by them, a key that keeps prefix caches apart, and how busy it is. Names
 are those of SGLang 0.5.21. Cached tokens are told only with ``--enable-cache-report``, and where nothing was cached the
 server says nothing. A priority sent to a server that does not go by it may be answered 503, which looks like a server
-that is full, so it is sent only where the server says that it does. Ids of requests are not sent: one that comes again
+that is full, so it is sent only where the server says that it does. A server that also evicts by priority
+(``--radix-eviction-policy priority``) keeps what had the highest priority, for ever: an ended agent's context would
+outlast all others. There all turns that another can follow have the same priority, above that of the last one and of
+requests without. Ids of requests are not sent: one that comes again
 while the server still holds the first is refused.
 """
 
@@ -42,6 +45,7 @@ class SglangBackend(EngineBackend):
         self._extra_key = address.text("extra_key")
         self._priority = address.options.get("priority")  # None: the server is asked
         self._lowest_first = False
+        self._evicts_by_priority = False
         self._has_loads = True
 
     def own_part(self, request: ModelRequest) -> Tail:
@@ -49,14 +53,21 @@ class SglangBackend(EngineBackend):
         if self._extra_key is not None:
             fields["extra_key"] = self._extra_key
         if self._priority and request.run:
-            fields["priority"] = request.turns_left if self._lowest_first else -request.turns_left
+            fields["priority"] = self._priority_of(request)
         return Tail(fields)
+
+    def _priority_of(self, request: ModelRequest) -> int:
+        if self._evicts_by_priority and not self._lowest_first:
+            return 0 if request.last else 1
+        return request.turns_left if self._lowest_first else -request.turns_left
 
     async def facts(self, model: str) -> Facts:
         info = await self.ask_if_there(self._server_info)
-        if self._priority is None and info:
-            self._priority = info.get("enable_priority_scheduling") is True
         self._lowest_first = info.get("schedule_low_priority_values_first") is True
+        self._evicts_by_priority = info.get("radix_eviction_policy") == "priority"
+        if self._priority is None and info:
+            takes = info.get("abort_on_priority_when_disabled") is not True
+            self._priority = info.get("enable_priority_scheduling") is True or (self._evicts_by_priority and takes)
         entries = (await self.ask_if_there(self._models)).get("data")
         for entry in entries if isinstance(entries, list) else ():
             if at(entry, "id") == model:
