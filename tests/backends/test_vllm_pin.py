@@ -194,9 +194,7 @@ def pinning(server: WireServer) -> VllmBackend:
 
 def turn(number: int, agent: int = 7, seconds: float = 6.0) -> ModelRequest:
     conversation = Conversation([Message("user", "hello")])
-    return ModelRequest(
-        RequestShape("m"), conversation, "job", agent=agent, run="r", turn=number, pin_seconds=seconds
-    )
+    return ModelRequest(RequestShape("m"), conversation, "job", agent=agent, run="r", turn=number, pin_seconds=seconds)
 
 
 def order_of(exchange: Exchange) -> object:

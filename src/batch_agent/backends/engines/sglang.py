@@ -20,7 +20,8 @@ from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Answers, Facts, Load, ModelRequest, RequestShape
-from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
+from batch_agent.backends.engines.advice import EngineState
+from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at, shares, whole
 from batch_agent.backends.engines.lists import infer_in_lists
 from batch_agent.backends.http.wire import Naming, json_of
 from batch_agent.backends.openai.chat_answer import read_answer
@@ -73,6 +74,22 @@ class SglangBackend(EngineBackend):
             if at(entry, "id") == model:
                 return Facts(context=whole(at(entry, "max_model_len")) or whole(info.get("context_length")))
         return Facts()
+
+    async def state(self, sharing: Sharing) -> EngineState:
+        info = await self.ask_if_there(self._server_info)
+        off = info.get("disable_radix_cache") is True
+
+        def has(name: str) -> bool | None:
+            return info.get(name) is True if info else None
+
+        return EngineState(
+            "sglang",
+            prefix_caching=False if off else shares(sharing),
+            reports_cached=has("enable_cache_report"),
+            by_priority=has("enable_priority_scheduling"),
+            offloads=has("enable_hierarchical_cache"),
+            kv_tokens=whole(info.get("max_total_num_tokens")),
+        )
 
     async def load(self, endpoint: str = "") -> Load:
         if self._has_loads:

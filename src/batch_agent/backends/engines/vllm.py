@@ -31,7 +31,8 @@ from batch_agent.backends.base import (
     RequestShape,
     conversation_of,
 )
-from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
+from batch_agent.backends.engines.advice import EngineState
+from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at, shares, whole
 from batch_agent.backends.engines.exposition import Exposition
 from batch_agent.backends.engines.lists import infer_in_lists
 from batch_agent.backends.engines.pin_orders import FIELD, PinOrders
@@ -121,6 +122,23 @@ class VllmBackend(EngineBackend):
                 return Facts(context=whole(at(entry, "max_model_len")))
         return Facts()
 
+    async def state(self, sharing: Sharing) -> EngineState:
+        told = await self.read_metrics(NAMES)
+        cache = next((sample.labels for sample in told.samples(CACHE)), {})
+        config = at(await self.ask_if_there(self._server_info), "vllm_config")
+        policy = at(config, "scheduler_config", "policy")
+        connector = str(at(config, "kv_transfer_config") or "")
+        offloads = cache.get("kv_offloading_size", "None") != "None" or "Offload" in connector or "LMCache" in connector
+        return EngineState(
+            "vllm",
+            prefix_caching=_flag(cache.get("enable_prefix_caching")) is not False and shares(sharing),
+            reports_cached=sharing.in_answer if sharing.share else None,
+            by_priority=None if policy is None else policy == "priority",
+            offloads=offloads if cache else None,
+            pins=None if config is None else "PinConnector" in connector,
+            kv_tokens=read_load(told).kv_tokens,
+        )
+
     async def count_tokens(self, prompt: Prompt, shape: RequestShape | None = None) -> int:
         """Of the whole prompt as the server renders it, the tools of ``shape`` and what opens the answer included."""
         shape = shape or RequestShape("")
@@ -160,6 +178,10 @@ class VllmBackend(EngineBackend):
         if not told.samples(RUNNING):
             raise self._metrics.faults.bad("the metrics are not those of a vLLM server")
         return read_load(told)
+
+
+def _flag(text: str | None) -> bool | None:
+    return None if text is None else text == "True"
 
 
 def read_load(told: Exposition) -> Load:
