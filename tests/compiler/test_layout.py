@@ -18,7 +18,7 @@ def test_shared_material_first_is_computed_once_and_own_first_for_every_row() ->
     layout = Layout(prefix_tokens=8_512, own_tokens=500, sibling_tokens=0, late_tokens=0)
     assert layout.computed(100) == 58_512
     assert layout.own_first(100) == 901_200
-    assert "15.4×" in dict(layout.facts(100))["layout"]
+    assert "15.4 times" in dict(layout.facts(100))["layout"]
 
 
 def test_rows_about_the_same_document_share_more_than_the_prefix_of_all() -> None:

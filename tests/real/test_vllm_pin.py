@@ -1,5 +1,5 @@
-"""``batch_agent.vllm_pin`` inside a real vLLM server with a cache of 80 blocks. ``python -m tests.real vllm-pin`` starts
-one on a CPU and runs this; or, for one that is there, of which ``--num-gpu-blocks-override 80 --block-size 32
+"""``batch_agent.vllm_pin`` inside a real vLLM server with a cache of 80 blocks. ``python -m tests.real vllm-pin``
+starts one on a CPU and runs this; or, for one that is there, of which ``--num-gpu-blocks-override 80 --block-size 32
 --max-model-len 1024 --max-num-batched-tokens 256`` (and VLLM_SERVER_DEV_MODE=1) make the sizes fit:
 BATCH_AGENT_TEST_VLLM_PIN=vllm://127.0.0.1:8000 python -m pytest tests/real/test_vllm_pin.py
 """

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from os.path import commonprefix
 
 from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.template import Piece
@@ -42,10 +41,8 @@ class Layout:
         yield "siblings", f"each row shares {shared:,} of its {whole:,} tokens ({shared / whole:.0%}) with its nearest"
         if rows is not None and rows > 1:
             now, worst = self.computed(rows), self.own_first(rows)
-            yield (
-                "layout",
-                f"shared first, as here: {now:,} tokens to compute; own first: {worst:,} ({worst / now:.1f}×)",
-            )
+            text = f"shared first, as here: {now:,} tokens to compute; own first: {worst:,}"
+            yield "layout", f"{text}, {worst / now:.1f} times as many"
         if self.late_tokens >= FEW_TOKENS:
             saved = "" if rows is None else f", and save {(rows - 1) * self.late_tokens:,} tokens"
             text = f"{self.late_tokens:,} tokens of the task are the same in all rows, but stand behind a field"
@@ -59,9 +56,18 @@ def layout_of(prefix_tokens: int, head: str, prompts: Sequence[str], pieces: Seq
     in_head = estimate_tokens(head)
     own = [max(0, estimate_tokens(prompt) - in_head) for prompt in prompts]
     ordered = sorted(prompts)  # so that the most alike stand side by side
-    alike = [0, *(estimate_tokens(commonprefix(pair)) for pair in pairwise(ordered)), 0]
+    alike = [0, *(_alike(*pair) for pair in pairwise(ordered)), 0]
     nearest = [max(0, max(before, after) - in_head) for before, after in pairwise(alike)]
     filled = next((place for place, (_, is_filled) in enumerate(pieces) if is_filled), len(pieces))
     late = sum(estimate_tokens(text) for text, is_filled in pieces[filled:] if not is_filled)
     mean = len(prompts)
     return Layout(prefix_tokens, -(-sum(own) // mean), sum(nearest) // mean, late)
+
+
+def _alike(one: str, other: str) -> int:
+    """Tokens that two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return estimate_tokens(one[:low])

@@ -1,7 +1,7 @@
 """``batch-agent doctor``: what is installed here, which backends would work, and which one is taken by default.
 
-Looks and asks; changes, fetches and starts nothing. With ``--backend`` it asks that one in place of the default, and says
-what an engine lacks for agents. The exit status is 1 when the backend cannot work.
+Looks and asks; changes, fetches and starts nothing. With ``--backend`` it asks that one in place of the default, and
+says what an engine lacks for agents. The exit status is 1 when the backend cannot work.
 """
 
 from __future__ import annotations
