@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import json
 import os
+import statistics
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -27,57 +28,23 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 import torch
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 
 from benchmarks import report
+from benchmarks.server.kv_reader import CACHES, FINISHED
 
 ROOT = Path(__file__).parents[1]
 BLOCK = 32  # tokens
 AGENTS = 6
 SYSTEM, OWN, SHARED = 256, 256, 1_024  # tokens of each part
-CACHES: dict[str, torch.Tensor] = {}  # of each layer, as the worker registered them
-FINISHED: list[list[int]] = []  # the blocks of each request, in the order of their ends
-
-
-class ReadingConnector(KVConnectorBase_V1, SupportsHMA):
-    """Moves nothing. Remembers where the KV of each finished request is."""
-
-    def register_kv_caches(self, kv_caches):
-        CACHES.update(kv_caches)
-
-    def request_finished_all_groups(self, request, block_ids):
-        FINISHED.append(list(block_ids[0]))
-        return False, None
-
-    def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        return 0, False
-
-    def build_connector_meta(self, scheduler_output):
-        return KVConnectorMetadata()
-
-    def update_state_after_alloc(self, request, blocks, num_external_tokens):
-        return
-
-    def start_load_kv(self, forward_context, **kwargs):
-        return
-
-    def wait_for_layer_load(self, layer_name):
-        return
-
-    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
-        return
-
-    def wait_for_save(self):
-        return
 
 
 @dataclass(frozen=True)
 class Case:
-    """Token ids of each agent's prompt, and where the shared material begins in each."""
+    """Token ids of each agent's prompt, and where the shared material begins in it, if that is the same in all."""
 
     name: str
     prompts: list[list[int]]
-    shared_at: list[int]
+    shared_at: int | None
 
 
 def cases(words: list[int]) -> list[Case]:
@@ -88,34 +55,31 @@ def cases(words: list[int]) -> list[Case]:
     def own(agent: int, tokens: int = OWN) -> list[int]:
         return rest[agent * 2 * OWN : agent * 2 * OWN + tokens]
 
-    uneven = [own(agent, OWN + 7 * agent) for agent in range(AGENTS)]
     agents = range(AGENTS)
     return [
-        Case("shared first", [system + shared + own(n) for n in agents], [SYSTEM] * AGENTS),
-        Case("own first, equally long", [system + own(n) + shared for n in agents], [SYSTEM + OWN] * AGENTS),
-        Case("own first, of different lengths", [system + one + shared for one in uneven], [SYSTEM + len(one) for one in uneven]),
+        Case("shared first", [system + shared + own(n) for n in agents], SYSTEM),
+        Case("own first, equally long", [system + own(n) + shared for n in agents], SYSTEM + OWN),
+        Case("own first, of different lengths", [system + own(n, OWN + 7 * n) + shared for n in agents], None),
     ]
 
 
-def halves(cache: torch.Tensor, blocks: int) -> list[torch.Tensor]:
-    """The keys and the values of a layer, with the blocks in the first dimension."""
-    axis = [place for place, size in enumerate(cache.shape) if size == blocks][0]
-    cache = cache.movedim(axis, 0)
-    pair = [place for place, size in enumerate(cache.shape) if place and size == 2]
-    return [cache] if not pair else [cache.select(pair[0], half) for half in (0, 1)]
+def halves(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The keys and the values of a layer, as vLLM's attention for CPUs takes them: a block has both."""
+    blocks, heads, tokens, _ = cache.shape
+    return cache.view(blocks, heads, tokens * 2, -1).chunk(2, dim=2)
 
 
 def digest(block: torch.Tensor) -> bytes:
     return hashlib.blake2b(block.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 
 
-def measure(case: Case, tables: list[list[int]], blocks: int) -> dict[str, object]:
+def measure(case: Case, tables: list[list[int]]) -> dict[str, object]:
     """Counts of half blocks (keys or values of 32 tokens in a layer), and how far the shared material's KV differs."""
     full = [table[: len(prompt) // BLOCK] for table, prompt in zip(tables, case.prompts, strict=True)]
     copies = prefix = distinct = 0
     same_layers, differs = [], []
     for cache in CACHES.values():
-        for half in halves(cache, blocks):
+        for half in halves(cache):
             used = {block for table in full for block in table}
             contents = {digest(half[block]) for block in used}
             copies += sum(map(len, full))
@@ -132,20 +96,17 @@ def measure(case: Case, tables: list[list[int]], blocks: int) -> dict[str, objec
         "exact_diff_saves_beyond": 1 - distinct / prefix,
         "halves_with_any_equal_block": sum(share > 0 for share in same_layers),
         "halves": len(same_layers),
-        "median_relative_difference": sorted(differs)[len(differs) // 2],
+        "median_relative_difference": statistics.median(differs) if case.shared_at is not None else None,
     }
 
 
 def _distance(case: Case, tables: list[list[int]], half: torch.Tensor) -> float:
-    """The relative difference of two agents' KV of the same shared tokens: 0 is the same. 32 tokens from the middle."""
-    rows = []
-    for agent in (0, 1):
-        at = case.shared_at[agent] + SHARED // 2
-        tokens = range(at, at + BLOCK)
-        table = tables[agent]
-        axis = [place for place, size in enumerate(half.shape[1:]) if size == BLOCK][0]
-        rows.append(torch.stack([half[table[token // BLOCK]].select(axis, token % BLOCK) for token in tokens]).float())
-    return float((rows[0] - rows[1]).norm() / rows[0].norm())
+    """The relative difference of two agents' KV of the same block of shared tokens: 0 is the same."""
+    if case.shared_at is None:
+        return float("nan")
+    place = (case.shared_at + SHARED // 2) // BLOCK
+    one, other = (half[tables[agent][place]] for agent in (0, 1))
+    return float((one - other).norm() / one.norm())
 
 
 def text_tokens(llm: LLM) -> list[int]:
@@ -158,7 +119,7 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     options = parser.parse_args()
     connector = KVTransferConfig(
-        kv_connector="ReadingConnector", kv_connector_module_path="benchmarks.diff_kv", kv_role="kv_both"
+        kv_connector="ReadingConnector", kv_connector_module_path="benchmarks.server.kv_reader", kv_role="kv_both"
     )
     llm = LLM(
         options.model,
@@ -170,15 +131,15 @@ def main() -> int:
         kv_transfer_config=connector,
     )
     words = text_tokens(llm)
-    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    sampling = SamplingParams(max_tokens=1, temperature=0)
     measurements = []
     for case in cases(words):
         llm.reset_prefix_cache()
         FINISHED.clear()
         # One after the other, so that each finds what the ones before it left.
         for prompt in case.prompts:
-            llm.generate(TokensPrompt(prompt_token_ids=prompt), SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
-        measurements.append(measure(case, FINISHED, blocks))
+            llm.generate(TokensPrompt(prompt_token_ids=prompt), sampling, use_tqdm=False)
+        measurements.append(measure(case, FINISHED))
         print(json.dumps(measurements[-1]), flush=True)
     rows = [
         (
@@ -186,18 +147,15 @@ def main() -> int:
             f"{each['prefix_caching_saves']:.1%}",
             f"{each['exact_diff_saves_beyond']:.2%}",
             f"{each['halves_with_any_equal_block']} of {each['halves']}",
-            f"{each['median_relative_difference']:.0%}",
+            "" if each["median_relative_difference"] is None else f"{each['median_relative_difference']:.1%}",
         )
         for each in measurements
     ]
-    head = ("case", "prefix caching saves", "an exact diff saves beyond", "halves of layers with equal blocks", "median difference")
+    head = ("case", "prefix caching saves", "exact diff saves beyond", "layers' halves with equal blocks", "difference")
     print(report.table(head, rows))
     env = report.environment() | {"vllm": metadata.version("vllm"), "model": "SmolLM2-135M-Instruct, float32"}
     return report.finish("diff_kv", env, [], measurements)
 
 
 if __name__ == "__main__":
-    # The connector is looked up by its module's name: there must be one copy of what it remembers.
-    from benchmarks import diff_kv
-
-    sys.exit(diff_kv.main())
+    sys.exit(main())
