@@ -3,7 +3,7 @@
 #   VLLM=vllm            the command
 #   TOOL_PARSER=hermes   how the model writes tool calls; "" where agents have no tools
 #   OFFLOAD_GIB=64       host memory for evicted contexts; at least the size of the GPU's KV cache
-#   PINS=1               contexts of agents in tool waits stay on the GPU (vllm://HOST:8000?pins=true)
+#   PINS=1               contexts of agents in tool waits stay on the GPU, for runs with kvflow=True
 set -eu
 model=$1
 shift

@@ -187,7 +187,7 @@ REFUSED = b'{"error": {"message": "Unknown field: kv_transfer_params", "type": "
 
 
 def pinning(server: WireServer) -> VllmBackend:
-    backend, _ = open_backend(f"vllm://127.0.0.1:{server.port}?pins=true", model="m", api_key=None, environ={})
+    backend, _ = open_backend(f"vllm://127.0.0.1:{server.port}", model="m", api_key=None, environ={})
     assert isinstance(backend, VllmBackend)
     return backend
 
@@ -215,9 +215,11 @@ async def test_a_turn_orders_its_pin_and_the_next_request_releases_that_of_an_en
 
 
 async def test_the_last_turn_of_an_agent_releases_its_pin() -> None:
-    async with WireServer(answer(DONE)) as server, pinning(server) as backend:
-        await backend.infer(turn(3, seconds=0.0))
-    assert order_of(server.requests[0]) == {"pin": "r-7"}
+    async with WireServer(answer(CALL), answer(DONE), answer(DONE)) as server, pinning(server) as backend:
+        await backend.infer(turn(1))
+        await backend.infer(turn(2, seconds=0.0))
+        await backend.infer(turn(1, agent=8, seconds=0.0))
+    assert list(map(order_of, server.requests)) == [{"pin": "r-7", "seconds": 6.0}, {"pin": "r-7"}, None]
 
 
 async def test_a_server_that_refuses_orders_is_asked_without_and_gets_no_more() -> None:

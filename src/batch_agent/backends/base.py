@@ -116,6 +116,8 @@ class Load:
     prefix_hits: int | None = None  # ... and found
     first_token_count: int | None = None  # answers begun since it started
     first_token_seconds: float | None = None  # ... and the sum of the times that took
+    offloads: bool = False  # what is evicted is kept in a larger memory, whose size it does not say
+    generated: int | None = None  # tokens since it started
 
 
 def total_inflight(servers: Iterable[Server]) -> int | None:

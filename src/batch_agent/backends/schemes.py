@@ -52,7 +52,7 @@ _LINES = (
         "vllm://host:8000",
         "vLLM",
         KEY_VARIABLE,
-        ("priority", "pins", *ENGINE_OPTIONS),
+        ("priority", *ENGINE_OPTIONS),
         texts=("cache_salt",),
         own=True,
     ),

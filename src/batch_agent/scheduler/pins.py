@@ -12,7 +12,7 @@ LIKELY = 0.5  # the least chance of another turn for which a context is pinned
 SOON = 10.0  # times the mean seconds of a request: an agent that waits longer for its tool leaves its memory to others
 LATE = 2.0  # times the mean tool wait, after which the agent is no longer expected
 SLACK_SECONDS = 2.0  # for the way to the next request
-UNKNOWN_SECONDS = 15.0  # of a pin, while no agent has come back from a tool yet
+UNKNOWN_SECONDS = 15.0  # of a pin, while no agent has come back from a tool, or tools take no time
 
 
 def pin_seconds(forecast: TurnForecast, turns: int) -> float:
@@ -20,7 +20,7 @@ def pin_seconds(forecast: TurnForecast, turns: int) -> float:
     should not be pinned."""
     if forecast.goes_on(turns + 1) < LIKELY:
         return 0.0
-    if not forecast.knows_rest:
+    wait = forecast.seconds_between_turns
+    if not wait:
         return UNKNOWN_SECONDS
-    wait = forecast.seconds_per_cycle - forecast.seconds_per_turn
     return LATE * wait + SLACK_SECONDS if wait <= SOON * forecast.seconds_per_turn else 0.0

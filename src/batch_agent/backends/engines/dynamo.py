@@ -20,7 +20,10 @@ INFLIGHT = "dynamo_frontend_inflight_requests"
 PENDING = "dynamo_frontend_router_queue_pending_requests"
 PROMPT, CACHED = "dynamo_frontend_input_sequence_tokens_sum", "dynamo_frontend_cached_tokens_sum"
 FIRST_TOKEN = "dynamo_frontend_time_to_first_token_seconds"
-NAMES = frozenset([INFLIGHT, PENDING, PROMPT, CACHED, f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum"])
+BLOCKS, BLOCK_TOKENS = "dynamo_frontend_model_total_kv_blocks", "dynamo_frontend_model_kv_cache_block_size"
+WORKERS = "dynamo_frontend_model_workers"
+FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
+NAMES = frozenset([INFLIGHT, PENDING, PROMPT, CACHED, *FIRST_TOKENS, BLOCKS, BLOCK_TOKENS, WORKERS])
 # What other engines take and this one was seen to refuse, with where it belongs, if anywhere.
 REFUSED = {
     "priority": "nvext.agent_hints.priority, which is sent anyway",
@@ -72,9 +75,11 @@ class DynamoBackend(EngineBackend):
         if not told.samples(INFLIGHT):
             raise self._metrics.faults.bad("the metrics are not those of a Dynamo frontend that has been asked before")
         waiting = told.count(PENDING) or 0
+        blocks, size, workers = told.mean(BLOCKS), told.mean(BLOCK_TOKENS), told.count(WORKERS)
         return Load(
             running=max(0, (told.count(INFLIGHT) or 0) - waiting),
             waiting=waiting,
+            kv_tokens=int(blocks * size * workers) or None if blocks and size and workers else None,
             prefix_queries=told.count(PROMPT),
             prefix_hits=told.count(CACHED),
             first_token_count=told.count(f"{FIRST_TOKEN}_count"),

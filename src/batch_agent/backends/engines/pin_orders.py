@@ -11,29 +11,39 @@ from batch_agent.messages import JsonObject, Reply
 from batch_agent.vllm_pin import MOST_KEYS, ORDER
 
 FIELD = "kv_transfer_params"
+MOST_PINNED = 10_000  # agents that are remembered
 
 
 class PinOrders:
     """The orders of one server."""
 
     def __init__(self) -> None:
-        self._ended: list[str] = []  # pinned agents that do not come back
+        self._pinned: dict[str, None] = {}  # agents that are pinned, as far as is known
+        self._ended: list[str] = []  # of these, those that do not come back
 
     def fields(self, request: ModelRequest) -> JsonObject:
         """The fields of a request's body that order its pin; none where there is nothing to order."""
+        if not request.pin_seconds and not self._pinned and not self._ended:  # nearly always
+            return {}
         order: JsonObject = {}
-        if request.run and (request.pin_seconds or request.turn > 1):
-            order["pin"] = _key(request)
-            if request.pin_seconds:
-                order["seconds"] = round(request.pin_seconds, 1)
+        key = _key(request)
+        if request.pin_seconds:
+            order |= {"pin": key, "seconds": round(request.pin_seconds, 1)}
+            self._pinned[key] = None
+            if len(self._pinned) > MOST_PINNED:  # of agents that failed: their pins have expired
+                del self._pinned[next(iter(self._pinned))]
+        elif key in self._pinned:
+            order["pin"] = key
+            del self._pinned[key]
         if self._ended:
             order["release"] = [*self._ended[:MOST_KEYS]]
             del self._ended[:MOST_KEYS]
         return {FIELD: {ORDER: order}} if order else {}
 
     def answered(self, request: ModelRequest, reply: Reply) -> None:
-        if request.pin_seconds and not reply.tool_calls:
-            self._ended.append(_key(request))
+        if self._pinned and not reply.tool_calls and (key := _key(request)) in self._pinned:
+            del self._pinned[key]
+            self._ended.append(key)
 
 
 def _key(request: ModelRequest) -> str:

@@ -34,7 +34,9 @@ LIST = 64  # texts in one request
 RUNNING, WAITING, USAGE = "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"
 PROMPT, CACHED = "sglang:prompt_tokens_total", "sglang:cached_tokens_total"
 FIRST_TOKEN = "sglang:time_to_first_token_seconds"
-NAMES = frozenset([RUNNING, WAITING, USAGE, PROMPT, CACHED, f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum"])
+GENERATED, HOST = "sglang:generation_tokens_total", "sglang:hicache_host_total_tokens"
+FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
+NAMES = frozenset([RUNNING, WAITING, USAGE, PROMPT, CACHED, *FIRST_TOKENS, GENERATED, HOST])
 
 
 class SglangBackend(EngineBackend):
@@ -48,6 +50,8 @@ class SglangBackend(EngineBackend):
         self._lowest_first = False
         self._evicts_by_priority = False
         self._has_loads = True
+        self._kv_tokens: int | None = None  # as the server says of itself
+        self._offloads = False
 
     def own_part(self, request: ModelRequest) -> Tail:
         fields: JsonObject = {}
@@ -69,6 +73,8 @@ class SglangBackend(EngineBackend):
         if self._priority is None and info:
             takes = info.get("abort_on_priority_when_disabled") is not True
             self._priority = info.get("enable_priority_scheduling") is True or (self._evicts_by_priority and takes)
+        self._kv_tokens = _kv_tokens(info)
+        self._offloads = info.get("enable_hierarchical_cache") is True
         entries = (await self.ask_if_there(self._models)).get("data")
         for entry in entries if isinstance(entries, list) else ():
             if at(entry, "id") == model:
@@ -88,13 +94,14 @@ class SglangBackend(EngineBackend):
             reports_cached=has("enable_cache_report"),
             by_priority=has("enable_priority_scheduling"),
             offloads=has("enable_hierarchical_cache"),
-            kv_tokens=whole(info.get("max_total_num_tokens")),
+            kv_tokens=_kv_tokens(info),
         )
 
     async def load(self, endpoint: str = "") -> Load:
         if self._has_loads:
             try:
-                return _read_loads(await self.ask(self._loads))
+                load = _read_loads(await self.ask(self._loads))
+                return replace(load, kv_tokens=load.kv_tokens or self._kv_tokens, offloads=self._offloads)
             except BackendError as error:
                 if error.retryable:
                     raise
@@ -106,6 +113,9 @@ class SglangBackend(EngineBackend):
             running=told.count(RUNNING) or 0,
             waiting=told.count(WAITING) or 0,
             kv_usage=told.mean(USAGE),
+            kv_tokens=max(told.count(HOST) or 0, self._kv_tokens or 0) or None,
+            offloads=self._offloads and not told.count(HOST),
+            generated=told.count(GENERATED),
             prefix_queries=told.count(PROMPT),
             prefix_hits=told.count(CACHED),
             first_token_count=told.count(f"{FIRST_TOKEN}_count"),
@@ -169,6 +179,12 @@ def _as_chat(answer: JsonValue) -> bytes:
     finish = at(answer, "meta_info", "finish_reason")
     choice = {"message": {"content": at(answer, "text")}, "finish_reason": finish}
     return orjson.dumps({"choices": [choice], "usage": {**counts, "prompt_tokens_details": cached}})
+
+
+def _kv_tokens(info: JsonObject) -> int | None:
+    """Tokens that the cache holds, of all data-parallel ranks; None if the server does not say."""
+    ranks, size = info.get("internal_states"), whole(info.get("max_total_num_tokens"))
+    return size and size * max(1, len(ranks) if isinstance(ranks, list) else 1)
 
 
 def _read_loads(told: JsonObject) -> Load:

@@ -7,13 +7,13 @@ Names of metrics are those of vLLM 0.32, with the ones they had before. A priori
 server that does not schedule by it, and older ones refuse it, so it is sent only where the server was seen to run with
 ``--scheduling-policy priority``, which it tells in its development mode alone, or where the address says so.
 
-With ``pins`` in the address, agents order that their contexts stay in the cache during tool waits. A server without
+With ``kvflow=True`` agents order that their contexts stay in the cache during tool waits. A server without
 ``batch_agent.vllm_pin`` ignores the orders. One that refuses them gets no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -54,10 +54,9 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
 HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
 FIRST_TOKEN = "vllm:time_to_first_token_seconds"
-CACHE = "vllm:cache_config_info"
-NAMES = frozenset(
-    [RUNNING, WAITING, *KV_USAGE, PREEMPTIONS, *QUERIES, *HITS, f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum", CACHE]
-)
+CACHE, GENERATED = "vllm:cache_config_info", "vllm:generation_tokens_total"
+FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
+NAMES = frozenset([RUNNING, WAITING, *KV_USAGE, PREEMPTIONS, *QUERIES, *HITS, *FIRST_TOKENS, CACHE, GENERATED])
 
 
 class VllmBackend(EngineBackend):
@@ -66,7 +65,7 @@ class VllmBackend(EngineBackend):
         super().__init__(address, port=PORT, capabilities=able)
         self._salt = address.text("cache_salt")
         self._priority = address.options.get("priority")  # None: the server is asked
-        self._pins = PinOrders() if address.options.get("pins") else None
+        self._pins: PinOrders | None = PinOrders()  # None: the server refuses them
 
     # Made when they are needed: a fleet has a thousand of these.
 
@@ -187,18 +186,25 @@ def _flag(text: str | None) -> bool | None:
 def read_load(told: Exposition) -> Load:
     """Several engines behind one address (data parallel) are told apart by a label, and count together."""
     caches = [cache.labels for cache in told.samples(CACHE)]
-    sizes = [(whole(labels.get("num_gpu_blocks")), whole(labels.get("block_size"))) for labels in caches]
     return Load(
         running=told.count(RUNNING) or 0,
         waiting=told.count(WAITING) or 0,
         kv_usage=told.mean(*KV_USAGE),
-        kv_tokens=sum((blocks or 0) * (size or 0) for blocks, size in sizes) or None,
+        kv_tokens=sum(map(_cache_tokens, caches)) or None,
+        offloads=any(labels.get("kv_offloading_size", "None") != "None" for labels in caches),
+        generated=told.count(GENERATED),
         preemptions=told.count(PREEMPTIONS),
         prefix_queries=told.count(*QUERIES),
         prefix_hits=told.count(*HITS),
         first_token_count=told.count(f"{FIRST_TOKEN}_count"),
         first_token_seconds=told.total(f"{FIRST_TOKEN}_sum"),
     )
+
+
+def _cache_tokens(labels: Mapping[str, str]) -> int:
+    """Tokens that a cache holds. For models whose layers differ, blocks times their size is too much."""
+    blocks, size = whole(labels.get("num_gpu_blocks")), whole(labels.get("block_size"))
+    return whole(labels.get("kv_cache_size_tokens")) or (blocks or 0) * (size or 0)
 
 
 def _shares(usage: JsonValue, count: int) -> list[JsonObject]:

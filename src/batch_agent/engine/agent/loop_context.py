@@ -269,7 +269,7 @@ class LoopContext(WorkState):
             self.job.index,
             run=r.run,
             turn=self.tally.turns + 1,
-            pin_seconds=0.0 if last or not can_call else pin_seconds(r.dispatcher.scheduler.forecast, self.tally.turns),
+            pin_seconds=0.0 if last or not can_call else self._pin_seconds(),
             last=last or (r.ends_with_answer and not can_call),
             hints=r.hints,
             traceparent="" if r.traces is None else r.traces.of_turn(r.run, self.job.index, self.tally.turns + 1),
@@ -292,6 +292,10 @@ class LoopContext(WorkState):
             self._asking = None
         self._early = early
         return reply
+
+    def _pin_seconds(self) -> float:
+        scheduler = self._r.dispatcher.scheduler
+        return pin_seconds(scheduler.forecast, self.tally.turns) if scheduler.parts.pin else 0.0
 
     @property
     def _turn_limit(self) -> int | None:

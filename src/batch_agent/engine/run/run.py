@@ -67,6 +67,7 @@ from batch_agent.observe.recorder import Recorder
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
@@ -152,7 +153,8 @@ class Run(Steered, Generic[T]):
             on_limit=self._limit_changed,
             on_health=self._health_changed,
         )
-        dispatcher.scheduler.admission.enabled = prepared.spec.kvflow is not False and backend.capabilities.reports_load
+        if backend.capabilities.reports_load:
+            dispatcher.scheduler.use(KvParts.of(prepared.spec.kvflow))
         for endpoint in dispatcher.scheduler.endpoints:
             endpoint.health.patient = backend.capabilities.patient
         return dispatcher
