@@ -12,8 +12,8 @@ When the request finishes, its full blocks are pinned under ``pin`` for ``second
 that key before; without ``seconds`` the key is released. Keys in ``release`` are released when the request arrives. The
 answer has ``kv_transfer_params.batch_agent.pinned_tokens`` (not in a streamed answer).
 
-Limits, so that pins never stop the engine: they hold at most ``pin_share`` of the blocks (0.5) for at most
-``pin_seconds`` (60; both in ``kv_connector_extra_config``), they leave the blocks that one step can need, and they are
+Limits, so that pins never stop the engine: they hold at most ``pin_share`` of the blocks (0.8) for at most
+``pin_seconds`` (60; both in ``kv_connector_extra_config``), they leave the blocks that the next step needs, and they are
 released when a waiting request does not fit otherwise. A malformed order is ignored. Resetting the connector's cache
 releases all pins.
 
@@ -28,10 +28,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 ORDER = "batch_agent"  # the key in kv_transfer_params, of a request and of its answer
-SHARE = 0.5  # of the blocks that pins may hold
+SHARE = 0.8  # of the blocks that pins may hold
 LONGEST = 60.0  # seconds of a pin
 LONGEST_KEY, MOST_KEYS = 200, 1_000  # characters of a key, keys in one order
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -41,10 +41,12 @@ NOT_WANTED = ("FINISHED_ABORTED", "FINISHED_ERROR")  # nobody waits for the next
 class EngineBlock(Protocol):
     """A block of the GPU cache, as vLLM has it."""
 
-    block_id: int
-    ref_cnt: int
-    is_null: bool
-
+    @property
+    def block_id(self) -> int: ...
+    @property
+    def ref_cnt(self) -> int: ...
+    @property
+    def is_null(self) -> bool: ...
     @property
     def block_hash(self) -> object | None: ...
 
@@ -79,6 +81,10 @@ class Order:
     pin: str = ""
     seconds: float = 0.0
     release: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        given = {"pin": self.pin, "seconds": round(self.seconds, 1), "release": list(self.release)}
+        return {name: value for name, value in given.items() if value}
 
 
 def read_order(params: Mapping[str, object] | None) -> Order | None:
@@ -167,15 +173,17 @@ class Pins:
         for key in [key for key, pin in self._pins.items() if pin.until <= now]:
             self.release(key)
 
-    def make_room(self, needed: int) -> None:
-        """Release pins until this many blocks are free, those that end last first. Releases none where all together
-        would not do: the blocks are held by running requests."""
+    def make_room(self, needed: int, *, whole: bool = False) -> None:
+        """Release pins until this many blocks are free, those that end last first. With ``whole``, release none where
+        all together would not do: the blocks are held by running requests."""
         self.expire()
-        if not self._pins or self._pool.get_num_free_blocks() >= needed:
+        free = self._pool.get_num_free_blocks()
+        if not self._pins or free >= needed:
             return
-        only_pinned = sum(self._pool.blocks[number].ref_cnt == pins for number, pins in self._held.items())
-        if self._pool.get_num_free_blocks() + only_pinned < needed:
-            return
+        if whole:
+            only_pinned = sum(self._pool.blocks[number].ref_cnt == pins for number, pins in self._held.items())
+            if free + only_pinned < needed:
+                return
         for key, _ in sorted(self._pins.items(), key=lambda item: item[1].until, reverse=True):
             self.release(key)
             if self._pool.get_num_free_blocks() >= needed:
@@ -196,11 +204,9 @@ class _Pinning:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
         config = getattr(vllm_config, "kv_transfer_config", None)
         extra = getattr(config, "kv_connector_extra_config", None) or {}
-        self._share = min(0.9, max(0.0, float(extra.get("pin_share", SHARE))))
+        self._share = min(0.95, max(0.0, float(extra.get("pin_share", SHARE))))
         self._longest = max(0.0, float(extra.get("pin_seconds", LONGEST)))
         self._block_size = max(1, int(getattr(getattr(vllm_config, "cache_config", None), "block_size", None) or 16))
-        step = getattr(getattr(vllm_config, "scheduler_config", None), "max_num_batched_tokens", None) or 0
-        self._step_blocks = -(-int(step) // self._block_size)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -223,16 +229,17 @@ class _Pinning:
         """Nothing is loaded. A waiting request is about to get its blocks: pins make room for it."""
         if self._pins is not None:
             needed = -(-(request.num_tokens - num_computed_tokens) // self._block_size)
-            self._pins.make_room(needed + self._step_blocks)
+            self._pins.make_room(needed + 1, whole=True)
         return 0, False
 
     def update_state_after_alloc(self, request: EngineRequest, blocks: object, num_external_tokens: int) -> None:
         return
 
     def build_connector_meta(self, scheduler_output: EngineStep) -> object:
-        """Called in each step. Running requests find the blocks that the next step can need."""
+        """Called in each step. Running requests find as many blocks as if the next step were like this one."""
         if self._pins is not None:
-            self._pins.make_room(self._step_blocks + len(scheduler_output.num_scheduled_tokens))
+            scheduled = scheduler_output.num_scheduled_tokens
+            self._pins.make_room(-(-sum(scheduled.values()) // self._block_size) + 2 * len(scheduled))
         return import_module(BASE).KVConnectorMetadata()
 
     def request_finished(self, request: EngineRequest, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from batch_agent.backends.base import ModelRequest
 from batch_agent.messages import JsonObject, Reply
-from batch_agent.vllm_pin import MOST_KEYS, ORDER
+from batch_agent.vllm_pin import MOST_KEYS, ORDER, Order
 
 FIELD = "kv_transfer_params"
 MOST_PINNED = 10_000  # agents that are remembered
@@ -21,24 +21,26 @@ class PinOrders:
         self._pinned: dict[str, None] = {}  # agents that are pinned, as far as is known
         self._ended: list[str] = []  # of these, those that do not come back
 
-    def fields(self, request: ModelRequest) -> JsonObject:
-        """The fields of a request's body that order its pin; none where there is nothing to order."""
+    def order(self, request: ModelRequest) -> Order | None:
+        """What a request orders; None where there is nothing to order."""
         if not request.pin_seconds and not self._pinned and not self._ended:  # nearly always
-            return {}
-        order: JsonObject = {}
-        key = _key(request)
+            return None
+        pin, key = "", _key(request)
         if request.pin_seconds:
-            order |= {"pin": key, "seconds": round(request.pin_seconds, 1)}
-            self._pinned[key] = None
+            pin, self._pinned[key] = key, None
             if len(self._pinned) > MOST_PINNED:  # of agents that failed: their pins have expired
                 del self._pinned[next(iter(self._pinned))]
         elif key in self._pinned:
-            order["pin"] = key
+            pin = key
             del self._pinned[key]
-        if self._ended:
-            order["release"] = [*self._ended[:MOST_KEYS]]
-            del self._ended[:MOST_KEYS]
-        return {FIELD: {ORDER: order}} if order else {}
+        release = tuple(self._ended[:MOST_KEYS])
+        del self._ended[:MOST_KEYS]
+        return Order(pin, request.pin_seconds, release) if pin or release else None
+
+    def fields(self, request: ModelRequest) -> JsonObject:
+        """The fields of a request's body that order its pin."""
+        order = self.order(request)
+        return {} if order is None else {FIELD: {ORDER: order.to_json()}}
 
     def answered(self, request: ModelRequest, reply: Reply) -> None:
         if self._pinned and not reply.tool_calls and (key := _key(request)) in self._pinned:
