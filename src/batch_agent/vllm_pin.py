@@ -13,9 +13,9 @@ that key before; without ``seconds`` the key is released. Keys in ``release`` ar
 answer has ``kv_transfer_params.batch_agent.pinned_tokens`` (not in a streamed answer).
 
 Limits, so that pins never stop the engine: they hold at most ``pin_share`` of the blocks (0.8) for at most
-``pin_seconds`` (60; both in ``kv_connector_extra_config``), they leave the blocks that the next step needs, and they are
-released when a waiting request does not fit otherwise. A malformed order is ignored. Resetting the connector's cache
-releases all pins.
+``pin_seconds`` (60; both in ``kv_connector_extra_config``). They leave the blocks that the next step needs, and they
+are released when a waiting request does not fit otherwise. A malformed order is ignored. Resetting the connector's
+cache releases all pins.
 
 The module needs vLLM 0.22 or later, and nothing but the standard library beside it. It imports vLLM when
 ``PinConnector`` is looked up, so that it can be imported without.
