@@ -158,6 +158,27 @@ class Spending:
         own = lease - self._before
         return own.tokens, own.cost
 
+    def claim(self) -> tuple[Amount, Amount, Amount]:
+        """What this worker of a shared run has spent, what it keeps of its lease, and the lease that it asks for."""
+        assert self._ledger.lease is not None
+        self.lease()
+        return self._ledger.spent, self._ledger.lease, self._next_lease
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether the run has a limit that its leases hold."""
+        return self._ledger.lease is not None
+
+    @property
+    def limits(self) -> tuple[int | None, float | None]:
+        """The most that all workers may spend, in tokens and $."""
+        return self._ledger.max_tokens, self._ledger.max_cost
+
+    def granted(self, lease: Amount, others: Amount, others_open: Amount) -> None:
+        """The lease that this worker of a shared run holds from now on, beside what the others spent and hold."""
+        self._ledger.lease, self._ledger.others, self._ledger.others_open = lease, others, others_open
+        self._serve()
+
     def learnt(self) -> Learnt | None:
         return self._estimator.learnt if self._estimator.learnt[0] else None
 
@@ -269,11 +290,14 @@ class Spending:
         if self.time_is_up:
             turn.set_exception(self.refusal())
             return ""
-        in_flight = self._ledger.in_flight
-        amount = self._bound(call, alone=not in_flight)  # now, because calls that ended meanwhile have told something
+        in_flight, others = self._ledger.in_flight, self._ledger.others_open != NOTHING
+        # Now, because calls that ended meanwhile have told something.
+        amount = self._bound(call, alone=not (in_flight or others))
         limit = self._ledger.short(amount)
         if limit and in_flight:
             return "room"
+        if limit and others:  # other workers return what they do not spend
+            return "lease"
         if limit:
             turn.set_exception(self._refused(limit))
         elif self._broken is not None:
