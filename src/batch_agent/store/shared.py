@@ -107,7 +107,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunStanding:
     """What a worker is to do. ``draining``: take nothing new; ``ended``: leave. ``generation`` changes when the run is
     resumed with another spec: a worker of an earlier one leaves. ``feeder``: a feeder holds its lease."""
 
@@ -124,7 +124,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class FeederSitting:
     """A feeder's sitting. ``sitting`` is its fencing token; ``previous`` is what ``facts`` said before it."""
 
     sitting: int
@@ -143,13 +143,13 @@ class RunStore(Protocol):
 
     # The feeder
 
-    def open_feed(self, facts: JsonObject, *, resume: bool, keep_results_only: bool) -> Feed:
+    def open_feed(self, facts: JsonObject, *, resume: bool, keep_results_only: bool) -> FeederSitting:
         """Become the feeder, after the lease of an earlier one has ended. Another ``fingerprint`` in the facts empties
         the queue and begins a new generation. Raises SpecError when there is a run and ``resume`` was not asked for;
         StoreError when another feeder keeps its lease."""
         ...
 
-    def keep_feed(self, sitting: int) -> Standing:
+    def keep_feed(self, sitting: int) -> RunStanding:
         """Renew the feeder's lease. Raises FeederReplaced."""
         ...
 
@@ -176,7 +176,7 @@ class RunStore(Protocol):
 
     # Workers
 
-    def standing(self) -> Standing: ...
+    def standing(self) -> RunStanding: ...
 
     def join(self, description: JsonObject) -> int:
         """The number of a new worker, from 1, that no other has had."""
@@ -187,7 +187,7 @@ class RunStore(Protocol):
         for the first."""
         ...
 
-    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], Standing]:
+    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
         """Renew these leases. Returns the places of those that are lost."""
         ...
 

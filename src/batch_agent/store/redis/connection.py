@@ -81,7 +81,7 @@ def connect_async(
     )  # fmt: skip
 
 
-class Connection:
+class RedisConnection:
     """A client whose calls outlast an outage. Any thread may use it."""
 
     def __init__(
