@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -158,11 +159,18 @@ class Spending:
         own = lease - self._before
         return own.tokens, own.cost
 
-    def claim(self) -> tuple[Amount, Amount, Amount]:
-        """What this worker of a shared run has spent, what it keeps of its lease, and the lease that it asks for."""
-        assert self._ledger.lease is not None
+    def claim(self) -> tuple[Amount, Amount, Amount, Amount]:
+        """What this worker of a shared run has spent, what it keeps of its lease, the lease that it asks for, and the
+        least growth that is of use. While a call waits nothing is kept ahead of it: two workers that each hold half of
+        what they need would wait for each other."""
+        ledger = self._ledger
+        assert ledger.lease is not None
         self.lease()
-        return self._ledger.spent, self._ledger.lease, self._next_lease
+        used, first = ledger.spent + ledger.reserved, self._awaited(most=1)
+        if first == NOTHING:
+            return ledger.spent, ledger.lease, self._next_lease, NOTHING
+        ledger.lease = used
+        return ledger.spent, used, self._next_lease, first
 
     @property
     def is_leased(self) -> bool:
@@ -191,10 +199,10 @@ class Spending:
             self._ledger.lease = self._next_lease
         self._serve()
 
-    def _awaited(self) -> Amount:
-        """What the calls that wait take, as far as they fit the limits."""
+    def _awaited(self, most: int | None = None) -> Amount:
+        """What the calls that wait take, as far as they fit the limits; at most so many of them."""
         total = NOTHING
-        for call, turn in self._waiters:
+        for call, turn in islice(self._waiters, most):
             if not turn.done():
                 amount = self._bound(call, alone=not self._ledger.in_flight and total == NOTHING)
                 if self._ledger.short(amount, beside=total):

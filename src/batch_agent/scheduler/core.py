@@ -187,8 +187,8 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """No agent may start, and no time that passes will change that."""
-        short = self.allotted == 0  # for now
-        passing = self.paused or self.backlogged or short or any(e.server.held_until and not e.given_up for e in self.endpoints)
+        held = any(e.server.held_until and not e.given_up for e in self.endpoints)
+        passing = self.paused or self.backlogged or held or self.allotted == 0
         return not passing and not self.has_room()
 
     @property

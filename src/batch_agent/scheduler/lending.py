@@ -1,6 +1,6 @@
 """What the workers of one run share, and how it is divided: slots, rate limits and the budget.
 
-Each of these is a pot with a limit. Every worker holds an amount of it and uses no more than that on its own, so nothing
+Each of these is a pot with a limit. Every worker holds an amount of it and uses no more than that on its own: nothing
 has to be asked for per request. About once a second a worker reports what it holds and wants, and is granted a new
 amount. The amounts that all workers hold never add up to more than the limit. A worker that is asked to hold less uses
 less first and reports it with its next beat, so there is no moment at which two workers hold the same.
@@ -19,13 +19,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Self, cast
-from zlib import crc32
 
+from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.scheduler.rates import MINUTE, SLACK
 
 BUDGET, RATE, SLOTS = "budget ", "rate ", "slots "  # what the names of pots begin with
 ROTATION = MINUTE  # seconds after which another worker is served first when there is not enough for all
+
+MOST_ROWS = 20  # latest requests for single rows that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Steering:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Allotment:
     """The answer to a worker's report. ``learnt`` is what each other worker knows, by endpoint."""
 
     grants: Mapping[str, Grant]
@@ -110,7 +112,7 @@ class Table:
         claims: Mapping[str, Claim],
         learnt: Mapping[str, Learnt],
         status: JsonObject | None = None,
-    ) -> Beat:
+    ) -> Allotment:
         """Note what a worker reports and grant what it may hold. Its membership ends ``seconds`` from now."""
         self._expire(now)
         member = self.members.setdefault(worker, Member(now))
@@ -125,7 +127,7 @@ class Table:
             member.claims[name] = replace(claim, held=grant.held)
         others = [each for name, each in self.members.items() if name != worker and each.until]
         known = {name: [each.learnt[name] for each in others if name in each.learnt] for name in learnt}
-        return Beat(grants, known, self.steering, 1 + len(others))
+        return Allotment(grants, known, self.steering, 1 + len(others))
 
     def leave(self, worker: str, now: float) -> None:
         """A worker ends. Of its budget it returns what it has not spent."""
@@ -168,7 +170,7 @@ class Table:
         others = [member for each, member in members.items() if each != worker]
         past = self._spent.get(name, 0) + sum(amount for pot, amount, _ in self._lingering if pot == name)
         held = past + sum(member.claims[name].held for member in others)
-        order = sorted((each for each, member in members.items() if member.until), key=_turn(now))
+        order = in_turn((each for each, member in members.items() if member.until), now)
         claims = [members[each].claims[name] for each in order]
         if name.startswith(BUDGET):
             free = claim.limit - held - claim.held
@@ -216,6 +218,25 @@ class Table:
         return table
 
 
+def steered(now: Steering, request: JsonObject) -> Steering:
+    """What all workers are asked to do after one more request. Raises SpecError for a request that there is not."""
+    number, action = now.number + 1, str(request.get("do"))
+    match action:
+        case "pause" | "resume":
+            return replace(now, number=number, paused=action == "pause")
+        case "drain" | "cancel":
+            return replace(now, number=number, ending=action)
+        case "resize":
+            inflight = request.get("inflight")
+            if type(inflight) is not int or inflight < 1:
+                raise SpecError("resize needs a whole number above 0")
+            return replace(now, number=number, max_inflight=inflight)
+        case "cancel-row" | "retry-row":
+            row = (number, action, str(request.get("row", "")))
+            return replace(now, number=number, rows=(*now.rows[-MOST_ROWS:], row))
+    raise SpecError(f"there is no request {action!r} for a run that several processes share")
+
+
 def shares(limit: int, wants: Iterable[tuple[int, int]]) -> list[int]:
     """Divide ``limit`` among those who want some of it, each with the least part that is of use to it: first that part,
     to as many as there is enough for, in their order; then the rest evenly."""
@@ -235,11 +256,8 @@ def shares(limit: int, wants: Iterable[tuple[int, int]]) -> list[int]:
     return given
 
 
-class _turn:
-    """Sorts workers in an order that is another one every minute, and the same for all of them."""
-
-    def __init__(self, now: float) -> None:
-        self._round = int(now // ROTATION)
-
-    def __call__(self, worker: str) -> int:
-        return crc32(f"{self._round} {worker}".encode())
+def in_turn(workers: Iterable[str], now: float) -> list[str]:
+    """Workers in the order in which they are served, which begins with another one every minute."""
+    order = sorted(workers)
+    first = int(now // ROTATION) % len(order) if order else 0
+    return order[first:] + order[:first]

@@ -70,6 +70,11 @@ class Budget:
         """The user's limit."""
         return self._limit
 
+    @property
+    def share(self) -> int | None:
+        """What ``allot`` set."""
+        return self._share
+
     def used(self, now: float) -> int:
         """What counts of the last minute, with what is reserved."""
         self._drop_old(now)
