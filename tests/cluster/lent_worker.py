@@ -39,7 +39,8 @@ async def main(given: dict[str, Any]) -> None:
     connection = RedisConnection(address)
     lending = Lending(RedisLent(address, connection), given["worker"], given.get("seconds", 15.0))
     tools = [lookup(Path(given["log"]), given.get("tool_seconds", 0.3))] if "log" in given else []
-    run: Run[Any] = Run(prepare(BatchSpec(**given["options"], tools=tools)), lender=lending)
+    inputs = [{"n": given["first"] + row} for row in range(given["rows"])]
+    run: Run[Any] = Run(prepare(BatchSpec(**given["options"], inputs=inputs, tools=tools)), lender=lending)
     ended: list[bool] = []
     async with run:
         async for result in run.results():

@@ -40,9 +40,9 @@ class Workers:
 
     async def start(self, rows: int, **options: Any) -> asyncio.subprocess.Process:
         number = len(self.processes)
-        inputs = [{"n": number * 100_000 + row} for row in range(rows)]
-        common = {"task": "Row {n}", "backend": self.models.backend_url, "model": "m", "inputs": inputs}
-        given = {"url": self.url, "worker": f"w{number}", **self.given, "options": {**common, **options}}
+        common = {"task": "Row {n}", "backend": self.models.backend_url, "model": "m"}
+        mine = {"worker": f"w{number}", "rows": rows, "first": number * 100_000}
+        given = {"url": self.url, **mine, **self.given, "options": {**common, **options}}
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(Path(__file__).parent / "lent_worker.py"), json.dumps(given),
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

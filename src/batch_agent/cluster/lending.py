@@ -69,6 +69,10 @@ class Lending:
         self._joined = False
         self._lost: asyncio.TimerHandle | None = None
 
+    async def begin(self) -> None:
+        """A new sitting of the run begins: forget what earlier ones were asked to do."""
+        await self._beside(lambda: self._store.steer({"do": "begin"}))
+
     def soon(self) -> None:
         self._wanted.set()
 
@@ -105,6 +109,7 @@ class Lending:
         self._places = dict(self._find_places(shared))
         claims = {name: place.claim() for name, place in self._places.items()}
         learnt = {name: _learnt(endpoint) for name, _, endpoint in _endpoints(shared)}
+        learnt[BUDGET] = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
         status, sent = _in_short(controls.status()), loop.time()
         beat = await self._beside(lambda: self._store.beat(self._worker, self._seconds, claims, learnt, status))
         if self._lost is not None:
@@ -205,6 +210,8 @@ class Lending:
     # What others learnt
 
     def _learn(self, shared: Shared, beat: Allotment) -> None:
+        for told in beat.learnt.get(BUDGET, ()):
+            shared.spending.exhaust(told.reason)
         for name, dispatcher, endpoint in _endpoints(shared):
             others = beat.learnt.get(name, ())
             down, was_down = any(each.down for each in others), name in self._down
