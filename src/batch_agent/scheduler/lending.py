@@ -25,6 +25,8 @@ from batch_agent.messages import JsonObject
 from batch_agent.scheduler.rates import MINUTE, SLACK
 
 BUDGET, RATE, SLOTS = "budget ", "rate ", "slots "  # what the names of pots begin with
+BUDGET_TOKENS, BUDGET_COST = f"{BUDGET}tokens", f"{BUDGET}cost"
+DOLLAR = 10**9  # the smallest part of a cost that is counted
 ROTATION = MINUTE  # seconds after which another worker is served first when there is not enough for all
 
 MOST_ROWS = 20  # latest requests for single rows that are kept

@@ -281,7 +281,7 @@ def _standing(answer: Sequence[Any]) -> RunStanding:
 
 def _leased(place: bytes, token: int, row: bytes, index: bytes, value: bytes, steps: Sequence[bytes]) -> LeasedRow:
     lease = RowLease(row.decode(), place.decode(), int(token), int(index))
-    return LeasedRow(lease, value, tuple(map(_unpack, steps)))
+    return LeasedRow(lease, value, tuple(map(unpack_step, steps)))
 
 
 def _places(leases: Sequence[RowLease]) -> list[object]:
@@ -292,6 +292,6 @@ def _pack(step: KeptStep) -> bytes:
     return b"%d %b %b %d " % (step.agent, step.key.hex().encode(), step.content.hex().encode(), step.kind) + step.body
 
 
-def _unpack(packed: bytes) -> KeptStep:
+def unpack_step(packed: bytes) -> KeptStep:
     agent, key, content, kind, body = packed.split(b" ", 4)
     return KeptStep(int(agent), bytes.fromhex(key.decode()), bytes.fromhex(content.decode()), int(kind), body)
