@@ -152,14 +152,15 @@ class Lending:
         self._stop_using(shared)
         claims = {name: _final(name, place.claim()) for name, place in self._find_places(shared)}
         try:
-            await asyncio.shield(self._beside(lambda: self._return(claims)))
+            spent = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
+            await asyncio.shield(self._beside(lambda: self._return(claims, {BUDGET: spent})))
         except StoreError as error:
             logger.warning("what this worker holds of the budget is not returned: %s", error)
         await self.once.close()
         self._threads.shutdown(wait=False)
 
-    def _return(self, claims: Mapping[str, Claim]) -> None:
-        self._store.beat(self._worker, self._seconds, claims, {}, {})
+    def _return(self, claims: Mapping[str, Claim], learnt: Mapping[str, Learnt]) -> None:
+        self._store.beat(self._worker, self._seconds, claims, learnt, {})
         self._store.leave(self._worker)
 
     def _beside(self, function: Callable[[], T]) -> asyncio.Future[T]:
