@@ -161,9 +161,9 @@ class Spending:
 
     def claim(self) -> tuple[Amount, Amount, Amount, Amount]:
         """What this worker of a shared run has spent, what it keeps of its lease, the lease that it asks for, and the
-        least growth that is of use. Nothing is kept ahead while a call waits, because two workers that each hold half of
-        what they need would wait for each other; nor by a worker that has nothing in flight, because the others wait
-        for what it may still spend."""
+        least growth that is of use. Nothing is kept ahead while a call waits: two workers that each hold half of what
+        they need would wait for each other. Nor does a worker with nothing in flight keep any: others wait for what it
+        may still spend."""
         ledger = self._ledger
         assert ledger.lease is not None
         self.lease()
