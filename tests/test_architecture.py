@@ -40,6 +40,7 @@ ORDER = [
     "fleet",
     "swarm",
     "ticks",
+    "cluster",
     "view",
     "testing",
     "api",
@@ -52,6 +53,7 @@ FOLDERS = {
     "backends": ["anthropic", "batch", "bedrock", "engines", "http", "local", "openai", "schema", "simulated"],
     "cli": ["output", "spec", "commands"],
     "engine": ["agent", "run"],
+    "store": ["redis"],
     "swarm": ["patterns", "uq"],
     "tools": ["builtin", "mcp"],
 }
@@ -65,6 +67,7 @@ START_TASKS = {
     "fleet": "probes of many servers at once, and the proxy",
     "swarm": "the requests of one call to many servers",
     "ticks": "thoughts that outlast their tick",
+    "cluster": "the feeder and the worker of a shared run, and the keeper of its leases",
     "view": "the index of a run, built while its page is shown",
     "api.py": "run_sync inside a running loop",
     "backends/base.py": "many requests as one call, which awaits them",
