@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from batch_agent.testing.clock import run_virtual
 from benchmarks.at_scale import TURNS, play
+
+from batch_agent.testing.clock import run_virtual
 
 
 def test_many_endpoints_that_fail_now_and_then_are_kept_busy_and_cost_no_agent() -> None:

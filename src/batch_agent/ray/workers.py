@@ -1,0 +1,179 @@
+"""The workers of a run as actors of a Ray cluster.
+
+A fixed number of actors is spread over the nodes, and Ray starts an actor again where its process or node died. With
+``workers="auto"`` each node has one: nodes that join get one, and the worker of a node that left is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Literal, Self
+
+from batch_agent.errors import RunUnreachable, SpecError
+from batch_agent.files.extras import extra
+
+logger = logging.getLogger("batch_agent")
+
+NODES_SECONDS = 5.0  # between two looks at the nodes: Ray does not announce those that join
+LEAVE_SECONDS = 60.0  # for workers to finish or hand back what they hold
+
+
+@dataclass(frozen=True, slots=True)
+class Ray:
+    """A Ray cluster to run on: ``BatchAgent.run(…, cluster=Ray("auto", workers=8))``.
+
+    ``address`` is what ``ray.init`` takes: "auto" for the cluster of this machine, ``ray://host:10001`` for
+    another one, "local" to start one here. ``workers`` is a number, or "auto" for one on each node. ``worker_cpus`` and
+    ``worker_memory`` (bytes) are what each of them reserves. ``runtime_env`` is Ray's own; the modules that the run
+    names travel with it.
+    """
+
+    address: str = "auto"
+    workers: int | Literal["auto"] = "auto"
+    worker_cpus: float = 1.0
+    worker_memory: int | None = None
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.workers != "auto" and self.workers < 1:
+            raise SpecError(f'workers: give a number from 1 on, or "auto", not {self.workers!r}')
+        if self.worker_cpus < 0:
+            raise SpecError(f"worker_cpus: a worker cannot reserve {self.worker_cpus:g} CPUs")
+        if self.worker_memory is not None and self.worker_memory <= 0:
+            raise SpecError(f"worker_memory: a worker cannot reserve {self.worker_memory} bytes")
+
+    def connect(self) -> bool:
+        """Connect this process to the cluster. False if it was connected already."""
+        ray = ray_package()
+        if ray.is_initialized():
+            return False
+        address = None if self.address == "local" else self.address
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise RunUnreachable(f"the Ray cluster at {self.address} cannot be reached: {error}") from None
+        return True
+
+    def environment(self, modules: Sequence[ModuleType] = ()) -> dict[str, Any]:
+        """Ray's ``runtime_env`` for the workers, with the modules that they import."""
+        environment = dict(self.runtime_env)
+        paths = sorted({_travels(module) for module in modules})
+        if paths and "working_dir" not in environment:
+            environment["py_modules"] = [*environment.get("py_modules", ()), *paths]
+        return environment
+
+
+def ray_package() -> ModuleType:
+    return extra("ray", "running on a Ray cluster")
+
+
+def _travels(module: ModuleType) -> str:
+    """The file or folder that holds a module of the user's."""
+    path = Path(module.__file__ or "")
+    return str(path.parent if path.name == "__init__.py" else path)
+
+
+class WorkerActor:
+    """One worker process. ``target`` is the URL of the run, or the relay of the driver that keeps it."""
+
+    def __init__(self, target: object, options: Mapping[str, Any]) -> None:
+        self._target, self._options = target, dict(options)
+        self._leaving = asyncio.Event()
+
+    async def work(self) -> int:
+        """Work until the run is done, or until ``leave``; the rows that it has finished."""
+        raise NotImplementedError
+
+    async def leave(self) -> None:
+        self._leaving.set()
+
+    async def place(self) -> tuple[str, int]:
+        """The node and the process of this worker."""
+        import os
+
+        return str(ray_package().get_runtime_context().get_node_id()), os.getpid()
+
+
+class RayWorkers:
+    """The actors that work on one run, for as long as this is entered."""
+
+    def __init__(self, cluster: Ray, target: object, options: Mapping[str, Any], environment: dict[str, Any]) -> None:
+        self._cluster, self._target, self._options, self._environment = cluster, target, options, environment
+        self._actors: dict[str, Any] = {}  # by node, or by number
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._follower: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._cluster.workers == "auto":
+            await asyncio.to_thread(self._follow_nodes)
+            self._watch_all()
+            self._follower = asyncio.create_task(self._follow(), name="batch-agent ray nodes")
+        else:
+            for number in range(self._cluster.workers):
+                self._actors[str(number)] = self._start("SPREAD")
+            self._watch_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+        for actor in self._actors.values():
+            actor.leave.remote()
+        tasks = [*self._tasks.values(), *([] if self._follower is None else [self._follower])]
+        if tasks:
+            await asyncio.wait(tasks, timeout=LEAVE_SECONDS if kind is None else 5.0)
+        for task in tasks:
+            task.cancel()
+        ray = ray_package()
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    def _start(self, strategy: object) -> Any:
+        cluster = self._cluster
+        options: dict[str, Any] = {
+            "num_cpus": cluster.worker_cpus,
+            "scheduling_strategy": strategy,
+            "max_restarts": -1,
+            "max_task_retries": -1,
+            "runtime_env": self._environment or None,
+        }
+        if cluster.worker_memory is not None:
+            options["memory"] = cluster.worker_memory
+        return ray_package().remote(WorkerActor).options(**options).remote(self._target, self._options)
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(NODES_SECONDS)
+            await asyncio.to_thread(self._follow_nodes)
+            self._watch_all()
+
+    def _follow_nodes(self) -> None:
+        ray = ray_package()
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        for node in alive:
+            name, cpus = node["NodeID"], node["Resources"].get("CPU", 0)
+            if name not in self._actors and cpus >= self._cluster.worker_cpus:
+                self._actors[name] = self._start(affinity(name, soft=False))
+        for name in self._actors.keys() - {node["NodeID"] for node in alive}:
+            ray.kill(self._actors.pop(name))
+
+    def _watch_all(self) -> None:
+        for name, actor in self._actors.items():
+            if name not in self._tasks:
+                self._tasks[name] = asyncio.create_task(self._watch(name, actor), name=f"batch-agent worker {name}")
+
+    async def _watch(self, name: str, actor: Any) -> None:
+        """Let one actor work. Ray repeats the call in an actor that it has started again."""
+        try:
+            await actor.work.remote()
+        except ray_package().exceptions.RayError as error:
+            if name in self._actors:
+                logger.warning("a worker on Ray is gone: %s", str(error).splitlines()[0])
