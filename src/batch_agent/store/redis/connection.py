@@ -59,7 +59,7 @@ def connect(address: StoreAddress, *, timeout: float = TIMEOUT) -> Client:
         "retry": Retry(NoBackoff(), 0),
     }
     if address.cluster:
-        return cast(Client, redis.RedisCluster(**options, cluster_error_retry_attempts=0))
+        return cast(Client, redis.RedisCluster(**options))
     return cast(Client, redis.Redis(**options, db=address.database, ssl=address.tls))
 
 
@@ -119,7 +119,7 @@ class RedisConnection:
                 except (
                     redis.AuthenticationError,
                     redis.exceptions.AuthorizationError,
-                    redis.NoPermissionError,
+                    redis.exceptions.NoPermissionError,
                 ) as error:
                     raise SpecError(
                         f"{self.address} refuses: {error}. Give the password in {PASSWORD_VARIABLE} or in the URL"
