@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -158,6 +159,34 @@ class Spending:
         own = lease - self._before
         return own.tokens, own.cost
 
+    def claim(self) -> tuple[Amount, Amount, Amount, Amount]:
+        """What this worker of a shared run has spent, what it keeps of its lease, the lease that it asks for, and the
+        least growth that is of use. While a call waits nothing is kept ahead of it: two workers that each hold half of
+        what they need would wait for each other."""
+        ledger = self._ledger
+        assert ledger.lease is not None
+        self.lease()
+        used, first = ledger.spent + ledger.reserved, self._awaited(most=1)
+        if first == NOTHING:
+            return ledger.spent, ledger.lease, self._next_lease, NOTHING
+        ledger.lease = used
+        return ledger.spent, used, self._next_lease, first
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether the run has a limit that its leases hold."""
+        return self._ledger.lease is not None
+
+    @property
+    def limits(self) -> tuple[int | None, float | None]:
+        """The most that all workers may spend, in tokens and $."""
+        return self._ledger.max_tokens, self._ledger.max_cost
+
+    def granted(self, lease: Amount, others: Amount, others_open: Amount) -> None:
+        """The lease that this worker of a shared run holds from now on, beside what the others spent and hold."""
+        self._ledger.lease, self._ledger.others, self._ledger.others_open = lease, others, others_open
+        self._serve()
+
     def learnt(self) -> Learnt | None:
         return self._estimator.learnt if self._estimator.learnt[0] else None
 
@@ -170,10 +199,10 @@ class Spending:
             self._ledger.lease = self._next_lease
         self._serve()
 
-    def _awaited(self) -> Amount:
-        """What the calls that wait take, as far as they fit the limits."""
+    def _awaited(self, most: int | None = None) -> Amount:
+        """What the calls that wait take, as far as they fit the limits; at most so many of them."""
         total = NOTHING
-        for call, turn in self._waiters:
+        for call, turn in islice(self._waiters, most):
             if not turn.done():
                 amount = self._bound(call, alone=not self._ledger.in_flight and total == NOTHING)
                 if self._ledger.short(amount, beside=total):
@@ -269,11 +298,14 @@ class Spending:
         if self.time_is_up:
             turn.set_exception(self.refusal())
             return ""
-        in_flight = self._ledger.in_flight
-        amount = self._bound(call, alone=not in_flight)  # now, because calls that ended meanwhile have told something
+        in_flight, others = self._ledger.in_flight, self._ledger.others_open != NOTHING
+        # Now, because calls that ended meanwhile have told something.
+        amount = self._bound(call, alone=not (in_flight or others))
         limit = self._ledger.short(amount)
         if limit and in_flight:
             return "room"
+        if limit and others:  # other workers return what they do not spend
+            return "lease"
         if limit:
             turn.set_exception(self._refused(limit))
         elif self._broken is not None:
