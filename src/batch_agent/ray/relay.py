@@ -13,15 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 from batch_agent.errors import BatchAgentError, StoreError
+from batch_agent.store.lent import LentStore
 from batch_agent.store.shared import RunStore
 
 THREADS = 512  # calls that may wait at once: each worker has one that waits for rows
 POLL_SECONDS = 5.0  # after which an empty answer is given, so that a driver that is gone is not waited for
 
-Call = tuple[int, str, tuple[object, ...], dict[str, object]]  # number, method, arguments
+Call = tuple[int, str, str, tuple[object, ...], dict[str, object]]  # number, store, method, arguments
 Answer = tuple[int, object]  # number, and what the method returned, or the error that it raised
 
 
@@ -34,11 +35,11 @@ class Relay:
         self._came = asyncio.Event()
         self._number = 0
 
-    async def call(self, method: str, arguments: tuple[object, ...], named: dict[str, object]) -> object:
+    async def call(self, store: str, method: str, arguments: tuple[object, ...], named: dict[str, object]) -> object:
         self._number += 1
         number = self._number
         self._open[number] = answer = asyncio.get_running_loop().create_future()
-        self._waiting.append((number, method, arguments, named))
+        self._waiting.append((number, store, method, arguments, named))
         self._came.set()
         try:
             return await answer
@@ -63,10 +64,10 @@ class Relay:
 
 
 class RelayedStore:
-    """A worker's end: every method of ``RunStore``, made by the driver. Blocks, and may be used from any thread."""
+    """A worker's end: every method of one of the driver's stores. Blocks, and may be used from any thread."""
 
-    def __init__(self, relay: Any) -> None:
-        self._relay = relay
+    def __init__(self, relay: Any, store: Literal["rows", "lent"]) -> None:
+        self._relay, self._store = relay, store
 
     def __getattr__(self, method: str) -> Callable[..., object]:
         if method.startswith("_"):
@@ -76,7 +77,7 @@ class RelayedStore:
             import ray
 
             try:
-                answer = ray.get(self._relay.call.remote(method, arguments, named))
+                answer = ray.get(self._relay.call.remote(self._store, method, arguments, named))
             except ray.exceptions.RayError as error:
                 raise StoreError(f"the driver of this run cannot be reached: {error}") from None
             if isinstance(answer, BatchAgentError):
@@ -89,16 +90,17 @@ class RelayedStore:
         """The store is the driver's, and stays open."""
 
 
-def relayed(relay: Any) -> RunStore:
-    """The store behind a relay, for a worker."""
-    return cast(RunStore, RelayedStore(relay))
+def relayed(relay: Any) -> tuple[RunStore, LentStore]:
+    """The stores behind a relay, for a worker."""
+    return cast(RunStore, RelayedStore(relay, "rows")), cast(LentStore, RelayedStore(relay, "lent"))
 
 
 class RelayServer:
-    """The driver's end: makes the calls that come to ``relay`` on ``store``. ``with`` it for the time of a run."""
+    """The driver's end: makes the calls that come to ``relay``. ``with`` it for the time of a run."""
 
-    def __init__(self, relay: Any, store: RunStore) -> None:
-        self._relay, self._store = relay, store
+    def __init__(self, relay: Any, rows: RunStore, lent: LentStore) -> None:
+        self._relay = relay
+        self._stores: dict[str, RunStore | LentStore] = {"rows": rows, "lent": lent}
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()
         self._threads = ThreadPoolExecutor(THREADS, "batch-agent-relay")
         self._loops = [Thread(target=loop, daemon=True) for loop in (self._take_calls, self._send_answers)]
@@ -131,9 +133,9 @@ class RelayServer:
                     self._threads.submit(self._make, call)
 
     def _make(self, call: Call) -> None:
-        number, method, arguments, named = call
+        number, store, method, arguments, named = call
         try:
-            value = getattr(self._store, method)(*arguments, **named)
+            value = getattr(self._stores[store], method)(*arguments, **named)
         except BatchAgentError as error:
             value = error
         except Exception as error:  # of our own making; the worker must not wait for ever

@@ -44,7 +44,9 @@ class LocalLent:
         self._table, self._write, self._clock = Table.from_json(table), write, clock
         self._changed = Condition()
         self._calls: dict[str, _Shared] = {}
-        self._kept: deque[tuple[float, str]] = deque()  # until when, and which; a result that was replaced is passed over
+        self._kept: deque[tuple[float, str]] = (
+            deque()
+        )  # until when, and which; a result that was replaced is passed over
         self._ended: deque[tuple[int, str]] = deque(maxlen=MOST_ENDED)
         self._position = 0
         self._files: dict[str, str] = {}
@@ -91,7 +93,12 @@ class LocalLent:
             call = self._calls.get(key)
             if call is not None and call.text is not None and (call.kept or call.token == seen):
                 return SharedCall("done", call.token, str(self._position), call.text, call.ok)
-            if call is not None and call.text is None and call.worker != worker and call.worker in self._table.live(now):
+            if (
+                call is not None
+                and call.text is None
+                and call.worker != worker
+                and call.worker in self._table.live(now)
+            ):
                 return SharedCall("theirs", call.token, str(self._position))
             self._calls[key] = _Shared(worker, token)
             return SharedCall("mine", token, str(self._position))

@@ -92,7 +92,7 @@ class SqliteRunStore:
         self._waiting: list[tuple[int, int]] = []  # order and id of rows without a lease; others are out of date
         self._held: OrderedDict[str, _Queued] = OrderedDict()  # by place; the lease that ends first comes first
         self._commits: dict[int, tuple[int, set[str]]] = {}  # by worker: the number of its latest, and its answer
-        self._workers = self._order = self._ok = self._failed = 0
+        self._order = self._ok = self._failed = 0
         self._sitting = 0  # 0: there is no feeder
         self._lease_seconds = LEASE
         with suppress(OSError):  # SQLite says it in its own words
@@ -117,6 +117,15 @@ class SqliteRunStore:
         with self._explained():
             found = self._fact("facts")
             return None if found is None else cast(JsonObject, from_json(found.encode()))
+
+    def lent_table(self) -> JsonObject:
+        """What ``LocalLent`` was last given to write; {} at first."""
+        with self._explained():
+            return cast(JsonObject, from_json((self._fact("lent") or "{}").encode()))
+
+    def write_lent_table(self, table: JsonObject) -> None:
+        with self._transaction():
+            self._set_facts(lent=to_json(table).decode())
 
     # The feeder
 
@@ -251,9 +260,10 @@ class SqliteRunStore:
             return RunStanding(cast(Phase, phase), int(self._fact("generation") or 0), self._sitting > 0, counts)
 
     def join(self, description: JsonObject) -> int:
-        with self._lock:
-            self._workers += 1
-            return self._workers
+        with self._transaction():
+            worker = int(self._fact("workers") or 0) + 1
+            self._set_facts(workers=str(worker))
+            return worker
 
     def take(self, worker: int, count: int, wait: float) -> list[LeasedRow]:
         until = self._clock() + wait
