@@ -14,8 +14,11 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Literal, Self
 
+from batch_agent.cluster.worker import WAIT, Worker, open_store
 from batch_agent.errors import RunUnreachable, SpecError
 from batch_agent.files.extras import extra
+from batch_agent.ray.relay import relayed
+from batch_agent.store.shared import RunStore
 
 logger = logging.getLogger("batch_agent")
 
@@ -81,29 +84,39 @@ def _travels(module: ModuleType) -> str:
 class WorkerActor:
     """One worker process. ``target`` is the URL of the run, or the relay of the driver that keeps it."""
 
-    def __init__(self, target: object, options: Mapping[str, Any]) -> None:
-        self._target, self._options = target, dict(options)
-        self._leaving = asyncio.Event()
+    def __init__(self, target: object) -> None:
+        self._target = target
+        self._worker: Worker | None = None
+        self._leaving = False
 
     async def work(self) -> int:
-        """Work until the run is done, or until ``leave``; the rows that it has finished."""
-        raise NotImplementedError
+        """Work until the run is done, or until ``leave``; the number of rows that it has finished."""
+        if self._leaving:
+            return 0
+        store = await self._open()
+        self._worker = Worker(store)
+        try:
+            return (await self._worker.work()).rows
+        finally:
+            store.close()
+
+    async def _open(self) -> RunStore:
+        if isinstance(self._target, str):
+            return await open_store(self._target, WAIT)
+        return relayed(self._target)[0]
 
     async def leave(self) -> None:
-        self._leaving.set()
-
-    async def place(self) -> tuple[str, int]:
-        """The node and the process of this worker."""
-        import os
-
-        return str(ray_package().get_runtime_context().get_node_id()), os.getpid()
+        """Hand back every row, and end."""
+        self._leaving = True
+        if self._worker is not None:
+            self._worker.cancel()
 
 
 class RayWorkers:
     """The actors that work on one run, for as long as this is entered."""
 
-    def __init__(self, cluster: Ray, target: object, options: Mapping[str, Any], environment: dict[str, Any]) -> None:
-        self._cluster, self._target, self._options, self._environment = cluster, target, options, environment
+    def __init__(self, cluster: Ray, target: object, environment: dict[str, Any]) -> None:
+        self._cluster, self._target, self._environment = cluster, target, environment
         self._actors: dict[str, Any] = {}  # by node, or by number
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._follower: asyncio.Task[None] | None = None
@@ -146,7 +159,7 @@ class RayWorkers:
         }
         if cluster.worker_memory is not None:
             options["memory"] = cluster.worker_memory
-        return ray_package().remote(WorkerActor).options(**options).remote(self._target, self._options)
+        return ray_package().remote(WorkerActor).options(**options).remote(self._target)
 
     async def _follow(self) -> None:
         while True:

@@ -118,6 +118,18 @@ class SqliteRunStore:
             found = self._fact("facts")
             return None if found is None else cast(JsonObject, from_json(found.encode()))
 
+    # What a run directory asks of its record
+
+    def sessions(self) -> int:
+        """How many feeders there have been."""
+        with self._explained():
+            return int(self._fact("sitting") or 0)
+
+    def next_agent(self) -> int:
+        """1 if no row was ever fed."""
+        with self._explained():
+            return int(self._db.execute("SELECT count(*) + 1 FROM (SELECT 1 FROM entry LIMIT 1)").fetchone()[0])
+
     def lent_table(self) -> JsonObject:
         """What ``LocalLent`` was last given to write; {} at first."""
         with self._explained():
