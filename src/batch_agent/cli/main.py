@@ -43,6 +43,12 @@ COMMANDS: Mapping[str, Command] = {
         "Run the task of a spec file, or of --task, over its inputs.",
         adds="spec.arguments:add_run_arguments",
     ),
+    "work": Command(
+        "work on a run that another process feeds",
+        "Join a run that is kept in Redis, from any machine: take rows, work on them, until the run is done. Exit "
+        "status: 0 the run is done, or the worker was asked to leave; 2 it cannot work on this run, or the URL is "
+        "wrong; 3 no run, or no feeder, came.",
+    ),
     "resume": Command(
         "go on with a run that was interrupted",
         "Go on with a recorded run. Rows that are done are not asked again; rows that failed are. What is given here "

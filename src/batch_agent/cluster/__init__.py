@@ -1,1 +1,1 @@
-"""Runs that several processes share."""
+"""One run worked on by many processes: who feeds it, who works on it, and what travels between them."""

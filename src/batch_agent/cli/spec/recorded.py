@@ -20,6 +20,7 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.option import kinds
 from batch_agent.spec import MCP, BatchSpec
+from batch_agent.store.address import is_store_url
 
 # What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
 KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit")
@@ -45,10 +46,13 @@ def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, objec
     return recording
 
 
-def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Path:
+def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Path | str:
     for given in (options.run_dir, named):
         if isinstance(given, str) and not given.strip():
             raise SpecError("run_dir is empty: name a directory, or leave it out")
+    for given in (options.run_dir, named):
+        if given is not None and is_store_url(given):
+            return str(given)
     if options.run_dir is not None:
         return Path(options.run_dir)
     if named is not None:

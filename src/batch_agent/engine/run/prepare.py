@@ -29,6 +29,7 @@ from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.server import Terms
 from batch_agent.spec import BatchSpec
+from batch_agent.store.address import is_store_url
 from batch_agent.store.rundir import read_run
 from batch_agent.tools.base import Tool, resolve_tools
 from batch_agent.tools.threads import THREADS
@@ -88,6 +89,8 @@ class Prepared:
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     """Resolve and check everything. Raises SpecError; sends nothing. A plan that is not to be run (``sends`` is False)
     needs no key."""
+    if is_store_url(spec.run_dir):  # a worker does not see all rows, so it cannot tell what they share
+        spec = spec.model_copy(update={"no_hoist": True})
     runtime = runtime_of(spec.runtime)
     where = spec.runtime if spec.backend is None else spec.backend
     if runtime is not None:

@@ -69,7 +69,7 @@ from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.store.base import Account, OpenStore
-from batch_agent.store.session import Record, Session
+from batch_agent.store.session import Record, RunSession, Session
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.tools.pool import ToolPool
 
@@ -88,6 +88,7 @@ class Run(Steered, Generic[T]):
         *,
         worker: InnerWorker | None = None,
         open_store: OpenStore = SqliteJournal.open,
+        session: RunSession | None = None,
         within: Shared | None = None,
         stages: Sequence[str] = (),
         controls: Controls | None = None,
@@ -95,10 +96,11 @@ class Run(Steered, Generic[T]):
     ) -> None:
         """``command`` is how to start this run again, for the record. ``worker`` is one of our own that works on the
         rows in place of the tool loop; one of the user's is in the spec. ``open_store`` is what is behind the journal
-        of a run directory. ``within`` is what another run works with: this one then takes its slots, spends its budget,
-        is recorded in its journal (unless it has a run directory of its own) and shows in its view. ``stages`` are the
-        names of the runs that have their directories in this one's; ``controls`` is what the control socket steers and
-        the summary counts, if that is not this run. ``lender`` lends it the shares of a process among several."""
+        of a run directory; ``session`` records the run elsewhere. ``within`` is what another run works with: this one
+        then takes its slots, spends its budget, is recorded in its journal (unless it has a record of its own) and
+        shows in its view. ``stages`` are the names of the runs that have their directories in this one's; ``controls``
+        is what the control socket steers and the summary counts, if that is not this run. ``lender`` lends it the shares
+        of a process among several."""
         self.id = secrets.token_hex(8)
         self._prepared = prepared
         self._command = command
@@ -123,7 +125,7 @@ class Run(Steered, Generic[T]):
             self._feed.take_from(self._rows.channel)
         self._batch: Batch | None = None
         self._prewarm: ToolPrewarm | None = None
-        self._session: Session | None = None  # its own
+        self._session = session  # its own
         self._supervisor: asyncio.Task[None] | None = None
         self._feeder: asyncio.Task[None] | None = None
         self._cancelled = False
@@ -222,7 +224,7 @@ class Run(Steered, Generic[T]):
             if self._outer is None:
                 whole = self.id if self._stages else ""
                 await self.shared.observers.open(self._prepared.spec, self._emit.add, self.shared.live, whole)
-            self._session = await open_session(self._prepared.spec, self._open_store)
+            self._session = self._session or await open_session(self._prepared.spec, self._open_store)
             async with asyncio.TaskGroup() as first:
                 self._feeder = first.create_task(self._check_first())
             self._emit_start()
@@ -352,7 +354,7 @@ class Run(Steered, Generic[T]):
             on_overdue=partial(self.shared.set_overdue, self.id),
         )
         self.shared.session = self._session
-        if prepared.spec.run_dir is not None:
+        if prepared.spec.run_dir is not None and isinstance(self._session, Session):
             where = Path(prepared.spec.run_dir)
             await self._watch.begin(self._session, where, asked_json(prepared), self.shared.clock())
         return self._session

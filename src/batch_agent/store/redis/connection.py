@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from batch_agent.errors import SpecError, StoreError
@@ -57,6 +58,7 @@ def connect(address: StoreAddress, *, timeout: float = TIMEOUT) -> Client:
         "socket_timeout": timeout,
         "socket_connect_timeout": TIMEOUT,
         "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,  # one form of answers, whatever the server speaks
     }
     if address.cluster:
         return cast(Client, redis.RedisCluster(**options))
@@ -96,7 +98,7 @@ class RedisConnection:
         self.patience = patience
         self.since = float("-inf")  # when the latest outage ended, on the monotonic clock
         self._client: Client | None = None
-        self._away = 0  # calls that wait for the server
+        self._away = self._calls = 0  # calls that wait for the server, and that use it
         self._guard = threading.Lock()
         self._closing = threading.Event()
 
@@ -115,7 +117,8 @@ class RedisConnection:
         try:
             while True:
                 try:
-                    return function(self._opened())
+                    with self._using() as client:
+                        return function(client)
                 except (
                     redis.AuthenticationError,
                     redis.exceptions.AuthorizationError,
@@ -140,19 +143,33 @@ class RedisConnection:
                 self._count(-1)
 
     def close(self) -> None:
-        """Close the connections. A call that waits for the server gives up."""
+        """Close the connections once no call uses them. A call that waits for the server gives up."""
         self._closing.set()
-        client, self._client = self._client, None
+        self._let_go()
+
+    @contextmanager
+    def _using(self) -> Iterator[Client]:
+        with self._guard:
+            if self._closing.is_set():
+                raise StoreError(f"the connection to {self.address} is closed")
+            if self._client is None:
+                self._client = connect(self.address)
+            client = self._client
+            self._calls += 1
+        try:
+            yield client
+        finally:
+            with self._guard:
+                self._calls -= 1
+            if self._closing.is_set():
+                self._let_go()
+
+    def _let_go(self) -> None:
+        with self._guard:
+            client = None if self._calls else self._client
+            self._client = None if client is not None else self._client
         if client is not None:
             client.close()
-
-    def _opened(self) -> Client:
-        with self._guard:
-            if self._client is None:
-                if self._closing.is_set():
-                    raise StoreError(f"the connection to {self.address} is closed")
-                self._client = connect(self.address)
-            return self._client
 
     def _count(self, change: int) -> None:
         with self._guard:

@@ -33,7 +33,11 @@ local function field(entry, name)
 end
 local function standing()
   local known = redis.call('HMGET', run, 'phase', 'generation', 'ok', 'failed', 'fed')
-  local leased = redis.call('XPENDING', queue, group)[1]
+  local pending = redis.call('XPENDING', queue, group)
+  local leased = pending[1]
+  for _, each in ipairs(pending[4] or {{}}) do
+    if each[1] == '{RETURNED}' then leased = leased - tonumber(each[2]) end
+  end
   return {{known[1], known[2], redis.call('EXISTS', feeder), redis.call('XLEN', queue) - leased, leased,
           known[3] or '0', known[4] or '0', known[5] or '0'}}
 end
@@ -74,9 +78,15 @@ KEEP_FEED = (
     _HEAD
     + """
 if replaced(ARGV[1]) then return 'REPLACED' end
-redis.call('SET', feeder, ARGV[1] .. ' ' .. ARGV[2], 'PX', redis.call('HGET', run, 'lease'))
+local lease, phase = unpack(redis.call('HMGET', run, 'lease', 'phase'))
+redis.call('SET', feeder, ARGV[1] .. ' ' .. ARGV[2], 'PX', lease)
+local cursor = '0-0'
+while phase ~= 'running' do  -- no worker takes rows now: leases that ended are taken back here
+  cursor = redis.call('XAUTOCLAIM', queue, group, '{RETURNED}', lease, cursor, 'COUNT', 500, 'JUSTID')[1]
+  if cursor == '0-0' then break end
+end
 return standing()
-"""
+""".replace("{RETURNED}", RETURNED)
 )
 
 # sitting, number of the call, what is tried again ('*', or the types between bars), prefix of steps; then of each row:
