@@ -119,10 +119,10 @@ def test_what_a_dead_worker_held_of_the_budget_is_spent_and_what_one_that_left_r
 
 
 def test_a_part_that_does_not_fit_is_not_given_at_all() -> None:
-    assert shares(100, [(80, 80), (80, 80)]) == [80, 0]
-    assert shares(100, [(300, 300), (300, 300)]) == [100, 0]  # larger than everything: it goes alone
-    assert shares(10, [(100, 1), (100, 1), (2, 1)]) == [4, 4, 2]
-    assert shares(2, [(1, 1)] * 4) == [1, 1, 0, 0]
+    assert shares(100, 100, [(80, 80), (80, 80)]) == [80, 0]
+    assert shares(100, 100, [(300, 300), (300, 300)]) == [100, 0]  # larger than everything: it goes alone
+    assert shares(10, 10, [(100, 1), (100, 1), (2, 1)]) == [4, 4, 2]
+    assert shares(2, 2, [(1, 1)] * 4) == [1, 1, 0, 0]
 
 
 def test_when_there_is_not_enough_for_all_the_workers_take_turns() -> None:

@@ -174,10 +174,12 @@ class Table:
         claims = [members[each].claims[name] for each in order]
         if name.startswith(BUDGET):
             free = claim.limit - held - claim.held
-            more = shares(free, [(max(0, each.want - each.held), max(0, each.part)) for each in claims])
+            more = shares(free, claim.limit, [(max(0, each.want - each.held), max(0, each.part)) for each in claims])
             fair = claim.held + more[order.index(worker)]
         else:
-            fair = shares(claim.limit - past, [(each.want, each.part) for each in claims])[order.index(worker)]
+            fair = shares(claim.limit - past, claim.limit, [(each.want, each.part) for each in claims])[
+                order.index(worker)
+            ]
         granted = max(claim.held, min(fair, claim.limit - held))
         spent = self.spent(name) - claim.spent
         return Grant(granted, fair, spent, held - spent if name.startswith(BUDGET) else 0)
@@ -237,13 +239,14 @@ def steered(now: Steering, request: JsonObject) -> Steering:
     raise SpecError(f"there is no request {action!r} for a run that several processes share")
 
 
-def shares(limit: int, wants: Iterable[tuple[int, int]]) -> list[int]:
-    """Divide ``limit`` among those who want some of it, each with the least part that is of use to it: first that part,
-    to as many as there is enough for, in their order; then the rest evenly."""
+def shares(free: int, whole: int, wants: Iterable[tuple[int, int]]) -> list[int]:
+    """Divide what is ``free`` of a pot among those who want some of it, each with the least part that is of use to it:
+    first that part, to as many as there is enough for, in their order; then the rest evenly. A part that is larger than
+    the ``whole`` pot needs all of it."""
     wanted = list(wants)
-    given, left = [0] * len(wanted), max(0, limit)
+    given, left = [0] * len(wanted), max(0, free)
     for place, (want, part) in enumerate(wanted):
-        first = min(want, max(1, part), max(1, limit))
+        first = min(want, max(1, part), max(1, whole))
         if 0 < first <= left:
             given[place] = first
             left -= first

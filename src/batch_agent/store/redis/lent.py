@@ -20,7 +20,8 @@ from batch_agent.messages import JsonObject
 from batch_agent.scheduler.lending import Allotment, Claim, Learnt, Steering, Table, steered
 from batch_agent.store.address import StoreAddress
 from batch_agent.store.lent import LARGEST_SHARED, UNKEPT_SECONDS, SharedCall
-from batch_agent.store.redis.connection import Client, RedisConnection
+from batch_agent.store.redis.connection import Client, RedisConnection, Script
+from batch_agent.store.redis.store import entries
 
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ class RedisLent:
     def __init__(self, address: StoreAddress, connection: RedisConnection) -> None:
         self._prefix = address.at(address.name).prefix  # stages of a pipeline share what their run has
         self._connection = connection
+        self._scripts: dict[str, Script] = {}
 
     def _key(self, name: str) -> str:
         return self._prefix + name
@@ -150,14 +152,10 @@ class RedisLent:
                 "XREAD", "COUNT", 1000, "BLOCK", milliseconds, "STREAMS", self._key("ended"), position
             )
 
-        found = self._connection.call(read) or []
-        streams = list(found.values()) if isinstance(found, dict) else [entries for _, entries in found]
         ended: set[str] = set()
-        for entries in streams:
-            flat = entries[0] if entries and isinstance(entries[0], list) and isinstance(found, dict) else entries
-            for place, fields in flat:
-                position = place.decode()
-                ended.add(_field(fields, b"key").decode())
+        for place, fields in entries(self._connection.call(read)):
+            position = place
+            ended.add(fields[b"key"].decode())
         return position, ended
 
     # Files
@@ -171,9 +169,11 @@ class RedisLent:
 
     def _script(self, script: str, keys: list[str], args: list[Any]) -> Any:
         names = [self._key(key) for key in keys]
-        return self._connection.call(lambda client: client.register_script(script)(keys=names, args=args))
 
+        def call(client: Client) -> Any:
+            registered = self._scripts.get(script)
+            if registered is None:
+                registered = self._scripts[script] = client.register_script(script)
+            return registered(keys=names, args=args)
 
-def _field(fields: Any, name: bytes) -> bytes:
-    pairs = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
-    return cast(bytes, pairs[name])
+        return self._connection.call(call)

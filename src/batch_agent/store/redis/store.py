@@ -126,7 +126,7 @@ class RedisRunStore:
         blocked = ("BLOCK", max(1, int(min(wait, BLOCKED) * 1000))) if wait > 0 else ()
         read = self._command("XREAD", "COUNT", count, *blocked, "STREAMS", self.key("results"), after)
         found = []
-        for place, fields in _entries(read):
+        for place, fields in entries(read):
             own = int(fields[b"sitting"]) == sitting
             found.append(SharedResult(place, fields[b"row"].decode(), int(fields[b"index"]), fields[b"result"], own))
         return found
@@ -163,7 +163,7 @@ class RedisRunStore:
                 self.key("queue"), ">",
             )  # fmt: skip
         taken = []
-        for place, fields in _entries(read):
+        for place, fields in entries(read):
             row = fields[b"row"]
             steps = self._command("LRANGE", self._steps + row.decode(), 0, -1) if b"past" in fields else []
             taken.append(_leased(place.encode(), 1, row, fields[b"index"], fields[b"value"], steps))
@@ -293,7 +293,7 @@ def _unpack(packed: bytes) -> KeptStep:
     return KeptStep(int(agent), bytes.fromhex(key.decode()), bytes.fromhex(content.decode()), int(kind), body)
 
 
-def _entries(read: Any) -> Iterator[tuple[str, dict[bytes, bytes]]]:
+def entries(read: Any) -> Iterator[tuple[str, dict[bytes, bytes]]]:
     """The entries of one stream in an answer of XREAD, in the form of either protocol of Redis."""
     if not read:
         return
