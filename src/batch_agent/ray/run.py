@@ -72,14 +72,13 @@ class RayRun(FedRun[T]):
 
     async def _work(self, prepared: Prepared) -> None:
         async with AsyncExitStack() as extent:
-            if await asyncio.to_thread(self._cluster.connect):
+            if await asyncio.to_thread(self._cluster.connect, user_modules(self._shared_spec)):
                 extent.push_async_callback(asyncio.to_thread, ray_package().shutdown)
-            target = await self._open_store(extent)
-            modules = self._cluster.environment(user_modules(self._shared_spec))
-            await extent.enter_async_context(RayWorkers(self._cluster, target, modules))
+            target = await self._open_record(extent)
+            await extent.enter_async_context(RayWorkers(self._cluster, target))
             await super()._work(prepared)
 
-    async def _open_store(self, extent: AsyncExitStack) -> object:
+    async def _open_record(self, extent: AsyncExitStack) -> object:
         """What workers reach the record by: its URL, or the relay."""
         if self._url is not None:
             address = StoreAddress.parse(self._url)
@@ -92,7 +91,7 @@ class RayRun(FedRun[T]):
         directory.schema = schema
         store = cast(SqliteRunStore, directory.journal)
         self._directory, self._store = directory, store
-        self._sitting = partial(DirectorySession, directory, **self._sitting.keywords)
+        self._sitting = partial(DirectorySession, directory, **self._sitting.keywords)  # type: ignore[assignment]
         relay = ray_package().remote(Relay).options(**RELAY).remote()
         lent = LocalLent(store.lent_table(), store.write_lent_table)
         extent.enter_context(RelayServer(relay, store, lent))
@@ -155,7 +154,7 @@ def _open_shared(path: Path, *, begun: bool) -> Store:
     """The record of a run directory, as ``RunDir`` opens it."""
     if path.exists():
         raise SpecError(
-            f"{path.parent} was begun on one machine: go on with it there, or give another run directory for the cluster"
+            f"{path.parent} was begun on one machine: go on with it there, or give another directory for the cluster"
         )
     return cast(Store, SqliteRunStore(path.parent / SHARED))
 

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from batch_agent.cluster.worker import WAIT, Worker, open_store
 from batch_agent.errors import RunUnreachable, SpecError
 from batch_agent.files.extras import extra
 from batch_agent.ray.relay import relayed
-from batch_agent.store.shared import RunStore
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+    from batch_agent.engine.run.prepare import Prepared
+    from batch_agent.engine.run.run import Run
+    from batch_agent.events import Sink
 
 logger = logging.getLogger("batch_agent")
 
 NODES_SECONDS = 5.0  # between two looks at the nodes: Ray does not announce those that join
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in jobs that were submitted, whose working_dir travels
 LEAVE_SECONDS = 60.0  # for workers to finish or hand back what they hold
 
 
@@ -50,23 +58,32 @@ class Ray:
         if self.worker_memory is not None and self.worker_memory <= 0:
             raise SpecError(f"worker_memory: a worker cannot reserve {self.worker_memory} bytes")
 
-    def connect(self) -> bool:
-        """Connect this process to the cluster. False if it was connected already."""
+    def open_run(
+        self, prepared: Prepared, command: Mapping[str, JsonValue] | None = None, sinks: Sequence[Sink] = ()
+    ) -> Run[Any]:
+        """The run of the driver. Raises SpecError for what cannot travel to the workers."""
+        from batch_agent.ray.run import RayRun
+
+        return RayRun(prepared, self, sinks, command)
+
+    def connect(self, modules: Sequence[ModuleType] = ()) -> bool:
+        """Connect this process to the cluster, with the modules that workers import. False if it was connected
+        already: then the program that did it says what travels."""
         ray = ray_package()
         if ray.is_initialized():
             return False
         address = None if self.address == "local" else self.address
+        environment = self._environment(modules)
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise RunUnreachable(f"the Ray cluster at {self.address} cannot be reached: {error}") from None
         return True
 
-    def environment(self, modules: Sequence[ModuleType] = ()) -> dict[str, Any]:
-        """Ray's ``runtime_env`` for the workers, with the modules that they import."""
+    def _environment(self, modules: Sequence[ModuleType]) -> dict[str, Any]:
         environment = dict(self.runtime_env)
         paths = sorted({_travels(module) for module in modules})
-        if paths and "working_dir" not in environment:
+        if paths and "working_dir" not in environment and SUBMITTED not in os.environ:
             environment["py_modules"] = [*environment.get("py_modules", ()), *paths]
         return environment
 
@@ -82,28 +99,23 @@ def _travels(module: ModuleType) -> str:
 
 
 class WorkerActor:
-    """One worker process. ``target`` is the URL of the run, or the relay of the driver that keeps it."""
+    """One worker process."""
 
-    def __init__(self, target: object) -> None:
-        self._target = target
+    def __init__(self) -> None:
         self._worker: Worker | None = None
         self._leaving = False
 
-    async def work(self) -> int:
-        """Work until the run is done, or until ``leave``; the number of rows that it has finished."""
+    async def work(self, target: object) -> int:
+        """Work until the run is done, or until ``leave``; the number of rows that it has finished. ``target`` is the
+        URL of the run, or the relay of the driver that keeps it."""
         if self._leaving:
             return 0
-        store = await self._open()
+        store = await open_store(target, WAIT) if isinstance(target, str) else relayed(target)[0]
         self._worker = Worker(store)
         try:
             return (await self._worker.work()).rows
         finally:
             store.close()
-
-    async def _open(self) -> RunStore:
-        if isinstance(self._target, str):
-            return await open_store(self._target, WAIT)
-        return relayed(self._target)[0]
 
     async def leave(self) -> None:
         """Hand back every row, and end."""
@@ -115,8 +127,8 @@ class WorkerActor:
 class RayWorkers:
     """The actors that work on one run, for as long as this is entered."""
 
-    def __init__(self, cluster: Ray, target: object, environment: dict[str, Any]) -> None:
-        self._cluster, self._target, self._environment = cluster, target, environment
+    def __init__(self, cluster: Ray, target: object) -> None:
+        self._cluster, self._target = cluster, target
         self._actors: dict[str, Any] = {}  # by node, or by number
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._follower: asyncio.Task[None] | None = None
@@ -155,11 +167,10 @@ class RayWorkers:
             "scheduling_strategy": strategy,
             "max_restarts": -1,
             "max_task_retries": -1,
-            "runtime_env": self._environment or None,
         }
         if cluster.worker_memory is not None:
             options["memory"] = cluster.worker_memory
-        return ray_package().remote(WorkerActor).options(**options).remote(self._target)
+        return ray_package().remote(WorkerActor).options(**options).remote()
 
     async def _follow(self) -> None:
         while True:
@@ -186,7 +197,7 @@ class RayWorkers:
     async def _watch(self, name: str, actor: Any) -> None:
         """Let one actor work. Ray repeats the call in an actor that it has started again."""
         try:
-            await actor.work.remote()
+            await actor.work.remote(self._target)
         except ray_package().exceptions.RayError as error:
             if name in self._actors:
                 logger.warning("a worker on Ray is gone: %s", str(error).splitlines()[0])

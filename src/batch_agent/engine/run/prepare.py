@@ -89,7 +89,8 @@ class Prepared:
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     """Resolve and check everything. Raises SpecError; sends nothing. A plan that is not to be run (``sends`` is False)
     needs no key."""
-    if is_store_url(spec.run_dir):  # a worker does not see all rows, so it cannot tell what they share
+    # A worker does not see all rows, so it cannot tell what they share.
+    if is_store_url(spec.run_dir) or spec.cluster is not None:
         spec = spec.model_copy(update={"no_hoist": True})
     runtime = runtime_of(spec.runtime)
     where = spec.runtime if spec.backend is None else spec.backend

@@ -99,8 +99,8 @@ class Run(Steered, Generic[T]):
         of a run directory; ``session`` records the run elsewhere. ``within`` is what another run works with: this one
         then takes its slots, spends its budget, is recorded in its journal (unless it has a record of its own) and
         shows in its view. ``stages`` are the names of the runs that have their directories in this one's; ``controls``
-        is what the control socket steers and the summary counts, if that is not this run. ``lender`` lends it the shares
-        of a process among several."""
+        is what the control socket steers and the summary counts, if that is not this run. ``lender`` lends the shares
+        of one process among several."""
         self.id = secrets.token_hex(8)
         self._prepared = prepared
         self._command = command
@@ -359,7 +359,7 @@ class Run(Steered, Generic[T]):
             await self._watch.begin(self._session, where, asked_json(prepared), self.shared.clock())
         return self._session
 
-    def _account(self, outer: Session | None) -> Account:
+    def _account(self, outer: RunSession | None) -> Account:
         if self._outer is not None:
             return StageAccount(self._metrics, outer)
         return self.shared.spending if self._lender is None else WorkerAccount(self.shared.spending)
