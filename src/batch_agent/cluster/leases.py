@@ -17,6 +17,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from batch_agent.cluster.row_json import decode_row
+from batch_agent.dispatch.cancellation import outlast
 from batch_agent.errors import StoreError
 from batch_agent.job import Placed
 from batch_agent.store.journal import OVERDUE
@@ -51,6 +52,7 @@ class WorkerLeases(AsyncIterator[Placed]):
     def __init__(self, store: RunStore, worker: int, *, lease: float, generation: int, patience: float) -> None:
         self.store, self.worker = store, worker
         self.held: dict[int, HeldRow] = {}  # by index: those that are being worked on
+        self.ending: set[int] = set()  # of those, the ones whose results are on their way to the record
         self.over: Over = ""
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_away: Callable[[bool], None] = lambda _: None
@@ -61,7 +63,7 @@ class WorkerLeases(AsyncIterator[Placed]):
         self._renewing: asyncio.Task[None] | None = None
         self._lonely_since: float | None = None  # when it was first seen that nobody feeds
         self._fed = False  # every input was fed
-        self._wait = min(1.0, lease / (2 * RENEWALS))  # seconds for rows to come
+        self._wait = min(0.25, lease / (2 * RENEWALS))  # seconds for rows to come
         self._changed, self._leaving = asyncio.Event(), asyncio.Event()
 
     def begin(self) -> None:
@@ -111,11 +113,13 @@ class WorkerLeases(AsyncIterator[Placed]):
         """These rows have their results in the record."""
         for index in indices:
             self.held.pop(index, None)
+            self.ending.discard(index)
 
     def lose(self, places: set[str]) -> None:
         """Drop the rows at these places of the queue: others have them."""
         for index in [index for index, row in self.held.items() if row.lease.place in places] if places else ():
             del self.held[index]
+            self.ending.discard(index)
             logger.info("the lease of row %d is lost: another worker has it", index)
             self.on_lost(index)
         if any(row.lease.place in places for row in self._ready):
@@ -126,7 +130,7 @@ class WorkerLeases(AsyncIterator[Placed]):
         self.over = self.over or "asked to leave"
         if self._renewing is not None:
             self._renewing.cancel()
-            await to_its_end(self._renewing)
+            await outlast(self._renewing)
         rows = [*(held.row for held in self.held.values()), *self._ready]
         self.held.clear()
         self._ready.clear()
@@ -172,7 +176,8 @@ class WorkerLeases(AsyncIterator[Placed]):
             finally:
                 alarm.cancel()
             self.on_away(False)
-            self.lose(lost)
+            # Of rows that end just now the commit decides: one that it ended has no lease any more.
+            self.lose(lost - {self.held[index].lease.place for index in self.ending if index in self.held})
             if not self.over and (standing.phase != "running" or standing.generation != self._generation):
                 self._judge(standing)
 

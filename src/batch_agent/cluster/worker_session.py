@@ -177,6 +177,7 @@ class WorkerSession:
         return Trail(self._open_journal, identity, past, retried=past is not None and past.failed is not None)
 
     def publish(self, result: AgentResult[object]) -> None:
+        self.leases.ending.add(result.index)
         self._open_journal.publish(result)
 
     # The session
