@@ -28,6 +28,8 @@ class Checked(Protocol):
     @property
     def run_dir(self) -> str | Path | None: ...
     @property
+    def cluster(self) -> Any: ...
+    @property
     def resume(self) -> bool: ...
     @property
     def force_resume(self) -> bool: ...
@@ -76,7 +78,7 @@ def _about_the_record(spec: Checked) -> str | None:
         return "run_dir is empty: name a directory, or leave it out to record nothing"
     shared = isinstance(spec.run_dir, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", spec.run_dir)
     for name in SHARED:
-        if spec.given(name) and not shared:
+        if spec.given(name) and not shared and spec.cluster is None:
             return f"{name} is for a run that several processes share: give run_dir as redis://host:6379/0/NAME"
     if spec.predictive_prewarm is True and spec.run_dir is None:
         return "predictive_prewarm needs an earlier run: give its directory in place of True, or run_dir"

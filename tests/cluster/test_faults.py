@@ -1,7 +1,7 @@
 """A run over four Ray nodes while its processes die: every row once, every write once. ``make test-cluster``.
 
 10,000 agents of two turns with one writing tool each. A node, a worker and the driver are killed with SIGKILL, and a
-worker is stopped for longer than its lease. With Redis, Redis is killed too and started again with its append-only file.
+worker is stopped for longer than its lease. Redis is killed too, and started again with its append-only file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def stop_for_a_while(cluster: RayNodes) -> None:
 
 def check(folder: Path, again: int) -> None:
     account = Account.of(folder, folder / "out.jsonl")
-    print(f"asked again: {account.asked_again} of {2 * ROWS}, {again} allowed; interrupted: {len(account.interrupted)}")
+    asked = f"{account.asked_again} of {2 * ROWS} requests were asked again, {again} allowed"
+    print(f"{asked}; {len(account.interrupted)} writes were interrupted")  # noqa: T201
     assert account.problems(ROWS, again) == []
 
 

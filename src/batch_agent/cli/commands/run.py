@@ -45,8 +45,6 @@ from batch_agent.store.address import is_store_url
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from batch_agent.ray.workers import Ray
-
 # How a run ends that stopped before it was done, other than at a person's word.
 ENDS: Mapping[Ended | None, int] = {"out of budget": OUT_OF_BUDGET, "unreachable": UNREACHABLE, "failed": RUN_FAILED}
 
@@ -65,15 +63,13 @@ def run_command(options: argparse.Namespace) -> int:
 
             return run_stages(options, stdout, files)
         spec = load_spec(options)
-        if (cluster := _cluster(options)) is not None:
-            spec = spec.model_copy(update={"cluster": cluster})
         if options.dry_run:
             dry = DryRun.of(BatchAgent.plan(spec))
             put(to_json(dry.to_json()).decode() if options.json else dry.to_text(marks_for(stdout)), stdout)
             return ALL_OK
         view = choose_view(options, sys.stderr, stdout)
         prepared = prepare(spec)
-        shared = is_store_url(spec.run_dir) or cluster is not None
+        shared = is_store_url(spec.run_dir) or spec.cluster is not None
         if options.resume and not shared and (words := forecast(prepared, force=options.force_resume)):
             say(f"batch-agent: {words}")
         fetch_missing(prepared.backend.name, sys.stderr)
@@ -91,23 +87,6 @@ def _open(prepared: Prepared, command: Mapping[str, JsonValue]) -> Run[object]:
         opened: Run[object] = spec.cluster.open_run(prepared, command)
         return opened
     return open_fed_run(prepared, command) if is_store_url(spec.run_dir) else Run[object](prepared, command=command)
-
-
-def _cluster(options: argparse.Namespace) -> Ray | None:
-    """The cluster that the command line names."""
-    if options.ray is None:
-        given = [name for name in ("workers", "worker_cpus", "worker_memory") if getattr(options, name) is not None]
-        if given:
-            raise SpecError(f"--{given[0].replace('_', '-')} is for a Ray cluster: give --ray too")
-        return None
-    from batch_agent.ray.workers import Ray
-
-    return Ray(
-        options.ray,
-        "auto" if options.workers is None else options.workers,
-        worker_cpus=1.0 if options.worker_cpus is None else options.worker_cpus,
-        worker_memory=options.worker_memory,
-    )
 
 
 @contextmanager

@@ -202,7 +202,9 @@ def _number(name: str) -> Callable[[str], object]:
         try:
             BatchSpec(task="-", inputs=(), **{name: value})
         except SpecError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from None
+            own, _, fault = str(error).partition(f"{name}: ")
+            if not own:  # else it does not go with others, which are not known yet
+                raise argparse.ArgumentTypeError(fault) from None
         return value
 
     return read
