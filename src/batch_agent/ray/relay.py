@@ -12,8 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Thread
-from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 from batch_agent.errors import BatchAgentError, StoreError
 from batch_agent.store.lent import LentStore
@@ -96,27 +95,28 @@ def relayed(relay: Any) -> tuple[RunStore, LentStore]:
 
 
 class RelayServer:
-    """The driver's end: makes the calls that come to ``relay``. ``with`` it for the time of a run."""
+    """The driver's end: makes the calls that come to ``relay``, until ``close``."""
 
     def __init__(self, relay: Any, rows: RunStore, lent: LentStore) -> None:
         self._relay = relay
         self._stores: dict[str, RunStore | LentStore] = {"rows": rows, "lent": lent}
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()
         self._threads = ThreadPoolExecutor(THREADS, "batch-agent-relay")
-        self._loops = [Thread(target=loop, daemon=True) for loop in (self._take_calls, self._send_answers)]
         self._stopping = False
-
-    def __enter__(self) -> Self:
+        self._loops = [Thread(target=loop, daemon=True) for loop in (self._take_calls, self._send_answers)]
         for thread in self._loops:
             thread.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the relay. Blocks until no thread uses Ray any more: Ray may be shut down next."""
+        import ray
+
         self._stopping = True
+        ray.kill(self._relay)
+        self._threads.shutdown(wait=True, cancel_futures=True)
         self._answers.put(None)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for thread in self._loops:
+            thread.join()
 
     def _take_calls(self) -> None:
         import ray
@@ -125,9 +125,7 @@ class RelayServer:
             try:
                 calls = cast("list[Call]", ray.get(self._relay.calls.remote()))
             except ray.exceptions.RayError:
-                if not ray.is_initialized():
-                    return
-                continue  # it is being restarted
+                continue  # it is being restarted, or this is the end
             for call in calls:
                 if not self._stopping:
                     self._threads.submit(self._make, call)
@@ -146,6 +144,10 @@ class RelayServer:
         """Whatever has gathered, in one call."""
         while (first := self._answers.get()) is not None:
             answers = [first]
-            while not self._answers.empty() and (another := self._answers.get()) is not None:
+            while not self._answers.empty():
+                another = self._answers.get()
+                if another is None:
+                    return
                 answers.append(another)
-            self._relay.answer.remote(answers)
+            if not self._stopping:
+                self._relay.answer.remote(answers)

@@ -94,7 +94,8 @@ class RayRun(FedRun[T]):
         self._sitting = partial(DirectorySession, directory, **self._sitting.keywords)  # type: ignore[assignment]
         relay = ray_package().remote(Relay).options(**RELAY).remote()
         lent = LocalLent(store.lent_table(), store.write_lent_table)
-        extent.enter_context(RelayServer(relay, store, lent))
+        server = RelayServer(relay, store, lent)
+        extent.push_async_callback(asyncio.to_thread, server.close)
         return relay
 
     async def _row_finished(self, result: AgentResult[object], worker: int) -> None:

@@ -31,7 +31,7 @@ logger = logging.getLogger("batch_agent")
 
 NODES_SECONDS = 5.0  # between two looks at the nodes: Ray does not announce those that join
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in jobs that were submitted, whose working_dir travels
-LEAVE_SECONDS = 60.0  # for workers to finish or hand back what they hold
+LEAVE_SECONDS = 5.0  # for workers to leave when the run is over: a dead one does not keep it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Ray:
         address = None if self.address == "local" else self.address
         environment = self._environment(modules)
         try:
-            ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise RunUnreachable(f"the Ray cluster at {self.address} cannot be reached: {error}") from None
         return True
@@ -153,12 +153,11 @@ class RayWorkers:
             actor.leave.remote()
         tasks = [*self._tasks.values(), *([] if self._follower is None else [self._follower])]
         if tasks:
-            await asyncio.wait(tasks, timeout=LEAVE_SECONDS if kind is None else 5.0)
+            await asyncio.wait(tasks, timeout=LEAVE_SECONDS)
+        actors, self._actors = self._actors, {}
         for task in tasks:
             task.cancel()
-        ray = ray_package()
-        for actor in self._actors.values():
-            ray.kill(actor)
+        await asyncio.to_thread(lambda: [ray_package().kill(actor) for actor in actors.values()])
 
     def _start(self, strategy: object) -> Any:
         cluster = self._cluster
