@@ -96,7 +96,7 @@ class FedRun(Run[T]):
         self._feed.set_reading(True)  # the worker has a feed of its own for the rows that it starts
         async with self._budget(), asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(feeder.keep())
-            self._feeder = tasks.create_task(self._feed_all(feeder))
+            self._feeder = tasks.create_task(feeder.feed())
             delivering = tasks.create_task(feeder.deliver())
             working = None if self._feed_only else tasks.create_task(self._work_here(prepared, session))
             await asyncio.wait({delivering, *filter(None, (working,))}, return_when=asyncio.FIRST_COMPLETED)
@@ -104,6 +104,8 @@ class FedRun(Run[T]):
                 self._feed.close()
                 delivering.cancel()
             await asyncio.wait({delivering})
+            if feeder.fed and not feeder.outstanding:
+                self._feed.end()
             keeping.cancel()
             if self._worker_run is not None:
                 self._worker_run.drain()
@@ -123,11 +125,6 @@ class FedRun(Run[T]):
             "first": "null" if isinstance(value, UnreadableRow) else encode_row(value).decode(),
             "pieces": {**pieces(prepared)},
         }
-
-    async def _feed_all(self, feeder: Feeder) -> None:
-        await feeder.feed()
-        if feeder.fed:
-            self._feed.end()
 
     async def _work_here(self, prepared: Prepared, session: FeederSession) -> None:
         """Be one of the workers."""
@@ -155,6 +152,8 @@ class FedRun(Run[T]):
     def drain(self) -> None:
         if self._fed is not None:
             self._fed.stop()
+        if self._worker_run is not None:
+            self._worker_run.drain()
         super().drain()
 
     def _hold(self, full: bool) -> None:

@@ -53,6 +53,7 @@ class Feeder:
         self._held = asyncio.Event()  # cleared while nobody takes results
         self._held.set()
         self._stopping = asyncio.Event()
+        self._draining = False  # the workers were told
 
     def hold(self, full: bool) -> None:
         """Read no results while those before them are not taken."""
@@ -74,6 +75,7 @@ class Feeder:
                 values = await self._rows.read(AT_ONCE)
             except Exception as error:
                 self.failure = error
+                self.stop()
                 return
             if not values:
                 break
@@ -126,16 +128,23 @@ class Feeder:
         return await session.run(lambda: session.store.keep_feed(session.feed.sitting))
 
     async def keep(self) -> None:
-        """Renew the feeder's lease, for ever."""
+        """Renew the feeder's lease, for ever; tell the workers once to take no more rows, if that is so."""
+        session, pause = self._session, self._session.lease / 3
         while True:
-            await asyncio.sleep(self._session.lease / 3)
+            if self._draining:
+                await asyncio.sleep(pause)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), pause)
+            if self._stopping.is_set() and not self._draining:
+                await session.run(lambda: session.store.set_phase(session.feed.sitting, "draining"))
+                self._draining = True
             await self.standing()
 
     async def deliver(self) -> None:
         """Deliver results until every row that was fed has its own; or, once stopped, until no row is leased."""
         session, sitting = self._session, self._session.feed.sitting
         position, wait = session.feed.position, min(WAIT, session.lease / 4)
-        announced = False
         while not (self.fed and not self.outstanding):
             await self._held.wait()
             found = await session.run(partial(session.store.results, sitting, position, AT_ONCE, wait))
@@ -145,12 +154,8 @@ class Feeder:
                     self.outstanding -= 1
                     await self._deliver(*decode_result(each.result, each.index, self._schema, resumed=False))
             self._moved.set()
-            if self._stopping.is_set() or self.failure is not None:
-                if not announced:
-                    announced = True
-                    await session.run(lambda: session.store.set_phase(sitting, "draining"))
-                elif not found and not (await self.standing()).counts.leased:
-                    return
+            if self._draining and not found and not (await self.standing()).counts.leased:
+                return
 
     async def _deliver(self, result: AgentResult[object], worker: int) -> None:
         session = self._session

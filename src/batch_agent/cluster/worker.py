@@ -135,7 +135,8 @@ class Worker:
                 if facts.get("state") == "complete":
                     return None
                 standing = await _beside(self._store.standing)
-                if standing.phase == "running" and (standing.feeder or standing.counts.unstarted):
+                left = standing.counts.unstarted + standing.counts.leased
+                if standing.phase == "running" and (standing.feeder or left):
                     return facts
             if asyncio.get_running_loop().time() >= deadline:
                 what = "there is no run" if facts is None else "nobody feeds the run"
