@@ -28,9 +28,21 @@ from batch_agent.engine.run.shared import Shared
 from batch_agent.engine.run.steering import Controls
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.messages import JsonObject
-from batch_agent.scheduler.budget import Amount
+from batch_agent.scheduler.budget import NOTHING, Amount
 from batch_agent.scheduler.endpoint import Endpoint
-from batch_agent.scheduler.lending import BUDGET, RATE, SLOTS, Allotment, Claim, Grant, Learnt, Steering
+from batch_agent.scheduler.lending import (
+    BUDGET,
+    BUDGET_COST,
+    BUDGET_TOKENS,
+    DOLLAR,
+    RATE,
+    SLOTS,
+    Allotment,
+    Claim,
+    Grant,
+    Learnt,
+    Steering,
+)
 from batch_agent.scheduler.limit_search import LimitSearch
 from batch_agent.store.lent import LentStore
 from batch_agent.store.shared import LEASE
@@ -41,8 +53,7 @@ logger = logging.getLogger("batch_agent")
 EVERY = 1.0  # seconds between two beats
 GAP = 0.1  # seconds between two beats at the least, when something waits for the next one
 PEAKS = 3  # beats over which the most in flight counts as wanted
-DOLLAR = 10**9  # the smallest part of a cost that is counted
-TOKENS, COST = f"{BUDGET}tokens", f"{BUDGET}cost"
+UNLIMITED = 2**62
 THREADS = 8  # calls of the store at once
 
 
@@ -68,6 +79,10 @@ class Lending:
         self._steered: Steering | None = None
         self._joined = False
         self._lost: asyncio.TimerHandle | None = None
+
+    async def begin(self) -> None:
+        """A new sitting of the run begins: forget what earlier ones were asked to do."""
+        await self._beside(lambda: self._store.steer({"do": "begin"}))
 
     def soon(self) -> None:
         self._wanted.set()
@@ -105,6 +120,7 @@ class Lending:
         self._places = dict(self._find_places(shared))
         claims = {name: place.claim() for name, place in self._places.items()}
         learnt = {name: _learnt(endpoint) for name, _, endpoint in _endpoints(shared)}
+        learnt[BUDGET] = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
         status, sent = _in_short(controls.status()), loop.time()
         beat = await self._beside(lambda: self._store.beat(self._worker, self._seconds, claims, learnt, status))
         if self._lost is not None:
@@ -147,8 +163,7 @@ class Lending:
             rates = endpoint.server.rates
             for kind in {} if rates is None else rates.shared:
                 yield f"{RATE}{name} {kind}", _rate_at(dispatcher, endpoint, kind)
-        if shared.spending.is_leased:
-            yield from _budget(shared.spending)
+        yield from _budget(shared.spending)
 
     def _all_slots(self, name: str, dispatcher: Dispatcher, whole: int) -> Pot:
         scheduler = dispatcher.scheduler
@@ -183,7 +198,7 @@ class Lending:
     def _apply(self, shared: Shared, beat: Allotment) -> None:
         for name, grant in beat.grants.items():
             self._places[name].apply(min(grant.held, grant.fair))
-        if TOKENS in beat.grants or COST in beat.grants:
+        if shared.spending.is_leased:
             _grant_budget(shared.spending, beat.grants)
         self._wake(shared)
 
@@ -205,6 +220,9 @@ class Lending:
     # What others learnt
 
     def _learn(self, shared: Shared, beat: Allotment) -> None:
+        for told in beat.learnt.get(BUDGET, ()):
+            if told.down:
+                shared.spending.exhaust(told.reason)
         for name, dispatcher, endpoint in _endpoints(shared):
             others = beat.learnt.get(name, ())
             down, was_down = any(each.down for each in others), name in self._down
@@ -267,25 +285,34 @@ def _rate_at(dispatcher: Dispatcher, endpoint: Endpoint, kind: str) -> Pot:
 
 
 def _budget(spending: Spending) -> Iterator[tuple[str, Pot]]:
-    """Both budgets, which are granted together."""
-    spent, kept, wanted, part = spending.claim()
-    tokens, cost = spending.limits
+    """Both budgets, which are granted together. Without a limit they tell what is spent."""
+    if spending.is_leased:
+        spent, kept, wanted, part = spending.claim()
+        tokens, cost = spending.limits
+    else:
+        used_tokens, used_cost = spending.so_far()
+        spent = kept = wanted = Amount(used_tokens, used_cost or 0.0)
+        part, tokens, cost = NOTHING, None, None
 
     def nothing(share: int) -> None:
         """Both are applied at once."""
 
-    if tokens is not None:
-        of_tokens = Claim(tokens, kept.tokens, wanted.tokens, part.tokens, spent.tokens)
-        yield TOKENS, Pot(lambda: of_tokens, nothing)
-    if cost is not None:
-        amounts = (cost, kept.cost, wanted.cost, part.cost, spent.cost)
-        of_cost = Claim(*(math.ceil(round(each * DOLLAR, 3)) for each in amounts))
-        yield COST, Pot(lambda: of_cost, nothing)
+    most = UNLIMITED if tokens is None else tokens
+    of_tokens = Claim(most, kept.tokens, wanted.tokens, part.tokens, spent.tokens)
+    amounts = (kept.cost, wanted.cost, part.cost, spent.cost)
+    of_cost = Claim(UNLIMITED if cost is None else _nano(cost), *map(_nano, amounts))
+    yield BUDGET_TOKENS, Pot(lambda: of_tokens, nothing)
+    if cost is not None or spent.cost:
+        yield BUDGET_COST, Pot(lambda: of_cost, nothing)
+
+
+def _nano(dollars: float) -> int:
+    return math.ceil(round(dollars * DOLLAR, 3))
 
 
 def _grant_budget(spending: Spending, grants: Mapping[str, Grant]) -> None:
-    none = Grant(2**62, 2**62)
-    tokens, cost = grants.get(TOKENS, none), grants.get(COST, none)
+    none = Grant(UNLIMITED, UNLIMITED)
+    tokens, cost = grants.get(BUDGET_TOKENS, none), grants.get(BUDGET_COST, none)
     spending.granted(
         Amount(tokens.held, cost.held / DOLLAR),
         Amount(tokens.others_spent, cost.others_spent / DOLLAR),

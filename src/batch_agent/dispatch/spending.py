@@ -336,17 +336,18 @@ class Spending:
 
     def _refused(self, limit: str) -> Interrupted:
         self.refused += 1
-        self._exhaust(limit)
+        self.exhaust(limit)
         return Interrupted(f"the run is out of budget: {limit}")
 
-    def _exhaust(self, limit: str) -> None:
+    def exhaust(self, limit: str) -> None:
+        """A limit leaves no room for the next call, here or at another worker: no agent is started any more."""
         if not self.exhausted:
             self.exhausted = limit
             self._on_exhausted(limit)
 
     def _stop_the_clock(self) -> None:
         self.time_is_up = True
-        self._exhaust(self._time_limit)
+        self.exhaust(self._time_limit)
         self._serve()
         if self._on_time_up is not None:
             self._on_time_up()

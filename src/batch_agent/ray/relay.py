@@ -85,21 +85,24 @@ class RelayedStore:
 
         return call
 
+    def lent(self) -> RelayedStore:
+        return RelayedStore(self._relay, "lent")
+
     def close(self) -> None:
         """The store is the driver's, and stays open."""
 
 
-def relayed(relay: Any) -> tuple[RunStore, LentStore]:
-    """The stores behind a relay, for a worker."""
-    return cast(RunStore, RelayedStore(relay, "rows")), cast(LentStore, RelayedStore(relay, "lent"))
+def relayed(relay: Any) -> RunStore:
+    """The store behind a relay, for a worker."""
+    return cast(RunStore, RelayedStore(relay, "rows"))
 
 
 class RelayServer:
     """The driver's end: makes the calls that come to ``relay``, until ``close``."""
 
-    def __init__(self, relay: Any, rows: RunStore, lent: LentStore) -> None:
+    def __init__(self, relay: Any, store: RunStore) -> None:
         self._relay = relay
-        self._stores: dict[str, RunStore | LentStore] = {"rows": rows, "lent": lent}
+        self._stores: dict[str, RunStore | LentStore] = {"rows": store, "lent": store.lent()}
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()
         self._threads = ThreadPoolExecutor(THREADS, "batch-agent-relay")
         self._stopping = False

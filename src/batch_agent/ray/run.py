@@ -30,7 +30,6 @@ from batch_agent.ray.relay import Relay, RelayServer
 from batch_agent.ray.workers import Ray, RayWorkers, ray_package
 from batch_agent.store.address import StoreAddress, is_store_url
 from batch_agent.store.base import Store
-from batch_agent.store.lent_local import LocalLent
 from batch_agent.store.redis.store import RedisRunStore
 from batch_agent.store.rundir import RunDir, State
 from batch_agent.store.shared import RunStore
@@ -93,8 +92,7 @@ class RayRun(FedRun[T]):
         self._directory, self._store = directory, store
         self._sitting = partial(DirectorySession, directory, **self._sitting.keywords)  # type: ignore[assignment]
         relay = ray_package().remote(Relay).options(**RELAY).remote()
-        lent = LocalLent(store.lent_table(), store.write_lent_table)
-        server = RelayServer(relay, store, lent)
+        server = RelayServer(relay, store)
         extent.push_async_callback(asyncio.to_thread, server.close)
         return relay
 

@@ -110,7 +110,7 @@ class WorkerActor:
         URL of the run, or the relay of the driver that keeps it."""
         if self._leaving:
             return 0
-        store = await open_store(target, WAIT) if isinstance(target, str) else relayed(target)[0]
+        store = await open_store(target, WAIT) if isinstance(target, str) else relayed(target)
         self._worker = Worker(store)
         try:
             return (await self._worker.work()).rows

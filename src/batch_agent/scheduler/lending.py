@@ -25,6 +25,8 @@ from batch_agent.messages import JsonObject
 from batch_agent.scheduler.rates import MINUTE, SLACK
 
 BUDGET, RATE, SLOTS = "budget ", "rate ", "slots "  # what the names of pots begin with
+BUDGET_TOKENS, BUDGET_COST = f"{BUDGET}tokens", f"{BUDGET}cost"
+DOLLAR = 10**9  # the smallest part of a cost that is counted
 ROTATION = MINUTE  # seconds after which another worker is served first when there is not enough for all
 
 MOST_ROWS = 20  # latest requests for single rows that are kept
@@ -55,8 +57,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a worker knows of an endpoint. ``limit`` is the number of requests in flight that it found; None while it
-    does not know one."""
+    """What a worker knows of an endpoint; under the name ``BUDGET``, that this is used up. ``limit`` is the number of
+    requests in flight that it found; None while it does not know one."""
 
     down: bool = False
     reason: str = ""
@@ -69,6 +71,7 @@ class Steering:
     with its number."""
 
     number: int = 0
+    sitting: int = 0  # the number with which the run began or was resumed
     paused: bool = False
     ending: str = ""  # "drain" or "cancel"
     max_inflight: int | None = None
@@ -101,6 +104,7 @@ class Table:
         self.steering = Steering()
         self._spent: dict[str, int] = {}  # by workers that have left
         self._lingering: list[tuple[str, int, float]] = []  # pot, amount, until when it counts
+        self._exhausted = (0, "")  # sitting in which a worker found the budget too small for its next call, and which
 
     # Workers
 
@@ -127,6 +131,10 @@ class Table:
             member.claims[name] = replace(claim, held=grant.held)
         others = [each for name, each in self.members.items() if name != worker and each.until]
         known = {name: [each.learnt[name] for each in others if name in each.learnt] for name in learnt}
+        if (told := learnt.get(BUDGET)) is not None and told.down:
+            self._exhausted = (self.steering.sitting, told.reason)
+        if self._exhausted[1] and self._exhausted[0] == self.steering.sitting:
+            known[BUDGET] = [Learnt(down=True, reason=self._exhausted[1])]
         return Allotment(grants, known, self.steering, 1 + len(others))
 
     def leave(self, worker: str, now: float) -> None:
@@ -194,6 +202,7 @@ class Table:
                 "steering": asdict(self.steering),
                 "spent": self._spent,
                 "lingering": self._lingering,
+                "exhausted": self._exhausted,
             },
         )
 
@@ -216,6 +225,8 @@ class Table:
             table.steering = Steering(**{**steering, "rows": tuple(tuple(row) for row in rows)})  # type: ignore[arg-type]
         table._spent = dict(cast("dict[str, int]", value.get("spent", {})))
         lingering = cast("list[tuple[str, int, float]]", value.get("lingering", []))
+        sitting, why = cast("tuple[int, str]", value.get("exhausted", (0, "")))
+        table._exhausted = (sitting, why)
         table._lingering = [(pot, amount, until) for pot, amount, until in lingering]
         return table
 
@@ -224,6 +235,8 @@ def steered(now: Steering, request: JsonObject) -> Steering:
     """What all workers are asked to do after one more request. Raises SpecError for a request that there is not."""
     number, action = now.number + 1, str(request.get("do"))
     match action:
+        case "begin":
+            return Steering(number, number)
         case "pause" | "resume":
             return replace(now, number=number, paused=action == "pause")
         case "drain" | "cancel":

@@ -164,6 +164,8 @@ class RunView:
     state: State
     glance: Glance
     stages: Mapping[str, RunView] = field(default_factory=dict)
+    name: str = ""  # the place as a command line names it, without a password
+    kept_summary: JsonObject | None = None  # of a run that is kept elsewhere
 
     @classmethod
     def of(cls, path: Path) -> RunView:
@@ -174,12 +176,21 @@ class RunView:
         journal = path / JOURNAL
         seen = glance(journal) if journal.exists() else Glance(0, Progress())
         stages = {name: cls.of(path / name) for name in stage_names(facts) if (path / name / RUN).exists()}
-        return cls(path, facts, state, seen, stages)
+        return cls(path, facts, state, seen, stages, name=str(path))
 
     @property
     def parts(self) -> Mapping[str, RunView]:
         """The runs that have the user's rows: the stages of a pipeline, else the run itself, whose name is ""."""
         return self.stages if stage_names(self.facts) else {"": self}
+
+    @property
+    def summary(self) -> JsonObject | None:
+        """The numbers of a session that ended."""
+        try:
+            summary = self.kept_summary or from_json((self.path / SUMMARY).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return cast(JsonObject, summary) if isinstance(summary, dict) else None
 
     @property
     def progress(self) -> Progress:

@@ -25,6 +25,7 @@ from typing import cast
 from batch_agent.errors import SpecError, StoreError
 from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
+from batch_agent.store.lent_local import LocalLent
 from batch_agent.store.private import private
 from batch_agent.store.shared import (
     LEASE,
@@ -105,7 +106,9 @@ class SqliteRunStore:
             self._epoch = int(self._fact("epoch") or 0) + 1
             self._set_facts(epoch=str(self._epoch))
             self._position = int(self._db.execute("SELECT coalesce(max(position), 0) FROM entry").fetchone()[0])
+            table = cast(JsonObject, from_json((self._fact("lent") or "{}").encode()))
         self._token = self._epoch * EPOCH
+        self._lent = LocalLent(table, self._write_lent)
 
     def close(self) -> None:
         with self._lock:
@@ -130,12 +133,10 @@ class SqliteRunStore:
         with self._explained():
             return int(self._db.execute("SELECT count(*) + 1 FROM (SELECT 1 FROM entry LIMIT 1)").fetchone()[0])
 
-    def lent_table(self) -> JsonObject:
-        """What ``LocalLent`` was last given to write; {} at first."""
-        with self._explained():
-            return cast(JsonObject, from_json((self._fact("lent") or "{}").encode()))
+    def lent(self) -> LocalLent:
+        return self._lent
 
-    def write_lent_table(self, table: JsonObject) -> None:
+    def _write_lent(self, table: JsonObject) -> None:
         with self._transaction():
             self._set_facts(lent=to_json(table).decode())
 

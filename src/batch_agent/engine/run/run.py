@@ -99,8 +99,8 @@ class Run(Steered, Generic[T]):
         of a run directory; ``session`` records the run elsewhere. ``within`` is what another run works with: this one
         then takes its slots, spends its budget, is recorded in its journal (unless it has a record of its own) and
         shows in its view. ``stages`` are the names of the runs that have their directories in this one's; ``controls``
-        is what the control socket steers and the summary counts, if that is not this run. ``lender`` lends the shares
-        of one process among several."""
+        is what the control socket steers and the summary counts, if that is not this run. ``lender`` lends it the
+        shares of one process among several."""
         self.id = secrets.token_hex(8)
         self._prepared = prepared
         self._command = command

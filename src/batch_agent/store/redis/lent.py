@@ -20,8 +20,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.scheduler.lending import Allotment, Claim, Learnt, Steering, Table, steered
 from batch_agent.store.address import StoreAddress
 from batch_agent.store.lent import LARGEST_SHARED, UNKEPT_SECONDS, SharedCall
-from batch_agent.store.redis.connection import Client, RedisConnection, Script
-from batch_agent.store.redis.store import entries
+from batch_agent.store.redis.connection import Client, RedisConnection, Script, entries
 
 T = TypeVar("T")
 
