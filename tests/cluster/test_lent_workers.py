@@ -151,28 +151,30 @@ async def test_the_rate_limit_holds_for_all_workers_together(server: RedisServer
 
 
 async def test_slots_are_divided_and_move_when_a_worker_is_killed(server: RedisServer) -> None:
-    by_worker: Counter[int] = Counter()
-    most_of_one = 0
+    in_flight: Counter[int] = Counter()
+    even, everything = asyncio.Event(), asyncio.Event()
 
     async def script(request: Any) -> Say:
-        nonlocal most_of_one
         worker = int(str(request.messages[0]["content"]).split()[-1]) // 100_000
-        by_worker[worker] += 1
-        most_of_one = max(most_of_one, by_worker[1])
+        in_flight[worker] += 1
+        if in_flight[0] == in_flight[1] == 4:
+            even.set()
+        if even.is_set() and in_flight[1] == 8:
+            everything.set()
         await asyncio.sleep(0.1)
-        by_worker[worker] -= 1
+        in_flight[worker] -= 1
         return Say("ok")
 
     async with ScriptedServer(script) as models:
         workers = Workers(f"{server.url}/slots", models, seconds=3.0)
-        for rows in (20_000, 300):
-            await workers.start(rows, max_inflight=8)
-        await models.wait_until(lambda: by_worker[0] == by_worker[1] == 4)
-        before = most_of_one
-        workers.processes[0].kill()
-        await models.wait_until(lambda: most_of_one == 8)
-        results = await workers.results()
+        for _ in range(2):
+            await workers.start(rows=20_000, max_inflight=8)
+        async with asyncio.timeout(60):
+            await even.wait()
+            workers.processes[0].kill()
+            await everything.wait()
+        workers.processes[1].kill()
+        await workers.results()
 
-    assert models.peak_inflight <= 8
-    assert before <= 8 and most_of_one == 8
-    assert [result["ok"] for result in results] == [300]
+    # A killed worker's requests may still be at the server when its slots are free.
+    assert models.peak_inflight <= 8 + 4

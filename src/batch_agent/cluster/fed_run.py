@@ -153,6 +153,11 @@ class FedRun(Run[T]):
         if not isinstance(event, OWN_EVENTS):
             self._emit(event)
 
+    def _out_of_budget(self, limit: str) -> None:
+        super()._out_of_budget(limit)
+        if self._fed is not None:
+            self._fed.stop()
+
     def drain(self) -> None:
         if self._fed is not None:
             self._fed.stop()

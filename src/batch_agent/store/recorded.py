@@ -21,6 +21,7 @@ from batch_agent.scheduler.lending import BUDGET_COST, BUDGET_TOKENS, DOLLAR
 from batch_agent.store.address import StoreAddress, is_store_url
 from batch_agent.store.base import Entry, Identity, Progress
 from batch_agent.store.codec import decode
+from batch_agent.store.control import NotAlive, Refused
 from batch_agent.store.private import private
 from batch_agent.store.rundir import FAILURES, JOURNAL, RESULTS, RUN, SUMMARY, RunView, State, stage_names
 from batch_agent.store.sqlite import Glance, SqliteJournal
@@ -79,6 +80,44 @@ def copy_out(address: StoreAddress, directory: Path, *, steps: bool = True) -> i
     for stage in view.stages:
         count += copy_out(address.at(address.name, stage), directory / stage, steps=steps)
     return count
+
+
+def steer_shared(address: StoreAddress, request: JsonObject) -> JsonObject:
+    """Ask all workers of a run that is kept in Redis, and tell how it is. They act within a second or two. Raises
+    NotAlive when there is none, Refused when it is asked for what it cannot do."""
+    with _reader(address) as reader:
+        view, lent = _view(reader, address), reader.store.lent()
+        table, now = lent.table()
+        workers = [member.status for member in table.live(now).values()]
+        if not workers:
+            raise NotAlive(f"{address} has no worker: there is nothing to steer")
+        steering = table.steering
+        if request.get("do") != "status":
+            try:
+                steering = lent.steer(request)
+            except SpecError as error:
+                raise Refused(str(error)) from None
+        return {"ok": True, "status": _shared_status(view, workers, paused=steering.paused)}
+
+
+def _shared_status(view: RunView, workers: list[JsonObject], *, paused: bool) -> JsonObject:
+    latest, agents = view.progress, Counter[str]()
+    for worker in workers:
+        agents.update(cast("dict[str, int]", worker.get("agents") or {}))
+    rows: JsonObject = {
+        "total": view.total, "done": latest.ok + latest.failed, "ok": latest.ok, "failed": latest.failed
+    }  # fmt: skip
+    return {
+        "state": "paused" if paused else view.state,
+        "rows": rows,
+        "agents": {**agents},
+        "rows_per_second": sum(cast(float, worker.get("rows_per_second") or 0.0) for worker in workers),
+        "seconds_left": None,
+        "cost": latest.cost,
+        "backend": view.facts.get("backend"),
+        "endpoints": [],
+        "workers": [{"host": worker.get("host"), "pid": worker.get("pid")} for worker in workers],
+    }
 
 
 @contextmanager
@@ -181,3 +220,10 @@ def _new(path: Path) -> BinaryIO:
 def _write(path: Path, content: JsonObject) -> None:
     with _new(path) as file:
         file.write(to_json(content) + b"\n")
+
+
+def members_of(address: StoreAddress) -> int:
+    """How many processes work on a run that is kept in Redis."""
+    with _reader(address) as reader:
+        table, now = reader.store.lent().table()
+        return len(table.live(now))

@@ -14,6 +14,7 @@ from batch_agent.option import Flag, FlagGroup, kinds, notes
 from batch_agent.spec import MCP, BatchSpec
 
 RUNS = "runs"
+RUN_HELP = "the run directory, or the URL of a run in Redis"
 # Options that have a flag, and its name among the parsed arguments.
 FLAGS = {name: flag.name or name for name, flag in notes(BatchSpec, Flag).items()}
 CLUSTER = ("ray", "workers", "worker_cpus", "worker_memory")  # arguments that say where a run's processes are

@@ -21,6 +21,7 @@ from batch_agent.messages import JsonObject
 from batch_agent.option import kinds
 from batch_agent.spec import MCP, BatchSpec
 from batch_agent.store.address import is_store_url
+from batch_agent.store.recorded import place_of
 
 # What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
 KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit", *CLUSTER)
@@ -95,7 +96,7 @@ def refuse_left_out(command: Mapping[str, JsonValue], options: argparse.Namespac
     for name in left_out if isinstance(left_out, list) else ():
         if getattr(options, str(name)) is None:
             raise SpecError(
-                f"{options.run_dir} was started with a --{name} that was not kept, since it may carry a "
+                f"{place_of(options.run_dir)} was started with a --{name} that was not kept, since it may carry a "
                 f"password: give --{name} again"
             )
 
