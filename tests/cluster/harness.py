@@ -132,6 +132,10 @@ class Driver:
         self._process.wait()
         self._log.close()
 
+    def interrupt(self) -> None:
+        """What Ctrl-C does."""
+        os.kill(self._process.pid, signal.SIGINT)
+
     def wait(self) -> int:
         try:
             return self._process.wait(PATIENCE)
