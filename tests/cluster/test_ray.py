@@ -146,7 +146,7 @@ def test_the_command_line_reaches_a_cluster_with_a_worker_on_each_node_and_stops
     prepare(tmp_path, server, 4000, 8)
     words = ("run", "spec.yaml", "--inputs", "rows.jsonl", "--output", "out.jsonl", "--run-dir", "run")
     driver = Driver(tmp_path, *words, "--ray", cluster.address, "--workers", "auto")
-    wait_for_notes(tmp_path, 100, driver)
+    wait_for_notes(tmp_path, 400, driver)
     assert len(set(cluster.workers().values())) == 2
     driver.interrupt()
     assert driver.wait() == 2

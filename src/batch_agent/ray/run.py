@@ -64,6 +64,7 @@ class RayRun(FedRun[T]):
         self._url = str(spec.run_dir) if is_store_url(spec.run_dir) else None
         self._store: RunStore | None = None
         self._directory: RunDir | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None  # removed when this run is dropped
 
     def _open(self) -> RunStore:
         assert self._store is not None
@@ -84,7 +85,8 @@ class RayRun(FedRun[T]):
             self._store = await asyncio.to_thread(RedisRunStore.open, address)
             return self._url
         if self._where is None:
-            self._where = extent.enter_context(tempfile.TemporaryDirectory(prefix="batch-agent-"))
+            self._temporary = tempfile.TemporaryDirectory(prefix="batch-agent-")
+            self._where = self._temporary.name
         path, schema = Path(self._where), self._prepared.schema
         directory = await asyncio.to_thread(RunDir.open, path, resume=self._resume, open_store=_open_shared)
         directory.schema = schema

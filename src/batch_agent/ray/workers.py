@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("batch_agent")
 
 NODES_SECONDS = 5.0  # between two looks at the nodes: Ray does not announce those that join
+REACH_SECONDS = 10.0  # for a cluster to answer at its address
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in jobs that were submitted, whose working_dir travels
 LEAVE_SECONDS = 5.0  # for workers to leave when the run is over: a dead one does not keep it
 
@@ -73,12 +75,23 @@ class Ray:
         if ray.is_initialized():
             return False
         address = None if self.address == "local" else self.address
+        self._look()
         environment = self._environment(modules)
         try:
             ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise RunUnreachable(f"the Ray cluster at {self.address} cannot be reached: {error}") from None
         return True
+
+    def _look(self) -> None:
+        """Raises RunUnreachable when nothing listens at the address: Ray itself would try for many minutes."""
+        host, _, port = self.address.removeprefix("ray://").rpartition(":")
+        if not host or not port.isdecimal():
+            return
+        try:
+            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+        except OSError as error:
+            raise RunUnreachable(f"the Ray cluster at {self.address} cannot be reached: {error}") from None
 
     def _environment(self, modules: Sequence[ModuleType]) -> dict[str, Any]:
         environment = dict(self.runtime_env)
