@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 from batch_agent.errors import JobError, error_types
 
-SHARED = ("lease", "keep", "feed_only")  # options of a run that several processes share
-
 
 class Checked(Protocol):
     """The options that are looked at; ``BatchSpec`` has them."""
@@ -28,8 +26,6 @@ class Checked(Protocol):
     @property
     def run_dir(self) -> str | Path | None: ...
     @property
-    def cluster(self) -> Any: ...
-    @property
     def resume(self) -> bool: ...
     @property
     def force_resume(self) -> bool: ...
@@ -45,7 +41,6 @@ class Checked(Protocol):
     def min_response_tokens(self) -> int: ...
     @property
     def compaction(self) -> Any: ...
-    def given(self, name: str) -> bool: ...
 
 
 def disagreement(spec: Checked) -> str | None:
@@ -77,9 +72,6 @@ def _about_the_record(spec: Checked) -> str | None:
     if isinstance(spec.run_dir, str) and not spec.run_dir.strip():
         return "run_dir is empty: name a directory, or leave it out to record nothing"
     shared = isinstance(spec.run_dir, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", spec.run_dir)
-    for name in SHARED:
-        if spec.given(name) and not shared and spec.cluster is None:
-            return f"{name} is for a run that several processes share: give run_dir as redis://host:6379/0/NAME"
     if spec.predictive_prewarm is True and spec.run_dir is None:
         return "predictive_prewarm needs an earlier run: give its directory in place of True, or run_dir"
     if isinstance(spec.predictive_prewarm, str) and not spec.predictive_prewarm.strip():

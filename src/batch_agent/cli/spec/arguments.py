@@ -203,9 +203,7 @@ def _number(name: str) -> Callable[[str], object]:
         try:
             BatchSpec(task="-", inputs=(), **{name: value})
         except SpecError as error:
-            own, _, fault = str(error).partition(f"{name}: ")
-            if not own:  # else it does not go with others, which are not known yet
-                raise argparse.ArgumentTypeError(fault) from None
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from None
         return value
 
     return read
