@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -23,7 +24,8 @@ from batch_agent.testing import CallTools, Say, ScriptedServer, ToolUse
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from redis_servers import RedisServer, needs_redis, redis_server
 
-pytestmark = [needs_redis]
+in_suite = pytest.mark.skipif("BATCH_AGENT_TEST_CLUSTER" not in os.environ, reason="part of make test-cluster")
+pytestmark = [needs_redis, in_suite]
 WORKERS = 4
 
 

@@ -95,7 +95,7 @@ class FedRun(Run[T]):
             originals=inputs if isinstance(inputs, list | tuple) else None,
         )
         self._lender = Lending(session.store.lent(), f"feeder-{session.feed.sitting}", session.lease)
-        await self._lender.begin()
+        await self._lender.begin(prepared.backend)
         self._feed.set_reading(True)  # the worker has a feed of its own for the rows that it starts
         async with self._budget(), asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(feeder.keep())

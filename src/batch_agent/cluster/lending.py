@@ -21,12 +21,15 @@ from typing import TypeVar
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.cache import CachingBackend
+from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.cluster.once import SharedOnce
 from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.dispatch.spending import Spending
 from batch_agent.engine.run.shared import Shared
 from batch_agent.engine.run.steering import Controls
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.fleet.backend import Fleet
+from batch_agent.fleet.following import Hostfile
 from batch_agent.messages import JsonObject
 from batch_agent.scheduler.budget import NOTHING, Amount
 from batch_agent.scheduler.endpoint import Endpoint
@@ -78,19 +81,31 @@ class Lending:
         self._down: set[str] = set()  # endpoints that another worker found down
         self._steered: Steering | None = None
         self._joined = False
+        self._hostfile: Hostfile | None = None  # of the feeder
+        self._kept = ""  # its text, as the store has it
         self._lost: asyncio.TimerHandle | None = None
 
-    async def begin(self) -> None:
-        """A new sitting of the run begins: forget what earlier ones were asked to do."""
+    async def begin(self, backend: Backend) -> None:
+        """A new sitting of the run begins, with this process as its feeder: forget what earlier ones were asked to do,
+        and keep the hostfile for workers on other machines."""
+        self._hostfile = _hostfile_of(backend)
         await self._beside(lambda: self._store.steer({"do": "begin"}))
+        await self._keep_hostfile()
+
+    async def _keep_hostfile(self) -> None:
+        if self._hostfile is not None and self._hostfile.text != self._kept:
+            name, text = str(self._hostfile.path), self._hostfile.text
+            await self._beside(lambda: self._store.put_file(name, text))
+            self._kept = text
 
     def soon(self) -> None:
         self._wanted.set()
 
     @asynccontextmanager
     async def at_work(self, shared: Shared, controls: Controls, backend: Backend) -> AsyncIterator[None]:
-        if isinstance(backend, CachingBackend):
-            backend.once = self.once
+        for layer in _layers(backend):
+            if isinstance(layer, CachingBackend):
+                layer.once = self.once
         self._stop_using(shared)
         await self._beat(shared, controls)
         beats = asyncio.get_running_loop().create_task(self._beats(shared, controls), name="batch-agent lending")
@@ -126,6 +141,7 @@ class Lending:
         if self._lost is not None:
             self._lost.cancel()
         self._lost = loop.call_at(sent + self._seconds, self._stop_using, shared)
+        await self._keep_hostfile()
         self._apply(shared, beat)
         self._learn(shared, beat)
         self._steer(controls, beat.steering)
@@ -136,14 +152,15 @@ class Lending:
         self._stop_using(shared)
         claims = {name: _final(name, place.claim()) for name, place in self._find_places(shared)}
         try:
-            await asyncio.shield(self._beside(lambda: self._return(claims)))
+            spent = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
+            await asyncio.shield(self._beside(lambda: self._return(claims, {BUDGET: spent})))
         except StoreError as error:
             logger.warning("what this worker holds of the budget is not returned: %s", error)
         await self.once.close()
         self._threads.shutdown(wait=False)
 
-    def _return(self, claims: Mapping[str, Claim]) -> None:
-        self._store.beat(self._worker, self._seconds, claims, {}, {})
+    def _return(self, claims: Mapping[str, Claim], learnt: Mapping[str, Learnt]) -> None:
+        self._store.beat(self._worker, self._seconds, claims, learnt, {})
         self._store.leave(self._worker)
 
     def _beside(self, function: Callable[[], T]) -> asyncio.Future[T]:
@@ -260,6 +277,18 @@ def _endpoints(shared: Shared) -> Iterator[tuple[str, Dispatcher, Endpoint]]:
     for name, dispatcher in shared.dispatchers.items():
         for endpoint in dispatcher.scheduler.endpoints:
             yield endpoint.name or name, dispatcher, endpoint
+
+
+def _layers(backend: Backend) -> Iterator[Backend]:
+    """A backend, and those that it passes requests on to."""
+    yield backend
+    while isinstance(backend, ForwardingBackend):
+        backend = backend.inner
+        yield backend
+
+
+def _hostfile_of(backend: Backend) -> Hostfile | None:
+    return next((layer.hostfile for layer in _layers(backend) if isinstance(layer, Fleet)), None)
 
 
 def _own_ceiling(dispatcher: Dispatcher, endpoint: Endpoint) -> int | None:

@@ -26,6 +26,7 @@ from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.engine.run.run import Run
 from batch_agent.engine.run.shared import Shared
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
 from batch_agent.store.address import StoreAddress
 from batch_agent.store.redis.store import RedisRunStore
@@ -117,11 +118,13 @@ class Worker:
         facts = await self._facts()
         if facts is None:
             return WorkReport(0, "asked to leave" if self._leaving.is_set() else "done")
+        lent = self._store.lent()
+        KEPT_HOSTFILES.set(lent.get_file)
         prepared = prepare_worker(facts, self._import_from)
         description: JsonObject = {"host": platform.node(), "process": os.getpid()}
         worker = await _beside(lambda: self._store.join(description))
         session = await _beside(lambda: open_worker_session(self._store, worker, facts, patience=self._wait))
-        lender = Lending(self._store.lent(), str(worker), float(cast(float, facts.get("lease", LEASE))))
+        lender = Lending(lent, str(worker), float(cast(float, facts.get("lease", LEASE))))
         self.run = run = WorkerRun(prepared, session, lender)
         if self._leaving.is_set():
             session.leases.leave()

@@ -161,16 +161,17 @@ class Spending:
 
     def claim(self) -> tuple[Amount, Amount, Amount, Amount]:
         """What this worker of a shared run has spent, what it keeps of its lease, the lease that it asks for, and the
-        least growth that is of use. While a call waits nothing is kept ahead of it: two workers that each hold half of
-        what they need would wait for each other."""
+        least growth that is of use. Nothing is kept ahead while a call waits: two workers that each hold half of what
+        they need would wait for each other. Nor does a worker with nothing in flight keep any: others wait for what it
+        may still spend."""
         ledger = self._ledger
         assert ledger.lease is not None
         self.lease()
         used, first = ledger.spent + ledger.reserved, self._awaited(most=1)
-        if first == NOTHING:
+        if first == NOTHING and ledger.in_flight:
             return ledger.spent, ledger.lease, self._next_lease, NOTHING
         ledger.lease = used
-        return ledger.spent, used, self._next_lease, first
+        return ledger.spent, used, used if first == NOTHING else self._next_lease, first
 
     @property
     def is_leased(self) -> bool:
