@@ -17,6 +17,7 @@ from pydantic import JsonValue
 
 from batch_agent.cluster.feeder import Feeder
 from batch_agent.cluster.feeder_session import FeederSession
+from batch_agent.cluster.lending import Lending
 from batch_agent.cluster.row_json import encode_row
 from batch_agent.cluster.spec_json import pieces, spec_json
 from batch_agent.cluster.worker import WorkerRun, open_worker_session
@@ -93,6 +94,8 @@ class FedRun(Run[T]):
             finished=self._row_finished,
             originals=inputs if isinstance(inputs, list | tuple) else None,
         )
+        self._lender = Lending(session.store.lent(), f"feeder-{session.feed.sitting}", session.lease)
+        await self._lender.begin(prepared.backend)
         self._feed.set_reading(True)  # the worker has a feed of its own for the rows that it starts
         async with self._budget(), asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(feeder.keep())
@@ -132,7 +135,8 @@ class FedRun(Run[T]):
         self._number = await session.run(lambda: store.join({"feeder": True}))
         work = await session.run(lambda: open_worker_session(store, self._number, session.facts, patience=float("inf")))
         within = replace(self.shared, emit=self._from_worker, pool=None, session=None)
-        self._worker_run = run = WorkerRun(prepared, work, within)
+        assert self._lender is not None
+        self._worker_run = run = WorkerRun(prepared, work, self._lender, within)
         run.id = self.id  # what its rows do is told as of this run
         try:
             await run.finish()
@@ -148,6 +152,11 @@ class FedRun(Run[T]):
     def _from_worker(self, event: Event) -> None:
         if not isinstance(event, OWN_EVENTS):
             self._emit(event)
+
+    def _out_of_budget(self, limit: str) -> None:
+        super()._out_of_budget(limit)
+        if self._fed is not None:
+            self._fed.stop()
 
     def drain(self) -> None:
         if self._fed is not None:

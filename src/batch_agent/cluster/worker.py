@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from batch_agent.cluster.leases import Over, WorkerLeases
+from batch_agent.cluster.lending import Lending
 from batch_agent.cluster.row_json import decode_row
 from batch_agent.cluster.spec_json import pieces, read_spec
 from batch_agent.cluster.worker_session import WorkerSession
+from batch_agent.engine.run.lender import Lender
 from batch_agent.engine.run.prepare import Prepared, prepare
 from batch_agent.engine.run.recording import fingerprint_of
 from batch_agent.engine.run.run import Run
 from batch_agent.engine.run.shared import Shared
 from batch_agent.errors import SpecError, StoreError
+from batch_agent.fleet.hostfile import KEPT_HOSTFILES
 from batch_agent.messages import JsonObject
 from batch_agent.store.address import StoreAddress
 from batch_agent.store.redis.store import RedisRunStore
@@ -52,12 +55,14 @@ class WorkReport:
 class WorkerRun(Run[object]):
     """The run of one worker. Its results go to the record; nobody takes them here."""
 
-    def __init__(self, prepared: Prepared, session: WorkerSession, within: Shared | None = None) -> None:
+    def __init__(
+        self, prepared: Prepared, session: WorkerSession, lender: Lender, within: Shared | None = None
+    ) -> None:
         leases = session.leases
         spec = prepared.spec.model_copy(update={"inputs": leases, "run_dir": None, "on_result": None, "resume": False})
         plan = copy.copy(prepared.plan)
         plan.total = None
-        super().__init__(replace(prepared, spec=spec, plan=plan), session=session, within=within)
+        super().__init__(replace(prepared, spec=spec, plan=plan), session=session, within=within, lender=lender)
         self._leases = leases
         leases.on_lost = self._drop
 
@@ -113,11 +118,14 @@ class Worker:
         facts = await self._facts()
         if facts is None:
             return WorkReport(0, "asked to leave" if self._leaving.is_set() else "done")
+        lent = self._store.lent()
+        KEPT_HOSTFILES.set(lent.get_file)
         prepared = prepare_worker(facts, self._import_from)
         description: JsonObject = {"host": platform.node(), "process": os.getpid()}
         worker = await _beside(lambda: self._store.join(description))
         session = await _beside(lambda: open_worker_session(self._store, worker, facts, patience=self._wait))
-        self.run = run = WorkerRun(prepared, session)
+        lender = Lending(lent, str(worker), float(cast(float, facts.get("lease", LEASE))))
+        self.run = run = WorkerRun(prepared, session, lender)
         if self._leaving.is_set():
             session.leases.leave()
         await run.finish()

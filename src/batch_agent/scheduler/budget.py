@@ -49,15 +49,17 @@ Learnt: TypeAlias = tuple[int, ...]
 
 class Ledger:
     """``spent`` is settled; with a resumed run it begins with what was spent before. ``lease`` is what may be spent in
-    all, as it stands on disk; None for a run that is not recorded."""
+    all, as it stands on disk; None for a run that is not recorded. ``others`` is what other workers of the run have
+    spent, and ``others_open`` what they may spend beyond that."""
 
-    __slots__ = ("_open", "lease", "max_cost", "max_tokens", "reserved", "spent")
+    __slots__ = ("_open", "lease", "max_cost", "max_tokens", "others", "others_open", "reserved", "spent")
 
     def __init__(self, *, max_tokens: int | None = None, max_cost: float | None = None) -> None:
         self.max_tokens = max_tokens
         self.max_cost = max_cost
         self.spent = Amount()
         self.reserved = Amount()
+        self.others = self.others_open = NOTHING
         self.lease: Amount | None = None
         self._open = 0
 
@@ -67,17 +69,18 @@ class Ledger:
 
     def short(self, amount: Amount, *, beside: Amount = NOTHING) -> str | None:
         """Which limit leaves no room for this call, for people; None when it fits. ``beside`` will be sent before."""
-        needed = self.reserved + beside + amount
+        needed, spent = self.reserved + beside + amount + self.others_open, self.spent + self.others
         # Part of what is left that may be in flight.
-        most = AT_RISK if self.lease is not None and (self._open or beside != NOTHING) else 1.0
-        if self.max_tokens is not None and needed.tokens > (self.max_tokens - self.spent.tokens) * most:
+        several = self._open or beside != NOTHING or self.others_open != NOTHING
+        most = AT_RISK if self.lease is not None and several else 1.0
+        if self.max_tokens is not None and needed.tokens > (self.max_tokens - spent.tokens) * most:
             return (
-                f"max_total_tokens {self.max_tokens:,}: {self.spent.tokens:,} are spent, "
+                f"max_total_tokens {self.max_tokens:,}: {spent.tokens:,} are spent, "
                 f"and the next call may take {amount.tokens:,}"
             )
-        if self.max_cost is not None and needed.cost > (self.max_cost - self.spent.cost) * most + ROUNDING:
+        if self.max_cost is not None and needed.cost > (self.max_cost - spent.cost) * most + ROUNDING:
             return (
-                f"max_cost ${self.max_cost:g}: ${self.spent.cost:.4g} is spent, "
+                f"max_cost ${self.max_cost:g}: ${spent.cost:.4g} is spent, "
                 f"and the next call may cost ${amount.cost:.2g}"
             )
         return None

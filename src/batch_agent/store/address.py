@@ -22,6 +22,11 @@ PORT = 6379
 FORM = "redis://host:6379/0/NAME, rediss://host:6379/0/NAME or redis-cluster://host:6379/NAME"
 
 
+def masked(text: str) -> str:
+    """A text without the users and passwords of URLs in it."""
+    return re.sub(r"((?:rediss?|redis-cluster)://)[^@/\s]*@", r"\1", text)
+
+
 def is_store_url(run_dir: object) -> bool:
     """Whether a run directory is named by a URL, not by a path."""
     return isinstance(run_dir, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", run_dir) is not None

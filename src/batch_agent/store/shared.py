@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 from batch_agent.errors import StoreError
 from batch_agent.messages import JsonObject
+from batch_agent.store.lent import LentStore
 
 Phase = Literal["running", "draining", "ended"]
 LEASE = 15.0  # seconds; the default of ``--lease``
@@ -137,6 +138,10 @@ class RunStore(Protocol):
 
     def facts(self) -> JsonObject | None:
         """What ``run.json`` would say, with ``spec``, ``fingerprint`` and ``lease``; None if there is no run."""
+        ...
+
+    def lent(self) -> LentStore:
+        """What the workers of this run share beside its rows."""
         ...
 
     def close(self) -> None: ...

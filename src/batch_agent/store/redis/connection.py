@@ -189,3 +189,14 @@ def _redis() -> Any:
     except ImportError:
         raise SpecError(MISSING) from None
     return redis
+
+
+def entries(read: Any) -> Iterator[tuple[str, dict[bytes, bytes]]]:
+    """The entries of one stream in an answer of XREAD, in the form of either protocol of Redis."""
+    if not read:
+        return
+    pages = read.values() if isinstance(read, dict) else [page for _, page in read]
+    for page in pages:
+        for place, fields in page[0] if isinstance(read, dict) and page and isinstance(page[0], list) else page:
+            pairs = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
+            yield place.decode(), pairs

@@ -15,7 +15,8 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.store.address import StoreAddress
 from batch_agent.store.redis import scripts
-from batch_agent.store.redis.connection import Client, RedisConnection, Script
+from batch_agent.store.redis.connection import Client, RedisConnection, Script, entries
+from batch_agent.store.redis.lent import RedisLent
 from batch_agent.store.shared import (
     LEASE,
     Counts,
@@ -68,6 +69,9 @@ class RedisRunStore:
     def key(self, name: str) -> str:
         """The name of a key of this run."""
         return self.address.prefix + name
+
+    def lent(self) -> RedisLent:
+        return RedisLent(self.address, self.connection)
 
     def close(self) -> None:
         self.connection.close()
@@ -126,7 +130,7 @@ class RedisRunStore:
         blocked = ("BLOCK", max(1, int(min(wait, BLOCKED) * 1000))) if wait > 0 else ()
         read = self._command("XREAD", "COUNT", count, *blocked, "STREAMS", self.key("results"), after)
         found = []
-        for place, fields in _entries(read):
+        for place, fields in entries(read):
             own = int(fields[b"sitting"]) == sitting
             found.append(SharedResult(place, fields[b"row"].decode(), int(fields[b"index"]), fields[b"result"], own))
         return found
@@ -163,7 +167,7 @@ class RedisRunStore:
                 self.key("queue"), ">",
             )  # fmt: skip
         taken = []
-        for place, fields in _entries(read):
+        for place, fields in entries(read):
             row = fields[b"row"]
             steps = self._command("LRANGE", self._steps + row.decode(), 0, -1) if b"past" in fields else []
             taken.append(_leased(place.encode(), 1, row, fields[b"index"], fields[b"value"], steps))
@@ -277,7 +281,7 @@ def _standing(answer: Sequence[Any]) -> RunStanding:
 
 def _leased(place: bytes, token: int, row: bytes, index: bytes, value: bytes, steps: Sequence[bytes]) -> LeasedRow:
     lease = RowLease(row.decode(), place.decode(), int(token), int(index))
-    return LeasedRow(lease, value, tuple(map(_unpack, steps)))
+    return LeasedRow(lease, value, tuple(map(unpack_step, steps)))
 
 
 def _places(leases: Sequence[RowLease]) -> list[object]:
@@ -288,17 +292,6 @@ def _pack(step: KeptStep) -> bytes:
     return b"%d %b %b %d " % (step.agent, step.key.hex().encode(), step.content.hex().encode(), step.kind) + step.body
 
 
-def _unpack(packed: bytes) -> KeptStep:
+def unpack_step(packed: bytes) -> KeptStep:
     agent, key, content, kind, body = packed.split(b" ", 4)
     return KeptStep(int(agent), bytes.fromhex(key.decode()), bytes.fromhex(content.decode()), int(kind), body)
-
-
-def _entries(read: Any) -> Iterator[tuple[str, dict[bytes, bytes]]]:
-    """The entries of one stream in an answer of XREAD, in the form of either protocol of Redis."""
-    if not read:
-        return
-    pages = read.values() if isinstance(read, dict) else [page for _, page in read]
-    for page in pages:
-        for place, fields in page[0] if isinstance(read, dict) and page and isinstance(page[0], list) else page:
-            pairs = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
-            yield place.decode(), pairs
