@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from batch_agent.backends.base import Backend
     from batch_agent.cluster.worker import WorkReport
     from batch_agent.engine.agent.context import AgentContext, BlockingContext
+    from batch_agent.engine.run.elsewhere import Cluster
     from batch_agent.engine.run.prepare import Prepared
     from batch_agent.engine.run.run import Run
     from batch_agent.events import Sink
@@ -101,6 +102,7 @@ class Options(TypedDict, total=False):
     kvflow: bool | Literal["auto"]
     cache: bool | str | Path
     run_dir: str | Path | None
+    cluster: Cluster | None
     lease: float
     keep: Literal["all", "results"]
     feed_only: bool
@@ -315,6 +317,9 @@ class BatchAgent(MapReduce):
         from batch_agent.engine.run.run import Run
         from batch_agent.store.address import is_store_url
 
+        if spec.cluster is not None:
+            opened: Run[Any] = spec.cluster.open_run(prepare(spec))
+            return opened
         if is_store_url(spec.run_dir):
             from batch_agent.cluster.open import open_fed_run
 

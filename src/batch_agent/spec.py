@@ -304,6 +304,11 @@ class BatchSpec(BaseModel):
         False,
         description="For a run in Redis: feed rows and deliver results, and leave all work to other processes.",
     )
+    cluster: Annotated[Any, Scope.WHOLE, NotSettable("give --ray", in_files=True)] = Field(
+        None,
+        description='Cluster whose processes work on the rows: `batch_agent.ray.Ray("auto", workers=8)` '
+        "([cluster.md](cluster.md)).",
+    )
     resume: Annotated[Switch, Scope.WHOLE, NotSettable("give --resume")] = Field(
         False,
         description="Go on with what `run_dir` holds; where it holds nothing, begin. Without it, a directory that "

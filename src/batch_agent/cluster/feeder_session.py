@@ -98,22 +98,26 @@ class FeederSession:
         """Tell the workers that it is over. Raises StoreError when that cannot be written."""
         failure = None
         if self._feed is not None:
-            rows: JsonObject = {
-                "read": self.keys.count,
-                "digest": self.keys.digest,
-                "ok": self.ok,
-                "failed": self.failed,
-                "resumed": self.resumed,
-            }
-            facts: JsonObject = {
-                **self.facts, "state": state, "why": why or None, "ended": now_text(), "rows": rows, "summary": summary,
-            }  # fmt: skip
+            facts = self.last_facts(state, why, summary)
             sitting = self._feed.sitting
             failure = await to_its_end(self.run(lambda: self.store.close_feed(sitting, facts, "ended")))
         self._threads.shutdown(wait=False)
         self.store.close()
         if failure is not None:
             raise failure
+
+    def last_facts(self, state: State, why: str, summary: JsonObject) -> JsonObject:
+        """What is said of the run when this sitting ends."""
+        rows: JsonObject = {
+            "read": self.keys.count,
+            "digest": self.keys.digest,
+            "ok": self.ok,
+            "failed": self.failed,
+            "resumed": self.resumed,
+        }
+        return {
+            **self.facts, "state": state, "why": why or None, "ended": now_text(), "rows": rows, "summary": summary,
+        }  # fmt: skip
 
     # What other sittings have, and this one has not: it works on no row itself.
 

@@ -31,7 +31,7 @@ from batch_agent.tools.base import BUILTIN_NAMES, Tool
 FEEDERS = {
     *("inputs", "on_result", "sinks", "events", "metrics_port", "telemetry", "api_key", "no_hoist"),
     *("run_dir", "resume", "retry_failed", "force_resume", "predictive_prewarm", "prewarm_max_age"),
-    *("lease", "keep", "feed_only"),
+    *("lease", "keep", "feed_only", "cluster"),
 }
 REFERENCES = ("worker", "compaction")
 HINT = "define it at the top of a module that every worker can import (batch-agent work --import-from DIR)"

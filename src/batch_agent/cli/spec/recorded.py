@@ -11,7 +11,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
-from batch_agent.cli.spec.arguments import FLAGS, RUNS
+from batch_agent.cli.spec.arguments import CLUSTER, FLAGS, RUNS
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.specfile import SpecFile, read_specfile
 from batch_agent.engine.run.prepare import Prepared, with_model
@@ -24,7 +24,7 @@ from batch_agent.store.address import is_store_url
 from batch_agent.store.recorded import place_of
 
 # What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
-KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit")
+KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit", *CLUSTER)
 PATHS = {"inputs", "output", "env_file", *(FLAGS[name] for name in FLAGS if Path in kinds(BatchSpec, name))}
 DIRECTORY = "directory"  # where the command was given
 LEFT_OUT = "left_out"  # the names of those that were given and are not kept

@@ -90,7 +90,8 @@ class Prepared:
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     """Resolve and check everything. Raises SpecError; sends nothing. A plan that is not to be run (``sends`` is False)
     needs no key."""
-    if is_store_url(spec.run_dir):  # a worker does not see all rows, so it cannot tell what they share
+    # A worker does not see all rows, so it cannot tell what they share.
+    if is_store_url(spec.run_dir) or spec.cluster is not None:
         spec = spec.model_copy(update={"no_hoist": True})
     elif alone := next(filter(spec.given, SHARED), None):
         raise SpecError(f"{alone} is for a run that several processes share: give run_dir as redis://host:6379/0/NAME")
