@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench bench-peers test-vllm-pin clean
+.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench bench-peers test-vllm-pin test-cluster clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,17 @@ test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed w
 test-vllm test-vllm-pin test-dynamo test-agents: test-%: $(VENV)/.ready  ## install and start the real thing, and pass its suite
 	$(BIN)/python -m tests.real $*
 
+CLUSTER := .venv-cluster
+$(CLUSTER)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(CLUSTER)
+	$(CLUSTER)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(CLUSTER)/bin/python -m pip install --quiet --editable ".[redis,ray]" "ray[default,data]" pytest pytest-asyncio hypothesis
+	touch $@
+
+test-cluster: $(CLUSTER)/.ready  ## real Redis, real Ray: a run whose processes are killed; ten minutes
+	command -v redis-server >/dev/null || apt-get install -y --no-install-recommends redis-server
+	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest -v tests/cluster
+
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
 
@@ -72,4 +83,4 @@ bench-peers: $(VENV)/.ready  ## other packages on the same work, each in an envi
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf $(VENV) .bench-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(CLUSTER) .bench-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -21,6 +21,7 @@ NAMES = (
     "gpu",
     "capacity",
     "fleet",
+    "at_scale",
     "gateway",
     "ticks",
     "reduce",

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from batch_agent.backends.base import Backend
+    from batch_agent.cluster.worker import WorkReport
     from batch_agent.engine.agent.context import AgentContext, BlockingContext
+    from batch_agent.engine.run.elsewhere import Cluster
     from batch_agent.engine.run.prepare import Prepared
     from batch_agent.engine.run.run import Run
     from batch_agent.events import Sink
@@ -100,6 +102,10 @@ class Options(TypedDict, total=False):
     kvflow: bool | Literal["auto"]
     cache: bool | str | Path
     run_dir: str | Path | None
+    cluster: Cluster | None
+    lease: float
+    keep: Literal["all", "results"]
+    feed_only: bool
     checkpoint_dir: str | Path | None
     resume: bool
     retry_failed: bool | str | Sequence[str]
@@ -309,8 +315,28 @@ class BatchAgent(MapReduce):
     def _open(spec: BatchSpec) -> Run[Any]:
         from batch_agent.engine.run.prepare import prepare
         from batch_agent.engine.run.run import Run
+        from batch_agent.store.address import is_store_url
 
+        if spec.cluster is not None:
+            opened: Run[Any] = spec.cluster.open_run(prepare(spec))
+            return opened
+        if is_store_url(spec.run_dir):
+            from batch_agent.cluster.open import open_fed_run
+
+            return open_fed_run(prepare(spec))
         return Run(prepare(spec))
+
+    @staticmethod
+    async def work(url: str, *, import_from: str | Path | None = None, wait: float = 60.0) -> WorkReport:
+        """Join the run at ``url`` (``redis://host:6379/0/NAME``) that another process feeds, and work until it is done.
+
+        The user's modules are imported from ``import_from``, else from the working directory. ``wait`` is how many
+        seconds a run, or a feeder that is gone, is waited for. Raises SpecError when this process cannot work on the
+        run, and StoreError when there is none to work on.
+        """
+        from batch_agent.cluster.worker import work
+
+        return await work(url, import_from=import_from, wait=wait)
 
 
 def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:

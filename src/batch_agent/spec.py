@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from batch_agent.errors import JobError, SpecError, error_types
+from batch_agent.agreement import disagreement
+from batch_agent.errors import SpecError
 from batch_agent.option import (
     Allowed,
     Compared,
@@ -286,7 +287,27 @@ class BatchSpec(BaseModel):
     # The record
     run_dir: Annotated[Directory, Scope.WHOLE, NotSettable("give --run-dir")] = Field(
         None,
-        description="Directory that records the run, so that it can be resumed. `checkpoint_dir`: this and `resume`.",
+        description="Directory that records the run, so that it can be resumed; or `redis://host:6379/0/NAME`, where "
+        "workers on other machines can join it ([cluster.md](cluster.md)). `checkpoint_dir`: this and `resume`.",
+    )
+    lease: Annotated[Seconds, Allowed("a number of seconds above 0"), Scope.WHOLE, Flag("SECONDS")] = Field(
+        15.0,
+        description="For a run in Redis: seconds without a sign of life after which a worker's rows go to others.",
+    )
+    keep: Annotated[Literal["all", "results"], Allowed("all or results"), Scope.WHOLE, Flag("WHAT")] = Field(
+        "all",
+        description="For a run in Redis: `results` drops the turns of rows that are done, and their transcripts.",
+    )
+    feed_only: Annotated[
+        Switch, Scope.WHOLE, Flag(None, "feed rows and deliver results; other processes do all the work", "no_work")
+    ] = Field(
+        False,
+        description="For a run in Redis: feed rows and deliver results, and leave all work to other processes.",
+    )
+    cluster: Annotated[Any, Scope.WHOLE, NotSettable("give --ray", in_files=True)] = Field(
+        None,
+        description='Cluster whose processes work on the rows: `batch_agent.ray.Ray("auto", workers=8)` '
+        "([cluster.md](cluster.md)).",
     )
     resume: Annotated[Switch, Scope.WHOLE, NotSettable("give --resume")] = Field(
         False,
@@ -457,36 +478,8 @@ class BatchSpec(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        works = isinstance(self.runtime, str | Mapping) or callable(self.runtime)  # else it is a backend
-        if self.backend is not None and self.runtime is not None and not works:
-            raise ValueError("backend and a runtime that is a backend mean the same: give one of them")
-        if self.worker is not None and self.runtime is not None and works:
-            raise ValueError("worker and runtime both work on rows: give one of them")
-        for name in ("resume", "force_resume"):
-            if getattr(self, name) and self.run_dir is None:
-                raise ValueError(f"{name} needs run_dir, the directory to resume from")
-        if isinstance(self.run_dir, str) and not self.run_dir.strip():
-            raise ValueError("run_dir is empty: name a directory, or leave it out to record nothing")
-        if self.predictive_prewarm is True and self.run_dir is None:
-            raise ValueError("predictive_prewarm needs an earlier run: give its directory in place of True, or run_dir")
-        if isinstance(self.predictive_prewarm, str) and not self.predictive_prewarm.strip():
-            raise ValueError("predictive_prewarm is empty: name the directory of an earlier run")
-        retry = (self.retry_failed,) if isinstance(self.retry_failed, str) else self.retry_failed
-        known = error_types(JobError)
-        for name in () if isinstance(retry, bool) else retry:
-            if name not in known:
-                raise ValueError(f"retry_failed: there is no error type {name!r}; there are {', '.join(sorted(known))}")
-        if not self.task.strip() and (self.worker is None or self.task):
-            raise ValueError("task is empty: it is the message each agent gets")
-        if self.worker is not None and self.oversized != "fail":
-            raise ValueError(f"oversized={self.oversized!r} is for the tool loop: a worker reads its rows itself")
-        if self.model is not None and not self.model.strip():
-            raise ValueError("model is empty: name one, or leave it out for the one model the server has")
-        if self.model_max_context is not None and self.model_max_context <= self.min_response_tokens:
-            raise ValueError("model_max_context must be larger than min_response_tokens, which is kept for the answer")
-        given = [name for name in ("compaction_backend", "compaction_model") if getattr(self, name) is not None]
-        if given and self.compaction != "auto":
-            raise ValueError(f"{given[0]} names a model to write what compaction, which is not auto, does without")
+        if fault := disagreement(self):
+            raise ValueError(fault)
         return self
 
     def given(self, name: str) -> bool:

@@ -18,6 +18,7 @@ from batch_agent.cli.exit_status import RUN_FAILED, SIGNALLED, UNREACHABLE
 from batch_agent.cli.output.streams import discard, ensure_streams, flush_words, say
 from batch_agent.errors import BatchAgentError, InternalError, RunUnreachable
 from batch_agent.observe.text import harmless
+from batch_agent.store.address import masked
 from batch_agent.version import __version__
 
 
@@ -49,6 +50,12 @@ COMMANDS: Mapping[str, Command] = {
         "Sends nothing; the same as run --dry-run.",
         adds="spec.arguments:add_plan_arguments",
         does="commands.run:run_command",
+    ),
+    "work": Command(
+        "work on a run that another process feeds",
+        "Join a run that is kept in Redis, from any machine: take rows, work on them, until the run is done. Exit "
+        "status: 0 the run is done, or the worker was asked to leave; 2 it cannot work on this run, or the URL is "
+        "wrong; 3 no run, or no feeder, came.",
     ),
     "resume": Command(
         "go on with a run that was interrupted",
@@ -90,6 +97,15 @@ COMMANDS: Mapping[str, Command] = {
     "export": Command(
         "make a table of the results in a run directory",
         "The results in a run directory, finished or not, as another file, in input order.",
+    ),
+    "copy": Command(
+        "bring a run from Redis into a directory, or back",
+        "Copy a recorded run that is not at work: from the URL of a run in Redis into a new directory, or from a "
+        "directory into Redis under a new name.",
+    ),
+    "delete": Command(
+        "remove a run from Redis",
+        "Remove everything that Redis keeps of a run. A run that is at work is not removed.",
     ),
     "tools": Command(
         "list the tools of a spec, those of MCP servers included",
@@ -138,7 +154,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # argparse would exit with 2, which here says that rows failed.
         self.print_usage(sys.stderr)
-        self.exit(RUN_FAILED, f"batch-agent: {message}\n")
+        self.exit(RUN_FAILED, f"batch-agent: {masked(message)}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,7 +173,7 @@ def _do(options: argparse.Namespace) -> int:
     except InternalError:
         raise
     except BatchAgentError as error:
-        say(f"batch-agent: {harmless(str(error))}")
+        say(f"batch-agent: {masked(harmless(str(error)))}")
         return UNREACHABLE if isinstance(error, RunUnreachable) else RUN_FAILED
     except BrokenPipeError:  # `| head` has seen enough of a plan
         discard(sys.stdout)
@@ -214,7 +230,7 @@ def _refuse(argument: str, name: str, parser: argparse.ArgumentParser) -> NoRetu
     settings = {f"--{option.replace('_', '-')}": f"{SETTING} {option}=VALUE" for option in BatchSpec.model_fields}
     meant = _meant(argument, settings | known) or "."
     hint = f"Options without a flag: {SETTING} NAME=VALUE. All flags: batch-agent {name} --help"
-    parser.exit(RUN_FAILED, f"batch-agent: there is no argument {argument}{meant} {hint}\n")
+    parser.exit(RUN_FAILED, f"batch-agent: there is no argument {masked(argument)}{meant} {hint}\n")
 
 
 def _meant(given: str, known: Mapping[str, str]) -> str:

@@ -109,6 +109,11 @@ class Fleet(Backend):
         fleet._hostfile = hostfile
         return fleet
 
+    @property
+    def hostfile(self) -> Hostfile | None:
+        """The hostfile that it follows."""
+        return self._hostfile
+
     def __repr__(self) -> str:
         return f"Fleet({self._name!r}, {len(self._present)} endpoints)"
 

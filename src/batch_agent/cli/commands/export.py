@@ -13,6 +13,7 @@ from typing import cast
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import say, writing
+from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.recorded import files_read_by
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, transcript_lines
@@ -35,6 +36,7 @@ from batch_agent.files.tables import (
 )
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted
+from batch_agent.store.recorded import brought, place_of
 from batch_agent.store.rundir import FAILURES, RESULTS, RUN, read_run, stage_names
 
 TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET}
@@ -42,7 +44,7 @@ JSONL, MESSAGES = "jsonl", "messages"
 
 
 def add_export_arguments(export: argparse.ArgumentParser) -> None:
-    export.add_argument("directory", metavar="DIR", help="the run directory")
+    export.add_argument("directory", metavar="RUN", help=RUN_HELP)
     export.add_argument(
         "--format",
         choices=[JSONL, *TABLES, MESSAGES],
@@ -54,7 +56,11 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
 
 
 def export_command(options: argparse.Namespace) -> int:
-    directory = Path(options.directory)
+    with brought(place_of(options.directory)) as directory:
+        return _export(options, directory)
+
+
+def _export(options: argparse.Namespace, directory: Path) -> int:
     output = None if options.output in (None, STDIN) else Path(options.output)
     kind = options.format or _kind_of(output)
     facts = read_run(directory)

@@ -7,15 +7,17 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from batch_agent.cli.spec.numbers import positive
+from batch_agent.cli.spec.numbers import byte_count, positive
 from batch_agent.documented import first_sentence
 from batch_agent.errors import SpecError
 from batch_agent.option import Flag, FlagGroup, kinds, notes
 from batch_agent.spec import MCP, BatchSpec
 
 RUNS = "runs"
+RUN_HELP = "the run directory, or the URL of a run in Redis"
 # Options that have a flag, and its name among the parsed arguments.
 FLAGS = {name: flag.name or name for name, flag in notes(BatchSpec, Flag).items()}
+CLUSTER = ("ray", "workers", "worker_cpus", "worker_memory")  # arguments that say where a run's processes are
 FORMATS = ("jsonl", "csv", "tsv", "text")
 
 RUN_EPILOG = """\
@@ -141,7 +143,24 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--env-file", metavar="FILE", help="lines of NAME=VALUE, such as keys; set variables stay as set"
     )
+    _add_cluster(where)
     _add_words(run.add_argument_group("what is said"))
+
+
+def _add_cluster(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--ray", metavar="ADDRESS", help="let actors of a Ray cluster work on the rows: auto, or ray://host:10001"
+    )
+    group.add_argument(
+        "--workers",
+        type=lambda text: text if text == "auto" else positive(text),
+        metavar="N",
+        help="with --ray: how many actors; auto is one on each node, also on those that join (default: auto)",
+    )
+    group.add_argument("--worker-cpus", type=float, metavar="C", help="with --ray: CPUs that each has (default: 1)")
+    group.add_argument(
+        "--worker-memory", type=byte_count, metavar="M", help="with --ray: memory that each reserves, such as 4G"
+    )
 
 
 def add_mcp_argument(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from batch_agent.cli.output.overwrite import refuse_overwriting
 from batch_agent.cli.spec.arguments import FLAGS, json_or_text
+from batch_agent.cli.spec.cluster import cluster_of
 from batch_agent.cli.spec.envfile import load_env_file
 from batch_agent.cli.spec.recorded import recording_of
 from batch_agent.cli.spec.rows import STDIN, read_rows
@@ -78,7 +79,7 @@ def _beside_the_rows(file: SpecFile, options: argparse.Namespace) -> Path:
 
 def overrides_of(file: SpecFile, options: argparse.Namespace) -> dict[str, object]:
     """What the command line says in place of the file, the rows aside."""
-    return given_options(options) | recording_of(options, file)
+    return given_options(options) | recording_of(options, file) | cluster_of(options)
 
 
 def is_pipeline(options: argparse.Namespace) -> bool:

@@ -99,6 +99,15 @@ class Batch:
             self._tell(result)
             self._delivery.put(result)
 
+    def drop(self, index: int) -> None:
+        """End a row that another process works on now: nothing more of it is recorded, and it has no result here."""
+        agent = self.live.pop(index, None)
+        if agent is not None:
+            for task in agent.tasks:
+                task.cancel()
+            agent.fail(Interrupted("another process works on this row now"))
+            self._tell(agent.result())
+
     # Steering
 
     def cancel_row(self, row: str | int) -> None:
@@ -156,6 +165,7 @@ class Batch:
         agent = self.live[job.index] = Agent(job, self._r, trail, self._worker)
         ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
         task = agents.create_task(self._accompany(agent, ticket))
+        agent.tasks = (task,)
         if ticket is not None:
             if (lead := self._lead) is not None:
                 self._lead = None
@@ -191,7 +201,7 @@ class Batch:
         other agents."""
         self._r.emit(JobStarted(self._r.clock(), self._r.run, job.index, job.job_id))
         row = self.live[job.index] = Parts(job)
-        agents.create_task(self._accompany_parts(row))
+        row.tasks.append(agents.create_task(self._accompany_parts(row)))
         try:
             trails = await self._part_trails(job.parts, [self._plan.question(part) for part in job.parts])
             for place, (part, trail) in enumerate(zip(job.parts, trails, strict=True)):
@@ -201,7 +211,7 @@ class Batch:
                     self._feed.expect(rows_left + len(trails) - place - 1)
                 agent = Agent(part, self._r, trail, self._worker)
                 ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
-                agents.create_task(self._accompany_part(row, row.begin(), agent, ticket))
+                row.tasks.append(agents.create_task(self._accompany_part(row, row.begin(), agent, ticket)))
                 if ticket is None:
                     await asyncio.sleep(0)
         finally:

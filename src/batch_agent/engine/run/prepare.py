@@ -29,6 +29,7 @@ from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.server import Terms
 from batch_agent.spec import BatchSpec
+from batch_agent.store.address import is_store_url
 from batch_agent.store.rundir import read_run
 from batch_agent.tools.base import Tool, resolve_tools
 from batch_agent.tools.threads import THREADS
@@ -37,6 +38,7 @@ PROBE = 5.0  # seconds for a server to say what it serves, where the run can do 
 PAUSE = 2.0  # seconds between two questions for the model's name, at the most
 AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # alive at once, where the user names no number
 SOUGHT = 256  # slots that agents are reckoned for while nobody knows how many there will be
+SHARED = ("lease", "keep", "feed_only")  # options of a run that several processes share
 OTHER_FILES = 128  # that a process may have open beside its connections
 
 
@@ -88,6 +90,11 @@ class Prepared:
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     """Resolve and check everything. Raises SpecError; sends nothing. A plan that is not to be run (``sends`` is False)
     needs no key."""
+    # A worker does not see all rows, so it cannot tell what they share.
+    if is_store_url(spec.run_dir) or spec.cluster is not None:
+        spec = spec.model_copy(update={"no_hoist": True})
+    elif alone := next(filter(spec.given, SHARED), None):
+        raise SpecError(f"{alone} is for a run that several processes share: give run_dir as redis://host:6379/0/NAME")
     runtime = runtime_of(spec.runtime)
     where = spec.runtime if spec.backend is None else spec.backend
     if runtime is not None:
