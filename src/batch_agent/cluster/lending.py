@@ -54,6 +54,7 @@ T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
 EVERY = 1.0  # seconds between two beats
+MANY = 20  # workers; with more of them each reports less often
 GAP = 0.1  # seconds between two beats at the least, when something waits for the next one
 PEAKS = 3  # beats over which the most in flight counts as wanted
 UNLIMITED = 2**62
@@ -81,6 +82,7 @@ class Lending:
         self._down: set[str] = set()  # endpoints that another worker found down
         self._steered: Steering | None = None
         self._joined = False
+        self._every = EVERY
         self._hostfile: Hostfile | None = None  # of the feeder
         self._kept = ""  # its text, as the store has it
         self._lost: asyncio.TimerHandle | None = None
@@ -122,7 +124,7 @@ class Lending:
         while True:
             await asyncio.sleep(GAP)
             with suppress(TimeoutError):
-                async with asyncio.timeout(EVERY - GAP):
+                async with asyncio.timeout(self._every - GAP):
                     await self._wanted.wait()
             try:
                 await self._beat(shared, controls)
@@ -146,6 +148,7 @@ class Lending:
         self._learn(shared, beat)
         self._steer(controls, beat.steering)
         self._joined = True
+        self._every = min(EVERY * max(1.0, beat.workers / MANY), max(EVERY, self._seconds / 5))
 
     async def _leave(self, shared: Shared) -> None:
         """Return what is not used. A store that is away counts all of it as used."""

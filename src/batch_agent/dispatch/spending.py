@@ -94,6 +94,7 @@ class Spending:
         self._timer: asyncio.TimerHandle | None = None
         self._before = NOTHING
         self._commit: Callable[[], None] | None = None
+        self._claimed = NOTHING  # spent when a lease was last claimed
         self._next_lease = NOTHING  # the lease of the commit that is on its way
         self._broken: StoreError | None = None  # why no lease can be had any more
         self._started: float | None = None
@@ -168,10 +169,12 @@ class Spending:
         assert ledger.lease is not None
         self.lease()
         used, first = ledger.spent + ledger.reserved, self._awaited(most=1)
+        ahead = ledger.ahead_of(ledger.spent - self._claimed)
+        self._claimed = ledger.spent
         if first == NOTHING and ledger.in_flight:
-            return ledger.spent, ledger.lease, self._next_lease, NOTHING
+            return ledger.spent, ledger.lease, self._next_lease + ahead, NOTHING
         ledger.lease = used
-        return ledger.spent, used, used if first == NOTHING else self._next_lease, first
+        return ledger.spent, used, used if first == NOTHING else self._next_lease + ahead, first
 
     @property
     def is_leased(self) -> bool:

@@ -27,6 +27,7 @@ UNKNOWN_TEMPLATE_TOKENS = 1024
 LEASED_TEMPLATE_TOKENS = 256  # the same for a lease: what an unknown template may have beyond what is reserved for it
 AT_RISK = 0.5  # of what is left: the most that several calls in flight of a recorded run may take
 AHEAD = 0.25  # of what is in flight: leased beyond it, so that a call rarely waits for the disk
+SMALL = 32  # part of what is left that a worker may lease for requests to come: one of so many
 ROUNDING = 1e-9  # $ by which sums of floats may differ
 
 
@@ -102,6 +103,16 @@ class Ledger:
             tokens = max(needed.tokens, min(tokens, self.max_tokens))
         if self.max_cost is not None:
             cost = max(needed.cost, min(cost, self.max_cost))
+        return Amount(tokens, cost)
+
+    def ahead_of(self, lately: Amount) -> Amount:
+        """What a worker of a shared run leases beyond what is in flight: twice what it spent since it last did, but a
+        small part of what is left, because it is lost if the worker dies."""
+        spent, tokens, cost = self.spent + self.others, 2 * lately.tokens, 2 * lately.cost
+        if self.max_tokens is not None:
+            tokens = min(tokens, max(0, self.max_tokens - spent.tokens) // SMALL)
+        if self.max_cost is not None:
+            cost = min(cost, max(0.0, self.max_cost - spent.cost) / SMALL)
         return Amount(tokens, cost)
 
     def reserve(self, amount: Amount) -> None:

@@ -13,6 +13,8 @@ decisions are in one place and in Python, and Redis runs no more than a comparis
 from __future__ import annotations
 
 import json
+import random
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -24,6 +26,7 @@ from batch_agent.store.redis.connection import Client, RedisConnection, Script, 
 
 T = TypeVar("T")
 
+FEW, PAUSE = 3, 0.05  # attempts to change the table before a pause, and seconds of that at the most
 CALL_SECONDS = 24 * 3600.0  # after which a call that never ended is forgotten
 
 READ = """
@@ -117,7 +120,11 @@ class RedisLent:
         return self._change(change)
 
     def _change(self, change: Callable[[Table, float], T], worker: str = "", *, lasts: float | None = None) -> T:
+        attempt = 0
         while True:
+            attempt += 1
+            if attempt > FEW:
+                time.sleep(random.uniform(0.0, PAUSE))  # many workers report at once
             version, table, now = self._read()
             answer = change(table, now)
             until = "" if lasts is None else repr(now + lasts)
