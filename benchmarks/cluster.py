@@ -131,6 +131,11 @@ class Process:
     def resident_mib(self) -> float:
         return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * 4096 / 2**20
 
+    def cpu_seconds(self) -> float:
+        """So far, by /proc."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -233,21 +238,23 @@ def child(folder: Path, run: str) -> dict[str, float]:
     return {"cpu_s": go(folder / "rows.jsonl", run)}
 
 
-def memory(folder: Path, rows: int) -> dict[str, float]:
+def memory(folder: Path, rows: int, *words: str) -> dict[str, float]:
     """MiB of the feeder and of a worker early and late, and the bytes that Redis has for each row."""
     with serving(0.001) as server, redis_server() as redis, ExitStack() as running:
         place = prepared(folder / "memory", server.url, rows, agents=256)
         empty = redis.info("memory", "used_memory")
         work = Process("work", redis.url("memory"))
         running.callback(work.kill)
-        feeder = feeding(place, redis.url("memory"), "--no-work")
+        feeder = feeding(place, redis.url("memory"), "--no-work", *words)
         running.callback(feeder.kill)
         samples: dict[str, list[float]] = {"feeder": [], "worker": []}
+        cpu: dict[str, float] = {}
         began = time.monotonic()
         while feeder.is_running and work.is_running:
             with suppress(OSError, IndexError):
                 samples["feeder"].append(feeder.resident_mib())
                 samples["worker"].append(work.resident_mib())
+                cpu = {"feeder": feeder.cpu_seconds(), "worker": work.cpu_seconds()}
             time.sleep(0.25)
         feeder.wait()
         work.wait()
@@ -255,8 +262,10 @@ def memory(folder: Path, rows: int) -> dict[str, float]:
         kept = (redis.info("memory", "used_memory") - empty) / rows
         file = redis.info("persistence", "aof_current_size") / rows
         commands = sum(redis.commands().values()) / rows
+        cpu["redis"] = redis.cpu_seconds
     found = {"rows": float(rows), "rows_per_second": rows / seconds, "redis_bytes_per_row": kept}
     found |= {"redis_file_bytes_per_row": file, "redis_commands_per_row": commands}
+    found |= {f"{name}_cpu_per_row_us": seconds / rows * 1e6 for name, seconds in cpu.items()}
     for name, values in samples.items():
         tenth = max(1, len(values) // 10)
         found[f"{name}_early_mib"] = statistics.median(values[tenth : 2 * tenth])

@@ -22,6 +22,7 @@ NAMES = (
     "capacity",
     "fleet",
     "at_scale",
+    "cluster",
     "gateway",
     "ticks",
     "reduce",
