@@ -21,6 +21,7 @@ ORDER = [
     "job",
     "events",
     "option",
+    "agreement",
     "spec",
     "documented",
     "compiler",

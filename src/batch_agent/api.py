@@ -61,6 +61,7 @@ class Options(TypedDict, total=False):
     task: str
     template: Literal["braces", "jinja"]
     inputs: Iterable[object] | AsyncIterable[object] | Sized | Path
+    id_column: str | None
     images: Sequence[str]
     image_root: str | Path | None
     system_prompt: str
@@ -369,7 +370,8 @@ async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None, wants_pa
             error.results = Results(done, summary(), spec.output_schema, page)  # type: ignore[attr-defined]
         raise
     view.conclude(str(summary()))
-    return Results(with_unfinished(taken, spec.inputs, statistics()), summary(), spec.output_schema, page)
+    rows = with_unfinished(taken, spec.inputs, statistics(), spec.id_column)
+    return Results(rows, summary(), spec.output_schema, page)
 
 
 class ResultStream(AsyncGenerator[AgentResult[R], None]):

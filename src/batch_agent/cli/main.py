@@ -33,6 +33,17 @@ class Command:
 
 
 SETTING = "--set"
+# What other programs call an option.
+ELSEWHERE = {
+    **dict.fromkeys(("concurrency", "max_concurrency", "parallel", "workers", "max_workers"), "max_inflight"),
+    **dict.fromkeys(("prompt", "message", "instruction"), "task"),
+    **dict.fromkeys(("input", "data", "file"), "inputs"),
+    **dict.fromkeys(("key", "token"), "api_key"),
+    **dict.fromkeys(("base_url", "url", "endpoint", "server"), "backend"),
+    **dict.fromkeys(("max_budget", "budget"), "max_cost"),
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_schema",
+}
 COMMANDS: Mapping[str, Command] = {
     "init": Command(
         "write a spec, a schema, a tool and rows to start from",
@@ -202,12 +213,23 @@ def _refuse(argument: str, name: str, parser: argparse.ArgumentParser) -> NoRetu
     known = {flag: flag for action in parser._actions for flag in action.option_strings}
     if not argument.startswith("--") or SETTING not in known:
         parser.error(f"there is no argument {argument}{_meant(argument, known)}")
-    from batch_agent.spec import BatchSpec
-
-    settings = {f"--{option.replace('_', '-')}": f"{SETTING} {option}=VALUE" for option in BatchSpec.model_fields}
-    meant = _meant(argument, settings | known) or "."
+    meant = _meant(argument, _settings() | known) or "."
     hint = f"Options without a flag: {SETTING} NAME=VALUE. All flags: batch-agent {name} --help"
     parser.exit(RUN_FAILED, f"batch-agent: there is no argument {argument}{meant} {hint}\n")
+
+
+def _settings() -> Mapping[str, str]:
+    """How each option is given on the command line, by its name, its older name, and what other programs call it."""
+    from batch_agent.cli.spec.arguments import FLAGS, flag_name
+    from batch_agent.spec import OLD_NAMES, BatchSpec
+
+    given = {
+        option: flag_name(option) if option in FLAGS else f"{SETTING} {option}=VALUE"
+        for option in BatchSpec.model_fields
+    }
+    given |= {"inputs": "--inputs", "run_dir": "--run-dir", "resume": "--resume", "api_key": "--env-file"}
+    names = {**given, **{old: given[new] for old, new in {**OLD_NAMES, **ELSEWHERE}.items()}}
+    return {f"--{option.replace('_', '-')}": how for option, how in names.items()}
 
 
 def _meant(given: str, known: Mapping[str, str]) -> str:

@@ -1,8 +1,8 @@
 """Lines of results as a table: CSV, TSV or Parquet.
 
-A table's columns are known when its last row is, so it is made from a finished file of lines, in two passes over it and
-a few thousand rows of memory. A table file appears when it is complete: a reader never sees half of one, and a full
-disk does not cost the one that was there.
+A table is in input order, and its columns are known when its last row is. It is made from a finished file of lines, in
+two passes over it and a few thousand rows of memory; lines that come too early wait in a temporary file. A table file
+appears when it is complete: a reader never sees half of one, and a full disk does not cost the one that was there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ from batch_agent.errors import SpecError
 from batch_agent.files.columns import Column, Fields, Record, as_text
 from batch_agent.files.compression import Codec, format_of
 from batch_agent.files.extras import extra
-from batch_agent.files.results import from_json
+from batch_agent.files.order import InputOrder
+from batch_agent.files.results import from_json, to_json
 
 CSV, TSV, PARQUET = ".csv", ".tsv", ".parquet"
 DELIMITERS = {CSV: ",", TSV: "\t"}
@@ -48,6 +50,30 @@ class ResultFile:
                     self.torn += 1
                 else:
                     yield record
+
+
+class InOrderOfInput:
+    """The records in input order, as often as they are asked for, in constant memory: those that come too early wait in
+    a file in ``directory``, or where temporary files go."""
+
+    def __init__(self, records: Iterable[Record], directory: Path | None = None) -> None:
+        self._records, self._directory = records, directory
+
+    def __iter__(self) -> Iterator[Record]:
+        with self._temporary() as waiting, self._temporary() as places:
+            order = InputOrder(waiting, places)
+            for record in self._records:
+                index = record["index"]
+                assert isinstance(index, int)
+                yield from _parsed(order.put(index, to_json(record)))
+            yield from _parsed(order.rest())
+
+    def _temporary(self) -> IO[bytes]:
+        return tempfile.TemporaryFile(buffering=0, dir=self._directory)
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[Record]:
+    return (record for line in lines if (record := record_of(line)) is not None)
 
 
 def record_of(line: bytes) -> Record | None:

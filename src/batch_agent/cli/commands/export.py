@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import cast
 
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_overwriting
@@ -19,17 +17,16 @@ from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, tr
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.columns import Record
 from batch_agent.files.compression import format_of
-from batch_agent.files.order import InputOrder
 from batch_agent.files.results import to_json
 from batch_agent.files.tables import (
     CSV,
     PARQUET,
     TSV,
+    InOrderOfInput,
     ResultFile,
     check_table,
     columns_of,
     complete_file,
-    record_of,
     write_records,
     write_table,
 )
@@ -121,11 +118,7 @@ class RunRecords:
         return self._results.torn + self._failures.torn
 
     def __iter__(self) -> Iterator[Record]:
-        with tempfile.TemporaryFile(buffering=0) as waiting, tempfile.TemporaryFile(buffering=0) as places:
-            order = InputOrder(waiting, places)
-            for record in self._unordered():
-                yield from _records(order.put(cast(int, record["index"]), to_json(record)))
-            yield from _records(order.rest())
+        return iter(InOrderOfInput(self._unordered()))
 
     def _unordered(self) -> Iterator[Record]:
         yield from self._results
@@ -140,10 +133,6 @@ def _as_result(failure: Record) -> Record:
     error = {name: failure.pop(name, None) for name in ("stage", "type", "message", "retryable")}
     first = {name: failure.pop(name, None) for name in ("index", "job_id")}
     return {**first, "ok": False, "output": None, "error": error, **failure}
-
-
-def _records(lines: Iterator[bytes]) -> Iterator[Record]:
-    return (record for line in lines if (record := record_of(line)) is not None)
 
 
 def _export_table(records: RunRecords, kind: str, output: Path | None) -> None:

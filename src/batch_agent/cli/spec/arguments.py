@@ -126,7 +126,7 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
         "--set",
         action="append",
         metavar="OPTION=VALUE",
-        help="any other option of a spec, its value as JSON or text: --set max_turns=4; repeatable",
+        help="any other option of a spec, its value as JSON or text: --set top_p=0.9; repeatable",
     )
     _add_rows(run.add_argument_group("rows and results"))
     where = run.add_argument_group(FlagGroup.WHERE.value)
@@ -217,7 +217,7 @@ def _add_rows(group: argparse._ArgumentGroup) -> None:
         help="where the results go: JSONL, or .csv, .tsv, .parquet; - is standard output (default)",
     )
     group.add_argument(
-        "--ordered", action="store_true", default=None, help="write the results in the order of the rows"
+        "--ordered", action="store_true", default=None, help="write JSONL in the order of the rows, as tables are"
     )
 
 
