@@ -213,7 +213,7 @@ def _refuse(argument: str, name: str, parser: argparse.ArgumentParser) -> NoRetu
     known = {flag: flag for action in parser._actions for flag in action.option_strings}
     if not argument.startswith("--") or SETTING not in known:
         parser.error(f"there is no argument {argument}{_meant(argument, known)}")
-    meant = _meant(argument, _settings() | known) or "."
+    meant = _meant(argument, {**_settings(), **known}) or "."
     hint = f"Options without a flag: {SETTING} NAME=VALUE. All flags: batch-agent {name} --help"
     parser.exit(RUN_FAILED, f"batch-agent: there is no argument {argument}{meant} {hint}\n")
 

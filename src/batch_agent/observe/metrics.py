@@ -34,6 +34,7 @@ from batch_agent.events import (
 from batch_agent.messages import Usage
 from batch_agent.observe.history import History, Pace
 from batch_agent.observe.limits import Limits, LimitStep
+from batch_agent.observe.stage_counts import StageCount
 
 WINDOW = 30  # seconds over which the recent rate is taken
 RECENT_ERRORS = 5
@@ -144,6 +145,7 @@ class Statistics:
     outages: tuple[Outage, ...] = ()  # of now
     outage_seconds: float = 0.0  # that a server was down, all outages together
     schema_note: str = ""  # why the output schema is not sent any more
+    stages: tuple[StageCount, ...] = ()  # of a pipeline, whose sums the other numbers are
     ended: Ended | None = None
     reason: str = ""  # which limit ended a run that is out of budget, or why it could not go on
 

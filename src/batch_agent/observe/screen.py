@@ -47,7 +47,9 @@ class Screen:
         large = width >= WIDE and console.size.height >= HIGH
         yield _title(statistics, width)
         yield from _bar(statistics, width)
-        lines = [*_items(_state_items(statistics), width), *_items(_work_items(statistics), width)]
+        longest = max((len(stage.name) for stage in statistics.stages), default=0)
+        lines = [_line(f"  {stage.name:<{longest}}  {stage.words}", width) for stage in statistics.stages]
+        lines += [*_items(_state_items(statistics), width), *_items(_work_items(statistics), width)]
         lines += _notes(statistics, width)
         if large:
             room = console.size.height - len(lines) - 2 - SPARE_LINES

@@ -22,6 +22,7 @@ def summary_lines(
 ) -> list[str]:
     """``output`` says where the results are; ``tools`` are what the run's tools came to."""
     lines = [_headline(statistics)]
+    lines += _labelled("stages", [f"{stage.name}: {stage.words}" for stage in statistics.stages])
     for name, use in statistics.tools.items():
         if use.failed == use.calls:
             reason = harmless(_reason(tools.get(name)), ERROR_CHARACTERS)
@@ -67,6 +68,7 @@ def summary_json(
             "failures": dict(statistics.failures),
             "resumed": statistics.resumed,
         },
+        **({"stages": [stage.to_json() for stage in statistics.stages]} if statistics.stages else {}),
         "seconds": round(statistics.elapsed, 3),
         "outage_seconds": round(statistics.outage_seconds, 3),
         "rows_per_second": round(statistics.overall_rate, 3),
