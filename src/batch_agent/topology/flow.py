@@ -115,7 +115,8 @@ class Flow:
 
     def statistics(self) -> Statistics:
         """The sums over all stages, and the counts of each."""
-        return replace(self._metrics.statistics(), stages=tuple(map(_counted, self.nodes)))
+        whole = self._metrics.statistics()
+        return replace(whole, stages=tuple(_counted(node, ended=whole.ended is not None) for node in self.nodes))
 
     def tool_statistics(self) -> dict[str, ToolStatistics]:
         """What the tools of all stages came to, by name; of two with one name, the later stage's."""
@@ -296,10 +297,11 @@ class Flow:
         return replace(prepared, backend=first.backend, model=first.model, max_agents=agents)
 
 
-def _counted(node: AgentNode | ReduceNode) -> StageCount:
+def _counted(node: AgentNode | ReduceNode, *, ended: bool) -> StageCount:
+    """The rows of a stage; of a pipeline that has ended, none is under way."""
     own = node.run.statistics()
     total = own.done if own.ended == "complete" else own.total
-    return StageCount(node.name, total, own.done, own.failed, own.alive, node.failed_before)
+    return StageCount(node.name, total, own.done, own.failed, 0 if ended else own.alive, node.failed_before)
 
 
 def check_fields(before: Stage, stage: Agents) -> None:

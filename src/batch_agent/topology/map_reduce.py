@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from batch_agent.compiler.fields import fields_of
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.errors import InputError, InternalError, SpecError
-from batch_agent.job import AgentResult
+from batch_agent.errors import InputError, Interrupted, SpecError
+from batch_agent.job import AgentError, AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.results import Results, Summary
 from batch_agent.topology.pipeline import Outcome, Pipeline, finished
@@ -102,7 +102,8 @@ async def run_reduced(pipeline: Pipeline[Any], options: Options, progress: bool 
 def reduced_by(outcome: Outcome[Any]) -> Reduced[Any, Any]:
     reduction = outcome.reductions.get(REDUCE)
     if reduction is None:
-        raise InternalError("the stages have ended, and the reduction has not")
+        unfinished = Interrupted(f"the run ended before the reduction ({outcome.statistics.ended})")
+        reduction = Reduction(0, "", None, False, None, AgentError.of(unfinished))
     return Reduced(outcome.results[MAP], reduction, outcome.summary)
 
 

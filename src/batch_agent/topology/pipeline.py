@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast, overload
 
+from batch_agent.engine.run.interruption import Interruption, interrupted_words
 from batch_agent.errors import SpecError
 from batch_agent.events import Sink
 from batch_agent.job import AgentResult
@@ -140,10 +141,11 @@ class Pipeline(Generic[T]):
 
 async def finished(flow: Flow, progress: bool | None = None) -> Outcome[Any]:
     """The outcome of a flow that is opened, run and left here. An exception carries what was done as ``results``."""
-    view = Progress(progress, flow.statistics)
+    view, interruption = Progress(progress, flow.statistics), Interruption()
     try:
         async with flow, view:
-            await flow.finish()
+            with interruption.stopping(flow.cancel):
+                await flow.finish()
     except BaseException as error:
         outcome = outcome_of(flow)
         if outcome.statistics.done:
@@ -153,6 +155,8 @@ async def finished(flow: Flow, progress: bool | None = None) -> Outcome[Any]:
         raise
     outcome = outcome_of(flow)
     view.conclude(str(outcome))
+    if interruption.happened:
+        return interruption.conclude(outcome, outcome.results, interrupted_words(flow.statistics(), flow.spec))
     return outcome
 
 
