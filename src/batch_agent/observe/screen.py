@@ -101,8 +101,15 @@ def _state_items(statistics: Statistics) -> Iterator[_Item]:
     if statistics.resumed:
         yield "from the record", f"{statistics.resumed:,}", ""
     for label, count, style in states(statistics):
-        of = f"/{statistics.max_inflight:,}" if label == "running" and statistics.max_inflight else ""
+        of = _limit(count, statistics.max_inflight) if label == "running" else ""
         yield label, f"{count:,}{of}", style if count else "dim"
+
+
+def _limit(running: int, limit: int | None) -> str:
+    """The limit beside the number running; requests that were sent before it fell may be more."""
+    if not limit:
+        return ""
+    return f"/{limit:,}" if running <= limit else f" (limit now {limit:,})"
 
 
 def _work_items(statistics: Statistics) -> Iterator[_Item]:

@@ -34,7 +34,8 @@ def summary_lines(
     elif statistics.reason:
         lines += _labelled("why", [harmless(statistics.reason, REASON_CHARACTERS)])
     if statistics.outage_seconds:
-        lines += _labelled("outage", [f"the server was down for {clock(statistics.outage_seconds)} in all"])
+        down = sorted(statistics.down_seconds.items(), key=lambda item: -item[1])
+        lines += _labelled("outage", [f"{harmless(name)} was down for {clock(lasted)} in all" for name, lasted in down])
     if statistics.schema_note:
         lines += _labelled("schema", [harmless(statistics.schema_note, REASON_CHARACTERS)])
     if statistics.limits:
@@ -71,6 +72,7 @@ def summary_json(
         **({"stages": [stage.to_json() for stage in statistics.stages]} if statistics.stages else {}),
         "seconds": round(statistics.elapsed, 3),
         "outage_seconds": round(statistics.outage_seconds, 3),
+        "down_seconds": {name: round(lasted, 3) for name, lasted in statistics.down_seconds.items()},
         "rows_per_second": round(statistics.overall_rate, 3),
         "turns": statistics.turns,
         "retries": statistics.retries,
