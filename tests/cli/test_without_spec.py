@@ -132,8 +132,8 @@ def test_what_cannot_be_is_said(arguments: list[str], says: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("content", "code", "says"),
     [
-        ("", 0, "rows.csv is empty: there are no rows"),
-        ("id,text\n", 0, "rows.csv has only its line 1, which names the columns: there are no rows"),
+        ("", 2, "rows.csv is empty: there are no rows"),
+        ("id,text\n", 2, "rows.csv has only its line 1, which names the columns: there are no rows"),
         ("id;text\na;one\n", 1, "rows.csv line 1: its columns are separated by semicolons, not commas"),
         ("id\ttext\na\tone\n", 1, "rows.csv line 1: its columns are separated by tabs, not commas: name it .tsv"),
         ('id,text\na,one\nb,"two\nc,three\n', 1, "rows.csv line 3: a quote opens in this row and is not closed"),

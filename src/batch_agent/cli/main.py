@@ -110,8 +110,9 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "doctor": Command(
         "what is installed here and which backends would work",
-        "What is installed here, which backends would work, and which one a run that names none takes. "
-        "Exit status 1 when that one cannot work.",
+        "What is installed here, which backends would work, and which one a run that names none takes. Every service "
+        "with a key or an address is asked for its models, which is free. Exit status 1 when the default, or the "
+        "backend that is named, cannot work.",
     ),
     "cache": Command(
         "look at or empty the response cache",

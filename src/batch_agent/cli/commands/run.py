@@ -61,7 +61,7 @@ def run_command(options: argparse.Namespace) -> int:
         if options.dry_run:
             dry = DryRun.of(BatchAgent.plan(spec))
             put(to_json(dry.to_json()).decode() if options.json else dry.to_text(marks_for(stdout)), stdout)
-            return ALL_OK
+            return ROWS_FAILED if dry.rows == 0 else ALL_OK
         view = choose_view(options, sys.stderr, stdout)
         prepared = prepare(spec)
         if options.resume and (words := forecast(prepared, force=options.force_resume)):
@@ -175,4 +175,5 @@ def exit_code(statistics: Statistics) -> int:
     if statistics.ended in ENDS:
         return ENDS[statistics.ended]
     undone = statistics.ended == "drained" and statistics.done != statistics.total
-    return ROWS_FAILED if statistics.failed or undone else ALL_OK
+    nothing = statistics.ended == "complete" and not statistics.done
+    return ROWS_FAILED if statistics.failed or undone or nothing else ALL_OK

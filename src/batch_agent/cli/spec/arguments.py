@@ -47,7 +47,7 @@ stops at once.
 exit status:
   0      every row is ok
   1      the run failed, or could not start: the message says why
-  2      some rows failed, or were left undone after Ctrl-C
+  2      some rows failed, or were left undone after Ctrl-C; or there was no row
   3      out of budget: --max-cost, --max-total-tokens or --max-wall-time ended
          the run; a higher one resumes it
   4      unreachable: the server was down for longer than --max-outage, or never
