@@ -15,6 +15,7 @@ from typing import Any
 
 from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.schema import OutputSchema
+from batch_agent.engine.run.comparison import Comparison
 from batch_agent.engine.run.dryrun import HEADLINE, MARKED, DryRun, sample_of
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import InputError, SpecError
@@ -54,6 +55,13 @@ class PipelinePlan:
         if len(known) < len(costs):
             return None
         return sum(cost[0] for cost in known), sum(cost[1] for cost in known)
+
+    def compare(
+        self, *, only: str = "", gpu_price: float | None = None, tokens_per_second: float | None = None
+    ) -> Comparison:
+        """What all stages together would cost at each provider and model whose price is known, estimated; print it."""
+        plans = [*self.stages.values()]
+        return Comparison.of(plans, only=only, gpu_price=gpu_price, gpu_speed=tokens_per_second)
 
     def to_json(self) -> JsonObject:
         cost = self.cost

@@ -10,18 +10,17 @@ from contextlib import ExitStack, closing, nullcontext
 from typing import TextIO
 
 from batch_agent.cli.commands.models import fetch_missing
-from batch_agent.cli.commands.run import choose_view, exit_code, open_output, page_beside
+from batch_agent.cli.commands.run import choose_view, exit_code, open_output, page_beside, show_plan
 from batch_agent.cli.exit_status import ALL_OK, ROWS_FAILED, SIGNALLED
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter
-from batch_agent.cli.output.streams import put
+from batch_agent.cli.spec.compared import comparison_of, wants_comparison
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.stages import load_flow, load_plan
-from batch_agent.engine.run.dryrun import marks_for
 from batch_agent.files.read import LazyRows
-from batch_agent.files.results import plainly, to_json
+from batch_agent.files.results import plainly
 from batch_agent.observe.display import Display
 from batch_agent.observe.terminal import View
 from batch_agent.topology.flow import Flow
@@ -30,8 +29,9 @@ from batch_agent.topology.flow import Flow
 def run_stages(options: argparse.Namespace, stdout: TextIO, files: ExitStack) -> int:
     if options.dry_run:
         plan = load_plan(options)
-        put(to_json(plan.to_json()).decode() if options.json else plan.to_text(marks_for(stdout)), stdout)
+        show_plan(plan, comparison_of(options, plan), options, stdout)
         return ALL_OK
+    wants_comparison(options)
     log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
     flow = load_flow(options, command=command_of(options), wrap=log.wrap)
     for node in flow.nodes:

@@ -24,9 +24,11 @@ from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter, open_results
 from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.spec.compared import comparison_of, wants_comparison
 from batch_agent.cli.spec.load import is_pipeline, load_spec, resolve_paths, take_settings
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.resume_forecast import ASKED, asked, forecast
+from batch_agent.engine.run.comparison import Comparison
 from batch_agent.engine.run.dryrun import DryRun, marks_for
 from batch_agent.engine.run.prepare import prepare
 from batch_agent.engine.run.run import Run
@@ -39,6 +41,7 @@ from batch_agent.observe.display import Display, with_expected
 from batch_agent.observe.metrics import RecentResult, Statistics
 from batch_agent.observe.terminal import LiveView, NoView, PlainView, View
 from batch_agent.spec import BatchSpec
+from batch_agent.topology.plan import PipelinePlan
 
 # How a run ends that stopped before it was done, other than at a person's word.
 ENDS: Mapping[Ended | None, int] = {"out of budget": OUT_OF_BUDGET, "unreachable": UNREACHABLE, "failed": RUN_FAILED}
@@ -60,8 +63,9 @@ def run_command(options: argparse.Namespace) -> int:
         spec = load_spec(options)
         if options.dry_run:
             dry = DryRun.of(BatchAgent.plan(spec))
-            put(to_json(dry.to_json()).decode() if options.json else dry.to_text(marks_for(stdout)), stdout)
+            show_plan(dry, comparison_of(options, dry), options, stdout)
             return ROWS_FAILED if dry.rows == 0 else ALL_OK
+        wants_comparison(options)
         view = choose_view(options, sys.stderr, stdout)
         prepared = prepare(spec)
         if options.resume and (words := forecast(prepared, force=options.force_resume)):
@@ -73,6 +77,17 @@ def run_command(options: argparse.Namespace) -> int:
         run: Run[object] = Run(prepared, command=command)
         with page_beside(options, spec), open_output(options, spec) as writer:
             return asyncio.run(_run(run, spec, writer, view, Reporter(options, spec, writer, stdout)))
+
+
+def show_plan(
+    plan: DryRun | PipelinePlan, comparison: Comparison | None, options: argparse.Namespace, stdout: TextIO
+) -> None:
+    """Print a plan, and what it would cost elsewhere."""
+    if options.json:
+        record = plan.to_json() | ({} if comparison is None else {"comparison": comparison.to_json()})
+        put(to_json(record).decode(), stdout)
+        return
+    put("\n\n".join([plan.to_text(marks_for(stdout)), *([] if comparison is None else [str(comparison)])]), stdout)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from batch_agent.cli.spec.numbers import positive
+from batch_agent.cli.spec.numbers import amount, positive
 from batch_agent.documented import first_sentence
 from batch_agent.errors import SpecError
 from batch_agent.option import Flag, FlagGroup, kinds, notes
@@ -68,7 +68,21 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument("--spec", metavar="FILE", help="the spec file")
     _add_recording_arguments(run)
     run.add_argument("--dry-run", action="store_true", help="print the plan and the first prompt; send nothing")
+    _add_comparison(run.add_argument_group("what it would cost elsewhere, with --dry-run"))
     _add_run_options(run)
+
+
+def _add_comparison(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--compare", action="store_true", help="the estimated cost at each provider and model whose price is known"
+    )
+    group.add_argument("--compare-only", metavar="TEXT", help="the same for models whose name has TEXT in it")
+    group.add_argument("--gpu-price", type=amount, metavar="DOLLARS", help="of a GPU by the hour, beside them")
+    group.add_argument(
+        "--gpu-speed",
+        metavar="TOKENS",
+        help="that the GPU does in a second, uncached prompts and answers; or the directory of a run that was measured",
+    )
 
 
 def add_resume_arguments(resume: argparse.ArgumentParser) -> None:
@@ -90,7 +104,8 @@ def _add_recorded_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="rows keep their answers although the task, model, schema or tools have changed",
     )
-    parser.set_defaults(no_run_dir=False, dry_run=False)
+    parser.set_defaults(no_run_dir=False, dry_run=False, compare=False, compare_only=None)
+    parser.set_defaults(gpu_price=None, gpu_speed=None)
     _add_run_options(parser)
 
 

@@ -7,10 +7,11 @@ import itertools
 import os
 from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.plan import Description
+from batch_agent.compiler.prices import Prices
 from batch_agent.compiler.template import Piece
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.files.read import LazyRows
@@ -18,6 +19,9 @@ from batch_agent.foreign import name_of
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.text import amount, dollars, harmless, harmless_lines, rows
 from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS
+
+if TYPE_CHECKING:
+    from batch_agent.engine.run.comparison import Comparison
 
 HEADLINE = "Plan. Nothing was sent; token counts are estimates."
 SAMPLE_ROWS = 100  # enough for a mean, little enough to be quick
@@ -71,8 +75,12 @@ class DryRun:
     @property
     def cost(self) -> tuple[float, float] | None:
         """$ of all first requests and their answers: with the shared prefix cached, and with nothing cached."""
-        prices, rows = self.prepared.prices, self.rows
-        if prices is None or not prices.tiers or rows is None or not self.sampled:
+        return None if self.prepared.prices is None else self.cost_at(self.prepared.prices)
+
+    def cost_at(self, prices: Prices) -> tuple[float, float] | None:
+        """The same at other prices; None for prices by the clock, and where the rows are not known."""
+        rows = self.rows
+        if not prices.tiers or rows is None or not self.sampled:
             return None
         prefix, own = self.description.prefix_tokens, self.description.own_tokens
         cached = Usage(prefix + own, cached_tokens=prefix, completion_tokens=self.answer_tokens)
@@ -96,6 +104,14 @@ class DryRun:
             f"first requests by estimated tokens, from prefix cached to nothing cached, "
             f"answers of {self.answer_tokens:,} tokens ({answers}), {prices.source}{turns}"
         )
+
+    def compare(
+        self, *, only: str = "", gpu_price: float | None = None, tokens_per_second: float | None = None
+    ) -> Comparison:
+        """What this would cost at each provider and model whose price is known, estimated."""
+        from batch_agent.engine.run.comparison import Comparison
+
+        return Comparison.of([self], only=only, gpu_price=gpu_price, gpu_speed=tokens_per_second)
 
     def to_json(self) -> JsonObject:
         prepared, description = self.prepared, self.description
