@@ -33,6 +33,7 @@ class Command:
 
 
 SETTING = "--set"
+MOST_USAGE_LINES = 8
 # What other programs call an option.
 ELSEWHERE = {
     **dict.fromkeys(("concurrency", "max_concurrency", "parallel", "workers", "max_workers"), "max_inflight"),
@@ -141,9 +142,11 @@ COMMANDS: Mapping[str, Command] = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # argparse would exit with 2, which here says that rows failed.
-        self.print_usage(sys.stderr)
-        self.exit(RUN_FAILED, f"batch-agent: {message}\n")
+        # argparse would exit with 2, which here says that rows failed. A usage of many lines would hide the message.
+        usage, hint = self.format_usage(), ""
+        if usage.count("\n") > MOST_USAGE_LINES:
+            usage, hint = "", f". All flags: {self.prog} --help"
+        self.exit(RUN_FAILED, f"{usage}batch-agent: {message}{hint}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
