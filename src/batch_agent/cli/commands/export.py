@@ -23,7 +23,6 @@ from batch_agent.files.tables import (
     PARQUET,
     TSV,
     InOrderOfInput,
-    ResultFile,
     check_table,
     columns_of,
     complete_file,
@@ -109,23 +108,19 @@ class RunRecords:
     """All rows that a run has finished, those that failed among them, in input order."""
 
     def __init__(self, directory: Path) -> None:
-        self._results = ResultFile(directory / RESULTS)
-        self._failures = ResultFile(directory / FAILURES)
+        # The results last: a row that was tried again and is ok has failed no more.
+        self._lines = InOrderOfInput(directory / FAILURES, directory / RESULTS)
         self.failed = 0  # rows of the latest pass
 
     @property
     def torn(self) -> int:
-        return self._results.torn + self._failures.torn
+        return self._lines.torn
 
     def __iter__(self) -> Iterator[Record]:
-        return iter(InOrderOfInput(self._unordered()))
-
-    def _unordered(self) -> Iterator[Record]:
-        yield from self._results
         self.failed = 0
-        for failure in self._failures:
-            self.failed += 1
-            yield _as_result(failure)
+        for number, record in self._lines.numbered():
+            self.failed += number == 0
+            yield _as_result(record) if number == 0 else record
 
 
 def _as_result(failure: Record) -> Record:

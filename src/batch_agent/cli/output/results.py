@@ -23,7 +23,7 @@ from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.files.compression import Codec
 from batch_agent.files.order import InputOrder
 from batch_agent.files.results import result_line, unwritten
-from batch_agent.files.tables import InOrderOfInput, ResultFile, check_table, is_table, write_table
+from batch_agent.files.tables import InOrderOfInput, check_table, is_table, write_table
 from batch_agent.job import AgentResult
 
 STDOUT_DESCRIPTOR = 1
@@ -123,7 +123,7 @@ class TableWriter(LineWriter):
             return
         self._lines.__exit__(*exception)
         try:
-            write_table(InOrderOfInput(ResultFile(self._partial), self._table.parent), self._table)
+            write_table(InOrderOfInput(self._partial), self._table)
         except OSError as error:
             raise BatchAgentError(
                 f"cannot write the table {self._table}: {error.strerror}; the results are in {self._partial}"
