@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from batch_agent.cluster.worker import WorkReport
     from batch_agent.engine.agent.context import AgentContext, BlockingContext
     from batch_agent.engine.run.elsewhere import Cluster
+    from batch_agent.engine.run.interruption import Interruption
     from batch_agent.engine.run.prepare import Prepared
     from batch_agent.engine.run.run import Run
     from batch_agent.events import Sink
@@ -63,6 +64,7 @@ class Options(TypedDict, total=False):
     task: str
     template: Literal["braces", "jinja"]
     inputs: Iterable[object] | AsyncIterable[object] | Sized | Path
+    id_column: str | None
     images: Sequence[str]
     image_root: str | Path | None
     system_prompt: str
@@ -189,7 +191,7 @@ class BatchAgent(MapReduce):
         run's page and shows its address; it needs ``run_dir``, and is served for as long as the results are kept.
         """
         checked = _spec(spec, options)
-        return await _collect(cls._open(checked), checked, progress, view)
+        return await _collect(cls._open(checked), checked, progress, view, _interruption())
 
     @overload
     @classmethod
@@ -217,7 +219,8 @@ class BatchAgent(MapReduce):
     @classmethod
     def stream(cls, spec: BatchSpec | None = None, **options: Any) -> AsyncGenerator[AgentResult[Any], None]:
         """Each result as it finishes. Leaving the loop early cancels what is left."""
-        return ResultStream(cls._open(_spec(spec, options)))
+        checked = _spec(spec, options)
+        return ResultStream(cls._open(checked), checked)
 
     @overload
     @classmethod
@@ -298,7 +301,8 @@ class BatchAgent(MapReduce):
         cls, spec: BatchSpec | None = None, *, progress: bool | None = None, view: bool = False, **options: Any
     ) -> Results[Any]:
         """``run`` for scripts and notebooks, also where an event loop is already running."""
-        return _run_anywhere(cls.run(_spec(spec, options), progress=progress, view=view))
+        checked, interruption = _spec(spec, options), _interruption()
+        return _run_anywhere(_collect(cls._open(checked), checked, progress, view, interruption), interruption)
 
     @classmethod
     def plan(cls, spec: BatchSpec | None = None, **options: Any) -> Prepared:
@@ -362,7 +366,16 @@ def _with_rows(spec: BatchSpec) -> BatchSpec:
     return spec.model_copy(update={"inputs": rows_from(spec.inputs)})
 
 
-async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None, wants_page: bool) -> Results[R]:
+def _interruption() -> Interruption:
+    from batch_agent.engine.run.interruption import Interruption
+
+    return Interruption()
+
+
+async def _collect(
+    run: Run[R], spec: BatchSpec, progress: bool | None, wants_page: bool, interruption: Interruption
+) -> Results[R]:
+    from batch_agent.engine.run.interruption import interrupted_words
     from batch_agent.files.read import LazyRows
     from batch_agent.observe.display import with_expected
     from batch_agent.observe.progress import Progress, show_address
@@ -385,8 +398,9 @@ async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None, wants_pa
 
     try:
         async with run, view:
-            async for result in run.results():
-                taken.append(result)
+            with interruption.stopping(run.cancel):
+                async for result in run.results():
+                    taken.append(result)
     except BaseException as error:
         if statistics().done:  # how far it came
             view.conclude(str(summary()))
@@ -395,16 +409,20 @@ async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None, wants_pa
             error.results = Results(done, summary(), spec.output_schema, page)  # type: ignore[attr-defined]
         raise
     view.conclude(str(summary()))
-    return Results(with_unfinished(taken, spec.inputs, statistics()), summary(), spec.output_schema, page)
+    rows = with_unfinished(taken, spec.inputs, statistics(), spec.id_column)
+    results = Results(rows, summary(), spec.output_schema, page)
+    if interruption.happened:
+        return interruption.conclude(results, results, interrupted_words(statistics(), spec))
+    return results
 
 
 class ResultStream(AsyncGenerator[AgentResult[R], None]):
     """What ``stream`` returns. Dropping it, as ``break`` does, stops the run at once: a plain generator would only be
     closed some turns of the event loop later, and requests would leave meanwhile."""
 
-    def __init__(self, run: Run[R]) -> None:
+    def __init__(self, run: Run[R], spec: BatchSpec) -> None:
         self._run = run
-        self._results = _results(run)
+        self._results = _results(run, spec)
 
     async def asend(self, value: None) -> AgentResult[R]:
         return await self._results.asend(value)
@@ -419,13 +437,19 @@ class ResultStream(AsyncGenerator[AgentResult[R], None]):
         self._run.stop()
 
 
-async def _results(run: Run[R]) -> AsyncGenerator[AgentResult[R], None]:
+async def _results(run: Run[R], spec: BatchSpec) -> AsyncGenerator[AgentResult[R], None]:
+    from batch_agent.engine.run.interruption import interrupted_words
+
+    interruption = _interruption()
     async with run, aclosing(run.results()) as results:
-        async for result in results:
-            yield result
+        with interruption.stopping(run.cancel):
+            async for result in results:
+                yield result
+    if interruption.happened:
+        interruption.conclude(None, None, interrupted_words(run.statistics(), spec))
 
 
-def _run_anywhere(work: Coroutine[Any, Any, R]) -> R:
+def _run_anywhere(work: Coroutine[Any, Any, R], interruption: Interruption) -> R:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -448,7 +472,12 @@ def _run_anywhere(work: Coroutine[Any, Any, R]) -> R:
     with _interruptible():
         try:
             thread.start()
-            return outcome.result()
+            try:
+                return outcome.result()
+            except KeyboardInterrupt:  # the first one: the run ends with what is done
+                if not interruption.request():
+                    raise
+                return outcome.result()
         except BaseException:
             with suppress(RuntimeError):  # its loop is closed: it has ended by itself
                 loop.call_soon_threadsafe(task.cancel)

@@ -76,8 +76,11 @@ class NotSettable:
 
 
 Count = Annotated[int, Field(gt=0, strict=True)]
+Whole = Annotated[int, Field(strict=True)]
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # True and "1" are none
-Seconds = Annotated[Number, Field(gt=0)]
+Positive = Annotated[Number, Field(gt=0)]
+Seconds = Positive
 Word = Annotated[str, StringConstraints(strict=True)]
 
 Text = Annotated[Word, Allowed("text")]
@@ -114,11 +117,13 @@ def _members(kind: object) -> Iterator[object]:
         yield get_origin(kind) or kind
 
 
-def check_names(model: type[BaseModel], options: Iterable[str], old_names: Iterable[str]) -> None:
-    """Raise SpecError for a name that is no option of ``model``; names in ``old_names`` are suggested too."""
+def check_names(model: type[BaseModel], options: Iterable[str], old_names: Mapping[str, str]) -> None:
+    """Raise SpecError for a name that is no option of ``model``. What resembles an older name is answered with the
+    option's name of today."""
     for name in set(options) - model.model_fields.keys():
         near = difflib.get_close_matches(name, [*model.model_fields, *old_names], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f". Options: {', '.join(sorted(model.model_fields))}"
+        meant = [old_names.get(word, word) for word in near]
+        hint = f"; did you mean {meant[0]!r}?" if meant else f". Options: {', '.join(sorted(model.model_fields))}"
         raise SpecError(f"there is no option {name!r}{hint}")
 
 

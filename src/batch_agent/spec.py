@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from batch_agent.agreement import disagreement
+from batch_agent.agreement import disagreements
 from batch_agent.errors import SpecError
 from batch_agent.option import (
     Allowed,
@@ -23,15 +23,18 @@ from batch_agent.option import (
     Flag,
     FlagGroup,
     Limit,
+    NotNegative,
     NotSettable,
     Number,
     OptionalText,
+    Positive,
     Scope,
     Seconds,
     Switch,
     Text,
     TimeLimit,
     Unset,
+    Whole,
     Word,
     check_names,
     explain,
@@ -70,6 +73,12 @@ class BatchSpec(BaseModel):
         description="One agent per row: dicts, strings (`{input}`), pydantic models or dataclasses, in a list, "
         "iterator, generator or async iterator, which is read as needed. Or a DataFrame, an Arrow table, a Hugging "
         "Face dataset, an open text file, or the path of a file or directory: [files.md](files.md)."
+    )
+    id_column: Annotated[
+        OptionalText, Scope.STAGE, Compared.VALUE, Unset("`id`, where a row has one"), Flag("NAME")
+    ] = Field(
+        None,
+        description="Field of a row that is its `job_id`. A row without a value there is named by its place, from 0.",
     )
     images: Annotated[Sequence[Word], Allowed("a list of names of fields")] = Field(
         (),
@@ -200,9 +209,7 @@ class BatchSpec(BaseModel):
         None, description="Tokens, of prompts and answers, that an endpoint may be asked for in any minute."
     )
     backpressure_ceiling: Annotated[
-        Annotated[int, Field(ge=0, strict=True)] | None,
-        Allowed("a whole number, 0 or more, or None for no limit"),
-        Scope.WHOLE,
+        NotNegative | None, Allowed("a whole number, 0 or more, or None for no limit"), Scope.WHOLE
     ] = Field(
         None,
         description="No new agent starts while more requests than this wait in the engine's queue, where the engine "
@@ -213,20 +220,23 @@ class BatchSpec(BaseModel):
         description="Measure on the first rows beyond which number of calls in flight the throughput stops growing, "
         "and remember it for this endpoint and model.",
     )
-    max_turns: Annotated[Limit, Scope.STAGE, Unset("1, with tools 10", is_none=False)] = Field(
+    max_turns: Annotated[Limit, Scope.STAGE, Unset("1, with tools 10", is_none=False), Flag("N")] = Field(
         None,
         description="Most answers a model may give before it must be done. Answers asked for again because they do "
         "not validate do not count.",
     )
     max_retries: Annotated[
-        Annotated[int, Field(ge=0, strict=True)],
+        NotNegative,
         Allowed("a whole number, 0 or more: without a limit, what fails every time would cost without end"),
+        Flag("N", name="retries"),
     ] = Field(
         3,
         description="How often a failed request is sent again, and how often an answer that does not validate is "
         "shown to the model with its errors. `None` is refused: a request that always fails would cost without end.",
     )
-    timeout_per_agent: TimeLimit = Field(None, description="Seconds for the whole agent, waiting included.")
+    timeout_per_agent: Annotated[TimeLimit, Flag("SECONDS", "seconds for a row, waiting included", "timeout")] = Field(
+        None, description="Seconds for the whole agent, waiting included."
+    )
     timeout_per_turn: TimeLimit = Field(600.0, description="Seconds for one model call.")
     timeout_per_tool: TimeLimit = Field(120.0, description="Seconds for one tool call.")
 
@@ -241,10 +251,7 @@ class BatchSpec(BaseModel):
         "the number of `gpus`.",
     )
     max_cost: Annotated[
-        Annotated[Number, Field(gt=0)] | None,
-        Allowed("a number of dollars above 0, or None for no limit"),
-        Scope.WHOLE,
-        Flag("DOLLARS"),
+        Positive | None, Allowed("a number of dollars above 0, or None for no limit"), Scope.WHOLE, Flag("DOLLARS")
     ] = Field(None, description="$ a run may cost. At the limit it ends `out of budget`.")
     max_total_tokens: Annotated[Limit, Scope.WHOLE, Flag("N")] = Field(
         None, description="Tokens a run may use, prompts and answers together. At the limit it ends `out of budget`."
@@ -342,7 +349,7 @@ class BatchSpec(BaseModel):
         None, description="File to which each event is appended as a line of JSON: [events.md](events.md)."
     )
     metrics_port: Annotated[
-        Annotated[int, Field(ge=0, le=65535, strict=True)] | Word | None,
+        Annotated[NotNegative, Field(le=65535)] | Word | None,
         Allowed("a port from 0 to 65535, or HOST:PORT"),
         Scope.WHOLE,
         Unset("none"),
@@ -365,7 +372,7 @@ class BatchSpec(BaseModel):
 
     # The model call
     max_tokens: Annotated[
-        Count | None, Allowed(f"a whole number above 0{TO_THE_SERVER}"), Scope.STAGE, Compared.VALUE, SERVERS
+        Count | None, Allowed(f"a whole number above 0{TO_THE_SERVER}"), Scope.STAGE, Compared.VALUE, SERVERS, Flag("N")
     ] = Field(None, description="Tokens one answer may have.")
     truncated: Annotated[Literal["keep", "fail"], Allowed("keep or fail"), Scope.STAGE] = Field(
         "keep",
@@ -386,9 +393,9 @@ class BatchSpec(BaseModel):
         Compared.VALUE,
         SERVERS,
     ] = Field(None, description="Nucleus sampling.")
-    seed: Annotated[
-        Annotated[int, Field(strict=True)] | None, Allowed(f"a whole number{TO_THE_SERVER}"), Compared.VALUE, SERVERS
-    ] = Field(None, description="Sampling seed.")
+    seed: Annotated[Whole | None, Allowed(f"a whole number{TO_THE_SERVER}"), Compared.VALUE, SERVERS] = Field(
+        None, description="Sampling seed."
+    )
     stop: Annotated[
         Word | Sequence[Word] | None,
         Allowed(f"a text or a list of texts{TO_THE_SERVER}"),
@@ -478,8 +485,8 @@ class BatchSpec(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if fault := disagreement(self):
-            raise ValueError(fault)
+        for problem in disagreements(self.__dict__):
+            raise ValueError(problem)
         return self
 
     def given(self, name: str) -> bool:

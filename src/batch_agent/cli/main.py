@@ -34,6 +34,18 @@ class Command:
 
 
 SETTING = "--set"
+MOST_USAGE_LINES = 8
+# What other programs call an option.
+ELSEWHERE = {
+    **dict.fromkeys(("concurrency", "max_concurrency", "parallel", "workers", "max_workers"), "max_inflight"),
+    **dict.fromkeys(("prompt", "message", "instruction"), "task"),
+    **dict.fromkeys(("input", "data", "file"), "inputs"),
+    **dict.fromkeys(("key", "token"), "api_key"),
+    **dict.fromkeys(("base_url", "url", "endpoint", "server"), "backend"),
+    **dict.fromkeys(("max_budget", "budget"), "max_cost"),
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_schema",
+}
 COMMANDS: Mapping[str, Command] = {
     "init": Command(
         "write a spec, a schema, a tool and rows to start from",
@@ -122,8 +134,9 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "doctor": Command(
         "what is installed here and which backends would work",
-        "What is installed here, which backends would work, and which one a run that names none takes. "
-        "Exit status 1 when that one cannot work.",
+        "What is installed here, which backends would work, and which one a run that names none takes. Every service "
+        "with a key or an address is asked for its models, which is free. Exit status 1 when the default, or the "
+        "backend that is named, cannot work.",
     ),
     "cache": Command(
         "look at or empty the response cache",
@@ -152,9 +165,11 @@ COMMANDS: Mapping[str, Command] = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # argparse would exit with 2, which here says that rows failed.
-        self.print_usage(sys.stderr)
-        self.exit(RUN_FAILED, f"batch-agent: {masked(message)}\n")
+        # argparse would exit with 2, which here says that rows failed. A usage of many lines would hide the message.
+        usage, hint = self.format_usage(), ""
+        if usage.count("\n") > MOST_USAGE_LINES:
+            usage, hint = "", f". All flags: {self.prog} --help"
+        self.exit(RUN_FAILED, f"{usage}batch-agent: {masked(message)}{hint}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -225,12 +240,23 @@ def _refuse(argument: str, name: str, parser: argparse.ArgumentParser) -> NoRetu
     known = {flag: flag for action in parser._actions for flag in action.option_strings}
     if not argument.startswith("--") or SETTING not in known:
         parser.error(f"there is no argument {argument}{_meant(argument, known)}")
-    from batch_agent.spec import BatchSpec
-
-    settings = {f"--{option.replace('_', '-')}": f"{SETTING} {option}=VALUE" for option in BatchSpec.model_fields}
-    meant = _meant(argument, settings | known) or "."
+    meant = _meant(argument, {**_settings(), **known}) or "."
     hint = f"Options without a flag: {SETTING} NAME=VALUE. All flags: batch-agent {name} --help"
     parser.exit(RUN_FAILED, f"batch-agent: there is no argument {masked(argument)}{meant} {hint}\n")
+
+
+def _settings() -> Mapping[str, str]:
+    """How each option is given on the command line, by its name, its older name, and what other programs call it."""
+    from batch_agent.cli.spec.arguments import FLAGS, flag_name
+    from batch_agent.spec import OLD_NAMES, BatchSpec
+
+    given = {
+        option: flag_name(option) if option in FLAGS else f"{SETTING} {option}=VALUE"
+        for option in BatchSpec.model_fields
+    }
+    given |= {"inputs": "--inputs", "run_dir": "--run-dir", "resume": "--resume", "api_key": "--env-file"}
+    names = {**given, **{old: given[new] for old, new in {**OLD_NAMES, **ELSEWHERE}.items()}}
+    return {f"--{option.replace('_', '-')}": how for option, how in names.items()}
 
 
 def _meant(given: str, known: Mapping[str, str]) -> str:

@@ -13,7 +13,17 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from batch_agent.compiler.budget import Budget, estimate_tokens
-from batch_agent.compiler.fields import ALLOWED, Unfillable, field_names, fields_of, listed, own_id, text_of, value_of
+from batch_agent.compiler.fields import (
+    ALLOWED,
+    ID,
+    Unfillable,
+    field_names,
+    fields_of,
+    listed,
+    own_id,
+    text_of,
+    value_of,
+)
 from batch_agent.compiler.hoist import Constant, check_same, constants_of, hoistable, reference, section
 from batch_agent.compiler.layout import Layout, layout_of
 from batch_agent.compiler.merge import groups, merge_prompt
@@ -92,7 +102,7 @@ class Plan:
         if self._template is None and not isinstance(first, UnreadableRow):
             self._template = _parse(self._spec, first)
             self._head = self._template.head
-            self.warning = _unused(self._template, self._own(field_names(first)), self.total)
+            self.warning = _unused(self._template, self._own(field_names(first)), self.total, self._spec.id_column)
 
     def fit(self, context: int) -> None:
         """The model's context, learnt after the plan was made: what does not fit it is cut as the spec says."""
@@ -120,7 +130,7 @@ class Plan:
             raise InternalError("a job was asked for before the plan saw the first input")
         fields, images = self._seen(fields_of(value))
         check_same(self._hoisted, fields)
-        prompt, own = with_pictures(template.render(fields), images), own_id(fields)
+        prompt, own = with_pictures(template.render(fields), images), own_id(fields, self._spec.id_column)
         job = Job(index, str(index) if own is None else own, value, prompt, own is not None, images=images)
         if self._spec.affinity is not None:
             job = replace(job, affinity=_affinity(self._spec.affinity, fields))
@@ -189,8 +199,8 @@ class Plan:
             if not self._sizing.fits(tokens):
                 fields = {**fields, **self._sizing.cut(sent.names, own, tokens)[0]}
         if self._spec.worker is not None:
-            return own_id(fields), _whole_row(value, images)
-        return own_id(fields), with_pictures(template.render(fields), images)
+            return own_id(fields, self._spec.id_column), _whole_row(value, images)
+        return own_id(fields, self._spec.id_column), with_pictures(template.render(fields), images)
 
     def describe(self, sample: Sequence[object]) -> Description:
         """The plan for people; ``sample`` is the first inputs, as many as one cares to render."""
@@ -247,7 +257,7 @@ def compile_plan(
     ):
         template = _parse(spec, readable[0])
         named = [name for name in field_names(readable[0]) if name not in spec.images]
-        warning = _unused(template, named, len(inputs))
+        warning = _unused(template, named, len(inputs), spec.id_column)
         head = template.head
         if isinstance(template, Template):  # what other languages do with a value cannot be done with a reference
             constants = constants_of(readable, [name for name in template.names if name not in spec.images])
@@ -321,6 +331,8 @@ def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
         raise SpecError(f"the first input cannot be used: {error}") from None
     if missing := [name for name in spec.images if name not in names]:
         raise SpecError(f"images: the first input has no field {missing[0]!r} (its fields: {listed(names)})")
+    if spec.id_column is not None and spec.id_column not in names:
+        raise SpecError(f"id_column: the first input has no field {spec.id_column!r} (its fields: {listed(names)})")
     template = _jinja(spec.task) if spec.template == "jinja" else Template.parse(spec.task, names)
     try:
         template.render(fields_of(first))
@@ -343,9 +355,9 @@ def _jinja(task: str) -> TaskTemplate:
     return JinjaTemplate(task)
 
 
-def _unused(template: TaskTemplate, fields: Collection[str], total: int | None) -> str | None:
-    """An ``id`` names a row, and rows without fields ask for several answers to one question."""
-    own = [name for name in fields if name != "id"]
+def _unused(template: TaskTemplate, fields: Collection[str], total: int | None, id_column: str | None) -> str | None:
+    """An id names a row, and rows without fields ask for several answers to one question."""
+    own = [name for name in fields if name != (id_column or ID)]
     if template.names or not own or total == 1:
         return None
     return f"the task uses no field of its rows ({listed(own)}): every agent is sent the same message"

@@ -348,6 +348,10 @@ class Fleet(Backend):
         self._tell()
         return list(dict.fromkeys(name for answer in answers.values() if isinstance(answer, list) for name in answer))
 
+    async def survey(self) -> dict[str, list[str] | BackendError]:
+        """Returns each server's models, or its error; a server that is much slower than the first is left out."""
+        return await self._ask(self._present)
+
     async def locate(self, model: str) -> None:
         unknown = [server for server in self._present if server.models is None]
         if unknown:

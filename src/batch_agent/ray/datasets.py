@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from batch_agent.api import BatchAgent
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import BatchAgentError, Invalid, SpecError, StoreError
-from batch_agent.files.columns import FIRST, LAST, Column, Record, Type
+from batch_agent.files.columns import OWN, Column, Record, Type
 from batch_agent.files.extras import extra
 from batch_agent.files.frames import rows_of_frame
 from batch_agent.files.results import from_json, plainly, result_line, unwritten
@@ -77,7 +77,7 @@ def result_columns(output_schema: object) -> list[Column]:
             Column(f"output.{name}", ("output", name), TYPES.get(str(_type_of(field)), "text"))
             for name, field in properties.items()
         ]
-    return [*(column for column in FIRST if column.name == "ok"), *outputs, *LAST]
+    return [OWN[0], *outputs, *(column for column in OWN[1:] if column.name not in ("index", "job_id"))]
 
 
 def _type_of(field: object) -> object:

@@ -25,8 +25,8 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         default="200",
         type=_which,
         metavar="failed|all|N",
-        help="rows that are in the file with their conversations: those that failed, all, or N, failed ones first "
-        "(default %(default)s)",
+        help="rows that are in the file with their conversations: those that failed, all, or N, failed ones first; "
+        "of a pipeline, of each stage (default %(default)s)",
     )
 
 

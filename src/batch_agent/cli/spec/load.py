@@ -146,7 +146,7 @@ def _setting(item: str) -> tuple[str, object]:
     name, equals, text = item.partition("=")
     name = name.strip().replace("-", "_")
     if not equals or not name:
-        raise SpecError(f"--set {item!r} is not OPTION=VALUE, such as --set max_turns=4")
+        raise SpecError(f"--set {item!r} is not OPTION=VALUE, such as --set top_p=0.9")
     refused = notes(BatchSpec, NotSettable).get(OLD_NAMES.get(name, name))
     if refused is not None:
         raise SpecError(f"--set {name}: {refused.reason}")

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
@@ -33,6 +34,9 @@ from batch_agent.store.address import is_store_url
 from batch_agent.store.rundir import read_run
 from batch_agent.tools.base import Tool, resolve_tools
 from batch_agent.tools.threads import THREADS
+
+if TYPE_CHECKING:
+    from batch_agent.engine.run.comparison import Comparison
 
 PROBE = 5.0  # seconds for a server to say what it serves, where the run can do without
 PAUSE = 2.0  # seconds between two questions for the model's name, at the most
@@ -77,6 +81,16 @@ class Prepared:
         from batch_agent.engine.run.dryrun import DryRun
 
         return DryRun.untouched(self).to_text()
+
+    def compare(
+        self, *, only: str = "", gpu_price: float | None = None, tokens_per_second: float | None = None
+    ) -> Comparison:
+        """What this batch would cost at each provider and model whose price is known, estimated; print it. ``only``
+        keeps those whose name has it. ``gpu_price`` is $ an hour of a GPU that does ``tokens_per_second``."""
+        from batch_agent.engine.run.dryrun import DryRun
+
+        plan = DryRun.untouched(self)
+        return plan.compare(only=only, gpu_price=gpu_price, tokens_per_second=tokens_per_second)
 
     def __repr__(self) -> str:
         total = "rows" if self.plan.total is None else rows(self.plan.total)
