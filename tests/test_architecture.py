@@ -19,6 +19,7 @@ ORDER = [
     "messages",
     "errors",
     "job",
+    "documents",
     "events",
     "option",
     "spec",

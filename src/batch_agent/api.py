@@ -62,6 +62,8 @@ class Options(TypedDict, total=False):
     template: Literal["braces", "jinja"]
     inputs: Iterable[object] | AsyncIterable[object] | Sized | Path
     images: Sequence[str]
+    documents: Literal["text", "images", "native"]
+    document_column: str | None
     image_root: str | Path | None
     system_prompt: str
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str | Sequence[Tool[..., Any]]]

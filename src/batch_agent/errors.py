@@ -28,7 +28,7 @@ by whoever raises and never contain a secret.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, cast
 
 from batch_agent.messages import Quota, Usage
@@ -276,3 +276,11 @@ def _family(error: type[JobError]) -> Iterator[type[JobError]]:
 def error_types(error: type[JobError]) -> set[str]:
     """The type names of an error and of all that derive from it, those of a user's own backend included."""
     return {error.type}.union(*map(error_types, error.__subclasses__()))
+
+
+def check_error_types(option: str, given: str | Iterable[str]) -> None:
+    """Raise ValueError for a name that is no error type of a row; ``option`` is where it was given."""
+    known = error_types(JobError)
+    for name in (given,) if isinstance(given, str) else given:
+        if name not in known:
+            raise ValueError(f"{option}: there is no error type {name!r}; there are {', '.join(sorted(known))}")

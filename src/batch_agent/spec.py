@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from batch_agent.errors import JobError, SpecError, error_types
+from batch_agent.errors import SpecError, check_error_types
 from batch_agent.option import (
     Allowed,
     Compared,
@@ -25,10 +25,12 @@ from batch_agent.option import (
     NotSettable,
     Number,
     OptionalText,
+    Retries,
     Scope,
     Seconds,
     Switch,
     Text,
+    Texts,
     TimeLimit,
     Unset,
     Word,
@@ -75,8 +77,16 @@ class BatchSpec(BaseModel):
         description="Fields of a row that hold an image, or a list of them, as paths, URLs, data: URLs or bytes. In "
         "Python, `Image(...)` marks one without this option. See [images.md](images.md).",
     )
+    documents: Annotated[Literal["text", "images", "native"], Allowed("text, images or native"), Flag("FORM")] = Field(
+        "text",
+        description="How PDF, Word and HTML files are sent: as their `text`, as `images` of their pages, or as files "
+        "(`native`), where the backend takes them. See [documents.md](documents.md).",
+    )
+    document_column: Annotated[OptionalText, Flag("NAME")] = Field(
+        None, description="Field of a row with the path of a document, which is read into `{text}` and `{pages}`."
+    )
     image_root: Annotated[Directory, Unset("the working directory; on the command line, where the rows are")] = Field(
-        None, description="Directory of images whose paths are relative."
+        None, description="Directory of images and documents whose paths are relative."
     )
     system_prompt: Annotated[
         Text, Scope.STAGE, Compared.VALUE, Flag("TEXT", name="system", group=FlagGroup.QUESTION)
@@ -217,10 +227,7 @@ class BatchSpec(BaseModel):
         description="Most answers a model may give before it must be done. Answers asked for again because they do "
         "not validate do not count.",
     )
-    max_retries: Annotated[
-        Annotated[int, Field(ge=0, strict=True)],
-        Allowed("a whole number, 0 or more: without a limit, what fails every time would cost without end"),
-    ] = Field(
+    max_retries: Retries = Field(
         3,
         description="How often a failed request is sent again, and how often an answer that does not validate is "
         "shown to the model with its errors. `None` is refused: a request that always fails would cost without end.",
@@ -368,13 +375,7 @@ class BatchSpec(BaseModel):
     seed: Annotated[
         Annotated[int, Field(strict=True)] | None, Allowed(f"a whole number{TO_THE_SERVER}"), Compared.VALUE, SERVERS
     ] = Field(None, description="Sampling seed.")
-    stop: Annotated[
-        Word | Sequence[Word] | None,
-        Allowed(f"a text or a list of texts{TO_THE_SERVER}"),
-        Scope.STAGE,
-        Compared.VALUE,
-        SERVERS,
-    ] = Field(None, description="Texts that end an answer.")
+    stop: Annotated[Texts, Scope.STAGE, Compared.VALUE, SERVERS] = Field(None, description="Texts that end an answer.")
     extra_body: Annotated[Mapping[str, JsonValue], Allowed("a mapping from names to JSON values"), Compared.HASH] = (
         Field(
             {},
@@ -471,11 +472,8 @@ class BatchSpec(BaseModel):
             raise ValueError("predictive_prewarm needs an earlier run: give its directory in place of True, or run_dir")
         if isinstance(self.predictive_prewarm, str) and not self.predictive_prewarm.strip():
             raise ValueError("predictive_prewarm is empty: name the directory of an earlier run")
-        retry = (self.retry_failed,) if isinstance(self.retry_failed, str) else self.retry_failed
-        known = error_types(JobError)
-        for name in () if isinstance(retry, bool) else retry:
-            if name not in known:
-                raise ValueError(f"retry_failed: there is no error type {name!r}; there are {', '.join(sorted(known))}")
+        if not isinstance(self.retry_failed, bool):
+            check_error_types("retry_failed", self.retry_failed)
         if not self.task.strip() and (self.worker is None or self.task):
             raise ValueError("task is empty: it is the message each agent gets")
         if self.worker is not None and self.oversized != "fail":
