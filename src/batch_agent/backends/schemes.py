@@ -42,7 +42,8 @@ _LINES = (
         "local",
         "batch_agent.backends.local:from_address",
         "local://",
-        "the embedded engine, on this machine's CPU; `local://path/to/model.gguf` for weights of your own",
+        "the embedded engine, on this machine's CPU; `local://qwen2.5-0.5b` for a model that can judge, "
+        "`local://path/to/model.gguf` for weights of your own",
         texts=("threads", "kv_gb", "max_seqs"),
         own=True,
     ),

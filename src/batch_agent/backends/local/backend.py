@@ -24,7 +24,7 @@ from batch_agent.backends.http.wire import report_calls
 from batch_agent.backends.local import weights
 from batch_agent.backends.local.options import Options, parse_url
 from batch_agent.backends.local.process import ENGINE_PROGRAM, Answer, EngineDied, EngineProcess
-from batch_agent.backends.local.prompt import chat_messages, describe_schema, describe_tools, read_call
+from batch_agent.backends.local.prompt import chat_messages, describe_schema, describe_tools, read_call, split_thinking
 from batch_agent.backends.local.toolgrammar import OPEN, compile_turn
 from batch_agent.errors import InternalError, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolCall, Usage
@@ -239,10 +239,11 @@ def _reply(answer: Answer) -> Reply:
     if answer.finish == "length":
         message = f"the answer was cut off after {answer.completion_tokens} tokens: raise max_tokens"
         raise Truncated(message, text=answer.text, usage=usage, in_call=answer.text.lstrip().startswith(OPEN))
-    call = read_call(answer.text)
+    reasoning, text = split_thinking(answer.text)
+    call = read_call(text)
     if call is None:
-        return Reply(answer.text, usage=usage, first_token=answer.first_token)
-    return Reply("", (call,), usage, first_token=answer.first_token, finish_reason="tool_calls")
+        return Reply(text, usage=usage, reasoning=reasoning, first_token=answer.first_token)
+    return Reply("", (call,), usage, reasoning, first_token=answer.first_token, finish_reason="tool_calls")
 
 
 def _made_before(calls: Sequence[ToolCall], conversation: Conversation) -> bool:

@@ -50,7 +50,7 @@ def _path(model: str) -> Path | None:
         return None
     path = Path(model).expanduser()
     if path.suffix != ".gguf":
-        names = ", ".join(one.name for one in weights.KNOWN)
+        names = ", ".join((*(one.name for one in weights.KNOWN), weights.HUB_FORM))
         raise SpecError(f"local://{model}: neither a model known by name ({names}) nor a path to a .gguf file")
     if not path.is_file():
         raise SpecError(f"local://{model}: there is no file {path.absolute()}")
