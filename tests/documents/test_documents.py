@@ -114,6 +114,7 @@ def test_a_broken_or_encrypted_file_is_an_error_that_names_it(tmp_path: Path, ho
         ("other.docx", "is not a DOCX file, or a broken one"),
         ("bad.docx", "is not a DOCX file, or a broken one"),
         ("gone.pdf", "cannot be read: No such file"),
+        ("x\0.pdf", "cannot be read: embedded null"),
     ):
         with pytest.raises(InputError, match=f"{name} {why}"):
             read_document(Document(tmp_path / name), how=how, native={"pdf"})

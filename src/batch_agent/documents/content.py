@@ -59,8 +59,8 @@ def read_document(
             return _text(file, kind)
     except DocumentError as error:
         raise InputError(str(error) if error.missing else f"{path} {error}") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def page_mark(number: int) -> str:
