@@ -1,9 +1,10 @@
-# One command for each chore. Everything happens in .venv, made on first use.
+# One command for each chore. Everything happens in .venv, made on first use; with another Python, as in
+# `make test PYTHON=python3.13`, in an environment of its own.
 PYTHON ?= python3
-VENV := .venv
+VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench bench-peers test-vllm-pin test-cluster clean
+.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +26,13 @@ demo: $(VENV)/.local  ## set up and run 30 agents on real weights: no server, no
 
 test: $(VENV)/.ready  ## set up and pass the tests
 	$(BIN)/python -m pytest -n auto
+
+test-wheel:  ## build the wheel, install it into an empty environment, and try it there
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check wheel --no-deps --wheel-dir build/wheel .
+	build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check install build/wheel/*.whl
+	env -u PYTHONPATH build/wheel/venv/bin/python tests/wheel/smoke.py
 
 test-view: $(VENV)/.ready  ## the page in headless Chromium, installed with apt where it is missing
 	command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
@@ -83,4 +91,4 @@ bench-peers: $(VENV)/.ready  ## other packages on the same work, each in an envi
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf $(VENV) $(CLUSTER) .bench-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .venv-* .bench-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

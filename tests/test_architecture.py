@@ -21,6 +21,7 @@ ORDER = [
     "messages",
     "errors",
     "job",
+    "documents",
     "events",
     "option",
     "agreement",

@@ -66,6 +66,8 @@ class Options(TypedDict, total=False):
     inputs: Iterable[object] | AsyncIterable[object] | Sized | Path
     id_column: str | None
     images: Sequence[str]
+    documents: Literal["text", "images", "native"]
+    document_column: str | None
     image_root: str | Path | None
     system_prompt: str
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str | Sequence[Tool[..., Any]]]

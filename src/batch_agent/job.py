@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, TypeAlias,
 
 from batch_agent.errors import JobError, error_of
 from batch_agent.foreign import describe
-from batch_agent.messages import Image, Message, Usage
+from batch_agent.messages import Attachment, Message, Usage
 from batch_agent.value_type import value_type
 
 T_co = TypeVar("T_co", covariant=True)
@@ -33,7 +33,7 @@ class Job:
     parts: tuple[Job, ...] = ()  # it does not fit, and these are done instead and merged
     shortened: bool = False  # its longest field was cut to fit
     affinity: str = ""  # jobs with the same one are best done by the same endpoint
-    images: Mapping[str, Image] = field(default_factory=dict, compare=False)  # what the marks in its prompt stand for
+    images: Mapping[str, Attachment] = field(default_factory=dict, compare=False)  # what marks in its prompt stand for
 
 
 @dataclass(frozen=True, slots=True)

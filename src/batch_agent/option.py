@@ -7,7 +7,7 @@ none of them has a list of options of its own.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -85,8 +85,13 @@ Word = Annotated[str, StringConstraints(strict=True)]
 
 Text = Annotated[Word, Allowed("text")]
 OptionalText = Annotated[Word | None, Allowed("text, or None")]
+Texts = Annotated[Word | Sequence[Word] | None, Allowed("a text or a list of texts, or None to leave it to the server")]
 Switch = Annotated[bool, Allowed("True or False")]
 Limit = Annotated[Count | None, Allowed("a whole number above 0, or None for no limit")]
+Retries = Annotated[
+    Annotated[int, Field(ge=0, strict=True)],
+    Allowed("a whole number, 0 or more: without a limit, what fails every time would cost without end"),
+]
 TimeLimit = Annotated[Seconds | None, Allowed("a number of seconds above 0, or None for no limit")]
 Directory = Annotated[Word | Path | None, Allowed("a directory, or None")]
 

@@ -28,10 +28,12 @@ from batch_agent.option import (
     Number,
     OptionalText,
     Positive,
+    Retries,
     Scope,
     Seconds,
     Switch,
     Text,
+    Texts,
     TimeLimit,
     Unset,
     Whole,
@@ -85,8 +87,16 @@ class BatchSpec(BaseModel):
         description="Fields of a row that hold an image, or a list of them, as paths, URLs, data: URLs or bytes. In "
         "Python, `Image(...)` marks one without this option. See [images.md](images.md).",
     )
+    documents: Annotated[Literal["text", "images", "native"], Allowed("text, images or native"), Flag("FORM")] = Field(
+        "text",
+        description="How PDF, Word and HTML files are sent: as their `text`, as `images` of their pages, or as files "
+        "(`native`), where the backend takes them. See [documents.md](documents.md).",
+    )
+    document_column: Annotated[OptionalText, Flag("NAME")] = Field(
+        None, description="Field of a row with the path of a document, which is read into `{text}` and `{pages}`."
+    )
     image_root: Annotated[Directory, Unset("the working directory; on the command line, where the rows are")] = Field(
-        None, description="Directory of images whose paths are relative."
+        None, description="Directory of images and documents whose paths are relative."
     )
     system_prompt: Annotated[
         Text, Scope.STAGE, Compared.VALUE, Flag("TEXT", name="system", group=FlagGroup.QUESTION)
@@ -225,11 +235,7 @@ class BatchSpec(BaseModel):
         description="Most answers a model may give before it must be done. Answers asked for again because they do "
         "not validate do not count.",
     )
-    max_retries: Annotated[
-        NotNegative,
-        Allowed("a whole number, 0 or more: without a limit, what fails every time would cost without end"),
-        Flag("N", name="retries"),
-    ] = Field(
+    max_retries: Annotated[Retries, Flag("N", name="retries")] = Field(
         3,
         description="How often a failed request is sent again, and how often an answer that does not validate is "
         "shown to the model with its errors. `None` is refused: a request that always fails would cost without end.",
@@ -396,13 +402,7 @@ class BatchSpec(BaseModel):
     seed: Annotated[Whole | None, Allowed(f"a whole number{TO_THE_SERVER}"), Compared.VALUE, SERVERS] = Field(
         None, description="Sampling seed."
     )
-    stop: Annotated[
-        Word | Sequence[Word] | None,
-        Allowed(f"a text or a list of texts{TO_THE_SERVER}"),
-        Scope.STAGE,
-        Compared.VALUE,
-        SERVERS,
-    ] = Field(None, description="Texts that end an answer.")
+    stop: Annotated[Texts, Scope.STAGE, Compared.VALUE, SERVERS] = Field(None, description="Texts that end an answer.")
     extra_body: Annotated[Mapping[str, JsonValue], Allowed("a mapping from names to JSON values"), Compared.HASH] = (
         Field(
             {},

@@ -20,7 +20,7 @@ from typing import Literal, Protocol, Self, TypeAlias
 from pydantic import JsonValue
 
 from batch_agent.errors import BackendError, Rejected, SpecError
-from batch_agent.messages import Conversation, Image, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
+from batch_agent.messages import Attachment, Conversation, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
 from batch_agent.scheduler.server import Server
 
 
@@ -35,6 +35,7 @@ class Capabilities:
     schema_beside_tools: bool = False  # ... also when it shows tools and forbids their use, and reads them all the same
     streaming: bool = True  # can report tool calls while the model is still talking
     images: bool = False  # can be shown pictures; one that cannot refuses a message with one (``text_only``)
+    documents: frozenset[str] = frozenset()  # formats of files that it takes as they are: pdf, docx, html
     # Calls in flight when the user names no number, for a backend that knows; None: the number is found.
     default_inflight: int | None = None
     reports_load: bool = False  # ``load`` has an answer, so polling it makes sense
@@ -146,8 +147,8 @@ def text_only(message: Message) -> str:
     """The words of a message, for a backend that cannot see: Rejected when there is a picture among them."""
     if isinstance(message.content, str):
         return message.content
-    if any(isinstance(part, Image) for part in message.content):
-        raise Rejected("this backend cannot be shown images, and the conversation has one")
+    if attached := next((part.kind for part in message.content if isinstance(part, Attachment)), None):
+        raise Rejected(f"this backend cannot be shown {attached}s, and the conversation has one")
     return content_text(message.content)
 
 

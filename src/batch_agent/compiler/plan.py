@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from batch_agent.compiler.budget import Budget, estimate_tokens
+from batch_agent.compiler.documents import PAGES, TEXT, Read, check_column, document_in, filled, with_document
 from batch_agent.compiler.fields import (
     ALLOWED,
     ID,
@@ -32,12 +33,17 @@ from batch_agent.compiler.pictures import Look, Pictures, has_pictures, see, wit
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
 from batch_agent.compiler.template import Piece, TaskTemplate, Template
+from batch_agent.documents.content import DocumentContent
 from batch_agent.errors import InputError, InternalError, JobError, SpecError
 from batch_agent.job import Job, UnreadableRow
-from batch_agent.messages import Conversation, Image, Message, ToolSpec
+from batch_agent.messages import Attachment, Conversation, Document, Image, Message, ToolSpec
 from batch_agent.spec import BatchSpec
 
 NO_PICTURES: Pictures = {}
+
+
+def _unread(document: Document) -> DocumentContent:
+    raise InputError(f"{document.url} is not read here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,7 @@ class Plan:
         tool_tokens: int,
         sizing: Sizing,
         look: Look,
+        read: Read,
     ) -> None:
         self.system = system
         self.own_system = own_system
@@ -93,6 +100,7 @@ class Plan:
         self._shared_tokens = estimate_tokens(system) + tool_tokens
         self._sizing = sizing
         self._look = look
+        self._read = read
         self._named_images = frozenset(spec.images)
         self.warning = warning
 
@@ -102,7 +110,7 @@ class Plan:
         if self._template is None and not isinstance(first, UnreadableRow):
             self._template = _parse(self._spec, first)
             self._head = self._template.head
-            self.warning = _unused(self._template, self._own(field_names(first)), self.total, self._spec.id_column)
+            self.warning = _unused(self._template, _own(self._spec, first), self.total, self._spec.id_column)
 
     def fit(self, context: int) -> None:
         """The model's context, learnt after the plan was made: what does not fit it is cut as the spec says."""
@@ -115,11 +123,13 @@ class Plan:
 
     def shows(self, value: object) -> bool:
         """Whether an input has pictures, so that making a job of it may read files."""
-        return bool(self._named_images) or (type(value) is dict and has_pictures(value)) or isinstance(value, Image)
+        if type(value) is dict and has_pictures(value):
+            return True
+        return bool(self._named_images) or isinstance(value, Image) or self.reads(value)
 
-    def _own(self, names: Collection[str]) -> Collection[str]:
-        """Fields that a task should name: pictures are sent in any case."""
-        return [name for name in names if name not in self._named_images]
+    def reads(self, value: object) -> bool:
+        """Whether an input has a document, which takes time to read."""
+        return self._spec.document_column is not None or (type(value) is dict and document_in(value) is not None)
 
     def job(self, index: int, value: object) -> Job:
         """One input, rendered. Raises InputError or Oversized, which concern this input alone."""
@@ -128,7 +138,7 @@ class Plan:
         template = self._template
         if template is None:
             raise InternalError("a job was asked for before the plan saw the first input")
-        fields, images = self._seen(fields_of(value))
+        value, fields, images = self._seen(value)
         check_same(self._hoisted, fields)
         prompt, own = with_pictures(template.render(fields), images), own_id(fields, self._spec.id_column)
         job = Job(index, str(index) if own is None else own, value, prompt, own is not None, images=images)
@@ -157,17 +167,26 @@ class Plan:
         ]
         return replace(job, parts=tuple(parts))
 
-    def _seen(self, fields: Mapping[str, object]) -> tuple[Mapping[str, object], Pictures]:
+    def _seen(self, value: object) -> tuple[object, Mapping[str, object], Pictures]:
+        """Returns the input, with the text of its document where it has one; its fields, with a mark in place of each
+        attachment; and the attachments."""
+        fields, attached = fields_of(value), dict[str, Attachment]()
+        if self._spec.document_column is not None:
+            fields = with_document(fields, self._spec.document_column)
+        if (document := document_in(fields)) is not None:
+            fields, attached = filled(fields, self._read(document))
+            value = {**fields, TEXT: document} if attached else fields
         if not self._named_images and not has_pictures(fields):  # nearly always
-            return fields, NO_PICTURES
-        return see(fields, self._named_images, self._look)
+            return value, fields, attached or NO_PICTURES
+        fields, pictures = see(fields, self._named_images, self._look)
+        return value, fields, {**attached, **pictures}
 
     def merging(self, job: Job, answers: Sequence[str]) -> list[Job]:
         """What is asked to make one answer of those to the parts of a job: all of them in one message, or, where they
         do not fit, some in each of several, whose answers are merged in turn."""
         template = self._template
         assert isinstance(template, Template)
-        texts = _texts(template, self._seen(fields_of(job.input))[0])
+        texts = _texts(template, self._seen(job.input)[1])
         cut = longest(template.names, texts)
         task = _fill(template, {**texts, cut: f"[{cut}: read in parts]"})
         room = self._sizing.room - self._tokens(merge_prompt(task, ()))
@@ -191,7 +210,7 @@ class Plan:
         template = self._unhoisted or self._template
         if isinstance(value, UnreadableRow) or template is None:
             raise InputError("this input asks nothing")
-        fields, images = self._seen(fields_of(value))
+        value, fields, images = self._seen(value)
         sent = self._template
         if self._sizing.how == "truncate" and isinstance(sent, Template):  # what was cut off is no part of the question
             own = _texts(sent, fields)
@@ -212,7 +231,7 @@ class Plan:
             try:
                 prompts.append(self.job(index, value).prompt)
                 if len(prompts) == 1 and self._template is not None:
-                    pieces = self._template.pieces(self._seen(fields_of(value))[0])
+                    pieces = self._template.pieces(self._seen(value)[1])
             except JobError as error:
                 unusable.append(f"input {index}: {error.type}: {error}")
         layout = layout_of(self.prefix_tokens, self._head, prompts, pieces)
@@ -237,8 +256,10 @@ def compile_plan(
     inject_schema: bool,
     tools: Sequence[ToolSpec] = (),
     look: Look = lambda image: image,
+    read: Read = _unread,
 ) -> Plan:
-    """``inject_schema`` is False when the backend takes the schema natively; ``look`` makes pictures ready to send."""
+    """``inject_schema`` is False when the backend takes the schema natively; ``look`` makes pictures ready to send,
+    ``read`` reads documents."""
     inputs = _checked_inputs(spec.inputs)
     system = _system_text(spec, schema if inject_schema else None)
     _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
@@ -256,11 +277,11 @@ def compile_plan(
         readable := [value for value in inputs if not isinstance(value, UnreadableRow)]
     ):
         template = _parse(spec, readable[0])
-        named = [name for name in field_names(readable[0]) if name not in spec.images]
-        warning = _unused(template, named, len(inputs), spec.id_column)
+        warning = _unused(template, _own(spec, readable[0]), len(inputs), spec.id_column)
         head = template.head
         if isinstance(template, Template):  # what other languages do with a value cannot be done with a reference
-            constants = constants_of(readable, [name for name in template.names if name not in spec.images])
+            varies = {*spec.images, *((TEXT, PAGES) if _has_document(spec, readable[0]) else ())}
+            constants = constants_of(readable, [name for name in template.names if name not in varies])
             if not spec.no_hoist and spec.worker is None:  # a worker has its whole prompt
                 moved = {name: constants[name] for name in hoistable(template, constants)}
                 if sizing.how != "fail":  # what is to be cut stays in its row
@@ -284,6 +305,7 @@ def compile_plan(
         tool_tokens=sum(map(tool_tokens, tools)),
         sizing=sizing,
         look=look,
+        read=read,
     )
 
 
@@ -329,13 +351,17 @@ def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
         names = field_names(first)
     except InputError as error:
         raise SpecError(f"the first input cannot be used: {error}") from None
+    if spec.document_column is not None:
+        check_column(spec.document_column, names)
+        names = tuple(dict.fromkeys((*names, TEXT, PAGES)))
     if missing := [name for name in spec.images if name not in names]:
         raise SpecError(f"images: the first input has no field {missing[0]!r} (its fields: {listed(names)})")
     if spec.id_column is not None and spec.id_column not in names:
         raise SpecError(f"id_column: the first input has no field {spec.id_column!r} (its fields: {listed(names)})")
     template = _jinja(spec.task) if spec.template == "jinja" else Template.parse(spec.task, names)
     try:
-        template.render(fields_of(first))
+        fields = fields_of(first)
+        template.render({**fields, TEXT: "", PAGES: 1} if _has_document(spec, first) else fields)
     except Unfillable as error:
         raise SpecError(f"the task cannot be filled from the first input: {error}") from None
     except InputError:
@@ -343,6 +369,17 @@ def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
     if spec.affinity is not None and spec.affinity.partition(".")[0].partition("[")[0] not in names:
         raise SpecError(f"affinity: the first input has no field {spec.affinity!r} (its fields: {listed(names)})")
     return template
+
+
+def _has_document(spec: BatchSpec, row: object) -> bool:
+    return spec.document_column is not None or (type(row) is dict and document_in(row) is not None)
+
+
+def _own(spec: BatchSpec, first: object) -> Collection[str]:
+    """Fields that a task should name. What is attached is sent in any case."""
+    if spec.documents != "text" and _has_document(spec, first):
+        return ()
+    return [name for name in field_names(first) if name not in spec.images]
 
 
 def _jinja(task: str) -> TaskTemplate:

@@ -137,6 +137,7 @@ class Fleet(Backend):
             schema_note=next((one.schema_note for one in able if one.schema_note), ""),
             streaming=all(one.streaming for one in able),
             images=all(one.images for one in able),
+            documents=frozenset.intersection(*(one.documents for one in able)) if able else frozenset(),
             default_inflight=total_inflight(self.servers.values()),
             reports_load=any(one.reports_load for one in able),
         )

@@ -64,13 +64,13 @@ def load_spec(options: argparse.Namespace) -> BatchSpec:
     """The file's spec, with what the command line says in its place."""
     file = spec_file(options)
     overrides = {"inputs": inputs_of(file, options), **overrides_of(file, options)}
-    if "images" in overrides or "images" in file.options:
+    if any(name in given for given in (overrides, file.options) for name in ("images", "document_column")):
         overrides = {"image_root": _beside_the_rows(file, options), **overrides}
     return file.resolve(overrides)
 
 
 def _beside_the_rows(file: SpecFile, options: argparse.Namespace) -> Path:
-    """Where images with relative paths are, unless the file says where."""
+    """Where images and documents with relative paths are, unless the file says where."""
     if "image_root" in file.options:
         return file.path.parent / str(file.options["image_root"])
     rows = options.inputs or file.inputs_path()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from batch_agent.blocking import in_thread
 from batch_agent.compiler.plan import Plan
@@ -25,6 +27,7 @@ from batch_agent.store.trail import Trail
 
 BREATHER = 128  # inputs taken in a row before the event loop gets a turn
 LOOKED_UP = 256  # inputs whose records are looked up at once
+READERS = max(2, min(8, os.cpu_count() or 1))  # documents that are read at once
 FOLLOWING = 64  # agents that ended in an earlier session and are being delivered at once
 
 
@@ -73,7 +76,9 @@ class Batch:
                 self._feed.end()
                 return
             for value in values:
-                self._plan.check_first(value.value if isinstance(value, Placed) else value)
+                self._plan.check_first(_unplaced(value))
+            if count == 1 and self._plan.reads(_unplaced(values[0])):
+                count = READERS
             jobs = await _compile_all(self._plan, index, values)
             trails = await self._trails([job for job in jobs if isinstance(job, Job)])
             for job in jobs:
@@ -302,7 +307,26 @@ async def _compile_all(plan: Plan, first: int, values: Sequence[object]) -> list
     def jobs() -> list[Job | AgentResult[object]]:
         return [_compile(plan, first + place, value) for place, value in enumerate(values)]
 
-    return await in_thread(jobs) if any(map(plan.shows, values)) else jobs()
+    if any(plan.reads(_unplaced(value)) for value in values):
+        return await _read_all(plan, first, values)
+    return await in_thread(jobs) if any(plan.shows(_unplaced(value)) for value in values) else jobs()
+
+
+async def _read_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
+    """The jobs of inputs with documents, several of which are read at once."""
+    free = asyncio.Semaphore(READERS)
+
+    async def job(place: int, value: object) -> Job | AgentResult[object]:
+        async with free:
+            return await in_thread(partial(_compile, plan, first + place, value))
+
+    async with asyncio.TaskGroup() as readers:
+        tasks = [readers.create_task(job(place, value)) for place, value in enumerate(values)]
+    return [task.result() for task in tasks]
+
+
+def _unplaced(value: object) -> object:
+    return value.value if isinstance(value, Placed) else value
 
 
 def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 HEADLINE = "Plan. Nothing was sent; token counts are estimates."
 SAMPLE_ROWS = 100  # enough for a mean, little enough to be quick
+READ_DOCUMENTS = 5  # of a sample: reading one takes a tenth of a second or more
 SHOWN_CHARACTERS = 4_000  # of the system prompt, and of each field of the first message
 MANY_TOKENS = 128_000  # of a message, from which on most models do not read it
 STYLED = ("\x1b[1;36m", "\x1b[0m")  # what was filled in, on a terminal
@@ -54,6 +55,8 @@ class DryRun:
     @classmethod
     def _of(cls, prepared: Prepared, sample: Sequence[object]) -> DryRun:
         inputs = prepared.spec.inputs
+        if sample and prepared.plan.reads(sample[0]):
+            sample = sample[:READ_DOCUMENTS]
         rows, exact = prepared.plan.total, True
         if isinstance(inputs, LazyRows):
             rows, exact = inputs.expected_rows(), False

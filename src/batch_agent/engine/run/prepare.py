@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
+from batch_agent.compiler.documents import Read
 from batch_agent.compiler.pictures import Look
 from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.prices import FORMS as PRICE_FORMS
 from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.endpoints import NEVER_REACHED
+from batch_agent.documents.content import read_document
 from batch_agent.engine.agent.shapes import Shapes, build_shapes
 from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
 from batch_agent.files.pictures import read_image
@@ -128,8 +130,14 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
     for shape in {shapes.first, shapes.later, shapes.repair}:
         backend.check(shape)
+    look = _look(spec, backend)
     plan = compile_plan(
-        spec, schema=asked_for, inject_schema=shapes.schema_in_prompt, tools=specs, look=_look(spec, backend)
+        spec,
+        schema=asked_for,
+        inject_schema=shapes.schema_in_prompt,
+        tools=specs,
+        look=look,
+        read=_reader(spec, backend, look),
     )
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
     sought = inflight is None and not spec.given("max_inflight")
@@ -164,6 +172,20 @@ def _look(spec: BatchSpec, backend: Backend) -> Look:
         raise InputError(blind)
 
     return look
+
+
+def _reader(spec: BatchSpec, backend: Backend, look: Look) -> Read:
+    """Returns what reads documents. SpecError for a form that the backend does not take."""
+    how, able = spec.documents, backend.capabilities
+    if how == "images" and not able.images:
+        raise SpecError(f'documents="images": {backend.name} cannot be shown images; use documents="text"')
+    if how == "native" and not able.documents:
+        other = 'documents="text", or "images" if its model sees pictures' if able.images else 'documents="text"'
+        raise SpecError(f'documents="native": {backend.name} does not take files; use {other}')
+    if how != "text" and spec.oversized != "fail":
+        raise SpecError(f'oversized={spec.oversized!r} cuts text: it needs documents="text", not {how!r}')
+    root = None if spec.image_root is None else Path(spec.image_root)
+    return partial(read_document, how=how, root=root, native=able.documents, picture=look)
 
 
 def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backend, str | None] | None:
