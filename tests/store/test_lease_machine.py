@@ -97,12 +97,12 @@ class Leases(RuleBasedStateMachine):
         if repeated:
             assert self.store.commit(self.workers[worker], number, changes) == lost
         for row in rows:
-            latest = self.tokens[row.lease.row] == row.lease.token
-            if latest and row.lease.place not in lost:
+            if self.tokens[row.lease.row] == row.lease.token:
+                assert row.lease.place not in lost or self._is_held_twice(worker, row), "a lease that holds was refused"
                 self.recorded[row.lease.row] = self.recorded.get(row.lease.row, 0) + 1
                 if ends:
                     self.ended.add(row.lease.row)
-            elif not latest:
+            else:
                 assert row.lease.place in lost, "an old lease could record"
         self.held[worker] = [row for row in self.held[worker] if not (ends and row in rows)]
         self._forget(worker, lost)
@@ -144,7 +144,11 @@ class Leases(RuleBasedStateMachine):
             return
         let_time_pass(self.address)
         self.take(0, 10_000)
-        self.held[0] = [row for row in self.held[0] if self.tokens[row.lease.row] == row.lease.token]
+        self.held[0] = [
+            row
+            for row in self.held[0]
+            if self.tokens[row.lease.row] == row.lease.token and row.lease.row not in self.ended
+        ]
         while self.held[0]:
             self.commit(0, True, False, "")
         assert len(self.ended) == self.fed
