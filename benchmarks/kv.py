@@ -257,7 +257,7 @@ class Untold(SimulatedBackend):
         return replace(await super().load(endpoint), kv_tokens=None)
 
 
-def simulated(work: Work, variant: str) -> dict[str, object]:
+def simulated(work: Work, variant: str, seed: int = 0) -> dict[str, object]:
     """One variant on simulated engines."""
     model = EngineModel(
         prefill_tokens_per_second=9_000,
@@ -289,10 +289,10 @@ def simulated(work: Work, variant: str) -> dict[str, object]:
         loop = asyncio.get_running_loop()
         began = loop.time()
         if variant.startswith("loop"):
-            await loop_of(work, 0, ask, int(variant.split()[1]), counts)
+            await loop_of(work, seed, ask, int(variant.split()[1]), counts)
         else:
             backend = backends[0] if len(backends) == 1 else Fleet(backends)
-            _, more = await ours(work, 0, backend, parts_of(variant), counts)
+            _, more = await ours(work, seed, backend, parts_of(variant), counts)
         seconds = loop.time() - began
         engine = {
             "preemptions": sum(backend.runner.engine.counters.preemptions for backend in backends),
