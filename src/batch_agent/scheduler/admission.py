@@ -149,7 +149,7 @@ class Admission(Generic[Waiting]):
 
     def is_evicted(self, progress: Progress) -> bool:
         """Whether the agent's context has probably been evicted."""
-        if not progress.turns or not self.is_on:
+        if not progress.tokens or not self.is_on:
             return False
         sets, where = self._sets, progress.home
         home = next(iter(sets.values())) if len(sets) == 1 else None if where is None else sets.get(where)
