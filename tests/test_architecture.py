@@ -14,6 +14,7 @@ ROOT = Path(batch_agent.__file__).parent
 # A part imports only from those before it.
 ORDER = [
     "version",
+    "vllm_pin",
     "foreign",
     "blocking",
     "messages",

@@ -93,6 +93,7 @@ class ModelRequest:
     run: str = ""  # the id of the run; "" outside of one
     turn: int = 0  # the answer that is asked for, from 1; the same when it is asked for again
     tries: int = 0  # how often it was asked for before, and failed
+    pin_seconds: float = 0.0  # an engine that can should keep the context for so long after the answer
     last: bool = False  # no tool can follow it: as far as is known, the agent ends with it
     hints: bool = True  # a server that can plan may be told what it can expect of the agent
     traceparent: str = ""  # the trace that it belongs to, as W3C's header says it; "": it is not traced

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Capabilities, Load, ModelRequest, RequestShape, only_model
+from batch_agent.backends.engines.advice import SHARED, EngineState
 from batch_agent.backends.engines.exposition import Exposition
 from batch_agent.backends.http.client import Route
 from batch_agent.backends.http.wire import object_of
@@ -39,6 +40,7 @@ class Sharing:
 
     prompt_tokens: int
     cached_tokens: int | None  # None: the server does not tell
+    in_answer: bool = True  # the answer itself told it, and not the server's metrics
 
     @property
     def share(self) -> float | None:
@@ -74,6 +76,10 @@ class EngineBackend(OpenAIBackend):
     @abstractmethod
     async def load(self, endpoint: str = "") -> Load: ...
 
+    async def state(self, sharing: Sharing) -> EngineState | None:
+        """What the engine has for agents, of which two requests were seen to share something; None: not known."""
+        return None
+
     async def verify_prefix_sharing(self, model: str | None = None) -> Sharing:
         """Whether requests that begin alike, tools included, really share what was computed for them: one is sent, then
         its sibling, and the server's own count is read. Nothing of an earlier trial can be in its cache."""
@@ -86,7 +92,7 @@ class EngineBackend(OpenAIBackend):
             return Sharing(usage.prompt_tokens, usage.cached_tokens)
         after = await self._prefix_hits()
         told = None if before is None or after is None else min(after - before, usage.prompt_tokens)
-        return Sharing(usage.prompt_tokens, told)
+        return Sharing(usage.prompt_tokens, told, in_answer=False)
 
     async def _prompt_usage(self, shape: RequestShape, shared: Conversation, question: str) -> Usage:
         request = ModelRequest(shape, Conversation([Message("user", question)], shared), question)
@@ -120,6 +126,11 @@ class EngineBackend(OpenAIBackend):
             async with asyncio.timeout(self.patience):
                 return await self.ask(route, question)
         return {}
+
+
+def shares(sharing: Sharing) -> bool | None:
+    """Whether the prefix cache works, as two requests show it; None where the server does not tell."""
+    return None if sharing.share is None else sharing.share >= SHARED
 
 
 def at(document: JsonValue, *path: str) -> JsonValue:

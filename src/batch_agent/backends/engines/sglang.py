@@ -3,7 +3,10 @@
 What it adds: priorities where the server goes by them, a key that keeps prefix caches apart, and how busy it is. Names
 are those of SGLang 0.5.21. Cached tokens are told only with ``--enable-cache-report``, and where nothing was cached the
 server says nothing. A priority sent to a server that does not go by it may be answered 503, which looks like a server
-that is full, so it is sent only where the server says that it does. Ids of requests are not sent: one that comes again
+that is full, so it is sent only where the server says that it does. A server that also evicts by priority
+(``--radix-eviction-policy priority``) keeps what had the highest priority, for ever: an ended agent's context would
+outlast all others. There all turns that another can follow have the same priority, above that of the last one and of
+requests without. Ids of requests are not sent: one that comes again
 while the server still holds the first is refused.
 """
 
@@ -17,7 +20,8 @@ from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Answers, Facts, Load, ModelRequest, RequestShape
-from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
+from batch_agent.backends.engines.advice import EngineState
+from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at, shares, whole
 from batch_agent.backends.engines.lists import infer_in_lists
 from batch_agent.backends.http.wire import Naming, json_of
 from batch_agent.backends.openai.chat_answer import read_answer
@@ -44,6 +48,7 @@ class SglangBackend(EngineBackend):
         self._extra_key = address.text("extra_key")
         self._priority = address.options.get("priority")  # None: the server is asked
         self._lowest_first = False
+        self._evicts_by_priority = False
         self._has_loads = True
         self._kv_tokens: int | None = None  # as the server says of itself
         self._offloads = False
@@ -53,14 +58,21 @@ class SglangBackend(EngineBackend):
         if self._extra_key is not None:
             fields["extra_key"] = self._extra_key
         if self._priority and request.run:
-            fields["priority"] = request.turns_left if self._lowest_first else -request.turns_left
+            fields["priority"] = self._priority_of(request)
         return Tail(fields)
+
+    def _priority_of(self, request: ModelRequest) -> int:
+        if self._evicts_by_priority and not self._lowest_first:
+            return 0 if request.last else 1
+        return request.turns_left if self._lowest_first else -request.turns_left
 
     async def facts(self, model: str) -> Facts:
         info = await self.ask_if_there(self._server_info)
-        if self._priority is None and info:
-            self._priority = info.get("enable_priority_scheduling") is True
         self._lowest_first = info.get("schedule_low_priority_values_first") is True
+        self._evicts_by_priority = info.get("radix_eviction_policy") == "priority"
+        if self._priority is None and info:
+            takes = info.get("abort_on_priority_when_disabled") is not True
+            self._priority = info.get("enable_priority_scheduling") is True or (self._evicts_by_priority and takes)
         self._kv_tokens = _kv_tokens(info)
         self._offloads = info.get("enable_hierarchical_cache") is True
         entries = (await self.ask_if_there(self._models)).get("data")
@@ -68,6 +80,22 @@ class SglangBackend(EngineBackend):
             if at(entry, "id") == model:
                 return Facts(context=whole(at(entry, "max_model_len")) or whole(info.get("context_length")))
         return Facts()
+
+    async def state(self, sharing: Sharing) -> EngineState:
+        info = await self.ask_if_there(self._server_info)
+        off = info.get("disable_radix_cache") is True
+
+        def has(name: str) -> bool | None:
+            return info.get(name) is True if info else None
+
+        return EngineState(
+            "sglang",
+            prefix_caching=False if off else shares(sharing),
+            reports_cached=has("enable_cache_report"),
+            by_priority=has("enable_priority_scheduling"),
+            offloads=has("enable_hierarchical_cache"),
+            kv_tokens=_kv_tokens(info),
+        )
 
     async def load(self, endpoint: str = "") -> Load:
         if self._has_loads:

@@ -6,6 +6,9 @@ server schedules by them, lists of conversations in one request, exact counts of
 Names of metrics are those of vLLM 0.32, with the ones they had before. A priority is ignored without a word by a
 server that does not schedule by it, and older ones refuse it, so it is sent only where the server was seen to run with
 ``--scheduling-policy priority``, which it tells in its development mode alone, or where the address says so.
+
+With ``kvflow=True`` agents order that their contexts stay in the cache during tool waits. A server without
+``batch_agent.vllm_pin`` ignores the orders. One that refuses them gets no more.
 """
 
 from __future__ import annotations
@@ -18,17 +21,28 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.base import Answers, Facts, Load, ModelRequest, Prompt, RequestShape, conversation_of
-from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
+from batch_agent.backends.base import (
+    Answers,
+    Facts,
+    Load,
+    ModelRequest,
+    OnToolCall,
+    Prompt,
+    RequestShape,
+    conversation_of,
+)
+from batch_agent.backends.engines.advice import EngineState
+from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at, shares, whole
 from batch_agent.backends.engines.exposition import Exposition
 from batch_agent.backends.engines.lists import infer_in_lists
+from batch_agent.backends.engines.pin_orders import FIELD, PinOrders
 from batch_agent.backends.http.client import Route
 from batch_agent.backends.http.wire import Naming
 from batch_agent.backends.openai.chat import end_body, join_body
 from batch_agent.backends.openai.chat_answer import read_answer
 from batch_agent.backends.openai.server import Tail
-from batch_agent.errors import BackendError
-from batch_agent.messages import JsonObject
+from batch_agent.errors import BackendError, Rejected
+from batch_agent.messages import JsonObject, Reply
 
 PORT = 8000
 # Conversations in one request. Measured on two cores: lists of 16 took 0.87 of the time of as many single requests, one
@@ -51,6 +65,7 @@ class VllmBackend(EngineBackend):
         super().__init__(address, port=PORT, capabilities=able)
         self._salt = address.text("cache_salt")
         self._priority = address.options.get("priority")  # None: the server is asked
+        self._pins: PinOrders | None = PinOrders()  # None: the server refuses them
 
     # Made when they are needed: a fleet has a thousand of these.
 
@@ -78,7 +93,23 @@ class VllmBackend(EngineBackend):
             fields["cache_salt"] = self._salt
         if self._priority and request.run:
             fields["priority"] = request.turns_left  # here the lower goes sooner
+        if self._pins is not None:
+            fields.update(self._pins.fields(request))
         return fields
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        if self._pins is None:
+            return await super().infer(request, on_tool_call)
+        try:
+            reply = await super().infer(request, on_tool_call)
+        except Rejected as refusal:
+            if FIELD not in str(refusal):
+                raise
+            self._pins = None
+            return await super().infer(request, on_tool_call)
+        if self._pins is not None:
+            self._pins.answered(request, reply)
+        return reply
 
     async def facts(self, model: str) -> Facts:
         if self._priority is None:
@@ -89,6 +120,23 @@ class VllmBackend(EngineBackend):
             if at(entry, "id") == model:
                 return Facts(context=whole(at(entry, "max_model_len")))
         return Facts()
+
+    async def state(self, sharing: Sharing) -> EngineState:
+        told = await self.read_metrics(NAMES)
+        cache = next((sample.labels for sample in told.samples(CACHE)), {})
+        config = at(await self.ask_if_there(self._server_info), "vllm_config")
+        policy = at(config, "scheduler_config", "policy")
+        connector = str(at(config, "kv_transfer_config") or "")
+        offloads = cache.get("kv_offloading_size", "None") != "None" or "Offload" in connector or "LMCache" in connector
+        return EngineState(
+            "vllm",
+            prefix_caching=_flag(cache.get("enable_prefix_caching")) is not False and shares(sharing),
+            reports_cached=sharing.in_answer if sharing.share else None,
+            by_priority=None if policy is None else policy == "priority",
+            offloads=offloads if cache else None,
+            pins=None if config is None else "PinConnector" in connector,
+            kv_tokens=read_load(told).kv_tokens,
+        )
 
     async def count_tokens(self, prompt: Prompt, shape: RequestShape | None = None) -> int:
         """Of the whole prompt as the server renders it, the tools of ``shape`` and what opens the answer included."""
@@ -129,6 +177,10 @@ class VllmBackend(EngineBackend):
         if not told.samples(RUNNING):
             raise self._metrics.faults.bad("the metrics are not those of a vLLM server")
         return read_load(told)
+
+
+def _flag(text: str | None) -> bool | None:
+    return None if text is None else text == "True"
 
 
 def read_load(told: Exposition) -> Load:

@@ -38,6 +38,7 @@ from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
+from batch_agent.scheduler.pins import pin_seconds
 from batch_agent.store.digests import difference, is_same, next_asked
 from batch_agent.store.steps import Done, Ended, Failed, Outcome, Turn
 from batch_agent.store.trail import FailedBefore, Trail
@@ -269,6 +270,7 @@ class LoopContext(WorkState):
             self.job.index,
             run=r.run,
             turn=self.tally.turns + 1,
+            pin_seconds=0.0 if last or not can_call else self._pin_seconds(),
             last=last or (r.ends_with_answer and not can_call),
             hints=r.hints,
             traceparent="" if r.traces is None else r.traces.of_turn(r.run, self.job.index, self.tally.turns + 1),
@@ -291,6 +293,10 @@ class LoopContext(WorkState):
             self._asking = None
         self._early = early
         return reply
+
+    def _pin_seconds(self) -> float:
+        scheduler = self._r.dispatcher.scheduler
+        return pin_seconds(scheduler.forecast, self.tally.turns) if scheduler.parts.pin else 0.0
 
     @property
     def _turn_limit(self) -> int | None:
