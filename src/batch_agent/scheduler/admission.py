@@ -83,7 +83,7 @@ class Admission(Generic[Waiting]):
     def set_capacity(self, endpoint: Endpoint, tokens: int | None) -> None:
         working_set = self._set_of(endpoint)
         if working_set.reported != tokens:
-            working_set.reported = tokens
+            working_set.reported, working_set.ample = tokens, 0
             self._capacity_changed()
 
     def _capacity_changed(self) -> None:
@@ -183,7 +183,9 @@ class Admission(Generic[Waiting]):
     def go_on(self, progress: Progress, waited: float, now: float) -> None:
         """An agent is ready for its next turn, after a tool wait of some seconds. It has to be admitted again if its
         context is no longer expected in the cache."""
-        self._growth.expect(progress.turns, progress.expected - progress.tokens)
+        if self._growth.expect(progress.turns, progress.expected - progress.tokens):
+            for each in self._sets.values():
+                each.ample = 0
         home = self._home.get(progress)
         if home is None:
             return

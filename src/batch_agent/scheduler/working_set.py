@@ -12,6 +12,7 @@ from math import inf
 from batch_agent.scheduler.forecast import FIRST_GUESS, Progress, TurnForecast
 from batch_agent.scheduler.residency import FULL, LearntCapacity, Residency
 
+MOST_AGENTS = 1 << 30
 FARTHEST = 64  # turns that are looked ahead
 NEAR = 2  # turns that are looked ahead before a member has to be admitted again
 LONG_WAIT = 5.0  # times the mean seconds of a turn: after such a tool wait a context counts half, after two a quarter
@@ -52,10 +53,13 @@ class ContextGrowth:
         if last > 1:
             self._step = (self._mean[last] - self._mean[1]) / (last - 1)
 
-    def expect(self, turns: int, more: int) -> None:
-        """The next prompt of an agent that has taken ``turns`` is longer by this. An answer replaces it."""
-        if turns and turns + 1 >= len(self._mean):
-            self._step = max(self._step, float(more))
+    def expect(self, turns: int, more: int) -> bool:
+        """The next prompt of an agent that has taken ``turns`` is longer by this. Returns whether that is more than was
+        expected. An answer replaces it."""
+        if not turns or turns + 1 < len(self._mean) or more <= self._step:
+            return False
+        self._step = float(more)
+        return True
 
     def after(self, turns: int) -> float:
         last = len(self._mean) - 1
@@ -103,6 +107,7 @@ class WorkingSet:
         "_forecast",
         "_growth",
         "_preemptions",
+        "ample",
         "learnt",
         "margin",
         "members",
@@ -115,6 +120,7 @@ class WorkingSet:
     def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
         self._growth, self._forecast = growth, forecast
         self.reported: int | None = None  # tokens that the cache holds, as the engine says; None: it does not say
+        self.ample = 0  # members that fit whatever their contexts, as far as was known at the last answer
         self.queue = 0  # requests that wait in the engine, at the last reading
         self._preemptions: int | None = None  # at the last reading
         self.learnt = LearntCapacity()
@@ -160,6 +166,7 @@ class WorkingSet:
         elif distance < FULL * self.room:  # the cache holds less than the engine says: others have the rest
             self.shrink()
         self.use(progress, tokens)
+        self.ample = self._count_ample()
         return changed
 
     def use(self, progress: Progress, tokens: int) -> None:
@@ -175,11 +182,11 @@ class WorkingSet:
             self.shrink()
         self._preemptions = total
 
-    def _is_ample(self) -> bool:
-        """Whether even so many contexts of the largest size fit: then nothing has to be projected."""
-        growth = self._growth
-        most = max(growth.largest, growth.after(2 * self._forecast.furthest + FIRST_GUESS))
-        return (len(self.members) + 1) * (most - growth.shared) <= self.room
+    def _count_ample(self) -> int:
+        """Returns how many contexts of the largest size fit: with fewer members nothing has to be projected."""
+        growth, room = self._growth, self.room
+        most = max(growth.largest, growth.after(2 * self._forecast.furthest + FIRST_GUESS)) - growth.shared
+        return MOST_AGENTS if room == inf else int(room / max(1.0, most))
 
     def keeps(self, progress: Progress, now: float) -> bool:
         """Whether a member goes on: the contexts that are in the cache fit for the next turns, or another member whose
@@ -200,7 +207,7 @@ class WorkingSet:
     ) -> bool:
         """Whether the members' contexts fit for the turns ahead, those ``among`` some only if that is given; with one
         more agent that has taken ``turns`` if that is given."""
-        if self.capacity is None or not self._growth.is_known or self._is_ample():
+        if len(self.members) < self.ample or self.capacity is None or not self._growth.is_known:
             return True
         half = LONG_WAIT * self._forecast.seconds_per_turn
         shared, after, goes_on = self._growth.shared, self._growth.after, self._forecast.goes_on
