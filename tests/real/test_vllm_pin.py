@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import subprocess
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
 import pytest
 
+import batch_agent
 from batch_agent import BatchAgent, Tool
 
 URL = os.environ.get("BATCH_AGENT_TEST_VLLM_PIN", "")
@@ -155,3 +158,12 @@ async def test_agents_whose_contexts_overflow_the_cache_are_answered_with_pins(s
     for result in results:
         assert "tool" in [message.role for message in result.messages]
         assert result.error is None or result.error.stage != "backend"
+
+
+@pytest.mark.skipif("BATCH_AGENT_TEST_VLLM_PYTHON" not in os.environ, reason="needs the environment of vLLM")
+def test_whatever_is_ordered_every_request_ends_and_every_block_is_given_back() -> None:
+    python, here = Path(os.environ["BATCH_AGENT_TEST_VLLM_PYTHON"]), Path(__file__).parent
+    command = [python, here / "pin_stress.py", python.parents[2] / "model"]
+    environ = os.environ | {"PYTHONPATH": str(Path(batch_agent.__file__).parents[1])}
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert "every request ended" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
