@@ -42,6 +42,7 @@ class Capabilities:
     patient: bool = False  # answers take hours: a turn has no time limit but the user's
     price: float = 1.0  # the part of its provider's listed price that it asks
     batch: bool = False  # ``infer_batch`` is one request, and faster than as many single ones
+    prefills_ahead: bool = False  # computes an agent's history while its tool runs, if it gets hints
     prefix_leader: bool = False  # computes what all requests begin with once, if one of them goes ahead of the others
 
 

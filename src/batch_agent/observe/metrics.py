@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from batch_agent.errors import Interrupted
 from batch_agent.events import (
     AnswerRejected,
+    CacheRead,
     DrainStarted,
     Ended,
     Event,
@@ -143,6 +144,7 @@ class Statistics:
     recent_results: tuple[RecentResult, ...] = ()  # the latest last; for whoever sees results to fill in
     outages: tuple[Outage, ...] = ()  # of now
     outage_seconds: float = 0.0  # that a server was down, all outages together
+    kv: CacheRead | None = None  # the engines' KV caches, if they report them
     schema_note: str = ""  # why the output schema is not sent any more
     ended: Ended | None = None
     reason: str = ""  # which limit ended a run that is out of budget, or why it could not go on
@@ -235,6 +237,7 @@ class Metrics:
         self._down: dict[str, HealthChanged] = {}
         self._outage_seconds = 0.0
         self._schema_note = ""
+        self._kv: CacheRead | None = None
         self._errors: dict[tuple[str, str], RecentError] = {}
         self._rows_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW)
 
@@ -268,6 +271,8 @@ class Metrics:
                 self._run_started(event)
             case ModelChosen():
                 self._run = self._run and replace(self._run, model=event.model)
+            case CacheRead():
+                self._kv = event
             case SchemaUnsupported():
                 self._schema_note = event.reason
             case DrainStarted():
@@ -321,6 +326,7 @@ class Metrics:
             recent_errors=tuple(self._errors.values()),
             outages=tuple(_outage(event, now) for event in self._down.values()),
             outage_seconds=self._outage_seconds + sum(now - event.since for event in self._down.values()),
+            kv=self._kv,
             schema_note=self._schema_note,
             ended=finished.ended if finished else None,
             reason=finished.reason if finished else "",

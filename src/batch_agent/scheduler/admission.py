@@ -12,12 +12,14 @@ wait 20 seconds for their tools need more agents beside them, and computing thei
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from math import inf, log2
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from batch_agent.messages import Usage
 from batch_agent.scheduler.engine_load import Reading
 from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.residency import FULL
 from batch_agent.scheduler.working_set import LONG_WAIT, ContextGrowth, WorkingSet
 
 if TYPE_CHECKING:
@@ -43,6 +45,18 @@ def kv_tokens_left(load: Reading, server: Server) -> int | None:
     return round(load.kv_tokens * (1.0 - others * (load.kv_usage or 0.0)) / max(1, len(server.endpoints)))
 
 
+@dataclass(slots=True)
+class KvCounts:
+    """What came of the engine's KV cache so far."""
+
+    recomputed: int = 0  # tokens that had to be computed again because they were evicted
+    recompute_seconds: float = 0.0  # of the engines, that this took
+    held_seconds: float = 0.0  # that agents were held back, all together
+    touches: int = 0  # contexts that were touched while their agents waited for tools
+    touched_tokens: int = 0  # computed by these
+    kept_alive: int = 0  # times that the shared prefix was touched
+
+
 class Admission(Generic[Waiting]):
     """The working sets of all endpoints, and the turns that wait until their agent's context fits."""
 
@@ -56,13 +70,15 @@ class Admission(Generic[Waiting]):
         self.enabled = False  # somebody reads the load of the engines
         self.holds = True  # agents that do not fit are held back
         self.is_on = False  # the capacity of some endpoint is known
-        self.recomputed = 0  # tokens that had to be computed again because they were evicted
-        self.held_seconds = 0.0  # of all agents together
+        self.counts = KvCounts()
 
     def read(self, endpoint: Endpoint, load: Reading) -> None:
         """The engine reported its load."""
         if self.enabled:
             self.set_capacity(endpoint, kv_tokens_left(load, endpoint.server))
+            working_set = self._sets[endpoint]
+            working_set.queue = load.waiting
+            working_set.preempted(load.preemptions)
 
     def set_capacity(self, endpoint: Endpoint, tokens: int | None) -> None:
         working_set = self._set_of(endpoint)
@@ -73,6 +89,16 @@ class Admission(Generic[Waiting]):
     def _capacity_changed(self) -> None:
         self.is_on = any(each.capacity is not None for each in self._sets.values())
         self._recheck = -inf
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that the caches hold together; None if that is known of none."""
+        return sum(each.capacity or 0 for each in self._sets.values()) or None
+
+    @property
+    def contexts(self) -> int:
+        """Tokens of the contexts of all admitted agents."""
+        return sum(tokens for each in self._sets.values() for _, tokens in each.members.values())
 
     def drop(self, endpoint: Endpoint) -> None:
         """The endpoint is gone."""
@@ -123,11 +149,36 @@ class Admission(Generic[Waiting]):
 
     def is_evicted(self, progress: Progress) -> bool:
         """Whether the agent's context has probably been evicted."""
-        if not progress.turns or not self.is_on:
+        if not progress.tokens or not self.is_on:
             return False
         sets, where = self._sets, progress.home
         home = next(iter(sets.values())) if len(sets) == 1 else None if where is None else sets.get(where)
         return home is not None and progress not in home.residency
+
+    def may_touch(self, progress: Progress, waiting: int, now: float) -> bool:
+        """Whether a request that computes the agent's context again is worth sending while its tool runs: the context
+        was evicted, no turn waits here or in the engine, and none of the others' is evicted for it."""
+        home = self._home.get(progress)
+        if home is None or waiting or home.queue or self.held or not self.is_evicted(progress):
+            return False
+        others = sum(
+            max(0, tokens - self._growth.shared)
+            for member, (_, tokens) in home.members.items()
+            if member in home.residency
+        )
+        return others + progress.tokens <= FULL * home.room
+
+    def seconds_to_compute(self, progress: Progress) -> float:
+        """Seconds that the engine takes to compute the agent's context, with those of a turn."""
+        home = self._home.get(progress)
+        return 0.0 if home is None or not home.pace.rate else progress.tokens / home.pace.rate + home.pace.quick
+
+    def touched(self, progress: Progress, endpoint: Endpoint, usage: Usage) -> None:
+        """The agent's context was computed again, and is in the cache."""
+        self.counts.touches += 1
+        self.counts.touched_tokens += usage.prompt_tokens - usage.cached_tokens
+        if progress.live:
+            self._set_of(endpoint).use(progress, usage.prompt_tokens)
 
     def go_on(self, progress: Progress, waited: float, now: float) -> None:
         """An agent is ready for its next turn, after a tool wait of some seconds. It has to be admitted again if its
@@ -139,7 +190,7 @@ class Admission(Generic[Waiting]):
         home.members[progress] = progress.turns, max(progress.expected, progress.tokens)
         turn = self._forecast.seconds_per_turn
         gone = waited > (1 - log2(GONE)) * LONG_WAIT * turn > 0
-        if gone:
+        if gone and progress not in home.residency:
             del home.members[progress], self._home[progress]
 
     def answered(self, progress: Progress, endpoint: Endpoint, usage: Usage, seconds: float, now: float) -> None:
@@ -153,7 +204,10 @@ class Admission(Generic[Waiting]):
         if progress.turns == 0 and cached:
             growth.shared = min(growth.shared, cached) if growth.shared else cached
         elif progress.turns and cached and before:
-            self.recomputed += max(0, min(before, usage.prompt_tokens) - cached)
+            again = max(0, min(before, usage.prompt_tokens) - cached)
+            self.counts.recomputed += again
+            if rate := working_set.pace.rate:
+                self.counts.recompute_seconds += again / rate
             evicted = cached - growth.shared < EVICTED * (before - growth.shared)
         progress.tokens = tokens
         growth.learn(progress.turns + 1, tokens)
@@ -184,7 +238,7 @@ class Admission(Generic[Waiting]):
         if not self.held or now < self._recheck:
             return []
         held = list(self.held)
-        self.held_seconds += sum(now - since for since in self.held.values())
+        self.counts.held_seconds += sum(now - since for since in self.held.values())
         self.held.clear()
         self._recheck = inf
         return held

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import inf
 
-from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.forecast import FIRST_GUESS, Progress, TurnForecast
 from batch_agent.scheduler.residency import FULL, LearntCapacity, Residency
 
 FARTHEST = 64  # turns that are looked ahead
@@ -24,10 +24,11 @@ LESS, MORE, LEAST = 0.95, 0.002, 0.6  # times the margin after an eviction, what
 class ContextGrowth:
     """Mean tokens of an agent's context after each turn."""
 
-    __slots__ = ("_count", "_mean", "_step", "shared")
+    __slots__ = ("_count", "_mean", "_step", "largest", "shared")
 
     def __init__(self) -> None:
         self.shared = 0  # tokens that all agents share; they are in the cache once
+        self.largest = 0  # tokens of the largest context so far
         self._mean = [0.0]  # by turns taken
         self._count = [0]
         self._step = 0.0  # mean growth per turn, for turns that no agent has taken yet
@@ -38,6 +39,8 @@ class ContextGrowth:
 
     def learn(self, turns: int, tokens: int) -> None:
         """After ``turns`` turns an agent's context had this size."""
+        if tokens > self.largest:
+            self.largest = tokens
         if turns > FARTHEST:
             return
         while turns >= len(self._mean):
@@ -96,11 +99,24 @@ class EnginePace:
 class WorkingSet:
     """The admitted agents of one endpoint, with the turns they took and the tokens of their contexts."""
 
-    __slots__ = ("_forecast", "_growth", "learnt", "margin", "members", "pace", "reported", "residency")
+    __slots__ = (
+        "_forecast",
+        "_growth",
+        "_preemptions",
+        "learnt",
+        "margin",
+        "members",
+        "pace",
+        "queue",
+        "reported",
+        "residency",
+    )
 
     def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
         self._growth, self._forecast = growth, forecast
         self.reported: int | None = None  # tokens that the cache holds, as the engine says; None: it does not say
+        self.queue = 0  # requests that wait in the engine, at the last reading
+        self._preemptions: int | None = None  # at the last reading
         self.learnt = LearntCapacity()
         self.residency = Residency()
         self.pace = EnginePace()
@@ -143,18 +159,27 @@ class WorkingSet:
             self.margin = min(1.0, self.margin + MORE)
         elif distance < FULL * self.room:  # the cache holds less than the engine says: others have the rest
             self.shrink()
-        self.residency.answered(progress, max(0, tokens - self._growth.shared), self._remembered)
+        self.use(progress, tokens)
         return changed
+
+    def use(self, progress: Progress, tokens: int) -> None:
+        """The agent's context is in the cache, and has ``tokens``."""
+        self.residency.answered(progress, max(0, tokens - self._growth.shared), self._remembered)
 
     def shrink(self) -> None:
         self.margin = max(LEAST, self.margin * LESS)
 
-    def weight(self, progress: Progress, now: float) -> float:
-        """How much an agent's context counts, by how long it has waited for its tool."""
-        turn = self._forecast.seconds_per_turn
-        if progress.answered_at is None or not turn:
-            return 1.0
-        return float(min(1.0, 2.0 ** (1.0 - (now - progress.answered_at) / (LONG_WAIT * turn))))
+    def preempted(self, total: int | None) -> None:
+        """The engine has preempted ``total`` requests since it started: those that run need more than there is."""
+        if self._preemptions is not None and total is not None and total > self._preemptions:
+            self.shrink()
+        self._preemptions = total
+
+    def _is_ample(self) -> bool:
+        """Whether even so many contexts of the largest size fit: then nothing has to be projected."""
+        growth = self._growth
+        most = max(growth.largest, growth.after(2 * self._forecast.furthest + FIRST_GUESS))
+        return (len(self.members) + 1) * (most - growth.shared) <= self.room
 
     def keeps(self, progress: Progress, now: float) -> bool:
         """Whether a member goes on: the contexts that are in the cache fit for the next turns, or another member whose
@@ -175,14 +200,16 @@ class WorkingSet:
     ) -> bool:
         """Whether the members' contexts fit for the turns ahead, those ``among`` some only if that is given; with one
         more agent that has taken ``turns`` if that is given."""
-        if self.capacity is None or not self._growth.is_known:
+        if self.capacity is None or not self._growth.is_known or self._is_ample():
             return True
+        half = LONG_WAIT * self._forecast.seconds_per_turn
         shared, after, goes_on = self._growth.shared, self._growth.after, self._forecast.goes_on
         groups: dict[int, list[float]] = {} if turns is None else {turns: [1.0, float(tokens)]}
         for progress, (taken, size) in self.members.items():
             if among is not None and progress not in among:
                 continue
-            weight = self.weight(progress, now)
+            waited = 0.0 if progress.answered_at is None else now - progress.answered_at
+            weight = 2.0 ** (1.0 - waited / half) if waited > half > 0.0 else 1.0
             group = groups.setdefault(taken, [0.0, 0.0])
             group[0] += weight
             group[1] += weight * size

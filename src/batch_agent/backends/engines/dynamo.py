@@ -8,9 +8,11 @@ its history is, with a word when it is over.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
-from batch_agent.backends.engines.engine import EngineBackend, at, whole
+from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
 from batch_agent.backends.openai.server import Tail
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
@@ -37,7 +39,7 @@ REFUSED = {
 
 class DynamoBackend(EngineBackend):
     def __init__(self, address: Address) -> None:
-        super().__init__(address, port=PORT)
+        super().__init__(address, port=PORT, capabilities=replace(ABLE, prefills_ahead=True))
         self._salt = address.text("cache_salt")
 
     def check(self, shape: RequestShape) -> None:

@@ -20,6 +20,7 @@ from batch_agent.engine.agent.early_calls import MOST_CALLS, EarlyCalls
 from batch_agent.engine.agent.history import History
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.shapes import Shapes
+from batch_agent.engine.agent.touches import Touches
 from batch_agent.engine.agent.turn import CUT, TurnCall
 from batch_agent.engine.agent.work_state import WorkState
 from batch_agent.errors import (
@@ -325,12 +326,19 @@ class LoopContext(WorkState):
         try:
             if new:
                 self._leave_record()
-                await run_calls(self._r, trail, self.job, self.tally.turns, new, known, self._early)
+                calling = run_calls(self._r, trail, self.job, self.tally.turns, new, known, self._early)
+                await (calling if self._r.touches is None else self._touching(self._r.touches, new, calling))
         finally:
             if new:
                 self.tally.tool_wait += self._loop.time() - began
             texts = self._tell(calls, known)
         return texts
+
+    async def _touching(self, touches: Touches, calls: Mapping[int, ToolCall], calling: Awaitable[None]) -> None:
+        """Keep the agent's context in the engine's cache while the calls run."""
+        names = [call.name for call in calls.values()]
+        async with touches.during(self._r.tools, names, self.progress, self._history.asked):
+            await calling
 
     def _tell(self, calls: Sequence[ToolCall], known: Mapping[int, str]) -> list[str]:
         """The outcomes in the order of the calls, as far as they are known, into the conversation."""
