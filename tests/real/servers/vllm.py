@@ -63,6 +63,7 @@ def vllm_pin(folder: Path) -> AbstractContextManager[str]:
         "kv_connector": "PinConnector",
         "kv_connector_module_path": "batch_agent.vllm_pin",
         "kv_role": "kv_both",
+        "kv_connector_extra_config": {"pin_seconds": 3600},  # on a busy machine a flood of requests takes minutes
     }
     flags = ["--kv-transfer-config", json.dumps(connector), "--num-gpu-blocks-override", "80"]
     flags += ["--max-model-len", "1024", "--max-num-batched-tokens", "256"]
