@@ -112,9 +112,9 @@ async def test_a_released_context_is_evicted(server: Server) -> None:
 
 
 async def test_pins_keep_to_their_share_and_large_requests_are_answered_all_the_same(server: Server) -> None:
-    said = [(await server.ask(context(), {"pin": f"agent {n}", "seconds": LONG}))["said"] for n in range(6)]
-    tokens = sum(each["pinned_tokens"] for each in said if isinstance(each, dict))
-    assert tokens <= 80 * 32 * 0.8
+    for number in range(6):
+        await server.ask(context(), {"pin": f"agent {number}", "seconds": LONG})
+    assert 0.3 < await server.usage() <= 0.8
     long = "all the words of a long request " * 110
     answers = await asyncio.gather(*(server.ask(f"{secrets.token_hex(4)} {long}") for _ in range(4)))
     assert all(isinstance(answer["prompt"], int) and answer["prompt"] > 700 for answer in answers)
