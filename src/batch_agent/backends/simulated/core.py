@@ -137,6 +137,9 @@ class Engine:
         loaded = 0
         if self.counters.preemptions == preempted:
             loaded = self._admit(budget - sum(share.tokens for share in shares), shares)
+        if not shares and self._waiting and self.pinning.pins.blocks:
+            self.pinning.pins.clear()  # never in the way of the only request
+            loaded = self._admit(budget, shares)
         if not shares:
             return None
         prefill = sum(share.tokens for share in shares if share.sequence.computed < share.sequence.known - 1)
@@ -176,8 +179,8 @@ class Engine:
         self.pinning.pins.make_room(needed)
         if self._queue and not self._queue[0][1].ended:
             first = self._queue[0][1]
-            own = self._blocks_for(first.known) - len(self._prefix(first))
-            self.pinning.pins.make_room(needed + own, whole=True)
+            held = sum(1 for block in self._prefix(first) if self.pool.holders(block))
+            self.pinning.pins.make_room(needed + self._blocks_for(first.known) - held, whole=True)
 
     def _continue_running(self, budget: int) -> list[Share]:
         shares: list[Share] = []
