@@ -129,7 +129,7 @@ async def test_what_an_engine_lacks_for_agents_is_said_with_the_flag_and_its_wor
         arguments = ["doctor", "--json", "--backend", server.backend_url, "--agents", "24", "--context", "1000"]
         assert await asyncio.to_thread(main, arguments) == 0
     default = json.loads(capsys.readouterr().out)["default"]
-    assert default["because"] == "--backend names it"
+    assert default["because"] == "the command line names it"
     flags = [each["flag"] for each in default["advice"]]
     assert any("--enable-prompt-tokens-details" in flag for flag in flags)
     assert any("--kv-offloading-size" in flag for flag in flags)

@@ -308,6 +308,7 @@ class Metrics:
             outages=tuple(_outage(event, now, run) for event in self._down.values()),
             outage_seconds=sum(down.values()),
             down_seconds=down,
+            kv=self._kv,
             schema_note=self._schema_note,
             ended=finished.ended if finished else None,
             reason=finished.reason if finished else "",

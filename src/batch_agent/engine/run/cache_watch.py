@@ -11,7 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from batch_agent.backends.base import Load
+from batch_agent.compiler.plan import Plan
+from batch_agent.dispatch.dispatcher import Dispatcher
 from batch_agent.engine.agent.touches import Touches
+from batch_agent.engine.run.prepare import Prepared
 from batch_agent.events import CacheRead, Sink
 from batch_agent.messages import Conversation
 from batch_agent.scheduler.core import Scheduler
@@ -93,3 +96,18 @@ class CacheWatch:
             kept_alive=counts.kept_alive,
         )
         self.emit(self._told)
+
+
+def touches_for(prepared: Prepared, dispatcher: Dispatcher) -> Touches | None:
+    """What keeps contexts in the engine's cache while tools run. An engine that does so itself is left alone."""
+    parts, able = dispatcher.scheduler.parts, prepared.backend.capabilities
+    if not (parts.touch or parts.keep_alive) or (able.prefills_ahead and prepared.spec.nvext_agent_hints):
+        return None
+    return Touches(prepared.backend, dispatcher, prepared.shapes.later)
+
+
+def cache_watch(
+    plan: Plan, scheduler: Scheduler, emit: Sink, run: str, clock: Callable[[], float], touches: Touches | None
+) -> CacheWatch:
+    keeps = scheduler.parts.keep_alive and plan.prefix_tokens >= LEAST_TOKENS
+    return CacheWatch(scheduler, emit, run, clock, plan.shared, touches if keeps else None)

@@ -33,9 +33,8 @@ from batch_agent.engine.agent.compaction import open_compactor
 from batch_agent.engine.agent.loop_context import InnerWorker
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
-from batch_agent.engine.agent.touches import Touches
 from batch_agent.engine.run.batch import Batch
-from batch_agent.engine.run.cache_watch import LEAST_TOKENS, CacheWatch
+from batch_agent.engine.run.cache_watch import cache_watch, touches_for
 from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.delivery import Delivery
 from batch_agent.engine.run.lender import Lender, WorkerAccount
@@ -284,8 +283,8 @@ class Run(Steered, Generic[T]):
         record = await self._begin_record(prepared)
         shared.keep_rates(spec)
         hold = partial(self._backlog, "the engine's queue")
-        touches = self._touches(prepared)
-        watch = self._cache_watch(prepared, touches)
+        touches = touches_for(prepared, shared.dispatcher) if self._loops else None
+        watch = cache_watch(prepared.plan, shared.dispatcher.scheduler, self._emit, self.id, shared.clock, touches)
         async with (
             self._tools(prepared) as pool,
             open_tool_prewarm(spec, pool) as prewarm,
@@ -378,20 +377,6 @@ class Run(Steered, Generic[T]):
         if not self._loops:
             return None
         return lead_of(prepared.plan, prepared.backend.capabilities, prepared.max_inflight)
-
-    def _touches(self, prepared: Prepared) -> Touches | None:
-        """What keeps contexts in the engine's cache while tools run. An engine that does so itself is left alone."""
-        able, parts = prepared.backend.capabilities, self.shared.dispatcher.scheduler.parts
-        if not self._loops or not (parts.touch or parts.keep_alive):
-            return None
-        if able.prefills_ahead and prepared.spec.nvext_agent_hints:
-            return None
-        return Touches(prepared.backend, self.shared.dispatcher, prepared.shapes.later)
-
-    def _cache_watch(self, prepared: Prepared, touches: Touches | None) -> CacheWatch:
-        scheduler, plan = self.shared.dispatcher.scheduler, prepared.plan
-        keeps = scheduler.parts.keep_alive and plan.prefix_tokens >= LEAST_TOKENS
-        return CacheWatch(scheduler, self._emit, self.id, self.shared.clock, plan.shared, touches if keeps else None)
 
     @asynccontextmanager
     async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:
