@@ -1,7 +1,7 @@
-"""The parent's end of the engine process: start it, ask it, hear of its death, end it.
+"""The parent's side of the engine process: start it, send requests, detect its death, stop it.
 
-No tasks: what the process says arrives in callbacks of the event loop and resolves the futures that callers await.
-Starting it again is the caller's decision.
+No tasks: messages of the process arrive in callbacks of the event loop and resolve the futures that callers await. The
+caller decides whether to restart it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ERRORS: dict[str, type[BackendError]] = {"context": ContextOverflow, "invalid": 
 
 
 def encode_line(message: JsonObject) -> bytes:
-    """What the process reads."""
+    """Return the line that the process reads."""
     return written(message) + b"\n"
 
 
@@ -54,7 +54,7 @@ class _InFlight:
 
 
 class EngineProcess(asyncio.SubprocessProtocol):
-    """One process, from ``start`` to its end. After that ``alive`` is False for good."""
+    """One process from ``start`` to its end. Afterwards ``alive`` stays False."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -63,16 +63,16 @@ class EngineProcess(asyncio.SubprocessProtocol):
         self._unread = bytearray()
         self._stderr = bytearray()
         self._fatal = ""
-        self._ready: asyncio.Future[bool] = self._loop.create_future()  # False: it ended before it was ready
+        self._ready: asyncio.Future[bool] = self._loop.create_future()  # False: the process ended before it was ready
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._process: asyncio.SubprocessTransport
         self._input: asyncio.WriteTransport
 
     @classmethod
     async def start(cls, program: str, config: JsonObject) -> Self:
-        """Starts the process, which gets our import path and ``config``; it is loading the model when this returns."""
+        """Start the process with our import path and ``config``. It is still loading the model when this returns."""
         arguments = [orjson.dumps(sys.path).decode(), orjson.dumps({**config, "parent": os.getpid()}).decode()]
-        # A session of its own: Ctrl-C in the terminal is for us, who may want to drain what is in flight.
+        # In its own session: Ctrl-C in the terminal is for us, so that requests in flight can finish.
         try:
             _, protocol = await asyncio.get_running_loop().subprocess_exec(
                 cls, sys.executable, "-c", program, *arguments, start_new_session=True
@@ -94,7 +94,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
             raise EngineDied(self._how_it_ended())
 
     async def ask(self, request: JsonObject) -> Answer:
-        """Cancelling this cancels the request in the engine."""
+        """Send a request and return its answer. Cancelling this cancels the request in the engine."""
         if not self.alive:
             raise EngineDied(self._how_it_ended())
         number = next(self._ids)
@@ -108,7 +108,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
                 self._send({"cancel": number})
 
     async def close(self) -> None:
-        """Ends the process and waits until it is gone."""
+        """End the process and wait until it is gone."""
         self._process.close()
         await asyncio.shield(self._ended)
 
@@ -116,7 +116,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
         if not self._input.is_closing():
             self._input.write(encode_line(message))
 
-    # What asyncio calls.
+    # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._process = cast(asyncio.SubprocessTransport, transport)
@@ -163,7 +163,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
         self._fatal = str(message["fatal"]).strip()
         if "grammar" not in self._fatal:
             return
-        # Sending those again would end the next process in the same way, and everyone else's requests with it.
+        # Resending those would end the next process in the same way, and all other requests with it.
         for number in cast(list[int], message["suspects"]):
             if entry := self._in_flight.pop(number, None):
                 entry.answer.set_exception(Rejected(f"the engine refused the schema's grammar: {self._fatal}"))

@@ -1,7 +1,7 @@
-"""The engine in time: one step after the other on the event loop's clock, as callbacks, without a task of its own.
+"""Runs the engine over time: one step after another on the event loop's clock, as callbacks, without a task.
 
-A step's results appear when its seconds have passed. The clock is ``loop.time()``, so a virtual clock makes hours of
-simulated serving take as long as computing them. Who asked, and in which wire format, is no business of this file.
+A step's results appear when its seconds have passed. The clock is ``loop.time()``, so under a virtual clock simulated
+hours take only their computing time. This file does not know callers or wire formats.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class EngineRunner:
         self._timer: asyncio.Handle | None = None
 
     def start(self, work: Many[tuple[bytes, bytes]], on_token: OnToken, priority: int = 0) -> list[Sequence]:
-        """Queues (prompt, output) pairs, all or none, and reports each of their tokens. Raises what a server would
-        answer when it refuses. The caller must ``stop`` what it started."""
+        """Queue (prompt, output) pairs, all or none, and report each of their tokens. Raises what a refusing server
+        would answer. The caller must ``stop`` what it started."""
         for prompt, output in work:
             self.engine.check(prompt, output, len(work))
         sequences = [self.engine.add(prompt, output, priority) for prompt, output in work]
         for sequence in sequences:
             self._listeners[sequence] = on_token
         if self._timer is None:
-            # Not at once: requests that arrive in the same turn of the loop share their first step.
+            # Not at once: requests that arrive in the same iteration of the loop share their first step.
             self._timer = asyncio.get_running_loop().call_soon(self._next_step)
         return sequences
 
     def stop(self, sequences: Many[Sequence]) -> None:
-        """Drops what has not ended; the rest of the batch goes on."""
+        """Abort unfinished sequences; the rest of the batch continues."""
         for sequence in sequences:
             self.engine.abort(sequence)
             self._listeners.pop(sequence, None)
