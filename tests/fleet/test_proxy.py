@@ -279,7 +279,7 @@ async def test_compressed_bodies_pass_as_they_are() -> None:
 
 async def test_a_taken_port_is_named() -> None:
     async with ScriptedServer() as server:
-        with pytest.raises(SpecError, match="taken by another program"):
+        with pytest.raises(SpecError, match="in use by another program"):
             await serve_proxy(
                 parse_hosts(server.address, "test"),
                 host="127.0.0.1",
