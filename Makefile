@@ -46,9 +46,10 @@ test-vllm test-dynamo test-agents: test-%: $(VENV)/.ready  ## install and start 
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
 
-lint: $(VENV)/.ready  ## style and types
+lint: $(VENV)/.ready  ## style, words and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/words.py
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 

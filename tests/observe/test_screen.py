@@ -74,7 +74,7 @@ def test_a_server_that_is_down_is_shown_and_no_time_is_promised() -> None:
 
 def test_a_run_that_drains_counts_what_is_under_way() -> None:
     draining = dataclasses.replace(BUSY, draining=True, row_seconds=6.0, youngest=2.0)
-    assert "stopping: 78 rows under way to finish" in drawn(draining, 80)
+    assert "stopping: 78 rows still running" in drawn(draining, 80)
     assert "4.0 s left" in drawn(draining, 80)
 
 

@@ -136,7 +136,7 @@ def _notes(statistics: Statistics, width: int) -> Iterator[Text]:
     if waiting_for := phase(statistics):
         yield _line(f"  {waiting_for} ({clock(statistics.elapsed)})", width, "bold cyan")
     if statistics.draining and not statistics.ended:
-        yield _line(f"  stopping: {counted(statistics.alive, 'row')} under way to finish", width, "bold yellow")
+        yield _line(f"  stopping: {counted(statistics.alive, 'row')} still running", width, "bold yellow")
     for outage in statistics.outages:
         yield _line(f"  {outage_line(outage)}: {harmless(outage.reason)}", width, "bold yellow")
     for tool in failing_tools(statistics):

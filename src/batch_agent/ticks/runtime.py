@@ -72,7 +72,7 @@ class TickRuntime(Generic[A]):
         max_inflight: requests at once to one backend; None: the backend's default.
         max_workers: threads at once, for agents and backends of the user's that are not async.
         timeout: seconds after which a thought is given up.
-        overlap: an agent may start a thought while an earlier one is under way.
+        overlap: an agent may start a thought while an earlier one is running.
         skip_unchanged: an agent that observes the same again repeats its last action.
         repeat_last: at the deadline, an agent repeats its last action; False: its fallback.
         trace: a file to which each decision is appended as a line of JSON.

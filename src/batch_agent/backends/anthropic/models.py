@@ -1,6 +1,6 @@
 """Facts about Anthropic's models, by name: default answer length, shortest cached prefix, refusal of sampling options.
 
-An unknown model is used all the same; its server decides.
+An unknown model is used too; its server decides.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class EngineRunner:
             self._listeners.pop(sequence, None)
 
     def close(self) -> None:
-        """Forgets the step under way; the cache stays warm for whoever comes next, maybe on another event loop."""
+        """Drop the running step. The cache stays warm for the next user, possibly on another event loop."""
         self.stop(list(self._listeners))
         if self._timer is not None:
             self._timer.cancel()
