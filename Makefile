@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench clean
+.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench bench-peers test-vllm-pin clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -40,7 +40,7 @@ test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed w
 	command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus
 	$(BIN)/python -m pytest tests/observe/test_real_prometheus.py tests/observe/test_prometheus.py tests/observe/test_metric_names.py
 
-test-vllm test-dynamo test-agents: test-%: $(VENV)/.ready  ## install and start the real thing, and pass its suite
+test-vllm test-vllm-pin test-dynamo test-agents: test-%: $(VENV)/.ready  ## install and start the real thing, and pass its suite
 	$(BIN)/python -m tests.real $*
 
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again
@@ -68,6 +68,9 @@ bench: $(VENV)/.ready  ## ratios against the alternatives, measured in one run; 
 	-$(BIN)/python -m benchmarks.throughput
 	-$(BIN)/python -m benchmarks.streaming
 	-$(BIN)/python -m benchmarks.memory
+
+bench-peers: $(VENV)/.ready  ## other packages on the same work, each in an environment of its own; about 20 minutes, needs a C compiler
+	$(BIN)/python -m benchmarks.peers
 
 clean:
 	rm -rf $(VENV) .bench-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

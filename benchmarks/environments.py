@@ -13,6 +13,12 @@ REQUIREMENTS = {
     "httpx": ["httpx", "pydantic"],
     "openai": ["openai"],
     "old": ["batch-agent==0.2.0"],
+    "litellm": ["litellm", "mcp"],
+    "inspect": ["inspect_ai", "openai"],
+    "pydantic-ai": ["pydantic-ai-slim[openai]"],
+    "openai-agents": ["openai-agents"],
+    "langchain": ["langchain", "langchain-openai"],
+    "curator": ["bespokelabs-curator"],
 }
 
 

@@ -2,12 +2,13 @@
 
 ``python -m benchmarks.kv --simulated`` plays the work on the simulated engine in virtual time. ``--url
 http://127.0.0.1:8000/v1 --work growing`` measures a real vLLM server, which speaks the scripts that the prompts carry
-(see ``benchmarks/gpu.py``) and must have a KV cache of the size that the work names. Contenders:
+(see ``benchmarks/gpu.py``) and must have a KV cache of the size that the work names. The work ``fleet`` takes one
+``--url`` per server. Each measurement is printed as one line of JSON. Variants:
 
-- *loop*: all agents at once, each a coroutine that asks and calls its tool
-- *loop, N agents*: the same with N agents at a time, for several N; the best of them is the best static number
-- *ours, off*: ``BatchAgent.run`` with ``kvflow=False``
-- *ours*: ``BatchAgent.run``
+- *loop*: all agents at once, each a coroutine that asks and calls its tool; *loop N*: N agents at a time
+- *sweep*: ``loop N`` for several N; the best of them is the best static number
+- *off*: ``BatchAgent.run`` with ``kvflow=False``; *ours*: with its default; *all*: with ``kvflow=True``
+- *ours-order*, *ours+touch*: one part off or on (admission, order, touch, keep_alive, pin); *parts*: each part alone
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 
 import aiohttp
 
-from batch_agent import BatchAgent, Tool
-from batch_agent.backends.base import ModelRequest, RequestShape
+from batch_agent import BatchAgent, Fleet, Tool
+from batch_agent.backends.base import Backend, Load, ModelRequest, RequestShape
+from batch_agent.backends.engines.exposition import Exposition
 from batch_agent.backends.simulated import EngineModel, SimulatedBackend
-from batch_agent.messages import Conversation, Message, ToolSpec
+from batch_agent.events import Event, TurnFinished
+from batch_agent.messages import Conversation, Message, ToolCall, ToolSpec, Usage
+from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.testing import run_virtual
 from benchmarks import report
 
@@ -39,11 +44,14 @@ class Work:
     name: str
     turns: int
     result_words: int  # of each tool result
-    kv_tokens: int
+    kv_tokens: int  # of each server
     agents: int = 24
     tool_seconds: float = 2.0
     sweep: tuple[int, ...] = ()
     bars: bool = True  # the contexts do not fit; otherwise we only must not be slower
+    servers: int = 1
+    inflight: int | None = None  # requests at once, if the user gives a number
+    told: bool = True  # the engine reports the size of its cache
 
     def script(self, agent: int) -> list[str]:
         calls = [
@@ -69,15 +77,54 @@ WORKS = {
         Work("growing", 5, 2_500, 98_304, sweep=(6, 8, 10, 12)),
         Work("many turns", 10, 800, 65_536, sweep=(7, 11, 15)),
         Work("ample", 5, 2_500, 983_040, bars=False),
-        Work("long tools", 5, 2_500, 98_304, tool_seconds=20.0, bars=False),
+        Work("long tools", 5, 2_500, 98_304, tool_seconds=20.0, sweep=(8, 16), bars=False),
+        Work("two turns", 2, 2_500, 98_304, agents=64, bars=False),
+        Work("crowd", 8, 800, 65_536, agents=96, tool_seconds=1.0, sweep=(8, 12, 16), inflight=12),
+        Work("untold", 8, 800, 65_536, agents=96, tool_seconds=1.0, sweep=(8, 12, 16), inflight=12, told=False),
+        Work("fleet", 5, 2_500, 98_304, agents=48, sweep=(16, 20), servers=2),
     )
 }
-Ask = Callable[[list[dict[str, object]]], Awaitable[dict[str, object]]]
+PARTS = tuple(field.name for field in fields(KvParts))
+READ = ToolSpec(
+    "read",
+    "Read a document.",
+    {"type": "object", "properties": {"document": {"type": "string"}}, "required": ["document"]},
+)
+Ask = Callable[[int, list[dict[str, object]]], Awaitable[tuple[dict[str, object], Usage]]]
 
 
-async def loop_of(work: Work, seed: int, ask: Ask, at_once: int) -> list[str]:
+class Counts:
+    """A sink that counts prompt tokens, and those that were computed again because they had been evicted."""
+
+    def __init__(self) -> None:
+        self.usage, self.turns, self.recomputed = Usage(), 0, 0
+        self._contexts: dict[int, int] = {}
+
+    def add(self, agent: int, usage: Usage) -> None:
+        self.turns += 1
+        self.usage += usage
+        if before := self._contexts.get(agent, 0):
+            self.recomputed += max(0, min(before, usage.prompt_tokens) - usage.cached_tokens)
+        self._contexts[agent] = usage.prompt_tokens + usage.completion_tokens
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, TurnFinished):
+            self.add(event.index, event.usage)
+
+    def to_dict(self) -> dict[str, object]:
+        usage = self.usage
+        return {
+            "turns": self.turns,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "recomputed_tokens": self.recomputed,
+        }
+
+
+async def loop_of(work: Work, seed: int, ask: Ask, at_once: int, counts: Counts) -> list[str]:
     """The loop that people write, with at most ``at_once`` agents at a time."""
     gate = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(work.inflight or work.agents)
 
     async def agent(number: int) -> str:
         messages: list[dict[str, object]] = [
@@ -86,76 +133,132 @@ async def loop_of(work: Work, seed: int, ask: Ask, at_once: int) -> list[str]:
         ]
         async with gate:
             while True:
-                message = await ask(messages)
+                async with slots:
+                    message, usage = await ask(number, messages)
+                counts.add(number, usage)
                 calls = message.get("tool_calls")
                 if not isinstance(calls, list) or not calls:
                     return str(message["content"])
                 messages.append({"role": "assistant", "content": message.get("content") or "", "tool_calls": calls})
                 for call in calls:
                     await asyncio.sleep(work.tool_seconds)
-                    name = json.loads(call["function"]["arguments"])["document"]
-                    text = work.document(name, seed)
+                    text = work.document(json.loads(call["function"]["arguments"])["document"], seed)
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
 
     return list(await asyncio.gather(*map(agent, range(work.agents))))
 
 
-async def ours(work: Work, seed: int, backend: object, kvflow: bool) -> list[str]:
+async def ours(
+    work: Work, seed: int, backend: str | Backend, parts: KvParts, counts: Counts
+) -> tuple[list[str], dict[str, object]]:
+    """The answers of a run, and what is known of the cache."""
+
     @Tool.define()
     async def read(document: str) -> str:
         """Read a document."""
         await asyncio.sleep(work.tool_seconds)
         return work.document(document, seed)
 
-    results = await BatchAgent.run(
+    run = BatchAgent.open(
         system_prompt=SYSTEM,
         task="{prompt}",
         inputs=[{"prompt": work.prompt(agent, seed)} for agent in range(work.agents)],
         tools=[read],
-        backend=backend,  # type: ignore[arg-type]
+        backend=backend,
         model="m",
         max_turns=work.turns + 2,
-        kvflow="auto" if kvflow else False,
+        sinks=[counts],
+        **({} if work.inflight is None else {"max_inflight": work.inflight}),
     )
-    return [str(result.output) for result in results]
+    run.shared.dispatcher.scheduler.use(parts)
+    async with run:
+        results = [result async for result in run.results()]
+    results.sort(key=lambda result: result.index)
+    return [str(result.output) for result in results], {"kv": asdict(run.shared.dispatcher.scheduler.admission.counts)}
 
 
-READ = {
-    "type": "function",
-    "function": {
-        "name": "read",
-        "description": "Read a document.",
-        "parameters": {"type": "object", "properties": {"document": {"type": "string"}}, "required": ["document"]},
-    },
-}
+def parts_of(variant: str) -> KvParts:
+    """The parts that are on in a variant such as ``ours-order+touch``."""
+    name, *changes = re.split(r"(?=[-+])", variant)
+    if name not in ("off", "ours", "all") or any(change[1:] not in PARTS for change in changes):
+        known = f"loop, loop N, sweep, parts; off, ours or all, then -PART or +PART of {', '.join(PARTS)}"
+        raise SystemExit(f"no variant {variant!r}. There are: {known}")
+    parts = KvParts.of({"off": False, "ours": "auto", "all": True}[name])  # type: ignore[arg-type]
+    return replace(parts, **{change[1:]: change[0] == "+" for change in changes})
 
 
-async def on_server(work: Work, url: str, seed: int, contender: str) -> float:
-    """Seconds of one contender against a real server, all answers checked."""
+COUNTERS = (
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:num_preemptions_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:external_prefix_cache_hits_total",
+    "vllm:request_success_total",
+)
+
+
+async def counters(session: aiohttp.ClientSession, urls: Sequence[str]) -> dict[str, float]:
+    """The engines' own counters, summed."""
+    found: dict[str, float] = {}
+    for url in urls:
+        async with session.get(f"{url.removesuffix('/v1')}/metrics") as response:
+            told = Exposition(await response.text(), COUNTERS)
+        for name in COUNTERS:
+            if (value := told.total(name)) is not None:
+                found[name.removeprefix("vllm:")] = found.get(name.removeprefix("vllm:"), 0.0) + value
+    return found
+
+
+async def on_server(work: Work, urls: Sequence[str], seed: int, variant: str) -> dict[str, object]:
+    """One variant against real servers, all answers checked."""
+    described = {"name": READ.name, "description": READ.description, "parameters": READ.parameters}
+    tools = [{"type": "function", "function": described}]
+    counts = Counts()
+    more: dict[str, object] = {}
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout()
     ) as session:
 
-        async def ask(messages: list[dict[str, object]]) -> dict[str, object]:
-            body = {"model": "m", "messages": messages, "tools": [READ]}
-            async with session.post(f"{url}/chat/completions", json=body) as response:
-                return (await response.json())["choices"][0]["message"]  # type: ignore[no-any-return]
+        async def ask(agent: int, messages: list[dict[str, object]]) -> tuple[dict[str, object], Usage]:
+            body = {"model": "m", "messages": messages, "tools": tools}
+            async with session.post(f"{urls[agent % len(urls)]}/chat/completions", json=body) as response:
+                answer = await response.json()
+            told = answer["usage"]
+            cached = (told.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            usage = Usage(told["prompt_tokens"], cached, told["completion_tokens"])
+            return answer["choices"][0]["message"], usage
 
-        await ask([{"role": "system", "content": SYSTEM}, {"role": "user", "content": f'Hi {OPEN}["hi"]{CLOSE}'}])
+        for server in range(len(urls)):
+            hello: list[dict[str, object]] = [
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": f'Hi {OPEN}["hi"]{CLOSE}'},
+            ]
+            await ask(server, hello)
+        before = await counters(session, urls)
         began = time.perf_counter()
-        if contender.startswith("loop"):
-            answers = await loop_of(work, seed, ask, int(contender.split()[1]))
+        if variant.startswith("loop"):
+            answers = await loop_of(work, seed, ask, int(variant.split()[1]), counts)
         else:
-            address = f"vllm://{url.partition('://')[2].removesuffix('/v1')}"
-            answers = await ours(work, seed, address, contender == "ours")
+            hosts = [f"vllm://{url.partition('://')[2].removesuffix('/v1')}" for url in urls]
+            backend = hosts[0] if len(hosts) == 1 else Fleet(hosts)
+            answers, more = await ours(work, seed, backend, parts_of(variant), counts)
         seconds = time.perf_counter() - began
+        after = await counters(session, urls)
     if answers != [work.script(agent)[-1] for agent in range(work.agents)]:
-        raise SystemExit(f"{contender}: the answers are not those of the rows: {answers[:2]}")
-    return seconds
+        raise SystemExit(f"{variant}: the answers are not those of the rows: {answers[:2]}")
+    engine = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return {"seconds": round(seconds, 2), **counts.to_dict(), **more, "engine": engine}
 
 
-def simulated(work: Work, contender: str) -> float:
-    """Seconds of one contender on the simulated engine."""
+class Untold(SimulatedBackend):
+    """An engine that does not report the size of its cache."""
+
+    async def load(self, endpoint: str = "") -> Load:
+        return replace(await super().load(endpoint), kv_tokens=None)
+
+
+def simulated(work: Work, variant: str) -> dict[str, object]:
+    """One variant on simulated engines."""
     model = EngineModel(
         prefill_tokens_per_second=9_000,
         step_seconds=0.03,
@@ -167,79 +270,118 @@ def simulated(work: Work, contender: str) -> float:
         name="m",
     )
 
-    async def play() -> float:
-        backend = SimulatedBackend(model)
+    async def play() -> dict[str, object]:
+        kind = SimulatedBackend if work.told else Untold
+        backends = [kind(model) for _ in range(work.servers)]
+        shape = RequestShape(model.name, tools=(READ,))
+        counts = Counts()
+        more: dict[str, object] = {}
+
+        async def ask(agent: int, messages: list[dict[str, object]]) -> tuple[dict[str, object], Usage]:
+            talk = Conversation(tuple(map(_message, messages)))
+            reply = await backends[agent % len(backends)].infer(ModelRequest(shape, talk, str(agent)))
+            calls = [
+                {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in reply.tool_calls
+            ]
+            return {"content": reply.text, "tool_calls": calls}, reply.usage
+
         loop = asyncio.get_running_loop()
-        if not contender.startswith("loop"):
-            began = loop.time()
-            await ours(work, 0, backend, contender == "ours")
-            return loop.time() - began
-        tool = ToolSpec("read", "Read a document.", {"type": "object", "properties": {"document": {"type": "string"}}})
-        shape = RequestShape(model.name, tools=(tool,))
-        gate = asyncio.Semaphore(int(contender.split()[1]))
-
-        async def agent(number: int) -> None:
-            talk = Conversation((Message("system", SYSTEM), Message("user", work.prompt(number, 0))))
-            async with gate:
-                while True:
-                    reply = await backend.infer(ModelRequest(shape, talk, str(number)))
-                    talk.append(reply.message())
-                    if not reply.tool_calls:
-                        return
-                    for call in reply.tool_calls:
-                        await asyncio.sleep(work.tool_seconds)
-                        talk.append(Message("tool", work.document(call.arguments, 0), tool_call_id=call.id))
-
         began = loop.time()
-        await asyncio.gather(*map(agent, range(work.agents)))
-        return loop.time() - began
+        if variant.startswith("loop"):
+            await loop_of(work, 0, ask, int(variant.split()[1]), counts)
+        else:
+            backend = backends[0] if len(backends) == 1 else Fleet(backends)
+            _, more = await ours(work, 0, backend, parts_of(variant), counts)
+        seconds = loop.time() - began
+        engine = {
+            "preemptions": sum(backend.runner.engine.counters.preemptions for backend in backends),
+            "computed": sum(backend.runner.engine.counters.prompt_tokens_computed for backend in backends),
+            "requests": sum(backend.runner.engine.counters.finished for backend in backends),
+        }
+        return {"seconds": round(seconds, 2), **counts.to_dict(), **more, "engine": engine}
 
     return run_virtual(play())
 
 
-def contenders(work: Work) -> list[str]:
-    return [f"loop {work.agents}", *(f"loop {number}" for number in work.sweep), "ours, off", "ours"]
+def _message(message: dict[str, object]) -> Message:
+    calls = message.get("tool_calls") or ()
+    assert isinstance(calls, list | tuple)
+    return Message(
+        message["role"],  # type: ignore[arg-type]
+        str(message["content"]),
+        tool_calls=tuple(
+            ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls
+        ),
+        tool_call_id=str(message.get("tool_call_id") or ""),
+    )
+
+
+def variants_of(work: Work, asked: Sequence[str]) -> list[str]:
+    """The variants by their full names, each once."""
+    found: dict[str, None] = {}
+    for variant in asked:
+        if variant == "loop":
+            found[f"loop {work.agents}"] = None
+        elif variant == "sweep":
+            found.update({f"loop {number}": None for number in work.sweep})
+        elif variant == "parts":
+            parts = parts_of("ours")
+            found.update({f"ours{'-' if getattr(parts, name) else '+'}{name}": None for name in PARTS})
+        else:
+            if not re.fullmatch(r"loop \d+", variant):
+                parts_of(variant)
+            found[variant] = None
+    return list(found)
 
 
 def bars_of(work: Work, seconds: dict[str, float], mark: str) -> list[report.Bar]:
-    plain, mine = seconds[f"loop {work.agents}"], seconds["ours"]
+    plain, mine = seconds.get(f"loop {work.agents}"), seconds.get("ours")
+    if plain is None or mine is None:
+        return []
     if not work.bars:
         return [report.Bar(f"{work.name}{mark}: wall, ours over the loop", mine / plain, "<=", 1.02)]
-    best = min(seconds[f"loop {number}"] for number in work.sweep)
-    return [
-        report.Bar(f"{work.name}{mark}: wall, the loop over ours", plain / mine, ">=", 1.2),
-        report.Bar(f"{work.name}{mark}: wall, the best static number over ours", best / mine, ">=", 1.05),
-    ]
+    bars = [report.Bar(f"{work.name}{mark}: wall, the loop over ours", plain / mine, ">=", 1.2)]
+    if swept := [seconds[name] for number in work.sweep if (name := f"loop {number}") in seconds]:
+        ratio = min(swept) / mine
+        bars.append(report.Bar(f"{work.name}{mark}: wall, the best static number over ours", ratio, ">=", 1.05))
+    return bars
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv", description="Agents inside a KV cache.")
     parser.add_argument("--simulated", action="store_true")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--url", action="append", help="of a server, with /v1; once per server of a fleet")
     parser.add_argument("--work", action="append", choices=[*WORKS])
-    parser.add_argument("--only", action="append", help="a contender, such as 'loop 8' or ours")
+    parser.add_argument("--variants", nargs="+", default=["loop", "sweep", "off", "ours"], metavar="VARIANT")
+    parser.add_argument("--kv-tokens", type=int, help="of the server, for the record, or of the simulated engine")
     parser.add_argument("--hardware", default="", help="what the server runs on, for the record")
+    parser.add_argument("--results", default="", metavar="NAME", help="write benchmarks/results/NAME.json")
     options = parser.parse_args()
+    urls = options.url or ["http://127.0.0.1:8000/v1"]
     env = report.environment() | {"accelerator": options.hardware or ("simulated" if options.simulated else "")}
     mark = " (simulated)" if options.simulated else ""
     bars: list[report.Bar] = []
     measurements: list[dict[str, object]] = []
-    rows: list[tuple[str, ...]] = []
     for work in (WORKS[name] for name in options.work or WORKS):
+        if options.kv_tokens:
+            work = replace(work, kv_tokens=options.kv_tokens)
         seconds: dict[str, float] = {}
-        for contender in options.only or contenders(work):
+        for variant in variants_of(work, options.variants):
             seed = int(time.time() * 1_000) % 1_000_000
             if options.simulated:
-                seconds[contender] = simulated(work, contender)
+                measured = simulated(work, variant)
             else:
-                seconds[contender] = asyncio.run(on_server(work, options.url, seed, contender))
-            print(f"{work.name}{mark}: {contender}: {seconds[contender]:.1f} s", flush=True)
-        rows.append((work.name, ", ".join(f"{name}: {value:.1f}" for name, value in seconds.items())))
-        measurements.append({"work": work.name, "seconds": seconds, "simulated": options.simulated})
-        if not options.only:
-            bars += bars_of(work, seconds, mark)
-    print(report.table(("work", "wall seconds"), rows), "\n")
-    return report.finish("kv-simulated" if options.simulated else "kv", env, bars, measurements)
+                measured = asyncio.run(on_server(work, urls[: work.servers], seed, variant))
+            line = {"work": work.name, "variant": variant, "simulated": options.simulated, **measured}
+            print(json.dumps(line), flush=True)
+            measurements.append(line)
+            took = measured["seconds"]
+            assert isinstance(took, float)
+            seconds[variant] = took
+        bars += bars_of(work, seconds, mark)
+    name = options.results or ("kv-simulated" if options.simulated and not options.work else "")
+    return report.finish(name, env, bars, measurements) if name else int(not all(bar.met for bar in bars))
 
 
 if __name__ == "__main__":

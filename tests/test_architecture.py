@@ -14,7 +14,9 @@ ROOT = Path(batch_agent.__file__).parent
 # A part imports only from those before it.
 ORDER = [
     "version",
+    "vllm_pin",
     "foreign",
+    "value_type",
     "blocking",
     "messages",
     "errors",

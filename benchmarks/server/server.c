@@ -12,7 +12,7 @@
  * GET /stats tells, and resets, how many answers were asked for and how many were in flight at once: the harness uses
  * it to check that every contender did the work and kept to its limit.
  *
- * usage: server LATENCY_US WRITES      prints its port on stdout, ends when its stdin does
+ * usage: server LATENCY_US WRITES [PORT]      prints its port on stdout, ends when its stdin does
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -383,10 +383,13 @@ static void accept_all(int listener) {
     }
 }
 
-static int listen_anywhere(void) {
+static int listen_at(int port) {
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t size = sizeof address;
+    int on = 1;
+    address.sin_port = htons(port);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (fd < 0 || bind(fd, (struct sockaddr *)&address, size) || listen(fd, 4096)) die("listen");
     getsockname(fd, (struct sockaddr *)&address, &size);
     printf("%d\n", ntohs(address.sin_port));
@@ -395,8 +398,8 @@ static int listen_anywhere(void) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 3 || atoi(argv[2]) < 0 || atoi(argv[2]) > MAX_WRITES) {
-        fprintf(stderr, "usage: server LATENCY_US WRITES (0 to %d)\n", MAX_WRITES);
+    if (argc < 3 || argc > 4 || atoi(argv[2]) < 0 || atoi(argv[2]) > MAX_WRITES) {
+        fprintf(stderr, "usage: server LATENCY_US WRITES (0 to %d) [PORT]\n", MAX_WRITES);
         return 2;
     }
     latency_ns = strtoull(argv[1], NULL, 10) * 1000u;
@@ -408,7 +411,7 @@ int main(int argc, char **argv) {
 
     epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
-    int listener = listen_anywhere();
+    int listener = listen_at(argc == 4 ? atoi(argv[3]) : 0);
     static char is_listener, is_timer, is_stdin;
     watch(listener, &is_listener);
     watch(timer_fd, &is_timer);

@@ -11,16 +11,16 @@ quote the part of an answer that did not validate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from batch_agent.job import AgentError, Timings
 from batch_agent.messages import Usage
+from batch_agent.value_type import value_type
 
 Ended = Literal["complete", "drained", "cancelled", "failed", "out of budget", "unreachable"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class RunStarted:
     """``model`` is empty until the backend has been asked for it."""
 
@@ -32,7 +32,7 @@ class RunStarted:
     cost_per_second: float = 0.0  # $, if the run is paid by time
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class ModelChosen:
     """The user named no model, and the backend has this one."""
 
@@ -41,7 +41,7 @@ class ModelChosen:
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class JobStarted:
     at: float
     run: str
@@ -49,7 +49,7 @@ class JobStarted:
     job_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class TurnStarted:
     """The request was sent; the agent holds a slot from here to TurnFinished or TurnFailed."""
 
@@ -59,7 +59,7 @@ class TurnStarted:
     turn: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class TurnFinished:
     at: float
     run: str
@@ -74,7 +74,7 @@ class TurnFinished:
     model: str = ""  # the server's name for the model, or ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class TurnFailed:
     """``retry_in`` is the wait before the retry; None: no retry. ``usage`` and ``cost`` are those of an unusable
     answer, if the server reports them."""
@@ -92,7 +92,7 @@ class TurnFailed:
     seconds: float = 0.0  # from sending to the failure
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class AnswerRejected:
     """The answer of a turn does not fit the output schema; the model gets the errors and answers again."""
 
@@ -104,7 +104,7 @@ class AnswerRejected:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class ContextCompacted:
     """A conversation was cut before this turn. ``before_tokens`` is the size the prompt would have had; of the actual
     ``after_tokens``, ``cached_tokens`` were still in the server's cache."""
@@ -118,7 +118,7 @@ class ContextCompacted:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class ToolStarted:
     """``call_id`` is the model's id for the call, which need not be unique."""
 
@@ -131,7 +131,7 @@ class ToolStarted:
     tool: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class ToolFinished:
     """``source`` says how the call was served: run now, shared with one in flight, or taken from the cache."""
 
@@ -147,7 +147,7 @@ class ToolFinished:
     source: Literal["run", "shared", "cache"]
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class JobFinished:
     """The job's AgentResult without its input, output and transcript."""
 
@@ -168,7 +168,7 @@ class JobFinished:
         return self.error is None
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class LimitChanged:
     """The number of model requests allowed in flight, and why it changed."""
 
@@ -179,7 +179,7 @@ class LimitChanged:
     endpoint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class HealthChanged:
     """An endpoint went down, was tried, came back or was given up. ``reason`` is its latest failure; ``since`` and
     ``next_trial`` use the same clock as ``at``, and are 0 while it works."""
@@ -193,7 +193,7 @@ class HealthChanged:
     next_trial: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class StreamingDecided:
     """Whether answers are streamed from now on, so that tools can start early, and why. Before the first of these
     events they are streamed, if the run allows it."""
@@ -204,7 +204,7 @@ class StreamingDecided:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class SchemaUnsupported:
     """The server was found not to enforce the output schema: it is no longer sent, and answers are validated and
     repaired. Once in a run."""
@@ -214,7 +214,7 @@ class SchemaUnsupported:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class DrainStarted:
     """No new row starts; running rows finish."""
 
@@ -222,7 +222,7 @@ class DrainStarted:
     run: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class RunFinished:
     """``reason``: which limit ended a run that is out of budget, or why a run is unreachable or refused by the
     server."""

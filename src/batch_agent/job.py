@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, TypeAlias,
 from batch_agent.errors import JobError, error_of
 from batch_agent.foreign import describe
 from batch_agent.messages import Image, Message, Usage
+from batch_agent.value_type import value_type
 
 T_co = TypeVar("T_co", covariant=True)
 
 SHOWN_CHARACTERS = 100  # of an output or a message, when a result is printed
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Job:
     """One input, compiled: the part of this agent's prompt that other agents do not share."""
 
@@ -72,7 +73,7 @@ class AgentError:
         return f"{self.type}: {self.message}"
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Timings:
     """Seconds. ``queued``: waiting for an inference slot or a retry; ``inference``: holding a slot; ``tool_wait``:
     waiting for tools; ``first_token``: of the first streamed turn."""

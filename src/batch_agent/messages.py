@@ -10,10 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from hashlib import sha256
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar, cast, get_args
+
+from batch_agent.value_type import value_type
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -109,7 +111,7 @@ def content_json(content: Content) -> JsonValue:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class ToolCall:
     """A call as the model wrote it; ``arguments`` is JSON text, kept unchanged. Its ``id`` is unique in the
     conversation: the backend ensures that."""
@@ -119,7 +121,7 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class ToolSpec:
     """A tool as the model sees it."""
 
@@ -128,7 +130,7 @@ class ToolSpec:
     parameters: JsonObject
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Sealed:
     """Parts of an answer that only its own wire can read (signatures of reasoning, ids): recorded unchanged, and sent
     back only to that wire."""
@@ -137,7 +139,7 @@ class Sealed:
     value: JsonValue
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Message:
     role: Role
     content: Content
@@ -206,7 +208,7 @@ def _call_of(call: object) -> ToolCall:
     return ToolCall(str(call.get("id") or ""), function["name"], str(function.get("arguments") or "{}"))
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Usage:
     """Tokens as the server counted them. ``cached_tokens`` (read from its cache) and ``cache_write_tokens`` (written to
     it at a price) are separate parts of ``prompt_tokens``; ``reasoning_tokens`` are part of ``completion_tokens``."""
@@ -227,7 +229,7 @@ class Usage:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Allowance:
     """One rate limit of a provider, from its headers: the limit per minute, what remains, and the seconds until it is
     full again."""
@@ -237,7 +239,7 @@ class Allowance:
     resets_in: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Quota:
     """A provider's rate limits, sent with an answer. ``tokens`` is both kinds together; some providers count each."""
 
@@ -247,7 +249,7 @@ class Quota:
     completion_tokens: Allowance | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Reply:
     """One complete answer of a model. An incomplete answer is an error, not a Reply."""
 

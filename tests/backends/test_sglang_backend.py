@@ -79,6 +79,9 @@ async def test_a_server_that_is_busy_or_tells_nothing_is_an_error() -> None:
         ({"enable_priority_scheduling": False}, "", None),
         ({"enable_priority_scheduling": True}, "?priority=false", None),
         ({}, "?priority=true", -3),
+        ({"enable_priority_scheduling": True, "radix_eviction_policy": "priority"}, "", 1),
+        ({"enable_priority_scheduling": False, "radix_eviction_policy": "priority"}, "", 1),
+        ({"radix_eviction_policy": "priority", "abort_on_priority_when_disabled": True}, "", None),
         ({}, "", None),
     ],
 )

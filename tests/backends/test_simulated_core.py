@@ -12,6 +12,7 @@ from batch_agent.backends.simulated.core import Engine, Sequence, Step
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.tokens import TOKEN_BYTES, count_tokens
 from batch_agent.errors import ContextOverflow, Unavailable
+from batch_agent.vllm_pin import Order
 
 SMALL = EngineModel(
     kv_tokens=96, block_size=4, context_tokens=64, max_num_seqs=4, max_batched_tokens=16, step_seconds=1.0
@@ -275,3 +276,26 @@ def test_aborting_twice_or_after_the_end_changes_nothing() -> None:
     engine.abort(left)
     assert (engine.counters.finished, engine.counters.aborted, engine.waiting) == (1, 1, 0)
     assert engine.schedule() is None
+
+
+def test_a_pinned_context_stays_until_its_time_is_over() -> None:
+    engine = Engine(SMALL)  # 24 blocks
+    engine.add(tokens(16), tokens(1, "o"), order=Order("a", 60.0))
+    run(engine)
+    for kind in "bcdefgh":
+        run_one(engine, tokens(16, kind), tokens(1, "o"))
+    assert run_one(engine, tokens(16), tokens(1, "o")).cached_tokens == 12
+    engine.now = 61.0
+    for kind in "bcdefgh":
+        run_one(engine, tokens(16, kind), tokens(1, "o"))
+    assert run_one(engine, tokens(16), tokens(1, "o")).cached_tokens == 0
+
+
+def test_pins_give_way_to_a_request_that_needs_their_blocks() -> None:
+    engine = Engine(SMALL)
+    for kind in "abc":
+        engine.add(tokens(20, kind), tokens(1, "o"), order=Order(kind, 60.0))
+        run(engine)
+    assert engine.pool.held > 0
+    assert run_one(engine, tokens(60, "d"), tokens(2, "o")).ended
+    assert engine.counters.preemptions == 0

@@ -90,3 +90,26 @@ async def test_an_engine_is_tried_for_whether_it_shares_prefixes(
         status, _, default = await asyncio.to_thread(examine, capsys)
     assert (status, default["works"]) == (0, True)
     assert says in default["note"]
+
+
+async def test_what_an_engine_lacks_for_agents_is_said_with_the_flag_and_its_worth(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = Say("A", finish_reason="length", usage=Usage(200, 0, 1))
+    hits = iter(range(0, 9_000, 150))
+    cache = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100",enable_prefix_caching="True"}'
+
+    def metrics() -> str:
+        return f"vllm:num_requests_running 0\nvllm:prefix_cache_hits_total {next(hits)}\n{cache} 1\n"
+
+    async with ScriptedServer(lambda request: told, models=["tiny"], metrics=metrics) as server:
+        arguments = ["doctor", "--json", "--backend", server.backend_url, "--agents", "24", "--context", "1000"]
+        assert await asyncio.to_thread(main, arguments) == 0
+    default = json.loads(capsys.readouterr().out)["default"]
+    assert default["because"] == "--backend names it"
+    flags = [each["flag"] for each in default["advice"]]
+    assert any("--enable-prompt-tokens-details" in flag for flag in flags)
+    assert any("--kv-offloading-size" in flag for flag in flags)
+    [small] = [each for each in default["advice"] if "1,600 tokens" in each["lack"]]
+    assert "24,000" in small["lack"]
+    assert all(each["worth"] for each in default["advice"])

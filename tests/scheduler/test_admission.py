@@ -20,6 +20,7 @@ class Reported:
     """What an engine reports of itself."""
 
     preemptions = first_token_count = None
+    offloads = False
     first_token_seconds = None
     waiting = 0
 

@@ -95,6 +95,14 @@ def test_one_row_that_breaks_is_undecided_until_a_request_that_was_sent_no_earli
     assert (bad.charges, bad.undecided) == (1, 0)
 
 
+def test_a_hedge_that_fails_before_the_request_it_was_sent_beside_is_charged_in_its_own_time() -> None:
+    endpoint, bad, good = Endpoint(), RowHistory(), RowHistory()
+    endpoint.ends(bad, "broken", 3.0, sent=2.0, left=5)
+    endpoint.ends(bad, "broken", 4.0, sent=1.0, left=5)
+    endpoint.ends(good, "answered", 5.0, sent=1.5)
+    assert (bad.charges, bad.undecided) == (1, 1)
+
+
 def test_several_rows_that_break_put_the_endpoint_down_and_are_forgiven() -> None:
     endpoint, rows = Endpoint(), [RowHistory() for _ in range(SEVERAL)]
     verdicts = [endpoint.ends(row, "broken").endpoint for row in rows]

@@ -42,6 +42,7 @@ class Capabilities:
     patient: bool = False  # answers take hours: a turn has no time limit except the user's
     price: float = 1.0  # fraction of the provider's list price
     batch: bool = False  # ``infer_batch`` is one request, faster than separate ones
+    prefills_ahead: bool = False  # computes an agent's history while its tool runs, if it gets hints
     prefix_leader: bool = False  # computes a shared prefix once if one request is sent ahead of the others
 
 
@@ -91,6 +92,7 @@ class ModelRequest:
     run: str = ""  # id of the run; "" outside a run
     turn: int = 0  # number of the requested answer, from 1; a retry has the same number
     tries: int = 0  # failed attempts so far
+    pin_seconds: float = 0.0  # how long an engine with pins should keep the context after the answer
     last: bool = False  # no tool call can follow: the agent is expected to end with this turn
     hints: bool = True  # whether a scheduling server may receive hints about the agent
     traceparent: str = ""  # W3C traceparent header; "": not traced
@@ -115,6 +117,8 @@ class Load:
     prefix_hits: int | None = None  # ... and found there
     first_token_count: int | None = None  # answers started since it started
     first_token_seconds: float | None = None  # ... and the sum of their times to first token
+    offloads: bool = False  # evicted blocks are kept in a larger memory of unknown size
+    generated: int | None = None  # tokens since it started
 
 
 def total_inflight(servers: Iterable[Server]) -> int | None:

@@ -43,6 +43,13 @@ COMMANDS: Mapping[str, Command] = {
         "Run the task of a spec file, or of --task, over its inputs.",
         adds="spec.arguments:add_run_arguments",
     ),
+    "plan": Command(
+        "what a run would send and cost, and how much its rows share",
+        "What a run with the same arguments would send: the first message, the tokens that rows share, the cost. "
+        "Sends nothing; the same as run --dry-run.",
+        adds="spec.arguments:add_plan_arguments",
+        does="commands.run:run_command",
+    ),
     "resume": Command(
         "go on with a run that was interrupted",
         "Go on with a recorded run. Rows that are done are not asked again; rows that failed are. What is given here "

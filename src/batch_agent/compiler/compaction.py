@@ -13,12 +13,13 @@ is cut, and only grows until the next cut.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import pairwise
 
 from batch_agent.compiler.budget import content_tokens, estimate_tokens
 from batch_agent.compiler.shorten import shorten
 from batch_agent.messages import Message, ToolCall, content_text
+from batch_agent.value_type import value_type
 
 THRESHOLD = 0.85  # of the context: nothing is cut below that
 TARGET = 0.5  # target size of a cut, so that the next one is far away
@@ -32,7 +33,7 @@ CALL_TOKENS = 30
 MESSAGE_TOKENS = 4  # the markers around a message
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Cut:
     """What remains of a history. Positions count the agent's own messages; the task is the first."""
 

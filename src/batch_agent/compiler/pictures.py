@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
+from typing import cast
 
 from batch_agent.errors import InputError
 from batch_agent.job import Job
@@ -22,7 +23,11 @@ Pictures = Mapping[str, Image]
 
 
 def has_pictures(fields: Mapping[str, object]) -> bool:
-    return any(type(value) is Image or (type(value) is list and _all_images(value)) for value in fields.values())
+    for value in fields.values():
+        kind = type(value)
+        if kind is Image or (kind is list and _all_images(cast("list[object]", value))):
+            return True
+    return False
 
 
 def see(fields: Mapping[str, object], named: Collection[str], look: Look) -> tuple[Mapping[str, object], Pictures]:

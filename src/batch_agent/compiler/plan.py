@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from batch_agent.compiler.budget import Budget, estimate_tokens
 from batch_agent.compiler.fields import ALLOWED, Unfillable, field_names, fields_of, listed, own_id, text_of, value_of
 from batch_agent.compiler.hoist import Constant, check_same, constants_of, hoistable, reference, section
+from batch_agent.compiler.layout import Layout, layout_of
 from batch_agent.compiler.merge import groups, merge_prompt
 from batch_agent.compiler.oversized import Sizing, longest
 from batch_agent.compiler.pictures import Look, Pictures, has_pictures, see, with_pictures
@@ -40,6 +41,7 @@ class Description:
     first_pieces: tuple[Piece, ...]  # the same, with filled-in values marked
     prefix_tokens: int  # the same for all rows, tools included
     own_tokens: int  # average tokens that a row adds, over the sample
+    layout: Layout
     unusable: tuple[str, ...]  # why rows of the sample would fail before any request
     warning: str | None  # a likely mistake
 
@@ -204,8 +206,7 @@ class Plan:
                     pieces = self._template.pieces(self._seen(fields_of(value))[0])
             except JobError as error:
                 unusable.append(f"input {index}: {error.type}: {error}")
-        head_tokens = estimate_tokens(self._head)
-        own = [estimate_tokens(prompt) - head_tokens for prompt in prompts]
+        layout = layout_of(self.prefix_tokens, self._head, prompts, pieces)
         return Description(
             rows=self.total,
             hoisted=self.hoisted,
@@ -213,7 +214,8 @@ class Plan:
             first_prompt=prompts[0] if prompts else "",
             first_pieces=tuple(pieces),
             prefix_tokens=self.prefix_tokens,
-            own_tokens=-(-sum(own) // len(own)) if own else 0,
+            own_tokens=layout.own_tokens,
+            layout=layout,
             unusable=tuple(unusable),
             warning=self.warning,
         )

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from batch_agent.errors import Interrupted
 from batch_agent.events import (
@@ -237,44 +238,28 @@ class Metrics:
         self._schema_note = ""
         self._errors: dict[tuple[str, str], RecentError] = {}
         self._rows_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+        self._takes: dict[type[Event], Callable[[Any], None]] = {
+            AnswerRejected: self._answer_rejected,
+            DrainStarted: self._drain_started,
+            HealthChanged: self._health_changed,
+            JobFinished: self._job_finished,
+            JobStarted: self._job_started,
+            LimitChanged: self._limit_changed,
+            ModelChosen: self._model_chosen,
+            RunFinished: self._run_finished,
+            RunStarted: self._run_started,
+            SchemaUnsupported: self._schema_unsupported,
+            ToolFinished: self._tool_finished,
+            ToolStarted: self._tool_started,
+            TurnFailed: self._turn_failed,
+            TurnFinished: self._turn_finished,
+            TurnStarted: self._turn_started,
+        }
 
     def __call__(self, event: Event) -> None:
-        match event:
-            case TurnStarted():
-                self._turn_started(event)
-            case TurnFinished():
-                self._turn_finished(event)
-            case JobStarted():
-                self._started += 1
-                self._counts[_QUEUED] += 1
-                self._agents[event.run, event.index] = _Agent(event.at)
-                self._latest_start = event.at
-            case JobFinished():
-                self._job_finished(event)
-            case ToolStarted():
-                self._tool_started(event)
-            case ToolFinished():
-                self._tool_finished(event)
-            case TurnFailed():
-                self._turn_failed(event)
-            case AnswerRejected():
-                self._answer_rejected(event)
-            case LimitChanged():
-                self._max_inflight = event.max_inflight
-                self._limits.add(event)
-            case HealthChanged():
-                self._health_changed(event)
-            case RunStarted():
-                self._run_started(event)
-            case ModelChosen():
-                self._run = self._run and replace(self._run, model=event.model)
-            case SchemaUnsupported():
-                self._schema_note = event.reason
-            case DrainStarted():
-                self._draining = True
-            case RunFinished():
-                if self._run is not None and event.run == self._run.run:
-                    self._finished = event
+        take = self._takes.get(type(event))
+        if take is not None:
+            take(event)
 
     def statistics(self) -> Statistics:
         run, finished = self._run, self._finished
@@ -338,10 +323,33 @@ class Metrics:
             total = None if event.total is None else self._run.total + event.total
             self._run = replace(self._run, total=total)
 
+    def _run_finished(self, event: RunFinished) -> None:
+        if self._run is not None and event.run == self._run.run:
+            self._finished = event
+
+    def _model_chosen(self, event: ModelChosen) -> None:
+        self._run = self._run and replace(self._run, model=event.model)
+
+    def _schema_unsupported(self, event: SchemaUnsupported) -> None:
+        self._schema_note = event.reason
+
+    def _drain_started(self, event: DrainStarted) -> None:
+        self._draining = True
+
+    def _limit_changed(self, event: LimitChanged) -> None:
+        self._max_inflight = event.max_inflight
+        self._limits.add(event)
+
+    def _job_started(self, event: JobStarted) -> None:
+        self._started += 1
+        self._counts[_QUEUED] += 1
+        self._agents[event.run, event.index] = _Agent(event.at)
+        self._latest_start = event.at
+
     def _turn_started(self, event: TurnStarted) -> None:
         if (agent := self._agents.get((event.run, event.index))) is not None:
             agent.turns_open += 1
-        self._move((event.run, event.index), _RUNNING, event.at)
+            self._move(agent, _RUNNING, event.at)
         if self._counts[_RUNNING] > self._peak_running:
             self._peak_running = self._counts[_RUNNING]
 
@@ -352,9 +360,8 @@ class Metrics:
             self._cache_hits += 1
             self._saved += event.saved
         agent = self._agents.get((event.run, event.index))
-        self._answered(
-            (event.run, event.index), _WAITING if agent is not None and agent.tools_open else _QUEUED, event.at
-        )
+        if agent is not None:
+            self._answered(agent, _WAITING if agent.tools_open else _QUEUED, event.at)
 
     def _pay(self, usage: Usage, cost: float | None) -> None:
         self._prompt += usage.prompt_tokens
@@ -371,12 +378,10 @@ class Metrics:
         agent = self._agents.get((event.run, event.index))
         if agent is not None:
             agent.tools_open = 0  # calls requested by the broken answer are abandoned
-        if event.retry_in is None:
-            self._answered((event.run, event.index), _QUEUED, event.at)
-        else:
+            self._answered(agent, _QUEUED if event.retry_in is None else _BACKING_OFF, event.at)
+        if event.retry_in is not None:
             self._retries += 1
             self._remember(event.index, event.error_type, event.message, retried=True)
-            self._answered((event.run, event.index), _BACKING_OFF, event.at)
 
     def _answer_rejected(self, event: AnswerRejected) -> None:
         self._rejected += 1
@@ -395,7 +400,7 @@ class Metrics:
         if agent is not None:
             agent.tools_open += 1
             if agent.state != _RUNNING:
-                self._move((event.run, event.index), _WAITING, event.at)
+                self._move(agent, _WAITING, event.at)
 
     def _tool_finished(self, event: ToolFinished) -> None:
         self._tool_sources[event.source] += 1
@@ -412,16 +417,16 @@ class Metrics:
         if agent is not None and agent.tools_open:
             agent.tools_open -= 1
             if not agent.tools_open and agent.state == _WAITING:
-                self._move((event.run, event.index), _QUEUED, event.at)
+                self._move(agent, _QUEUED, event.at)
 
     def _job_finished(self, event: JobFinished) -> None:
         if event.error is not None and event.error.type == Interrupted.type:
             self._interrupted += 1  # not finished, but not failed
         else:
             self._row_done(event)
-        self._move((event.run, event.index), _QUEUED, event.at)
         # A row that never became an agent (too long, for example) still has a result.
-        if self._agents.pop((event.run, event.index), None) is not None:
+        if (agent := self._agents.pop((event.run, event.index), None)) is not None:
+            self._move(agent, _QUEUED, event.at)
             self._counts[_QUEUED] -= 1
 
     def _row_done(self, event: JobFinished) -> None:
@@ -449,21 +454,17 @@ class Metrics:
         else:
             rows.append((second, 1))
 
-    def _move(self, agent_of: tuple[str, int], state: int, at: float) -> None:
-        agent = self._agents.get(agent_of)
-        if agent is not None:
-            self._counts[agent.state] -= 1
-            self._seconds[agent.state] += at - agent.since
-            self._counts[state] += 1
-            agent.state, agent.since = state, at
+    def _move(self, agent: _Agent, state: int, at: float) -> None:
+        self._counts[agent.state] -= 1
+        self._seconds[agent.state] += at - agent.since
+        self._counts[state] += 1
+        agent.state, agent.since = state, at
 
-    def _answered(self, agent_of: tuple[str, int], state: int, at: float) -> None:
+    def _answered(self, agent: _Agent, state: int, at: float) -> None:
         """Handle the end of an agent's turn; another part of its row may still have one in flight."""
-        agent = self._agents.get(agent_of)
-        if agent is not None:
-            agent.turns_open = max(0, agent.turns_open - 1)
-            if not agent.turns_open:
-                self._move(agent_of, state, at)
+        agent.turns_open = max(0, agent.turns_open - 1)
+        if not agent.turns_open:
+            self._move(agent, state, at)
 
     def _remember(self, index: int, kind: str, message: str, *, retried: bool) -> None:
         message = message[:MESSAGE_CHARACTERS]

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid, NotJSON, OutputError
 from batch_agent.outputs.extract import Region, fences, last_regions, lone_fence, strip_reasoning
 from batch_agent.outputs.repair import mended
+from batch_agent.value_type import value_type
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ LAST_REGIONS = 32  # an answer with more bracketed regions is searched only from
 IN_A_SENTENCE = "it has JSON inside a sentence, which may be an example or a refusal and not the answer"
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Parsed(Generic[T]):
     value: T
     repaired: bool  # read from text that was not valid JSON as written

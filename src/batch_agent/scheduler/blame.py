@@ -149,9 +149,10 @@ class EndpointHistory:
     def _answered(self, sent_at: float) -> None:
         """A request that was sent then was answered: what was sent no later has failed by itself."""
         self.alone.clear()
-        for row in [row for row, attempts in self.open.items() if attempts[0].sent_at <= sent_at]:
-            attempts = self.open[row]
+        for row, attempts in list(self.open.items()):  # a hedge may end before the request that was sent first
             proven = [attempt for attempt in attempts if attempt.sent_at <= sent_at]
+            if not proven:
+                continue
             failed = _not_refused(proven)
             row.refused += len(proven) - failed
             row.settle(failed, charge=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from batch_agent.messages import Usage
+from batch_agent.value_type import value_type
 
 FIRST_ANSWER_TOKENS = 512  # expected of an answer before there was one, where max_tokens is not given
 TEMPLATE_TOKENS = 64  # what a chat template adds to a prompt, until a server has counted more
@@ -30,7 +31,7 @@ AHEAD = 0.25  # of what is in flight: leased beyond it, so that a call rarely wa
 ROUNDING = 1e-9  # $ by which sums of floats may differ
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Amount:
     tokens: int = 0
     cost: float = 0.0

@@ -36,8 +36,9 @@ from batch_agent.scheduler.admission import Admission
 from batch_agent.scheduler.blame import RowHistory
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.scheduler.lanes import Lanes
-from batch_agent.scheduler.ordering import LAST, Queue
+from batch_agent.scheduler.ordering import LAST, Queue, ResidentFirst
 from batch_agent.scheduler.parking import Parking
 from batch_agent.scheduler.rates import Lease
 from batch_agent.scheduler.routing import Router
@@ -100,8 +101,18 @@ class Scheduler:
         self._parking: Parking[Ticket, Endpoint | str] = Parking(self.forecast)
         self._lanes: Lanes[Ticket] = Lanes()  # of those that are pinned to an endpoint
         self.admission: Admission[Ticket] = Admission(self.forecast)  # by the engine's KV cache
+        self.parts = KvParts.of(False)
         self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for those who are parked there
         self._suspect_in_flight: Ticket | None = None  # beside other turns, which it may take down
+
+    def use(self, parts: KvParts) -> None:
+        """Set which parts of scheduling by the engine's KV cache are on, before the first turn."""
+        self.parts = parts
+        admission = self.admission
+        admission.enabled, admission.holds = parts.any, parts.admission
+        self._queue = Queue(self.forecast)
+        if parts.order:
+            self._queue = ResidentFirst(self.forecast, lambda ticket: admission.is_evicted(ticket.progress))
 
     # Endpoints
 
@@ -302,7 +313,7 @@ class Scheduler:
 
     def _admit(self, ticket: Ticket, endpoint: Endpoint, now: float) -> bool:
         admission = self.admission
-        return not admission.is_on or admission.admit(ticket, ticket.progress, endpoint, now)
+        return not admission.enabled or admission.admit(ticket, ticket.progress, endpoint, now)
 
     def _match_parked(self, now: float) -> tuple[Ticket, Endpoint] | None:
         while self._freed:
@@ -310,7 +321,9 @@ class Scheduler:
             if endpoint.has_slot(now):  # or a trial for those that may go nowhere else
                 ticket = self._parking.take(endpoint, self.slots) or self._of_its_kind(endpoint)
                 if ticket is not None:
-                    return ticket, endpoint
+                    if self._admit(ticket, endpoint, now):
+                        return ticket, endpoint
+                    continue
             del self._freed[endpoint]
         return None
 

@@ -23,7 +23,7 @@ LEARN_AGAIN = 8  # expectations are computed again when another eighth of the ag
 class Progress:
     """How far one agent has come."""
 
-    __slots__ = ("answered_at", "expected", "home", "key", "live", "model", "tokens", "turns")
+    __slots__ = ("answered_at", "distance", "expected", "home", "key", "live", "model", "tokens", "turns")
 
     def __init__(self, turns: int = 0, *, key: str = "", model: str = "") -> None:
         self.turns = turns  # taken when it last asked for another
@@ -32,6 +32,7 @@ class Progress:
         self.home: Endpoint | None = None  # where it was last answered, and its prefix is cached
         self.tokens = 0  # of that prefix
         self.expected = 0  # tokens of its next prompt, as far as is known
+        self.distance: int | None = None  # tokens of other contexts used since its last turn, when this one was sent
         self.live = False  # between the start and the end of an agent
         self.answered_at: float | None = None  # time of its last answer, until it asks for the next turn
 
@@ -105,10 +106,9 @@ class TurnForecast:
         return self._turn_seconds / self._turn_count if self._turn_count else 0.0
 
     @property
-    def seconds_per_cycle(self) -> float:
-        """Mean seconds from one request of an agent to its next."""
-        rest = self._rest_seconds / self._rest_count if self._rest_count else 0.0
-        return self.seconds_per_turn + rest
+    def seconds_between_turns(self) -> float:
+        """Mean seconds from an answer to the agent's next request."""
+        return self._rest_seconds / self._rest_count if self._rest_count else 0.0
 
     def goes_on(self, turns: int) -> float:
         """The chance that an agent that has taken ``turns`` takes another one."""

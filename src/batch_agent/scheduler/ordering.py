@@ -15,13 +15,14 @@ what is known then.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from batch_agent.scheduler.forecast import ENDING, TurnForecast
 
 LAST = -1  # in place of turns taken: the line that is served when all others are empty
 PATIENCE = 1024  # grants between two for the oldest waiter, so that none waits for ever
+EVICTED_TURN = 8  # grants, of which one goes to an agent whose context was evicted
 URGENT = 1.3  # the longest way gets every slot when the work left for each slot takes at most this many times as long
 
 Waiting = TypeVar("Waiting", bound=Hashable)
@@ -80,3 +81,49 @@ class Queue(Generic[Waiting]):
     def _joined(self, turns: int) -> int:
         """Number of grants when the first of this line joined it."""
         return next(iter(self._lines[turns].values()))
+
+    def is_urgent(self, slots: int | None) -> bool:
+        """Whether one that waits here decides when the batch ends."""
+        turns = [turns for turns in self._lines if turns != LAST]
+        if not slots or not turns:
+            return False
+        return self._forecast.slack(max(turns, key=self._forecast.turns_left), slots) <= URGENT
+
+
+class ResidentFirst(Queue[Waiting]):
+    """A queue in which agents whose contexts were evicted come after all others, because they take more of the engine
+    and delay agents that could go on at once. One grant in some is theirs, and all are if they decide the end."""
+
+    def __init__(self, forecast: TurnForecast, is_evicted: Callable[[Waiting], bool]) -> None:
+        super().__init__(forecast)
+        self._is_evicted = is_evicted
+        self._evicted: Queue[Waiting] = Queue(forecast)
+        self._late: set[Waiting] = set()  # those in ``_evicted``
+
+    def __bool__(self) -> bool:
+        return bool(self._lines) or bool(self._evicted)
+
+    def add(self, waiting: Waiting, turns: int, *, first: bool = False) -> None:
+        if self._is_evicted(waiting):
+            self._late.add(waiting)
+            self._evicted.add(waiting, turns, first=first)
+        else:
+            super().add(waiting, turns, first=first)
+
+    def remove(self, waiting: Waiting, turns: int) -> None:
+        if waiting in self._late:
+            self._late.remove(waiting)
+            self._evicted.remove(waiting, turns)
+        else:
+            super().remove(waiting, turns)
+
+    def take(self, slots: int | None) -> Waiting:
+        late = self._evicted
+        if not late:
+            return super().take(slots)
+        if self._lines and self._taken % EVICTED_TURN and not late.is_urgent(slots):
+            return super().take(slots)
+        self._taken += 1
+        waiting = late.take(slots)
+        self._late.remove(waiting)
+        return waiting

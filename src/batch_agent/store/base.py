@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from batch_agent.errors import StoreError
 from batch_agent.store.steps import Past, Step
+from batch_agent.value_type import value_type
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Identity:
     """What a row's record is found by: ``key`` is its whole question, ``row`` the input alone."""
 
@@ -19,14 +19,14 @@ class Identity:
     row: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Entry:
     agent: int  # whose step it is; a number that no other agent of this journal has
     identity: Identity
     step: Step
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Progress:
     """How far a session is. ``resumed`` rows, a part of the others, came from the record; tokens and cost ($, None
     where no price is known) are what it has spent. ``lease`` is what it may spend before the next commit, in tokens and

@@ -14,9 +14,10 @@ from typing import TypeAlias
 from batch_agent.compiler.compaction import Cut
 from batch_agent.job import AgentError
 from batch_agent.messages import Message, Reply, Usage
+from batch_agent.value_type import value_type
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Spent:
     """What an agent had used when a step was recorded. Times in seconds, ``total`` since it first began; cost in $."""
 
@@ -29,7 +30,7 @@ class Spent:
     cost: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Turn:
     """A complete answer of the model that did not end the agent well. ``asked`` is a digest of what it answers
     (``store.digests``), "" where an older version recorded it."""
@@ -46,7 +47,7 @@ class Begun:
     calls: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Outcome:
     """What the model was told of one call of the last turn, by position."""
 
@@ -54,7 +55,7 @@ class Outcome:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Done:
     """The answer that ended the agent well."""
 
@@ -72,7 +73,7 @@ class Failed:
     spent: Spent
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Ended:
     """The agent ended well, and not with an answer. ``output`` is what a user's worker returned, as JSON, and
     ``fingerprint`` is that of its run (``store.keys``); None for a worker of our own, which makes its output again."""

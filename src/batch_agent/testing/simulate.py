@@ -20,6 +20,7 @@ from batch_agent.testing.replies import Fail, ScriptedReply
 from batch_agent.testing.request import Request
 from batch_agent.testing.server import ModelServer
 from batch_agent.testing.wire import End, Piece, TextPiece, call_pieces, error_object
+from batch_agent.vllm_pin import read_order
 
 
 async def serve_simulated(
@@ -58,11 +59,12 @@ class SimulatedServer(ModelServer):
     def _generate(self, request: Request) -> Iterator[AsyncIterator[Piece]]:
         work = [*self._work(request)]
         tokens: asyncio.Queue[tuple[Sequence, int]] = asyncio.Queue()
-        priority = request.body.get("priority")
+        priority, params = request.body.get("priority"), request.body.get("kv_transfer_params")
         sequences = self.runner.start(
             [(prompt, answer.output) for prompt, answer in work],
             lambda sequence: tokens.put_nowait((sequence, sequence.generated)),
             priority if isinstance(priority, int) else 0,
+            read_order(params if isinstance(params, dict) else None),
         )
         try:
             yield _pieces(sequences, [answer for _, answer in work], tokens)

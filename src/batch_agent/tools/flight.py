@@ -16,13 +16,14 @@ from batch_agent.tools.cache import Key
 from batch_agent.tools.context import ToolContext
 from batch_agent.tools.gates import Gate
 from batch_agent.tools.rate import RateGate
+from batch_agent.value_type import value_type
 
 Source = Literal["run", "shared", "cache"]
 
 ENDING_SECONDS = 5.0  # what a call that is cancelled has to come to its end, before everybody goes on without it
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class ToolOutcome:
     """How a call ended: ``text`` is what the model reads, also of a failure. ``seconds`` is from asking to having."""
 

@@ -122,6 +122,15 @@ class ToolPool:
         """Whether it offers a tool of this name."""
         return name in self._offers
 
+    def usual_seconds(self, name: str) -> float | None:
+        """Seconds until a call that is made now is probably done: the wait for the tool's rate, and what three of four
+        runs took. None while the tool has not run."""
+        offer = self._offers.get(name)
+        seconds = None if offer is None else offer.tally.latency.quantile(0.75)
+        if offer is None or seconds is None:
+            return None
+        return seconds + sum(gate.expected_wait() for gate in offer.gates if isinstance(gate, RateGate))
+
     def can_start_early(self, name: str) -> bool:
         """Whether a call may run before the answer that asks for it is complete: such an answer may yet be lost and
         asked for again, which a write must not notice."""

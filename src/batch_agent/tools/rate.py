@@ -44,10 +44,10 @@ class Bucket:
         self._tokens = self._burst
         self._at = now
 
-    def delay(self, now: float) -> float:
-        """Seconds until a call may start; 0 when it may start now."""
+    def delay(self, now: float, ahead: int = 0) -> float:
+        """Seconds until a call may start behind those ``ahead`` of it; 0 when it may start now."""
         self._fill(now)
-        missing = 1.0 - self._tokens
+        missing = 1.0 + ahead - self._tokens
         return missing / self._rate if missing > _TOLERANCE else 0.0
 
     def take(self, now: float) -> None:
@@ -89,6 +89,10 @@ class RateGate:
             if not self._line and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
+
+    def expected_wait(self) -> float:
+        """Seconds that one who comes now has to wait."""
+        return self._bucket.delay(asyncio.get_running_loop().time(), len(self._line))
 
     def leave(self) -> None:
         """A rate counts beginnings."""

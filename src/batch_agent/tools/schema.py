@@ -26,6 +26,7 @@ from batch_agent.errors import BadArguments, SpecError
 from batch_agent.foreign import describe
 from batch_agent.messages import JsonObject
 from batch_agent.tools.context import ToolContext
+from batch_agent.value_type import value_type
 
 Function = Callable[..., object]
 _SHOWN_CHARACTERS = 80
@@ -54,7 +55,7 @@ class Parameter:
         return self.default is _MISSING
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class Arguments:
     """A call's arguments as the model sent them, and as the function gets them."""
 

@@ -6,14 +6,16 @@ About four minutes on two cores the first time (3 GB), one minute afterwards.
 
 from __future__ import annotations
 
+import json
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tests.real.servers.environment import python_of
 from tests.real.servers.process import answers, free_port, running
 
+import batch_agent
 from batch_agent.backends.local import weights
 
 HERE = Path(__file__).parent
@@ -43,14 +45,28 @@ def model_in(folder: Path, python: Path, *options: str) -> Path:
 
 
 @contextmanager
-def vllm(folder: Path) -> Iterator[str]:
+def vllm(folder: Path, *flags: str, environ: Mapping[str, str] = ENVIRON) -> Iterator[str]:
     """The address of a server that runs until the block is left."""
     python = python_of(folder / "venv", HERE / "vllm.txt")
     _name_the_package(python)
     port = free_port()
     serve = [python.parent / "vllm", "serve", model_in(folder, python), "--host", "127.0.0.1", "--port", str(port)]
-    with running([*serve, *FLAGS], folder / "vllm.log", answers(f"http://127.0.0.1:{port}/health"), ENVIRON):
+    ready = answers(f"http://127.0.0.1:{port}/health")
+    with running([*serve, *FLAGS, *flags], folder / "vllm.log", ready, environ):
         yield f"vllm://127.0.0.1:{port}"
+
+
+def vllm_pin(folder: Path) -> AbstractContextManager[str]:
+    """The same with the connector that pins, and a cache that is soon full."""
+    connector = {
+        "kv_connector": "PinConnector",
+        "kv_connector_module_path": "batch_agent.vllm_pin",
+        "kv_role": "kv_both",
+    }
+    flags = ["--kv-transfer-config", json.dumps(connector), "--num-gpu-blocks-override", "80"]
+    flags += ["--max-model-len", "1024", "--max-num-batched-tokens", "256"]
+    source = Path(batch_agent.__file__).parents[1]
+    return vllm(folder, *flags, environ={**ENVIRON, "PYTHONPATH": str(source)})
 
 
 def _name_the_package(python: Path) -> None:

@@ -8,9 +8,11 @@ history cached, and the session's end is announced.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Facts, Load, ModelRequest, RequestShape
-from batch_agent.backends.engines.engine import EngineBackend, at, whole
+from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
 from batch_agent.backends.openai.server import Tail
 from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
@@ -20,7 +22,10 @@ INFLIGHT = "dynamo_frontend_inflight_requests"
 PENDING = "dynamo_frontend_router_queue_pending_requests"
 PROMPT, CACHED = "dynamo_frontend_input_sequence_tokens_sum", "dynamo_frontend_cached_tokens_sum"
 FIRST_TOKEN = "dynamo_frontend_time_to_first_token_seconds"
-NAMES = frozenset([INFLIGHT, PENDING, PROMPT, CACHED, f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum"])
+BLOCKS, BLOCK_TOKENS = "dynamo_frontend_model_total_kv_blocks", "dynamo_frontend_model_kv_cache_block_size"
+WORKERS = "dynamo_frontend_model_workers"
+FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
+NAMES = frozenset([INFLIGHT, PENDING, PROMPT, CACHED, *FIRST_TOKENS, BLOCKS, BLOCK_TOKENS, WORKERS])
 # Fields that other engines accept and Dynamo refuses, with the right place for them, if any.
 REFUSED = {
     "priority": "nvext.agent_hints.priority, which is sent anyway",
@@ -34,7 +39,7 @@ REFUSED = {
 
 class DynamoBackend(EngineBackend):
     def __init__(self, address: Address) -> None:
-        super().__init__(address, port=PORT)
+        super().__init__(address, port=PORT, capabilities=replace(ABLE, prefills_ahead=True))
         self._salt = address.text("cache_salt")
 
     def check(self, shape: RequestShape) -> None:
@@ -72,9 +77,11 @@ class DynamoBackend(EngineBackend):
         if not told.samples(INFLIGHT):
             raise self._metrics.faults.bad("these are not the metrics of a Dynamo frontend that has served a request")
         waiting = told.count(PENDING) or 0
+        blocks, size, workers = told.mean(BLOCKS), told.mean(BLOCK_TOKENS), told.count(WORKERS)
         return Load(
             running=max(0, (told.count(INFLIGHT) or 0) - waiting),
             waiting=waiting,
+            kv_tokens=int(blocks * size * workers) or None if blocks and size and workers else None,
             prefix_queries=told.count(PROMPT),
             prefix_hits=told.count(CACHED),
             first_token_count=told.count(f"{FIRST_TOKEN}_count"),

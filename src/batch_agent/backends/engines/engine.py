@@ -18,6 +18,7 @@ from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Capabilities, Load, ModelRequest, RequestShape, only_model
+from batch_agent.backends.engines.advice import SHARED, EngineState
 from batch_agent.backends.engines.exposition import Exposition
 from batch_agent.backends.http.client import Route
 from batch_agent.backends.http.wire import object_of
@@ -40,6 +41,7 @@ class Sharing:
 
     prompt_tokens: int
     cached_tokens: int | None  # None: not reported
+    in_answer: bool = True  # reported in the answer itself, not in the server's metrics
 
     @property
     def share(self) -> float | None:
@@ -75,6 +77,10 @@ class EngineBackend(OpenAIBackend):
     @abstractmethod
     async def load(self, endpoint: str = "") -> Load: ...
 
+    async def state(self, sharing: Sharing) -> EngineState | None:
+        """Return what the engine offers agents, given two requests that share a prefix; None if unknown."""
+        return None
+
     async def verify_prefix_sharing(self, model: str | None = None) -> Sharing:
         """Measure whether requests with the same prefix, tools included, share the server's cache. It sends one request
         and then a sibling, and reads the server's own count. The prefix is new, so no earlier trial can be cached."""
@@ -87,7 +93,7 @@ class EngineBackend(OpenAIBackend):
             return Sharing(usage.prompt_tokens, usage.cached_tokens)
         after = await self._prefix_hits()
         told = None if before is None or after is None else min(after - before, usage.prompt_tokens)
-        return Sharing(usage.prompt_tokens, told)
+        return Sharing(usage.prompt_tokens, told, in_answer=False)
 
     async def _prompt_usage(self, shape: RequestShape, shared: Conversation, question: str) -> Usage:
         request = ModelRequest(shape, Conversation([Message("user", question)], shared), question)
@@ -121,6 +127,11 @@ class EngineBackend(OpenAIBackend):
             async with asyncio.timeout(self.patience):
                 return await self.ask(route, question)
         return {}
+
+
+def shares(sharing: Sharing) -> bool | None:
+    """Return whether two requests showed that the prefix cache works; None if the server does not report it."""
+    return None if sharing.share is None else sharing.share >= SHARED
 
 
 def at(document: JsonValue, *path: str) -> JsonValue:

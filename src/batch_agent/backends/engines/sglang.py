@@ -3,7 +3,10 @@
 It adds priorities if the server schedules by them, a key that separates prefix caches, and load metrics. Names are
 those of SGLang 0.5.21. Cached tokens are reported only with ``--enable-cache-report``, and not at all when nothing was
 cached. A server that does not schedule by priority may answer 503 to one, which looks like overload. So a priority is
-sent only if the server reports that it uses it. Request ids are not sent: the server refuses an id that it still holds.
+sent only if the server reports that it uses it. A server that also evicts by priority (``--radix-eviction-policy
+priority``) keeps the contexts with the highest priority forever: that of an ended agent would outlast all others. There
+all turns except the last have the same priority, above that of the last one and of requests without a priority. Request
+ids are not sent: the server refuses an id that it still holds.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Answers, Facts, Load, ModelRequest, RequestShape
-from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
+from batch_agent.backends.engines.advice import EngineState
+from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at, shares, whole
 from batch_agent.backends.engines.lists import infer_in_lists
 from batch_agent.backends.http.wire import Naming, json_of
 from batch_agent.backends.openai.chat_answer import read_answer
@@ -29,7 +33,9 @@ LIST = 64  # texts in one request
 RUNNING, WAITING, USAGE = "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"
 PROMPT, CACHED = "sglang:prompt_tokens_total", "sglang:cached_tokens_total"
 FIRST_TOKEN = "sglang:time_to_first_token_seconds"
-NAMES = frozenset([RUNNING, WAITING, USAGE, PROMPT, CACHED, f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum"])
+GENERATED, HOST = "sglang:generation_tokens_total", "sglang:hicache_host_total_tokens"
+FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
+NAMES = frozenset([RUNNING, WAITING, USAGE, PROMPT, CACHED, *FIRST_TOKENS, GENERATED, HOST])
 
 
 class SglangBackend(EngineBackend):
@@ -41,31 +47,60 @@ class SglangBackend(EngineBackend):
         self._extra_key = address.text("extra_key")
         self._priority = address.options.get("priority")  # None: read from the server
         self._lowest_first = False
+        self._evicts_by_priority = False
         self._has_loads = True
+        self._kv_tokens: int | None = None  # as the server says of itself
+        self._offloads = False
 
     def own_part(self, request: ModelRequest) -> Tail:
         fields: JsonObject = {}
         if self._extra_key is not None:
             fields["extra_key"] = self._extra_key
         if self._priority and request.run:
-            fields["priority"] = request.turns_left if self._lowest_first else -request.turns_left
+            fields["priority"] = self._priority_of(request)
         return Tail(fields)
+
+    def _priority_of(self, request: ModelRequest) -> int:
+        if self._evicts_by_priority and not self._lowest_first:
+            return 0 if request.last else 1
+        return request.turns_left if self._lowest_first else -request.turns_left
 
     async def facts(self, model: str) -> Facts:
         info = await self.ask_if_there(self._server_info)
-        if self._priority is None and info:
-            self._priority = info.get("enable_priority_scheduling") is True
         self._lowest_first = info.get("schedule_low_priority_values_first") is True
+        self._evicts_by_priority = info.get("radix_eviction_policy") == "priority"
+        if self._priority is None and info:
+            takes = info.get("abort_on_priority_when_disabled") is not True
+            self._priority = info.get("enable_priority_scheduling") is True or (self._evicts_by_priority and takes)
+        self._kv_tokens = _kv_tokens(info)
+        self._offloads = info.get("enable_hierarchical_cache") is True
         entries = (await self.ask_if_there(self._models)).get("data")
         for entry in entries if isinstance(entries, list) else ():
             if at(entry, "id") == model:
                 return Facts(context=whole(at(entry, "max_model_len")) or whole(info.get("context_length")))
         return Facts()
 
+    async def state(self, sharing: Sharing) -> EngineState:
+        info = await self.ask_if_there(self._server_info)
+        off = info.get("disable_radix_cache") is True
+
+        def has(name: str) -> bool | None:
+            return info.get(name) is True if info else None
+
+        return EngineState(
+            "sglang",
+            prefix_caching=False if off else shares(sharing),
+            reports_cached=has("enable_cache_report"),
+            by_priority=has("enable_priority_scheduling"),
+            offloads=has("enable_hierarchical_cache"),
+            kv_tokens=_kv_tokens(info),
+        )
+
     async def load(self, endpoint: str = "") -> Load:
         if self._has_loads:
             try:
-                return _read_loads(await self.ask(self._loads))
+                load = _read_loads(await self.ask(self._loads))
+                return replace(load, kv_tokens=load.kv_tokens or self._kv_tokens, offloads=self._offloads)
             except BackendError as error:
                 if error.retryable:
                     raise
@@ -77,6 +112,9 @@ class SglangBackend(EngineBackend):
             running=told.count(RUNNING) or 0,
             waiting=told.count(WAITING) or 0,
             kv_usage=told.mean(USAGE),
+            kv_tokens=max(told.count(HOST) or 0, self._kv_tokens or 0) or None,
+            offloads=self._offloads and not told.count(HOST),
+            generated=told.count(GENERATED),
             prefix_queries=told.count(PROMPT),
             prefix_hits=told.count(CACHED),
             first_token_count=told.count(f"{FIRST_TOKEN}_count"),
@@ -140,6 +178,12 @@ def _as_chat(answer: JsonValue) -> bytes:
     finish = at(answer, "meta_info", "finish_reason")
     choice = {"message": {"content": at(answer, "text")}, "finish_reason": finish}
     return orjson.dumps({"choices": [choice], "usage": {**counts, "prompt_tokens_details": cached}})
+
+
+def _kv_tokens(info: JsonObject) -> int | None:
+    """Tokens that the cache holds, of all data-parallel ranks; None if the server does not say."""
+    ranks, size = info.get("internal_states"), whole(info.get("max_total_num_tokens"))
+    return size and size * max(1, len(ranks) if isinstance(ranks, list) else 1)
 
 
 def _read_loads(told: JsonObject) -> Load:

@@ -6,11 +6,14 @@ by them, several conversations in one request, exact token counts, and load metr
 Metric names are those of vLLM 0.32 and earlier ones. A server that does not schedule by priority ignores it, and older
 servers refuse it. So it is sent only if the server was seen to run with ``--scheduling-policy priority`` (shown only in
 its development mode) or if the address sets it.
+
+With ``kvflow=True`` agents order that their contexts stay in the cache during tool waits. A server without
+``batch_agent.vllm_pin`` ignores the orders. One that refuses them gets no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -18,17 +21,28 @@ import orjson
 from pydantic import JsonValue
 
 from batch_agent.backends.address import Address
-from batch_agent.backends.base import Answers, Facts, Load, ModelRequest, Prompt, RequestShape, conversation_of
-from batch_agent.backends.engines.engine import ABLE, EngineBackend, at, whole
+from batch_agent.backends.base import (
+    Answers,
+    Facts,
+    Load,
+    ModelRequest,
+    OnToolCall,
+    Prompt,
+    RequestShape,
+    conversation_of,
+)
+from batch_agent.backends.engines.advice import EngineState
+from batch_agent.backends.engines.engine import ABLE, EngineBackend, Sharing, at, shares, whole
 from batch_agent.backends.engines.exposition import Exposition
 from batch_agent.backends.engines.lists import infer_in_lists
+from batch_agent.backends.engines.pin_orders import FIELD, PinOrders
 from batch_agent.backends.http.client import Route
 from batch_agent.backends.http.wire import Naming
 from batch_agent.backends.openai.chat import end_body, join_body
 from batch_agent.backends.openai.chat_answer import read_answer
 from batch_agent.backends.openai.server import Tail
-from batch_agent.errors import BackendError
-from batch_agent.messages import JsonObject
+from batch_agent.errors import BackendError, Rejected
+from batch_agent.messages import JsonObject, Reply
 
 PORT = 8000
 # Conversations in one request. Measured on two cores: lists of 16 took 0.87 of the time of as many single requests, one
@@ -40,10 +54,9 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
 HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
 FIRST_TOKEN = "vllm:time_to_first_token_seconds"
-CACHE = "vllm:cache_config_info"
-NAMES = frozenset(
-    [RUNNING, WAITING, *KV_USAGE, PREEMPTIONS, *QUERIES, *HITS, f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum", CACHE]
-)
+CACHE, GENERATED = "vllm:cache_config_info", "vllm:generation_tokens_total"
+FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
+NAMES = frozenset([RUNNING, WAITING, *KV_USAGE, PREEMPTIONS, *QUERIES, *HITS, *FIRST_TOKENS, CACHE, GENERATED])
 
 
 class VllmBackend(EngineBackend):
@@ -52,6 +65,7 @@ class VllmBackend(EngineBackend):
         super().__init__(address, port=PORT, capabilities=able)
         self._salt = address.text("cache_salt")
         self._priority = address.options.get("priority")  # None: read from the server
+        self._pins: PinOrders | None = PinOrders()  # None: the server refuses them
 
     # Created on first use: a fleet may have a thousand of these.
 
@@ -79,7 +93,23 @@ class VllmBackend(EngineBackend):
             fields["cache_salt"] = self._salt
         if self._priority and request.run:
             fields["priority"] = request.turns_left  # vLLM serves lower values first
+        if self._pins is not None:
+            fields.update(self._pins.fields(request))
         return fields
+
+    async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
+        if self._pins is None:
+            return await super().infer(request, on_tool_call)
+        try:
+            reply = await super().infer(request, on_tool_call)
+        except Rejected as refusal:
+            if FIELD not in str(refusal):
+                raise
+            self._pins = None
+            return await super().infer(request, on_tool_call)
+        if self._pins is not None:
+            self._pins.answered(request, reply)
+        return reply
 
     async def facts(self, model: str) -> Facts:
         if self._priority is None:
@@ -90,6 +120,23 @@ class VllmBackend(EngineBackend):
             if at(entry, "id") == model:
                 return Facts(context=whole(at(entry, "max_model_len")))
         return Facts()
+
+    async def state(self, sharing: Sharing) -> EngineState:
+        told = await self.read_metrics(NAMES)
+        cache = next((sample.labels for sample in told.samples(CACHE)), {})
+        config = at(await self.ask_if_there(self._server_info), "vllm_config")
+        policy = at(config, "scheduler_config", "policy")
+        connector = str(at(config, "kv_transfer_config") or "")
+        offloads = cache.get("kv_offloading_size", "None") != "None" or "Offload" in connector or "LMCache" in connector
+        return EngineState(
+            "vllm",
+            prefix_caching=_flag(cache.get("enable_prefix_caching")) is not False and shares(sharing),
+            reports_cached=sharing.in_answer if sharing.share else None,
+            by_priority=None if policy is None else policy == "priority",
+            offloads=offloads if cache else None,
+            pins=None if config is None else "PinConnector" in connector,
+            kv_tokens=read_load(told).kv_tokens,
+        )
 
     async def count_tokens(self, prompt: Prompt, shape: RequestShape | None = None) -> int:
         """Return the tokens of the whole prompt as the server renders it, with the tools of ``shape`` and the answer's
@@ -133,21 +180,32 @@ class VllmBackend(EngineBackend):
         return read_load(told)
 
 
+def _flag(text: str | None) -> bool | None:
+    return None if text is None else text == "True"
+
+
 def read_load(told: Exposition) -> Load:
     """Return the load. Several engines behind one address (data parallel) differ by a label and are summed."""
     caches = [cache.labels for cache in told.samples(CACHE)]
-    sizes = [(whole(labels.get("num_gpu_blocks")), whole(labels.get("block_size"))) for labels in caches]
     return Load(
         running=told.count(RUNNING) or 0,
         waiting=told.count(WAITING) or 0,
         kv_usage=told.mean(*KV_USAGE),
-        kv_tokens=sum((blocks or 0) * (size or 0) for blocks, size in sizes) or None,
+        kv_tokens=sum(map(_cache_tokens, caches)) or None,
+        offloads=any(labels.get("kv_offloading_size", "None") != "None" for labels in caches),
+        generated=told.count(GENERATED),
         preemptions=told.count(PREEMPTIONS),
         prefix_queries=told.count(*QUERIES),
         prefix_hits=told.count(*HITS),
         first_token_count=told.count(f"{FIRST_TOKEN}_count"),
         first_token_seconds=told.total(f"{FIRST_TOKEN}_sum"),
     )
+
+
+def _cache_tokens(labels: Mapping[str, str]) -> int:
+    """Tokens that a cache holds. For models whose layers differ, blocks times their size is too much."""
+    blocks, size = whole(labels.get("num_gpu_blocks")), whole(labels.get("block_size"))
+    return whole(labels.get("kv_cache_size_tokens")) or (blocks or 0) * (size or 0)
 
 
 def _shares(usage: JsonValue, count: int) -> list[JsonObject]:

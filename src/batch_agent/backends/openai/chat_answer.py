@@ -47,8 +47,11 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
     usage = _usage(document.get("usage"))
     items = _call_items(message, faults)
     check_finish(finish, text, bool(items), usage, faults)
-    calls = tuple(naming.call(*_call_fields(item, faults)) for item in items)
-    sealed = sealed_calls({call.id: _signature(item) for call, item in zip(calls, items, strict=True)})
+    calls: tuple[ToolCall, ...] = ()
+    sealed = None
+    if items:
+        calls = tuple([naming.call(*_call_fields(item, faults)) for item in items])
+        sealed = sealed_calls({call.id: _signature(item) for call, item in zip(calls, items, strict=True)})
     model = string_of(document.get("model"))
     return Reply(text, calls, usage, _reasoning(message), finish_reason=finish, sealed=sealed, model=model)
 

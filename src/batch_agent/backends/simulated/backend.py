@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend, Capabilities, Load, ModelRequest, OnToolCall, Probe, RequestShape
+from batch_agent.backends.engines.pin_orders import PinOrders
 from batch_agent.backends.http.wire import CallIds
 from batch_agent.backends.simulated.answers import Answer, chat_answer
 from batch_agent.backends.simulated.core import Sequence
@@ -19,6 +20,7 @@ from batch_agent.backends.simulated.runner import EngineRunner
 from batch_agent.backends.simulated.tokens import PromptView, chat_prompt, encode_tools
 from batch_agent.errors import Rejected, Truncated
 from batch_agent.messages import Reply, Usage
+from batch_agent.vllm_pin import Order
 
 
 class SimulatedBackend(Backend):
@@ -29,6 +31,7 @@ class SimulatedBackend(Backend):
         self.runner = EngineRunner(self.model)
         self._entered = 0
         self._tools: WeakKeyDictionary[RequestShape, bytes] = WeakKeyDictionary()
+        self._pins = PinOrders()
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -72,7 +75,9 @@ class SimulatedBackend(Backend):
             ids = CallIds(request.conversation.messages)
             answer = replace(answer, calls=tuple(replace(call, id=ids.take(call.id)) for call in answer.calls))
         priority = shape.extra_body.get("priority", 0)
-        reply = await self._generate(prompt, answer, priority if isinstance(priority, int) else 0, on_tool_call)
+        priority = priority if isinstance(priority, int) else 0
+        reply = await self._generate(prompt, answer, priority, self._pins.order(request), on_tool_call)
+        self._pins.answered(request, reply)
         if answer.cut:
             message = f"the simulated answer reached max_tokens={shape.max_tokens}"
             raise Truncated(message, text=answer.text, usage=reply.usage, in_call=bool(answer.calls))
@@ -91,7 +96,9 @@ class SimulatedBackend(Backend):
             max_tokens=shape.max_tokens,
         )
 
-    async def _generate(self, prompt: bytes, answer: Answer, priority: int, on_tool_call: OnToolCall | None) -> Reply:
+    async def _generate(
+        self, prompt: bytes, answer: Answer, priority: int, order: Order | None, on_tool_call: OnToolCall | None
+    ) -> Reply:
         loop = asyncio.get_running_loop()
         sent, first, reported = loop.time(), 0.0, 0
         done: asyncio.Future[None] = loop.create_future()
@@ -112,7 +119,7 @@ class SimulatedBackend(Backend):
                 # The error belongs to this caller; raised here it would stop the engine for all callers.
                 done.set_exception(error)
 
-        sequences = self.runner.start([(prompt, answer.output)], on_token, priority)
+        sequences = self.runner.start([(prompt, answer.output)], on_token, priority, order)
         try:
             await done
         finally:

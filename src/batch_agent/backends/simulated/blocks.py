@@ -32,6 +32,12 @@ class BlockPool:
     def idle(self) -> int:
         return len(self._idle)
 
+    def holders(self, block: int) -> int:
+        return self._holders[block]
+
+    def name_of(self, block: int) -> BlockName | None:
+        return self._names[block]
+
     def find(self, names: Sequence[BlockName]) -> list[int]:
         """Return the blocks of the longest cached prefix of ``names``; holds nothing yet."""
         found = []

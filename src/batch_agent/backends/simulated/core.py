@@ -3,7 +3,7 @@
 One step is one forward pass, as in vLLM: running sequences first, each decoding a token or prefilling its next chunk,
 then new ones from the queue while tokens, sequences and KV blocks last. If a running sequence finds no free block, the
 last one in line is preempted and later recomputed from its start. No clock, no I/O, no randomness: the same calls give
-the same steps. ``runner`` adds time and callers.
+the same steps. ``runner`` adds time and callers, and sets ``now``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 from batch_agent.backends.simulated.blocks import BlockName, BlockPool
 from batch_agent.backends.simulated.model import EngineModel
+from batch_agent.backends.simulated.pinning import EnginePins
 from batch_agent.backends.simulated.tokens import TOKEN_BYTES, count_tokens
 from batch_agent.errors import ContextOverflow, InternalError, Rejected, Unavailable
+from batch_agent.vllm_pin import Order
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +37,7 @@ class Sequence:
     named: int = 0  # blocks that have a name for their content
     names: list[BlockName] = field(default_factory=list)
     ended: bool = False
+    order: Order | None = None  # what to pin when it ends
 
     @property
     def known(self) -> int:
@@ -81,6 +84,8 @@ class Engine:
         self._queue: list[tuple[tuple[int, int], Sequence]] = []  # a heap; aborted ones are skipped
         self._waiting = 0
         self._arrivals = 0
+        self.now = 0.0  # for pins alone
+        self.pinning = EnginePins(self.pool, lambda: self.now)
 
     @property
     def waiting(self) -> int:
@@ -100,9 +105,11 @@ class Engine:
         if self.model.max_queued is not None and self._waiting + count > self.model.max_queued:
             raise Unavailable(f"the simulated queue is full: {self._waiting} requests wait", status=503)
 
-    def add(self, prompt: bytes, output: bytes, priority: int = 0) -> Sequence:
+    def add(self, prompt: bytes, output: bytes, priority: int = 0, order: Order | None = None) -> Sequence:
         self.check(prompt, output)
-        sequence = Sequence(prompt, output, self._arrivals, priority)
+        sequence = Sequence(prompt, output, self._arrivals, priority, order=order)
+        if order is not None:
+            self.pinning.arrived(order)
         sequence.prompt_tokens, sequence.output_tokens = count_tokens(prompt), count_tokens(output)
         self._arrivals += 1
         self._enqueue(sequence)
@@ -121,6 +128,8 @@ class Engine:
 
     def schedule(self) -> Step | None:
         """Return the next forward pass; None if there is nothing to compute."""
+        if self.pinning.pins.blocks:
+            self._make_room()
         budget = self.model.max_batched_tokens
         preempted = self.counters.preemptions
         shares = self._continue_running(budget)
@@ -155,6 +164,17 @@ class Engine:
                     self.counters.finished += 1
                     self._end(sequence)
         return advanced
+
+    def _make_room(self) -> None:
+        """Release pins for what running sequences need in this step, and for the first request of the queue."""
+        budget = self.model.max_batched_tokens
+        growing = sum(min(budget, sequence.known - sequence.computed) for sequence in self.running)
+        needed = self._blocks_for(min(budget, growing)) + len(self.running)
+        self.pinning.pins.make_room(needed)
+        if self._queue and not self._queue[0][1].ended:
+            first = self._queue[0][1]
+            own = self._blocks_for(first.known) - len(self._prefix(first))
+            self.pinning.pins.make_room(needed + own, whole=True)
 
     def _continue_running(self, budget: int) -> list[Share]:
         shares: list[Share] = []
@@ -252,6 +272,9 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         sequence.ended = True
         self.running.remove(sequence)
+        if sequence.order is not None:
+            is_whole = sequence.generated == sequence.output_tokens
+            self.pinning.finished(sequence.order if is_whole else Order(sequence.order.pin), sequence.blocks)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:

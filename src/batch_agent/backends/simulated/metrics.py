@@ -43,6 +43,7 @@ def engine_load(engine: Engine) -> Load:
         waiting=engine.waiting,
         kv_usage=pool.held / pool.size,
         kv_tokens=pool.size * engine.model.block_size,
+        generated=counters.generated_tokens,
         preemptions=counters.preemptions,
         prefix_queries=counters.prefix_queries,
         prefix_hits=counters.prefix_hits,

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Many
 
 from batch_agent.backends.simulated.core import Engine, Sequence, Step
 from batch_agent.backends.simulated.model import EngineModel
+from batch_agent.vllm_pin import Order
 
 OnToken = Callable[[Sequence], None]
 
@@ -24,12 +25,15 @@ class EngineRunner:
         self._listeners: dict[Sequence, OnToken] = {}
         self._timer: asyncio.Handle | None = None
 
-    def start(self, work: Many[tuple[bytes, bytes]], on_token: OnToken, priority: int = 0) -> list[Sequence]:
+    def start(
+        self, work: Many[tuple[bytes, bytes]], on_token: OnToken, priority: int = 0, order: Order | None = None
+    ) -> list[Sequence]:
         """Queue (prompt, output) pairs, all or none, and report each of their tokens. Raises what a refusing server
         would answer. The caller must ``stop`` what it started."""
+        self.engine.now = asyncio.get_running_loop().time()
         for prompt, output in work:
             self.engine.check(prompt, output, len(work))
-        sequences = [self.engine.add(prompt, output, priority) for prompt, output in work]
+        sequences = [self.engine.add(prompt, output, priority, order) for prompt, output in work]
         for sequence in sequences:
             self._listeners[sequence] = on_token
         if self._timer is None:
@@ -51,6 +55,7 @@ class EngineRunner:
             self._timer = None
 
     def _next_step(self) -> None:
+        self.engine.now = asyncio.get_running_loop().time()
         step = self.engine.schedule()
         if step is None:
             self._timer = None
@@ -62,6 +67,7 @@ class EngineRunner:
             self._timer = loop.call_soon(self._complete, step)
 
     def _complete(self, step: Step) -> None:
+        self.engine.now = asyncio.get_running_loop().time()
         for sequence in self.engine.complete(step):
             listener = self._listeners.get(sequence)
             if sequence.ended:

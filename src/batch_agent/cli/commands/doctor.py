@@ -1,6 +1,7 @@
 """``batch-agent doctor``: what is installed here, which backends would work, and which one is taken by default.
 
-Looks and asks; changes, fetches and starts nothing. The exit status is 1 when the default backend cannot work.
+Looks and asks; changes, fetches and starts nothing. With ``--backend`` it asks that one in place of the default, and
+says what an engine lacks for agents. The exit status is 1 when the backend cannot work.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from importlib import metadata
 from pathlib import Path
 
 from batch_agent.backends.base import Backend
+from batch_agent.backends.engines.advice import SHARED, Advice, advice
 from batch_agent.backends.local import physical_cores, require_engine, weights
 from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
 from batch_agent.backends.schemes import OWN_FORMS, SCHEMES, Scheme
 from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED
+from batch_agent.cli.spec.numbers import positive
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
@@ -31,7 +34,6 @@ PACKAGE = "batch-agent"
 SERVICES = [scheme for scheme in SCHEMES.values() if scheme.is_service and scheme.listed]
 PATIENCE = 3.0  # seconds for a server to say what it serves
 SHARING_PATIENCE = 20.0  # ... and to answer two requests
-SHARED = 0.5  # of a prompt of which nearly all is the same
 REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*(?:;.*extra == ['\"](?P<extra>[\w-]+)['\"])?")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -43,10 +45,14 @@ class Finding:
     backend: str
     works: bool
     note: str
+    advice: Sequence[Advice] = ()
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--backend", metavar="URL", help="ask this one, and say what it lacks for agents")
+    parser.add_argument("--agents", type=positive, metavar="N", help="with --context: that are to run at once")
+    parser.add_argument("--context", type=positive, metavar="TOKENS", help="of one agent before its last turn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +69,16 @@ class Diagnosis:
     cache_bytes: int
 
     @classmethod
-    def of_this_machine(cls) -> Diagnosis:
+    def of_this_machine(cls, url: str | None = None, batch: Mapping[str, int | None] | None = None) -> Diagnosis:
+        """``url`` is asked in place of the default backend. ``batch`` is what ``advice`` takes."""
         cache, is_set = weights.cache_dir(), bool(os.environ.get(BACKEND_VARIABLE))
+        default = f"{BACKEND_VARIABLE} says so" if is_set else f"{BACKEND_VARIABLE} is not set"
         return cls(
             packages=_installed(None),
             extras={extra: _installed(extra) for extra in sorted({e for _, e in _requirements() if e is not None})},
             backends=(_local(), *map(_service, SERVICES)),
-            default=_default(),
-            because=f"{BACKEND_VARIABLE} says so" if is_set else f"{BACKEND_VARIABLE} is not set",
+            default=_default(url, batch or {}),
+            because=default if url is None else "--backend names it",
             cores=_usable_cores(),
             physical_cores=physical_cores(),
             memory_bytes=_memory_bytes(),
@@ -87,7 +95,11 @@ class Diagnosis:
             "packages": dict(self.packages),
             "extras": {extra: dict(packages) for extra, packages in self.extras.items()},
             "backends": [_json(finding) for finding in self.backends],
-            "default": {**_json(self.default), "because": self.because},
+            "default": {
+                **_json(self.default),
+                "because": self.because,
+                "advice": [each.to_json() for each in self.default.advice],
+            },
             "cores": {"usable": self.cores, "physical": self.physical_cores},
             "memory_bytes": self.memory_bytes,
             "cache": {"path": str(self.cache), "bytes": self.cache_bytes},
@@ -105,13 +117,16 @@ class Diagnosis:
         yield f"  {'servers':<{width}} yours or anybody's: --backend {OWN_FORMS}"
         verdict = "as above" if self.default in self.backends else _verdict(self.default)
         yield f"default     {self.default.backend}, for {self.because}; {verdict}"
+        for each in self.default.advice:
+            yield f"  advice    {each}"
         memory = f", {amount(self.memory_bytes)}B of memory" if self.memory_bytes else ""
         yield f"machine     {self.cores} cores, {self.physical_cores} of them physical{memory}"
         yield f"cache       {self.cache}, {amount(self.cache_bytes)}B"
 
 
 def doctor_command(options: argparse.Namespace) -> int:
-    found = Diagnosis.of_this_machine()
+    batch = {"agents": options.agents, "context_tokens": options.context}
+    found = Diagnosis.of_this_machine(options.backend, batch)
     print(to_json(found.to_json()).decode() if options.json else "\n".join(map(harmless, found.lines())))
     return ALL_OK if found.default.works else RUN_FAILED
 
@@ -128,47 +143,53 @@ def _verdict(finding: Finding) -> str:
     return f"{'works' if finding.works else 'does not work'}: {finding.note}"
 
 
-def _default() -> Finding:
-    """The backend of a run that names none, asked whether it is there."""
-    if not os.environ.get(BACKEND_VARIABLE):
+def _default(url: str | None, batch: Mapping[str, int | None]) -> Finding:
+    """The backend that was named, or that of a run that names none, asked whether it is there."""
+    if url is None and not os.environ.get(BACKEND_VARIABLE):
         return _local()
     try:
-        backend, _ = open_backend(None, model=None, api_key=None)
+        backend, _ = open_backend(url, model=None, api_key=None)
     except SpecError as error:
-        return Finding(f"what {BACKEND_VARIABLE} names", False, str(error))  # it may hold a password
-    return _local() if backend.name.startswith("local://") else asyncio.run(_asked(backend))
+        named = BACKEND_VARIABLE if url is None else "--backend"
+        return Finding(f"what {named} names", False, str(error))  # it may hold a password
+    return _local() if backend.name.startswith("local://") else asyncio.run(_asked(backend, batch))
 
 
-async def _asked(backend: Backend) -> Finding:
+async def _asked(backend: Backend, batch: Mapping[str, int | None]) -> Finding:
     try:
         async with backend:
             async with asyncio.timeout(PATIENCE):
                 names = await backend.models()
-            sharing = await _sharing(backend, names)
+            sharing, lacks = await _sharing(backend, names, batch)
     except TimeoutError:
         return Finding(backend.name, False, f"no answer in {PATIENCE:g} s")
     except (BackendError, SpecError) as error:
         return Finding(backend.name, False, str(error))
-    return Finding(backend.name, True, f"serves {', '.join(names) or 'no model'}{sharing}")
+    return Finding(backend.name, True, f"serves {', '.join(names) or 'no model'}{sharing}", lacks)
 
 
-async def _sharing(backend: Backend, names: Sequence[str]) -> str:
-    """Whether an engine computes once what all requests begin with, measured; nothing where it does not tell."""
+async def _sharing(
+    backend: Backend, names: Sequence[str], batch: Mapping[str, int | None]
+) -> tuple[str, Sequence[Advice]]:
+    """Whether an engine computes once what all requests begin with, measured; nothing where it does not tell. With what
+    the engine lacks for agents."""
     from batch_agent.backends.engines.engine import EngineBackend
 
     if not isinstance(backend, EngineBackend) or len(names) != 1:
-        return ""
+        return "", ()
     try:
         async with asyncio.timeout(SHARING_PATIENCE):
-            share = (await backend.verify_prefix_sharing(names[0])).share
+            sharing = await backend.verify_prefix_sharing(names[0])
+            state = await backend.state(sharing)
     except (BackendError, TimeoutError) as error:
         why = str(error) or f"no answer in {SHARING_PATIENCE:g} s"
-        return f"; whether it shares prefixes could not be measured: {why}"
-    if share is None:
-        return ""
-    if share < SHARED:
-        return "; requests that begin alike share nothing: is its prefix cache on?"
-    return f"; requests that begin alike share {share:.0%} of their prompt"
+        return f"; whether it shares prefixes could not be measured: {why}", ()
+    lacks = () if state is None else tuple(advice(state, **batch))
+    if sharing.share is None:
+        return "", lacks
+    if sharing.share < SHARED:
+        return "; requests that begin alike share nothing: is its prefix cache on?", lacks
+    return f"; requests that begin alike share {sharing.share:.0%} of their prompt", lacks
 
 
 def _local() -> Finding:

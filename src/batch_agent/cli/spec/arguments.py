@@ -71,6 +71,13 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
     _add_run_options(run)
 
 
+def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
+    """Those of ``run``, so that the word can be exchanged in a command that is there."""
+    add_run_arguments(plan)
+    plan.epilog = None
+    plan.set_defaults(dry_run=True)
+
+
 def add_resume_arguments(resume: argparse.ArgumentParser) -> None:
     resume.add_argument("--no-retry-failed", action="store_true", help="rows that failed stay failed")
     resume.set_defaults(retry_type=None)

@@ -20,6 +20,7 @@ from batch_agent.engine.agent.early_calls import MOST_CALLS, EarlyCalls
 from batch_agent.engine.agent.history import History
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.shapes import Shapes
+from batch_agent.engine.agent.touches import Touches
 from batch_agent.engine.agent.turn import CUT, TurnCall
 from batch_agent.engine.agent.work_state import WorkState
 from batch_agent.errors import (
@@ -37,6 +38,7 @@ from batch_agent.messages import Conversation, Message, Reply, ToolCall
 from batch_agent.outputs.extract import strip_reasoning
 from batch_agent.outputs.repair import repair_prompt
 from batch_agent.outputs.validate import parse_output
+from batch_agent.scheduler.pins import pin_seconds
 from batch_agent.store.digests import difference, is_same, next_asked
 from batch_agent.store.steps import Done, Ended, Failed, Outcome, Turn
 from batch_agent.store.trail import FailedBefore, Trail
@@ -268,6 +270,7 @@ class LoopContext(WorkState):
             self.job.index,
             run=r.run,
             turn=self.tally.turns + 1,
+            pin_seconds=0.0 if last or not can_call else self._pin_seconds(),
             last=last or (r.ends_with_answer and not can_call),
             hints=r.hints,
             traceparent="" if r.traces is None else r.traces.of_turn(r.run, self.job.index, self.tally.turns + 1),
@@ -290,6 +293,10 @@ class LoopContext(WorkState):
             self._asking = None
         self._early = early
         return reply
+
+    def _pin_seconds(self) -> float:
+        scheduler = self._r.dispatcher.scheduler
+        return pin_seconds(scheduler.forecast, self.tally.turns) if scheduler.parts.pin else 0.0
 
     @property
     def _turn_limit(self) -> int | None:
@@ -319,12 +326,19 @@ class LoopContext(WorkState):
         try:
             if new:
                 self._leave_record()
-                await run_calls(self._r, trail, self.job, self.tally.turns, new, known, self._early)
+                calling = run_calls(self._r, trail, self.job, self.tally.turns, new, known, self._early)
+                await (calling if self._r.touches is None else self._touching(self._r.touches, new, calling))
         finally:
             if new:
                 self.tally.tool_wait += self._loop.time() - began
             texts = self._tell(calls, known)
         return texts
+
+    async def _touching(self, touches: Touches, calls: Mapping[int, ToolCall], calling: Awaitable[None]) -> None:
+        """Keep the agent's context in the engine's cache while the calls run."""
+        names = [call.name for call in calls.values()]
+        async with touches.during(self._r.tools, names, self.progress, self._history.asked):
+            await calling
 
     def _tell(self, calls: Sequence[ToolCall], known: Mapping[int, str]) -> list[str]:
         """The outcomes in the order of the calls, as far as they are known, into the conversation."""

@@ -22,6 +22,7 @@ from batch_agent.tools.pool import PendingCall, ToolPool
 
 if TYPE_CHECKING:
     from batch_agent.engine.agent.compaction import Compactor
+    from batch_agent.engine.agent.touches import Touches
     from batch_agent.observe.telemetry import Traces
 
 
@@ -46,6 +47,7 @@ class Resources:
     prewarm: ToolPrewarm | None = None
     compactor: Compactor | None = None  # None: conversations are never cut
     schema_noted: bool = False  # it was reported that the server does not keep to the schema
+    touches: Touches | None = None  # None: contexts are not touched while tools run
     lead: PrefixLeader | None = None  # None: no request goes ahead of the others
     digests: ShapeDigests = field(default_factory=ShapeDigests)
     traces: Traces | None = None  # None: the run is not traced

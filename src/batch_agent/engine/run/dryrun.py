@@ -111,6 +111,8 @@ class DryRun:
                 "own_per_row": description.own_tokens,
                 "first_requests": self.prompt_tokens,
                 "first_requests_prefix_cached": self.uncached_tokens,
+                "shared_with_nearest_sibling": description.prefix_tokens + description.layout.sibling_tokens,
+                "same_behind_a_field": description.layout.late_tokens,
             },
             "estimated_cost": {
                 "prefix_cached": self.cost[0] if self.cost else None,
@@ -165,6 +167,8 @@ class DryRun:
         if self.prompt_tokens is not None and self.uncached_tokens is not None:
             cached = f"{amount(self.uncached_tokens)} with the prefix cached"
             yield "first requests", f"{amount(self.prompt_tokens)} tokens in all, {cached}"
+        if self.sampled > 1:
+            yield from description.layout.facts(self.rows)
         span = " to ".join(dict.fromkeys(map(dollars, self.cost or ())))
         yield "cost", f"{span}: {self._cost_basis()}" if span else self._cost_basis()
         if limits := self._limits():

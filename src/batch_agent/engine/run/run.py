@@ -33,6 +33,7 @@ from batch_agent.engine.agent.compaction import open_compactor
 from batch_agent.engine.agent.loop_context import InnerWorker
 from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
+from batch_agent.engine.agent.touches import Touches
 from batch_agent.engine.run.batch import Batch
 from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.delivery import Delivery
@@ -67,6 +68,7 @@ from batch_agent.observe.recorder import Recorder
 from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.kvflow import KvParts
 from batch_agent.store.base import OpenStore
 from batch_agent.store.session import Record, Session
 from batch_agent.store.sqlite import SqliteJournal
@@ -152,7 +154,8 @@ class Run(Steered, Generic[T]):
             on_limit=self._limit_changed,
             on_health=self._health_changed,
         )
-        dispatcher.scheduler.admission.enabled = prepared.spec.kvflow is not False and backend.capabilities.reports_load
+        if backend.capabilities.reports_load:
+            dispatcher.scheduler.use(KvParts.of(prepared.spec.kvflow))
         for endpoint in dispatcher.scheduler.endpoints:
             endpoint.health.patient = backend.capabilities.patient
         return dispatcher
@@ -313,6 +316,7 @@ class Run(Steered, Generic[T]):
                 ends_with_answer=self._loops,
                 keeps_cut_text=self._loops and prepared.schema is None and spec.truncated == "keep",
                 prewarm=prewarm,
+                touches=self._touches(prepared),
                 lead=self._lead(prepared),
                 traces=shared.observers.traces,
                 hints=spec.nvext_agent_hints,
@@ -365,6 +369,13 @@ class Run(Steered, Generic[T]):
         if not self._loops:
             return None
         return lead_of(prepared.plan, prepared.backend.capabilities, prepared.max_inflight)
+
+    def _touches(self, prepared: Prepared) -> Touches | None:
+        """What keeps contexts in the engine's cache while tools run. An engine that does so itself is left alone."""
+        able, parts = prepared.backend.capabilities, self.shared.dispatcher.scheduler.parts
+        if not self._loops or not parts.touch or (able.prefills_ahead and prepared.spec.nvext_agent_hints):
+            return None
+        return Touches(prepared.backend, self.shared.dispatcher, prepared.shapes.later)
 
     @asynccontextmanager
     async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:

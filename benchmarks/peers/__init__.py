@@ -1,0 +1,1 @@
+"""What a user would pick instead of this package, on the same work, server and machine. ``make bench-peers``."""

@@ -1,0 +1,249 @@
+"""The agents whose contexts are in one engine's KV cache at the same time, and whether another one fits.
+
+The projection takes the mean context after each turn from the agents that were there already, and the chance that an
+agent goes on from the turn forecast. What all agents share is counted once. An agent that waits long for its tool
+counts less and less, because others could use its memory meanwhile.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.residency import FULL, LearntCapacity, Residency
+
+FARTHEST = 64  # turns that are looked ahead
+NEAR = 2  # turns that are looked ahead before a member has to be admitted again
+LONG_WAIT = 5.0  # times the mean seconds of a turn: after such a tool wait a context counts half, after two a quarter
+SPAN_SECONDS, SPAN_TURNS = 1.0, 3.0  # the span in which prompt tokens per second are counted, in turns too if it can be
+QUICK, STEP = 0.1, 0.05  # the part of the turns that are quick, and how fast the seconds of those are learnt
+WORTH = 1.15  # times the turns per second, for which agents are held back
+LESS, MORE, LEAST = 0.95, 0.002, 0.6  # times the margin after an eviction, what a hit adds to it, and the smallest
+
+
+class ContextGrowth:
+    """Mean tokens of an agent's context after each turn."""
+
+    __slots__ = ("_count", "_mean", "_step", "shared")
+
+    def __init__(self) -> None:
+        self.shared = 0  # tokens that all agents share; they are in the cache once
+        self._mean = [0.0]  # by turns taken
+        self._count = [0]
+        self._step = 0.0  # mean growth per turn, for turns that no agent has taken yet
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._mean) > 1
+
+    def learn(self, turns: int, tokens: int) -> None:
+        """After ``turns`` turns an agent's context had this size."""
+        if turns > FARTHEST:
+            return
+        while turns >= len(self._mean):
+            self._mean.append(self._mean[-1] + self._step)
+            self._count.append(0)
+        self._count[turns] += 1
+        self._mean[turns] += (tokens - self._mean[turns]) / self._count[turns]
+        last = len(self._mean) - 1
+        if last > 1:
+            self._step = (self._mean[last] - self._mean[1]) / (last - 1)
+
+    def expect(self, turns: int, more: int) -> None:
+        """The next prompt of an agent that has taken ``turns`` is longer by this. An answer replaces it."""
+        if turns and turns + 1 >= len(self._mean):
+            self._step = max(self._step, float(more))
+
+    def after(self, turns: int) -> float:
+        last = len(self._mean) - 1
+        return self._mean[turns] if turns <= last else self._mean[last] + (turns - last) * self._step
+
+
+class EnginePace:
+    """How fast an engine is: the most prompt tokens per second that it was seen to compute, and the seconds of a turn
+    while it is not overloaded."""
+
+    __slots__ = ("_began", "_early", "_heard", "_late", "_tokens", "quick")
+
+    def __init__(self) -> None:
+        self._early = self._late = 0.0  # tokens per second in short spans, and in long ones
+        self.quick = 0.0  # seconds that one turn in ten beats
+        self._began = self._heard = -inf  # of the span in which the engine was never without a request of ours
+        self._tokens = 0
+
+    def learn(self, tokens: int, seconds: float, now: float) -> None:
+        """An answer took some seconds, and these tokens of its prompt were not cached."""
+        span = max(SPAN_SECONDS, SPAN_TURNS * seconds)  # what was computed before it began must not count much
+        if now - seconds > self._heard:
+            self._began, self._tokens = now - seconds, 0
+        elif now - self._began > 2 * span:
+            self._began, self._tokens = self._heard, 0
+        self._heard = now
+        self._tokens += tokens
+        self.quick += STEP * self.quick * (QUICK - (seconds < self.quick)) if self.quick else seconds
+        if now - self._began >= SPAN_SECONDS:
+            rate = self._tokens / (now - self._began)
+            self._early = max(self._early, rate)
+            if now - self._began >= span:
+                self._late = max(self._late, rate)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second; 0 while too little is known."""
+        return self._late or self._early
+
+
+class WorkingSet:
+    """The admitted agents of one endpoint, with the turns they took and the tokens of their contexts."""
+
+    __slots__ = (
+        "_forecast",
+        "_growth",
+        "_preemptions",
+        "learnt",
+        "margin",
+        "members",
+        "pace",
+        "queue",
+        "reported",
+        "residency",
+    )
+
+    def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
+        self._growth, self._forecast = growth, forecast
+        self.reported: int | None = None  # tokens that the cache holds, as the engine says; None: it does not say
+        self.queue = 0  # requests that wait in the engine, at the last reading
+        self._preemptions: int | None = None  # at the last reading
+        self.learnt = LearntCapacity()
+        self.residency = Residency()
+        self.pace = EnginePace()
+        self.margin = 1.0  # the part of the capacity that is used
+        self.members: dict[Progress, tuple[int, int]] = {}
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that the cache holds, as the engine says, or as evictions have shown; None: unknown."""
+        return self.learnt.tokens if self.reported is None else self.reported
+
+    @property
+    def room(self) -> float:
+        """Tokens of the cache for what the agents do not share."""
+        capacity = self.capacity
+        return inf if capacity is None else capacity * self.margin - self._growth.shared
+
+    @property
+    def _remembered(self) -> float:
+        """Tokens of the contexts to remember: while the capacity is learnt, more than it is thought to be."""
+        return self.room if self.reported is not None else 2 * self.room
+
+    def look_up(self, progress: Progress, tokens: int) -> None:
+        """A turn of the agent is sent, with a prompt of ``tokens`` so far as is known."""
+        residency = self.residency
+        progress.distance = None
+        if progress.turns and (self.reported is None or residency.is_tight(self.room)):
+            progress.distance = residency.distance(progress)
+        tokens = tokens if progress.turns else round(self._growth.after(1))
+        residency.sent(progress, max(0, tokens - self._growth.shared), self._remembered)
+
+    def answered(self, progress: Progress, tokens: int, evicted: bool) -> bool:
+        """The turn was answered, and the context has ``tokens`` now. Returns whether the capacity changed."""
+        distance, changed = progress.distance, False
+        if distance is None:
+            pass
+        elif self.reported is None:
+            changed = self.learnt.learn(distance + self._growth.shared, evicted=evicted)
+        elif not evicted:
+            self.margin = min(1.0, self.margin + MORE)
+        elif distance < FULL * self.room:  # the cache holds less than the engine says: others have the rest
+            self.shrink()
+        self.use(progress, tokens)
+        return changed
+
+    def use(self, progress: Progress, tokens: int) -> None:
+        """The agent's context is in the cache, and has ``tokens``."""
+        self.residency.answered(progress, max(0, tokens - self._growth.shared), self._remembered)
+
+    def shrink(self) -> None:
+        self.margin = max(LEAST, self.margin * LESS)
+
+    def preempted(self, total: int | None) -> None:
+        """The engine has preempted ``total`` requests since it started: those that run need more than there is."""
+        if self._preemptions is not None and total is not None and total > self._preemptions:
+            self.shrink()
+        self._preemptions = total
+
+    def weight(self, progress: Progress, now: float) -> float:
+        """How much an agent's context counts, by how long it has waited for its tool."""
+        turn = self._forecast.seconds_per_turn
+        if progress.answered_at is None or not turn:
+            return 1.0
+        return float(min(1.0, 2.0 ** (1.0 - (now - progress.answered_at) / (LONG_WAIT * turn))))
+
+    def keeps(self, progress: Progress, now: float) -> bool:
+        """Whether a member goes on: the contexts that are in the cache fit for the next turns, or another member whose
+        context is there is less advanced."""
+        if self.fits(now, horizon=NEAR, among=self.residency):
+            return True
+        here = [turns for member, (turns, _) in self.members.items() if member in self.residency]
+        return progress in self.residency and progress.turns > min(here)
+
+    def fits(
+        self,
+        now: float,
+        turns: int | None = None,
+        tokens: int = 0,
+        *,
+        horizon: int = FARTHEST,
+        among: Residency | None = None,
+    ) -> bool:
+        """Whether the members' contexts fit for the turns ahead, those ``among`` some only if that is given; with one
+        more agent that has taken ``turns`` if that is given."""
+        if self.capacity is None or not self._growth.is_known:
+            return True
+        shared, after, goes_on = self._growth.shared, self._growth.after, self._forecast.goes_on
+        groups: dict[int, list[float]] = {} if turns is None else {turns: [1.0, float(tokens)]}
+        for progress, (taken, size) in self.members.items():
+            if among is not None and progress not in among:
+                continue
+            weight = self.weight(progress, now)
+            group = groups.setdefault(taken, [0.0, 0.0])
+            group[0] += weight
+            group[1] += weight * size
+        room = self.room
+        for ahead in range(horizon):
+            needed = alive = 0.0
+            for taken, group in groups.items():
+                if ahead and group[0]:
+                    chance = goes_on(taken + ahead - 1)
+                    group[0] *= chance
+                    group[1] = group[1] * chance + group[0] * (after(taken + ahead) - after(taken + ahead - 1))
+                alive += group[0]
+                needed += group[1] - (group[0] * shared if taken + ahead else 0.0)
+            if needed > room:
+                return False
+            if alive < 0.01:
+                break
+        return True
+
+    def pays(self, agents: float) -> bool:
+        """Whether more turns per second are taken with the members alone than with all ``agents``, whose contexts would
+        be evicted and computed again."""
+        pace, shared = self.pace, self._growth.shared
+        cycle, rate = self._forecast.seconds_between_turns + pace.quick, pace.rate
+        if self.capacity is None or not cycle or not rate:
+            return False
+        turns = contexts = last = 0.0
+        chance = 1.0
+        for taken in range(FARTHEST):
+            chance *= self._forecast.goes_on(taken)
+            if chance < 0.01:
+                break
+            last = self._growth.after(taken + 1) - shared
+            turns += chance
+            contexts += chance * last
+        if not contexts or not last:
+            return True
+        fitting = self.room * turns / contexts
+        few = min(min(fitting, agents) / cycle, rate * turns / last)
+        many = min(agents / cycle, rate * turns / contexts)
+        return few >= WORTH * many

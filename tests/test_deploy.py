@@ -1,0 +1,76 @@
+"""The scripts in deploy/: what they would start. Whether a server starts with it is said beside each of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+BYTES = 64 * 2**30
+
+
+def started(tmp_path: Path, engine: str, variable: str, **environ: str) -> list[str]:
+    """The arguments that the script gives to the engine's command."""
+    command = tmp_path / "command"
+    command.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    command.chmod(0o755)
+    script = [str(DEPLOY / engine / "serve.sh"), "a/model", "--max-model-len", "1024"]
+    variables = os.environ | {variable: str(command)} | environ
+    run = subprocess.run(script, env=variables, capture_output=True, text=True, timeout=60, check=True)
+    arguments: list[str] = json.loads(run.stdout)
+    return arguments
+
+
+def connector(arguments: list[str]) -> Any:
+    return json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+
+
+def test_vllm_is_started_with_what_agents_need(tmp_path: Path) -> None:
+    arguments = started(tmp_path, "vllm", "VLLM")
+    assert arguments[:2] == ["serve", "a/model"]
+    assert {"--enable-prompt-tokens-details", "--tool-call-parser", "--max-model-len"} <= set(arguments)
+    assert "--kv-transfer-config" not in arguments
+
+
+def test_vllm_with_pins_offload_or_both(tmp_path: Path) -> None:
+    pins = connector(started(tmp_path, "vllm", "VLLM", PINS="1"))
+    assert (pins["kv_connector"], pins["kv_connector_module_path"]) == ("PinConnector", "batch_agent.vllm_pin")
+    offload = connector(started(tmp_path, "vllm", "VLLM", OFFLOAD_GIB="64"))
+    assert offload["kv_connector_extra_config"] == {"cpu_bytes_to_use": BYTES, "offload_prompt_only": False}
+    both = connector(started(tmp_path, "vllm", "VLLM", PINS="1", OFFLOAD_GIB="64"))
+    assert both["kv_connector_extra_config"]["connectors"] == [pins, offload]
+
+
+def test_sglang_is_started_with_what_agents_need(tmp_path: Path) -> None:
+    arguments = started(tmp_path, "sglang", "SGLANG", OFFLOAD_RATIO="2", SHARED="1", TOOL_PARSER="")
+    assert {"--enable-cache-report", "--enable-priority-scheduling", "--enable-hierarchical-cache"} <= set(arguments)
+    assert arguments[arguments.index("--radix-eviction-policy") + 1] == "priority"
+    assert "--tool-call-parser" not in arguments
+
+
+def test_vllm_with_lmcache(tmp_path: Path) -> None:
+    assert connector(started(tmp_path, "lmcache", "VLLM"))["kv_connector"] == "LMCacheConnectorV1"
+
+
+def test_dynamo_ends_with_all_that_it_started_when_one_of_them_ends(tmp_path: Path) -> None:
+    frontend, worker = tmp_path / "frontend", tmp_path / "worker"
+    frontend.write_text("#!/bin/sh\nexec sleep 600\n")
+    worker.write_text('#!/bin/sh\necho "$@"\n')
+    for command in (frontend, worker):
+        command.chmod(0o755)
+    variables = os.environ | {"FRONTEND": str(frontend), "WORKER": str(worker), "DYN_FILE_KV": str(tmp_path)}
+    run = subprocess.run(
+        [str(DEPLOY / "dynamo" / "serve.sh"), "a/model"], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "--model-path a/model\n"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "dynamo", "lmcache"])
+def test_each_recipe_says_what_was_run_and_what_was_not(engine: str) -> None:
+    assert "## What was run" in (DEPLOY / engine / "README.md").read_text()
