@@ -1,9 +1,10 @@
-# One command for each chore. Everything happens in .venv, made on first use.
+# One command for each chore. Everything happens in .venv, made on first use; with another Python, as in
+# `make test PYTHON=python3.13`, in an environment of its own.
 PYTHON ?= python3
-VENV := .venv
+VENV := .venv$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench bench-peers test-vllm-pin clean
+.PHONY: demo test test-view screenshots test-local test-prometheus test-vllm test-dynamo test-agents soak lint format bench bench-peers test-vllm-pin test-cluster test-wheel clean
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +27,13 @@ demo: $(VENV)/.local  ## set up and run 30 agents on real weights: no server, no
 test: $(VENV)/.ready  ## set up and pass the tests
 	$(BIN)/python -m pytest -n auto
 
+test-wheel:  ## build the wheel, install it into an empty environment, and try it there
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check wheel --no-deps --wheel-dir build/wheel .
+	build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check install build/wheel/*.whl
+	env -u PYTHONPATH build/wheel/venv/bin/python tests/wheel/smoke.py
+
 test-view: $(VENV)/.ready  ## the page in headless Chromium, installed with apt where it is missing
 	command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
 	BATCH_AGENT_TEST_VIEW=1 $(BIN)/python -m pytest tests/view
@@ -42,6 +50,17 @@ test-prometheus: $(VENV)/.ready  ## a real Prometheus scrapes a run; installed w
 
 test-vllm test-vllm-pin test-dynamo test-agents: test-%: $(VENV)/.ready  ## install and start the real thing, and pass its suite
 	$(BIN)/python -m tests.real $*
+
+CLUSTER := .venv-cluster
+$(CLUSTER)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(CLUSTER)
+	$(CLUSTER)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(CLUSTER)/bin/python -m pip install --quiet --editable ".[redis,ray]" "ray[default,data]" pytest pytest-asyncio hypothesis
+	touch $@
+
+test-cluster: $(CLUSTER)/.ready  ## real Redis, real Ray: a run whose processes are killed; ten minutes
+	command -v redis-server >/dev/null || apt-get install -y --no-install-recommends redis-server
+	BATCH_AGENT_TEST_CLUSTER=1 $(CLUSTER)/bin/python -m pytest -v tests/cluster
 
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
@@ -73,4 +92,4 @@ bench-peers: $(VENV)/.ready  ## other packages on the same work, each in an envi
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf $(VENV) .bench-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .venv-* .bench-venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

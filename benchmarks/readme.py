@@ -21,6 +21,8 @@ NAMES = (
     "gpu",
     "capacity",
     "fleet",
+    "at_scale",
+    "cluster",
     "gateway",
     "ticks",
     "reduce",

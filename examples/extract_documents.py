@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from batch_agent import BatchAgent
-from batch_agent.files import read_inputs
 
 
 class Invoice(BaseModel):
@@ -22,7 +21,7 @@ def main(folder: str) -> None:
     results = BatchAgent.run_sync(
         system_prompt="You read invoices. Copy what is written; what is not there is null.",
         task="<invoice>\n{text}\n</invoice>",
-        inputs=read_inputs(folder),  # a row a file: path, name, text
+        inputs=folder,  # one row for each file: path, name, text, pages
         output_schema=Invoice,
         temperature=0,
         max_tokens=120,

@@ -13,6 +13,7 @@ from batch_agent import AgentResult, BatchAgent, BatchSpec, Message
 from batch_agent.api import Options
 from batch_agent.backends.base import Backend
 from batch_agent.documented import plain
+from batch_agent.engine.run.elsewhere import Cluster
 from batch_agent.events import Sink
 from batch_agent.runtimes.base import CommandLineRuntime
 from batch_agent.spec import OLD_NAMES
@@ -25,6 +26,7 @@ NAMES = {
     "AsyncIterable": AsyncIterable,
     "Awaitable": Awaitable,
     "Backend": Backend,
+    "Cluster": Cluster,
     "CommandLineRuntime": CommandLineRuntime,
     "Callable": Callable,
     "Iterable": Iterable,

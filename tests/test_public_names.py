@@ -47,6 +47,7 @@ PUBLIC = [
     "ToolError",
     "Usage",
     "__version__",
+    "release_models",
 ]
 
 ERROR_TYPES = {

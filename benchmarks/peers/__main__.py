@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +60,7 @@ PEERS = (
     Peer("pydantic-ai", "pydantic_ai_agents", "pydantic-ai", "pydantic-ai-slim"),
     Peer("openai-agents", "openai_agents", "openai-agents", "openai-agents"),
     Peer("LangChain", "langchain_agents", "langchain", "langchain"),
-    Peer("inspect_ai", "inspect_eval", "inspect", "inspect-ai"),
+    Peer("inspect_ai", "inspect_eval", "inspect", "inspect_ai"),
     Peer("curator (one turn)", "curator_rows", "curator", "bespokelabs-curator", turns=1),
     Peer("batch-agent 0.2.0", "old", "old", "batch-agent"),
 )
@@ -148,7 +148,8 @@ def paid_again(peer: Peer, program: Path, agents: int) -> int | None:
     with process(program, SLOW_LATENCY_US) as (server, _), tempfile.TemporaryDirectory() as keep:
         with started(peer, server, agents, keep, "--cold") as running:
             given = wait_for(server, agents * peer.turns // 2, running)
-            os.killpg(running.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended
+                os.killpg(running.pid, signal.SIGKILL)
         time.sleep(1.0)  # what was in flight is answered, and counted
         given += server.stats().answers
         with started(peer, server, agents, keep, "--cold") as running:

@@ -13,6 +13,7 @@ from batch_agent.version import __version__
 
 if TYPE_CHECKING:
     from batch_agent.api import BatchAgent
+    from batch_agent.backends.local.keeper import release_models
     from batch_agent.engine.agent.context import AgentContext, AgentReply, BlockingContext
     from batch_agent.errors import (
         BatchAgentError,
@@ -60,10 +61,12 @@ __all__ = [
     "ToolError",
     "Usage",
     "__version__",
+    "release_models",
 ]
 
 _HOMES = {
     "api": ("BatchAgent",),
+    "backends.local.keeper": ("release_models",),
     "engine.agent.context": ("AgentContext", "AgentReply", "BlockingContext"),
     "errors": ("BatchAgentError", "JobError", "RunRejected", "RunUnreachable", "SpecError", "StoreError", "ToolError"),
     "fleet.backend": ("Fleet",),

@@ -38,7 +38,10 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from batch_agent.backends.base import Backend
+    from batch_agent.cluster.worker import WorkReport
     from batch_agent.engine.agent.context import AgentContext, BlockingContext
+    from batch_agent.engine.run.elsewhere import Cluster
+    from batch_agent.engine.run.interruption import Interruption
     from batch_agent.engine.run.prepare import Prepared
     from batch_agent.engine.run.run import Run
     from batch_agent.events import Sink
@@ -61,7 +64,10 @@ class Options(TypedDict, total=False):
     task: str
     template: Literal["braces", "jinja"]
     inputs: Iterable[object] | AsyncIterable[object] | Sized | Path
+    id_column: str | None
     images: Sequence[str]
+    documents: Literal["text", "images", "native"]
+    document_column: str | None
     image_root: str | Path | None
     system_prompt: str
     tools: Sequence[Tool[..., Any] | Callable[..., Any] | str | Sequence[Tool[..., Any]]]
@@ -100,6 +106,10 @@ class Options(TypedDict, total=False):
     kvflow: bool | Literal["auto"]
     cache: bool | str | Path
     run_dir: str | Path | None
+    cluster: Cluster | None
+    lease: float
+    keep: Literal["all", "results"]
+    feed_only: bool
     checkpoint_dir: str | Path | None
     resume: bool
     retry_failed: bool | str | Sequence[str]
@@ -183,7 +193,7 @@ class BatchAgent(MapReduce):
         run's page and shows its address; it needs ``run_dir``, and is served for as long as the results are kept.
         """
         checked = _spec(spec, options)
-        return await _collect(cls._open(checked), checked, progress, view)
+        return await _collect(cls._open(checked), checked, progress, view, _interruption())
 
     @overload
     @classmethod
@@ -211,7 +221,8 @@ class BatchAgent(MapReduce):
     @classmethod
     def stream(cls, spec: BatchSpec | None = None, **options: Any) -> AsyncGenerator[AgentResult[Any], None]:
         """Each result as it finishes. Leaving the loop early cancels what is left."""
-        return ResultStream(cls._open(_spec(spec, options)))
+        checked = _spec(spec, options)
+        return ResultStream(cls._open(checked), checked)
 
     @overload
     @classmethod
@@ -292,7 +303,8 @@ class BatchAgent(MapReduce):
         cls, spec: BatchSpec | None = None, *, progress: bool | None = None, view: bool = False, **options: Any
     ) -> Results[Any]:
         """``run`` for scripts and notebooks, also where an event loop is already running."""
-        return _run_anywhere(cls.run(_spec(spec, options), progress=progress, view=view))
+        checked, interruption = _spec(spec, options), _interruption()
+        return _run_anywhere(_collect(cls._open(checked), checked, progress, view, interruption), interruption)
 
     @classmethod
     def plan(cls, spec: BatchSpec | None = None, **options: Any) -> Prepared:
@@ -309,8 +321,28 @@ class BatchAgent(MapReduce):
     def _open(spec: BatchSpec) -> Run[Any]:
         from batch_agent.engine.run.prepare import prepare
         from batch_agent.engine.run.run import Run
+        from batch_agent.store.address import is_store_url
 
+        if spec.cluster is not None:
+            opened: Run[Any] = spec.cluster.open_run(prepare(spec))
+            return opened
+        if is_store_url(spec.run_dir):
+            from batch_agent.cluster.open import open_fed_run
+
+            return open_fed_run(prepare(spec))
         return Run(prepare(spec))
+
+    @staticmethod
+    async def work(url: str, *, import_from: str | Path | None = None, wait: float = 60.0) -> WorkReport:
+        """Join the run at ``url`` (``redis://host:6379/0/NAME``) that another process feeds, and work until it is done.
+
+        The user's modules are imported from ``import_from``, else from the working directory. ``wait`` is how many
+        seconds a run, or a feeder that is gone, is waited for. Raises SpecError when this process cannot work on the
+        run, and StoreError when there is none to work on.
+        """
+        from batch_agent.cluster.worker import work
+
+        return await work(url, import_from=import_from, wait=wait)
 
 
 def _spec(spec: BatchSpec | None, options: dict[str, Any]) -> BatchSpec:
@@ -336,7 +368,16 @@ def _with_rows(spec: BatchSpec) -> BatchSpec:
     return spec.model_copy(update={"inputs": rows_from(spec.inputs)})
 
 
-async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None, wants_page: bool) -> Results[R]:
+def _interruption() -> Interruption:
+    from batch_agent.engine.run.interruption import Interruption
+
+    return Interruption()
+
+
+async def _collect(
+    run: Run[R], spec: BatchSpec, progress: bool | None, wants_page: bool, interruption: Interruption
+) -> Results[R]:
+    from batch_agent.engine.run.interruption import interrupted_words
     from batch_agent.files.read import LazyRows
     from batch_agent.observe.display import with_expected
     from batch_agent.observe.progress import Progress, show_address
@@ -359,8 +400,9 @@ async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None, wants_pa
 
     try:
         async with run, view:
-            async for result in run.results():
-                taken.append(result)
+            with interruption.stopping(run.cancel):
+                async for result in run.results():
+                    taken.append(result)
     except BaseException as error:
         if statistics().done:  # how far it came
             view.conclude(str(summary()))
@@ -369,16 +411,20 @@ async def _collect(run: Run[R], spec: BatchSpec, progress: bool | None, wants_pa
             error.results = Results(done, summary(), spec.output_schema, page)  # type: ignore[attr-defined]
         raise
     view.conclude(str(summary()))
-    return Results(with_unfinished(taken, spec.inputs, statistics()), summary(), spec.output_schema, page)
+    rows = with_unfinished(taken, spec.inputs, statistics(), spec.id_column)
+    results = Results(rows, summary(), spec.output_schema, page)
+    if interruption.happened:
+        return interruption.conclude(results, results, interrupted_words(statistics(), spec))
+    return results
 
 
 class ResultStream(AsyncGenerator[AgentResult[R], None]):
     """What ``stream`` returns. Dropping it, as ``break`` does, stops the run at once: a plain generator would only be
     closed some turns of the event loop later, and requests would leave meanwhile."""
 
-    def __init__(self, run: Run[R]) -> None:
+    def __init__(self, run: Run[R], spec: BatchSpec) -> None:
         self._run = run
-        self._results = _results(run)
+        self._results = _results(run, spec)
 
     async def asend(self, value: None) -> AgentResult[R]:
         return await self._results.asend(value)
@@ -393,13 +439,19 @@ class ResultStream(AsyncGenerator[AgentResult[R], None]):
         self._run.stop()
 
 
-async def _results(run: Run[R]) -> AsyncGenerator[AgentResult[R], None]:
+async def _results(run: Run[R], spec: BatchSpec) -> AsyncGenerator[AgentResult[R], None]:
+    from batch_agent.engine.run.interruption import interrupted_words
+
+    interruption = _interruption()
     async with run, aclosing(run.results()) as results:
-        async for result in results:
-            yield result
+        with interruption.stopping(run.cancel):
+            async for result in results:
+                yield result
+    if interruption.happened:
+        interruption.conclude(None, None, interrupted_words(run.statistics(), spec))
 
 
-def _run_anywhere(work: Coroutine[Any, Any, R]) -> R:
+def _run_anywhere(work: Coroutine[Any, Any, R], interruption: Interruption) -> R:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -422,7 +474,12 @@ def _run_anywhere(work: Coroutine[Any, Any, R]) -> R:
     with _interruptible():
         try:
             thread.start()
-            return outcome.result()
+            try:
+                return outcome.result()
+            except KeyboardInterrupt:  # the first one: the run ends with what is done
+                if not interruption.request():
+                    raise
+                return outcome.result()
         except BaseException:
             with suppress(RuntimeError):  # its loop is closed: it has ended by itself
                 loop.call_soon_threadsafe(task.cancel)

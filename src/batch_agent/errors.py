@@ -29,6 +29,7 @@ that raises an error writes its message, which never contains a secret.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from traceback import walk_tb
 from typing import Literal, cast
 
 from batch_agent.messages import Quota, Usage
@@ -42,6 +43,13 @@ class BatchAgentError(Exception):
 
 class SpecError(BatchAgentError, ValueError):
     """The request is wrong. The message names what is wrong and what is allowed."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the line of the cell and the message. Frames of this package would tell nothing."""
+        here = [frame for frame, _ in walk_tb(self.__traceback__) if frame.f_globals.get("__name__") == "__main__"]
+        lines = [f"line {frame.f_lineno} of {frame.f_code.co_name}" for frame in here[-1:]]
+        place = lines[0].replace(" of <module>", " of this cell") + "\n" if lines else ""
+        return [f"{place}{type(self).__name__}: {self}"]
 
 
 class RunRejected(SpecError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, TypeAlias,
 
 from batch_agent.errors import JobError, error_of
 from batch_agent.foreign import describe
-from batch_agent.messages import Image, Message, Usage
+from batch_agent.messages import Attachment, Message, Usage
 from batch_agent.value_type import value_type
 
 T_co = TypeVar("T_co", covariant=True)
@@ -33,8 +33,7 @@ class Job:
     parts: tuple[Job, ...] = ()  # if it does not fit: these are done instead, and their answers merged
     shortened: bool = False  # its longest field was cut to fit
     affinity: str = ""  # jobs with the same value are preferably sent to the same endpoint
-    # The pictures behind the marks in its prompt.
-    images: Mapping[str, Image] = field(default_factory=dict, compare=False)
+    images: Mapping[str, Attachment] = field(default_factory=dict, compare=False)  # what marks in its prompt stand for
 
 
 @dataclass(frozen=True, slots=True)

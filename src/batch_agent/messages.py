@@ -26,14 +26,15 @@ JsonObject = dict[str, "JsonValue"]
 IMAGE_TOKENS = 1000  # of a picture of unknown size: about what models count for a full page
 
 
-class Image:
-    """A picture: the path of a file, a URL from which the server fetches it (http, https), a ``data:`` URL, or bytes.
-    ``url`` is what was given, with bytes as a ``data:`` URL.
+class Attachment:
+    """Something in a message that is not text: a path, an address (http, https), a ``data:`` URL, or bytes. ``url`` is
+    what was given, bytes as a ``data:`` URL.
 
     Not a dataclass, so that no code writes its bytes out as plain data.
     """
 
     __slots__ = ("_digest", "tokens", "url")
+    kind = "attachment"
 
     def __init__(self, source: str | bytes | PathLike[str], *, tokens: int = IMAGE_TOKENS, digest: str = "") -> None:
         """``tokens`` is about what a model counts for it; ``digest`` is the SHA-256 of its bytes, if known."""
@@ -58,18 +59,40 @@ class Image:
         """Return the text that represents the picture in records, transcripts and row ids; it contains the picture's
         hash."""
         if not self.is_data:
-            return f"[image {self.url}]"
+            return f"[{self.kind} {self.url}]"
         self._digest = self._digest or sha256(_data(self.url)).hexdigest()
-        return f"[image sha256:{self._digest}]"
+        return f"[{self.kind} sha256:{self._digest}]"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Image) and self.url == other.url
+        return isinstance(other, Attachment) and self.kind == other.kind and self.url == other.url
 
     def __hash__(self) -> int:
         return hash(self.url)
 
     def __repr__(self) -> str:
-        return f"Image({self.url[:60]!r})"
+        return f"{type(self).__name__}({self.url[:60]!r})"
+
+
+class Image(Attachment):
+    """A picture: the path of a file, an address from which the server fetches it (http, https), a ``data:`` URL, or
+    bytes."""
+
+    __slots__ = ()
+    kind = "image"
+
+
+class Document(Attachment):
+    """A document: the path of a file that is yet to be read, or, as a ``data:`` URL, the file itself for a wire that
+    takes files. ``name`` is the file's."""
+
+    __slots__ = ("name",)
+    kind = "document"
+
+    def __init__(
+        self, source: str | PathLike[str], *, name: str = "", tokens: int = IMAGE_TOKENS, digest: str = ""
+    ) -> None:
+        super().__init__(source, tokens=tokens, digest=digest)
+        self.name = name
 
 
 def _data_url(data: bytes, media_type: str) -> str:
@@ -85,7 +108,7 @@ def _data(url: str) -> bytes:
         return text.encode("utf-8", "surrogatepass")
 
 
-Part = str | Image
+Part = str | Attachment
 Content = str | tuple[Part, ...]
 
 
@@ -103,12 +126,15 @@ def content_json(content: Content) -> JsonValue:
     """Return the content in the common chat format."""
     if isinstance(content, str):
         return content
-    return [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": part.url}}
-        for part in content
-    ]
+    return [_part_json(part) for part in content]
+
+
+def _part_json(part: Part) -> JsonValue:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, Document):
+        return {"type": "file", "file": {"filename": part.name, "file_data": part.url}}
+    return {"type": "image_url", "image_url": {"url": part.url}}
 
 
 @value_type
@@ -187,7 +213,7 @@ def _content_of(content: object) -> Content:
 
 
 def _part_of(part: object) -> Part:
-    if isinstance(part, str | Image):
+    if isinstance(part, str | Attachment):
         return part
     if isinstance(part, Mapping):
         image = part.get("image_url")

@@ -7,7 +7,7 @@ list of options.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -77,14 +77,22 @@ class NotSettable:
 
 
 Count = Annotated[int, Field(gt=0, strict=True)]
+Whole = Annotated[int, Field(strict=True)]
+NotNegative = Annotated[int, Field(ge=0, strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # True and "1" are not numbers
-Seconds = Annotated[Number, Field(gt=0)]
+Positive = Annotated[Number, Field(gt=0)]
+Seconds = Positive
 Word = Annotated[str, StringConstraints(strict=True)]
 
 Text = Annotated[Word, Allowed("text")]
 OptionalText = Annotated[Word | None, Allowed("text, or None")]
+Texts = Annotated[Word | Sequence[Word] | None, Allowed("a text or a list of texts, or None to leave it to the server")]
 Switch = Annotated[bool, Allowed("True or False")]
 Limit = Annotated[Count | None, Allowed("a whole number above 0, or None for no limit")]
+Retries = Annotated[
+    Annotated[int, Field(ge=0, strict=True)],
+    Allowed("a whole number, 0 or more: without a limit, what fails every time would cost without end"),
+]
 TimeLimit = Annotated[Seconds | None, Allowed("a number of seconds above 0, or None for no limit")]
 Directory = Annotated[Word | Path | None, Allowed("a directory, or None")]
 
@@ -115,11 +123,13 @@ def _members(kind: object) -> Iterator[object]:
         yield get_origin(kind) or kind
 
 
-def check_names(model: type[BaseModel], options: Iterable[str], old_names: Iterable[str]) -> None:
-    """Raise SpecError for a name that is not an option of ``model``; names in ``old_names`` are suggested too."""
+def check_names(model: type[BaseModel], options: Iterable[str], old_names: Mapping[str, str]) -> None:
+    """Raise SpecError for a name that is no option of ``model``. What resembles an older name is answered with the
+    option's name of today."""
     for name in set(options) - model.model_fields.keys():
         near = difflib.get_close_matches(name, [*model.model_fields, *old_names], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f". Options: {', '.join(sorted(model.model_fields))}"
+        meant = [old_names.get(word, word) for word in near]
+        hint = f"; did you mean {meant[0]!r}?" if meant else f". Options: {', '.join(sorted(model.model_fields))}"
         raise SpecError(f"there is no option {name!r}{hint}")
 
 

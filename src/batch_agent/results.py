@@ -163,22 +163,24 @@ class Results(list[AgentResult[T]]):
         return f"{self.summary._repr_html_()}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
 
 
-def with_unfinished(results: Iterable[AgentResult[T]], inputs: object, statistics: Statistics) -> list[AgentResult[T]]:
-    """Return the results in input order, with an Interrupted one for each row without a result. Unread rows of an
-    iterator get none."""
+def with_unfinished(
+    results: Iterable[AgentResult[T]], inputs: object, statistics: Statistics, id_column: str | None = None
+) -> list[AgentResult[T]]:
+    """The results in input order, with an Interrupted one for each row that the run ended before. Rows of an iterator
+    that were not read stay without."""
     known = {result.index: result for result in results}
     if isinstance(inputs, Collection) and len(known) < len(inputs):
         reason = f"{statistics.ended}: {statistics.reason}" if statistics.reason else statistics.ended
         error = AgentError.of(Interrupted(f"the run ended before this row finished ({reason})"))
         for index, value in enumerate(inputs):
             if index not in known:
-                known[index] = Failure(index, _job_id(index, value), value, False, None, error)
+                known[index] = Failure(index, _job_id(index, value, id_column), value, False, None, error)
     return [known[index] for index in sorted(known)]
 
 
-def _job_id(index: int, value: object) -> str:
+def _job_id(index: int, value: object, id_column: str | None) -> str:
     try:
-        own = own_id(fields_of(value))
+        own = own_id(fields_of(value), id_column)
     except InputError:
         own = None
     return str(index) if own is None else own

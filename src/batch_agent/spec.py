@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from batch_agent.errors import JobError, SpecError, error_types
+from batch_agent.agreement import disagreements
+from batch_agent.errors import SpecError
 from batch_agent.option import (
     Allowed,
     Compared,
@@ -22,15 +23,20 @@ from batch_agent.option import (
     Flag,
     FlagGroup,
     Limit,
+    NotNegative,
     NotSettable,
     Number,
     OptionalText,
+    Positive,
+    Retries,
     Scope,
     Seconds,
     Switch,
     Text,
+    Texts,
     TimeLimit,
     Unset,
+    Whole,
     Word,
     check_names,
     explain,
@@ -70,13 +76,27 @@ class BatchSpec(BaseModel):
         "iterator, generator or async iterator, which is read as needed. Or a DataFrame, an Arrow table, a Hugging "
         "Face dataset, an open text file, or the path of a file or directory: [files.md](files.md)."
     )
+    id_column: Annotated[
+        OptionalText, Scope.STAGE, Compared.VALUE, Unset("`id`, where a row has one"), Flag("NAME")
+    ] = Field(
+        None,
+        description="Field of a row that is its `job_id`. A row without a value there is named by its place, from 0.",
+    )
     images: Annotated[Sequence[Word], Allowed("a list of names of fields")] = Field(
         (),
         description="Fields of a row that hold an image, or a list of them, as paths, URLs, data: URLs or bytes. In "
         "Python, `Image(...)` marks one without this option. See [images.md](images.md).",
     )
+    documents: Annotated[Literal["text", "images", "native"], Allowed("text, images or native"), Flag("FORM")] = Field(
+        "text",
+        description="How PDF, Word and HTML files are sent: as their `text`, as `images` of their pages, or as files "
+        "(`native`), where the backend takes them. See [documents.md](documents.md).",
+    )
+    document_column: Annotated[OptionalText, Flag("NAME")] = Field(
+        None, description="Field of a row with the path of a document, which is read into `{text}` and `{pages}`."
+    )
     image_root: Annotated[Directory, Unset("the working directory; on the command line, where the rows are")] = Field(
-        None, description="Directory of images whose paths are relative."
+        None, description="Directory of images and documents whose paths are relative."
     )
     system_prompt: Annotated[
         Text, Scope.STAGE, Compared.VALUE, Flag("TEXT", name="system", group=FlagGroup.QUESTION)
@@ -199,9 +219,7 @@ class BatchSpec(BaseModel):
         None, description="Tokens, of prompts and answers, that an endpoint may be asked for in any minute."
     )
     backpressure_ceiling: Annotated[
-        Annotated[int, Field(ge=0, strict=True)] | None,
-        Allowed("a whole number, 0 or more, or None for no limit"),
-        Scope.WHOLE,
+        NotNegative | None, Allowed("a whole number, 0 or more, or None for no limit"), Scope.WHOLE
     ] = Field(
         None,
         description="No new agent starts while more requests than this wait in the engine's queue, where the engine "
@@ -212,20 +230,19 @@ class BatchSpec(BaseModel):
         description="Measure on the first rows beyond which number of calls in flight the throughput stops growing, "
         "and remember it for this endpoint and model.",
     )
-    max_turns: Annotated[Limit, Scope.STAGE, Unset("1, with tools 10", is_none=False)] = Field(
+    max_turns: Annotated[Limit, Scope.STAGE, Unset("1, with tools 10", is_none=False), Flag("N")] = Field(
         None,
         description="Most answers a model may give before it must be done. Answers asked for again because they do "
         "not validate do not count.",
     )
-    max_retries: Annotated[
-        Annotated[int, Field(ge=0, strict=True)],
-        Allowed("a whole number, 0 or more: without a limit, what fails every time would cost without end"),
-    ] = Field(
+    max_retries: Annotated[Retries, Flag("N", name="retries")] = Field(
         3,
         description="How often a failed request is sent again, and how often an answer that does not validate is "
         "shown to the model with its errors. `None` is refused: a request that always fails would cost without end.",
     )
-    timeout_per_agent: TimeLimit = Field(None, description="Seconds for the whole agent, waiting included.")
+    timeout_per_agent: Annotated[TimeLimit, Flag("SECONDS", "seconds for a row, waiting included", "timeout")] = Field(
+        None, description="Seconds for the whole agent, waiting included."
+    )
     timeout_per_turn: TimeLimit = Field(600.0, description="Seconds for one model call.")
     timeout_per_tool: TimeLimit = Field(120.0, description="Seconds for one tool call.")
 
@@ -240,10 +257,7 @@ class BatchSpec(BaseModel):
         "the number of `gpus`.",
     )
     max_cost: Annotated[
-        Annotated[Number, Field(gt=0)] | None,
-        Allowed("a number of dollars above 0, or None for no limit"),
-        Scope.WHOLE,
-        Flag("DOLLARS"),
+        Positive | None, Allowed("a number of dollars above 0, or None for no limit"), Scope.WHOLE, Flag("DOLLARS")
     ] = Field(None, description="$ a run may cost. At the limit it ends `out of budget`.")
     max_total_tokens: Annotated[Limit, Scope.WHOLE, Flag("N")] = Field(
         None, description="Tokens a run may use, prompts and answers together. At the limit it ends `out of budget`."
@@ -286,7 +300,27 @@ class BatchSpec(BaseModel):
     # The record
     run_dir: Annotated[Directory, Scope.WHOLE, NotSettable("give --run-dir")] = Field(
         None,
-        description="Directory that records the run, so that it can be resumed. `checkpoint_dir`: this and `resume`.",
+        description="Directory that records the run, so that it can be resumed; or `redis://host:6379/0/NAME`, where "
+        "workers on other machines can join it ([cluster.md](cluster.md)). `checkpoint_dir`: this and `resume`.",
+    )
+    lease: Annotated[Seconds, Allowed("a number of seconds above 0"), Scope.WHOLE, Flag("SECONDS")] = Field(
+        15.0,
+        description="For a run in Redis: seconds without a sign of life after which a worker's rows go to others.",
+    )
+    keep: Annotated[Literal["all", "results"], Allowed("all or results"), Scope.WHOLE, Flag("WHAT")] = Field(
+        "all",
+        description="For a run in Redis: `results` drops the turns of rows that are done, and their transcripts.",
+    )
+    feed_only: Annotated[
+        Switch, Scope.WHOLE, Flag(None, "feed rows and deliver results; other processes do all the work", "no_work")
+    ] = Field(
+        False,
+        description="For a run in Redis: feed rows and deliver results, and leave all work to other processes.",
+    )
+    cluster: Annotated[Any, Scope.WHOLE, NotSettable("give --ray", in_files=True)] = Field(
+        None,
+        description='Cluster whose processes work on the rows: `batch_agent.ray.Ray("auto", workers=8)` '
+        "([cluster.md](cluster.md)).",
     )
     resume: Annotated[Switch, Scope.WHOLE, NotSettable("give --resume")] = Field(
         False,
@@ -321,7 +355,7 @@ class BatchSpec(BaseModel):
         None, description="File to which each event is appended as a line of JSON: [events.md](events.md)."
     )
     metrics_port: Annotated[
-        Annotated[int, Field(ge=0, le=65535, strict=True)] | Word | None,
+        Annotated[NotNegative, Field(le=65535)] | Word | None,
         Allowed("a port from 0 to 65535, or HOST:PORT"),
         Scope.WHOLE,
         Unset("none"),
@@ -344,7 +378,7 @@ class BatchSpec(BaseModel):
 
     # The model call
     max_tokens: Annotated[
-        Count | None, Allowed(f"a whole number above 0{TO_THE_SERVER}"), Scope.STAGE, Compared.VALUE, SERVERS
+        Count | None, Allowed(f"a whole number above 0{TO_THE_SERVER}"), Scope.STAGE, Compared.VALUE, SERVERS, Flag("N")
     ] = Field(None, description="Tokens one answer may have.")
     truncated: Annotated[Literal["keep", "fail"], Allowed("keep or fail"), Scope.STAGE] = Field(
         "keep",
@@ -365,16 +399,10 @@ class BatchSpec(BaseModel):
         Compared.VALUE,
         SERVERS,
     ] = Field(None, description="Nucleus sampling.")
-    seed: Annotated[
-        Annotated[int, Field(strict=True)] | None, Allowed(f"a whole number{TO_THE_SERVER}"), Compared.VALUE, SERVERS
-    ] = Field(None, description="Sampling seed.")
-    stop: Annotated[
-        Word | Sequence[Word] | None,
-        Allowed(f"a text or a list of texts{TO_THE_SERVER}"),
-        Scope.STAGE,
-        Compared.VALUE,
-        SERVERS,
-    ] = Field(None, description="Texts that end an answer.")
+    seed: Annotated[Whole | None, Allowed(f"a whole number{TO_THE_SERVER}"), Compared.VALUE, SERVERS] = Field(
+        None, description="Sampling seed."
+    )
+    stop: Annotated[Texts, Scope.STAGE, Compared.VALUE, SERVERS] = Field(None, description="Texts that end an answer.")
     extra_body: Annotated[Mapping[str, JsonValue], Allowed("a mapping from names to JSON values"), Compared.HASH] = (
         Field(
             {},
@@ -457,36 +485,8 @@ class BatchSpec(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        works = isinstance(self.runtime, str | Mapping) or callable(self.runtime)  # else it is a backend
-        if self.backend is not None and self.runtime is not None and not works:
-            raise ValueError("backend and a runtime that is a backend mean the same: give one of them")
-        if self.worker is not None and self.runtime is not None and works:
-            raise ValueError("worker and runtime both work on rows: give one of them")
-        for name in ("resume", "force_resume"):
-            if getattr(self, name) and self.run_dir is None:
-                raise ValueError(f"{name} needs run_dir, the directory to resume from")
-        if isinstance(self.run_dir, str) and not self.run_dir.strip():
-            raise ValueError("run_dir is empty: name a directory, or leave it out to record nothing")
-        if self.predictive_prewarm is True and self.run_dir is None:
-            raise ValueError("predictive_prewarm needs an earlier run: give its directory in place of True, or run_dir")
-        if isinstance(self.predictive_prewarm, str) and not self.predictive_prewarm.strip():
-            raise ValueError("predictive_prewarm is empty: name the directory of an earlier run")
-        retry = (self.retry_failed,) if isinstance(self.retry_failed, str) else self.retry_failed
-        known = error_types(JobError)
-        for name in () if isinstance(retry, bool) else retry:
-            if name not in known:
-                raise ValueError(f"retry_failed: there is no error type {name!r}; there are {', '.join(sorted(known))}")
-        if not self.task.strip() and (self.worker is None or self.task):
-            raise ValueError("task is empty: it is the message each agent gets")
-        if self.worker is not None and self.oversized != "fail":
-            raise ValueError(f"oversized={self.oversized!r} is for the tool loop: a worker reads its rows itself")
-        if self.model is not None and not self.model.strip():
-            raise ValueError("model is empty: name one, or leave it out for the one model the server has")
-        if self.model_max_context is not None and self.model_max_context <= self.min_response_tokens:
-            raise ValueError("model_max_context must be larger than min_response_tokens, which is kept for the answer")
-        given = [name for name in ("compaction_backend", "compaction_model") if getattr(self, name) is not None]
-        if given and self.compaction != "auto":
-            raise ValueError(f"{given[0]} names a model to write what compaction, which is not auto, does without")
+        for problem in disagreements(self.__dict__):
+            raise ValueError(problem)
         return self
 
     def given(self, name: str) -> bool:

@@ -9,7 +9,7 @@ from batch_agent.backends.anthropic.check import check_shape
 from batch_agent.backends.anthropic.request import MessagesView, build_head
 from batch_agent.backends.base import RequestShape
 from batch_agent.errors import Rejected, SpecError
-from batch_agent.messages import Conversation, Image, Message, Sealed, ToolCall, ToolSpec
+from batch_agent.messages import Conversation, Document, Image, Message, Sealed, ToolCall, ToolSpec
 
 SEARCH = ToolSpec("search", "Search.", {"type": "object", "properties": {"query": {"type": "string"}}})
 SHAPE = RequestShape("claude-sonnet-4-5", tools=(SEARCH,))
@@ -98,6 +98,15 @@ def test_pictures_go_as_data_or_as_an_address() -> None:
     assert kinds(shown["messages"][2]["content"][0]) == ["text", "image"]
     with pytest.raises(Rejected, match="image"):
         sent(Message("system", ("look", picture)), USER)
+
+
+def test_a_file_is_a_document_block_with_its_name() -> None:
+    paper = Document("data:application/pdf;base64,cGRm", name="a.pdf")
+    assert sent(Message("user", ("Read.", paper)))["messages"][0]["content"][1] == {
+        "type": "document",
+        "source": {"type": "base64", "media_type": "application/pdf", "data": "cGRm"},
+        "title": "a.pdf",
+    }
 
 
 def test_ids_of_other_wires_are_written_in_the_letters_that_the_api_takes() -> None:

@@ -17,8 +17,9 @@ from batch_agent import BatchAgent, Tool
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.bedrock.converse import BedrockBackend
 from batch_agent.backends.registry import open_backend
+from batch_agent.documents import MEDIA_TYPES
 from batch_agent.errors import SpecError
-from batch_agent.messages import Conversation, Image, Message, ToolSpec, Usage
+from batch_agent.messages import Conversation, Document, Image, Message, ToolSpec, Usage
 
 CLAUDE = "us.anthropic.claude-sonnet-4-5-20250929-v1:0"
 
@@ -175,6 +176,22 @@ async def test_missing_credentials_are_known_before_the_first_row(monkeypatch: p
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(SpecError, match="no AWS credentials"):
         await BatchAgent.run(task="{input}", inputs=["a"], backend="bedrock://us-east-1/m")
+
+
+async def test_files_are_document_blocks_that_botos_own_client_takes() -> None:
+    kinds = ("application/pdf", MEDIA_TYPES["docx"], "text/html")
+    files = tuple(Document(f"data:{kind};base64,Zm9v", name="../a b_c.x") for kind in kinds)
+    async with WireServer(answer(whole(Say("fine"))), answer(whole(Say("fine")))) as server:
+        async with BedrockBackend(f"http://127.0.0.1:{server.port}", "us-east-1") as backend:
+            talk = Conversation([Message("user", ("Read.", *files))])
+            await backend.infer(ModelRequest(RequestShape("m"), talk, "0"))
+        ours = server.requests[0].json["messages"]
+        blocks = [{"format": kind, "name": "document", "source": {"bytes": b"foo"}} for kind in ("pdf", "docx", "html")]
+        asked = [{"role": "user", "content": [{"text": "Read."}, *({"document": block} for block in blocks)]}]
+        await asyncio.to_thread(lambda: client(server).converse(modelId="m", messages=asked))
+        theirs = server.requests[1].json["messages"]
+    without_marks = [block for block in ours[0]["content"] if "cachePoint" not in block]
+    assert without_marks == theirs[0]["content"]
 
 
 async def test_an_image_at_an_address_fails_its_row_in_words() -> None:

@@ -17,8 +17,9 @@ from batch_agent.backends.base import Capabilities, ModelRequest, RequestShape
 from batch_agent.backends.openai.chat import OpenAIBackend, encode_message
 from batch_agent.backends.openai.dialect import Dialect
 from batch_agent.backends.openai.server import Tail
+from batch_agent.backends.registry import open_backend
 from batch_agent.errors import BadResponse, InternalError, Rejected, SpecError, Timeout, Truncated, Unavailable
-from batch_agent.messages import Conversation, Image, Message, ToolCall
+from batch_agent.messages import Conversation, Document, Image, Message, ToolCall
 
 OK = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}, "finish_reason": "stop"}]}
 
@@ -215,6 +216,32 @@ async def test_a_message_of_parts_is_sent_as_parts() -> None:
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}},
         {"type": "image_url", "image_url": {"url": "https://host/a.png"}},
     ]
+    paper = Document("data:application/pdf;base64,cGRm", name="a.pdf")
+    assert orjson.loads(encode_message(Message("user", ("Read:", paper))))["content"][1] == {
+        "type": "file",
+        "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,cGRm"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "formats"),
+    [
+        ("openai://", {"pdf"}),
+        ("openai-batch://", {"pdf"}),
+        ("openrouter://", {"pdf"}),
+        ("azure://r/d?api=responses", {"pdf"}),
+        ("azure://r/d", set()),
+        ("anthropic://", {"pdf"}),
+        ("anthropic://host:8000", set()),
+        ("bedrock://us-east-1/m", {"pdf", "docx", "html"}),
+        ("gemini://", set()),
+        ("vllm://host", set()),
+        ("http://host/v1", set()),
+    ],
+)
+def test_a_backend_says_which_files_it_takes(url: str, formats: set[str]) -> None:
+    backend, _ = open_backend(url, model="m", api_key="k", environ={})
+    assert backend.capabilities.documents == formats
 
 
 async def test_the_head_is_encoded_once_per_shape_and_forgotten_with_it() -> None:

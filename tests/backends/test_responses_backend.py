@@ -17,7 +17,7 @@ from batch_agent.backends.base import Backend, RequestShape
 from batch_agent.backends.openai.dialect import Dialect
 from batch_agent.backends.openai.responses import ResponsesBackend, encode_items
 from batch_agent.errors import BackendError, BadResponse, RateLimited, Rejected, SpecError, Truncated, Unavailable
-from batch_agent.messages import Image, Message, Usage
+from batch_agent.messages import Document, Image, Message, Usage
 
 OPENAI = Dialect(strict_schemas=True, openai_models=True)
 
@@ -204,11 +204,15 @@ async def test_a_stream_whose_end_does_not_repeat_the_answer_is_read_from_its_it
     assert (reply.text, reply.tool_calls) == ("Let me look.", CALLS)
 
 
-def test_pictures_are_parts_of_a_message() -> None:
+def test_pictures_and_files_are_parts_of_a_message() -> None:
     item = orjson.loads(encode_items(Message("user", ("Look:", Image("https://host/a.png")))))
     assert item["content"] == [
         {"type": "input_text", "text": "Look:"},
         {"type": "input_image", "image_url": "https://host/a.png", "detail": "auto"},
+    ]
+    paper = Document("data:application/pdf;base64,cGRm", name="a.pdf")
+    assert orjson.loads(encode_items(Message("user", (paper,))))["content"] == [
+        {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,cGRm"}
     ]
 
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 import shlex
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 
+import aiohttp
 import pytest
 from commandline import Outcome, batch_agent, read_results, rows, serving, started
 
@@ -271,3 +273,29 @@ async def test_a_full_standard_output_is_one_line_and_exit_status_1(tmp_path: Pa
     assert outcome.code == 1
     assert outcome.stderr.splitlines()[-1].startswith("batch-agent: cannot write")
     assert "Traceback" not in outcome.stderr and "No space left" in outcome.stderr
+
+
+async def test_the_numbers_and_the_events_of_a_run_leave_the_process(tmp_path: Path) -> None:
+    asked = asyncio.Event()
+    go_on = asyncio.Event()
+
+    async def script(request: Request) -> Say:
+        asked.set()
+        await go_on.wait()
+        return Say("ok")
+
+    rows(tmp_path, {"input": "a"}, {"input": "b"})
+    command = ("run", "spec.yaml", "--inputs", "rows.jsonl", "--metrics-port", "0", "--events", "events.jsonl")
+    async with serving(tmp_path, script), started(tmp_path, *command) as process:
+        assert process.stderr is not None
+        line = (await process.stderr.readline()).decode()
+        assert line.startswith("metrics: http://127.0.0.1:")
+        await asked.wait()
+        async with aiohttp.ClientSession() as session, session.get(line.split()[1]) as answer:
+            page = await answer.text()
+        assert re.search(r'^batch_agent_rows\{state="running"\} [12]$', page, re.MULTILINE), page
+        go_on.set()
+        assert await process.wait() == 0
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "RunStarted" and kinds[-1] == "RunFinished" and kinds.count("JobFinished") == 2

@@ -107,3 +107,20 @@ def test_a_limit_that_is_no_limit_is_refused(flags: list[str], capsys: pytest.Ca
         main(["run", "spec.yaml", *flags])
     assert caught.value.code == 1
     assert "must be a number of" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_it_would_cost_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_spec(tmp_path, "vllm://nowhere:1", "prices: {input: 1, output: 4}")
+    command = ["run", str(tmp_path / "spec.yaml"), "--dry-run"]
+    assert main([*command, "--compare", "--gpu-price", "3.6", "--gpu-speed", "100"]) == 0
+    out = capsys.readouterr().out
+    assert "All numbers are estimates" in out and "given/prices" in out and "at 100 tokens a second" in out
+    assert main([*command, "--json", "--compare"]) == 0
+    [offer] = json.loads(capsys.readouterr().out)["comparison"]["offers"]
+    assert offer["provider"] == "given" and offer["nothing_cached"] > 0
+    for wrong, says in (
+        (["run", command[1], "--compare"], "--compare is for --dry-run"),
+        ([*command, "--gpu-speed", "3"], "--gpu-speed needs --gpu-price"),
+    ):
+        assert main(wrong) == 1
+        assert says in capsys.readouterr().err

@@ -69,14 +69,37 @@ def test_a_default_that_cannot_work_is_status_1_with_the_reason_and_no_secret(
     assert "secret" not in out
 
 
-def test_a_key_makes_openai_work_and_is_not_shown(
+async def test_every_service_with_a_key_or_an_address_is_asked_and_no_key_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
-    main(["doctor"])
+    async with ScriptedServer(models=["tiny"]) as server:
+        for name in ("OPENAI", "GROQ", "OLLAMA"):
+            monkeypatch.setenv(f"{name}_BASE_URL", f"{server.url}/v1" if not server.url.endswith("/v1") else server.url)
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+        monkeypatch.setenv("GROQ_API_KEY", "sk-secret")
+        monkeypatch.setenv("DEEPSEEK_API_KEY", "sk-secret")
+        monkeypatch.setenv("DEEPSEEK_BASE_URL", "http://127.0.0.1:9/v1")
+        await asyncio.to_thread(main, ["doctor"])
     out = capsys.readouterr().out
-    assert re.search(r"openai://\s+works", out)
-    assert "sk-secret" not in out
+    for name in ("openai", "groq", "ollama"):
+        assert re.search(rf"{name}://\s+works: takes the key and serves tiny", out), name
+    assert re.search(r"deepseek://\s+does not work: .*refused", out)
+    assert re.search(r"anthropic://\s+does not work: there is no key", out)
+    assert "mistral" not in out and "sk-secret" not in out
+
+
+async def test_a_backend_or_a_fleet_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with ScriptedServer(models=["tiny"]) as server:
+        place = server.url.partition("://")[2].partition("/")[0]
+        hosts = tmp_path / "hosts.txt"
+        hosts.write_text(f"{place}\n127.0.0.1:9\n")
+        for words, says in (
+            ([server.backend_url], "serves tiny"),
+            (["--backend", f"fleet://{hosts}"], "1 of 2 servers answer, serving tiny; vllm://127.0.0.1:9: "),
+        ):
+            assert await asyncio.to_thread(main, ["doctor", *words]) == 0
+            assert says in capsys.readouterr().out
+        assert await asyncio.to_thread(main, ["doctor", "--backend", "vllm://127.0.0.1:9"]) == 1
 
 
 @pytest.mark.parametrize(("cached", "says"), [(180, "share 90% of their prompt"), (0, "share nothing")])

@@ -47,7 +47,7 @@ def test_a_table_has_every_row_in_input_order_and_says_what_it_left_out(
 def test_a_table_goes_to_a_file_whatever_its_name(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = run_dir.parent / "table.txt"
     assert main(["export", str(run_dir), "--format", "tsv", "--output", str(target)]) == 0
-    assert target.read_text().startswith("index\tjob_id\tok\toutput.score\t")
+    assert target.read_text().startswith("text\toutput.score\tok\terror_type\t")
     assert capsys.readouterr().out == ""
 
 

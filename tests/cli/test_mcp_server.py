@@ -62,7 +62,7 @@ async def test_an_agent_plans_runs_and_reads_a_batch(tmp_path: Path) -> None:
         }
         assert "a limit is required" in await refusal(client, "start_batch", rows=rows, **batch)
         assert "either rows or path" in await refusal(client, "plan_batch", max_rows=5, **batch)
-        assert "row 1 has no 'nome'" in await refusal(
+        assert "the first input has no field 'nome'" in await refusal(
             client, "plan_batch", max_rows=5, rows=rows, **batch | {"id_column": "nome"}
         )
         wrong = batch | {"instruction": "Which mood? {txt}"}

@@ -120,18 +120,20 @@ async def test_a_file_may_be_compressed_with_zstd(tmp_path: Path) -> None:
         assert file.read() == result_line(RESULT)
 
 
-async def test_a_table_is_made_at_the_end_and_until_then_its_results_are_beside_it(tmp_path: Path) -> None:
+async def test_a_table_in_input_order_is_made_at_the_end_of_results_that_are_beside_it_until_then(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "out.csv"
     path.write_text("old")
-    with open_results(path, ordered=True) as writer:
-        await writer.write(result(0))
+    with open_results(path) as writer:
         await writer.write(result(1))
+        await writer.write(result(0))
         assert path.read_text() == "old"
-        assert indices((tmp_path / "out.csv.partial.jsonl").read_bytes()) == [0, 1]
+        assert indices((tmp_path / "out.csv.partial.jsonl").read_bytes()) == [1, 0]
         assert writer.destination == str(path)
     header, first, second = path.read_text().splitlines()
-    assert header.startswith("index,job_id,ok,output,") and header.endswith(",n")
-    assert (first.split(",")[3], second.split(",")[3]) == ("", "x")
+    assert header.startswith("n,output,ok,")
+    assert (first.split(",")[1], second.split(",")[1]) == ("", "x")
     assert names(tmp_path) == {"out.csv"}
 
 
@@ -171,14 +173,14 @@ async def test_what_another_process_has_beside_its_output_is_not_touched_by_a_st
 
 
 async def test_a_live_run_keeps_its_results_when_a_second_one_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "out.csv"
+    path = tmp_path / "out.jsonl"
     with open_results(path, ordered=True) as live:
         for index in (0, 2, 3):
             await live.write(result(index))
         with pytest.raises(ZeroDivisionError), open_results(path, ordered=True):
             1 / 0  # noqa: B018
         await live.write(result(1))
-    assert [line.split(",")[0] for line in path.read_text().splitlines()] == ["index", "0", "1", "2", "3"]
+    assert indices(path.read_bytes()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("ordered", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import signal
 from collections.abc import AsyncIterator
@@ -248,19 +249,19 @@ async def test_a_second_process_is_refused_and_leaves_the_results_of_the_first_a
             await hanging.wait()
         return Say(request.text)
 
-    run = ("run", "spec.yaml", "--run-dir", "here", "--output", "out.csv", "--ordered")
+    run = ("run", "spec.yaml", "--run-dir", "here", "--output", "out.csv")
     async with serving(tmp_path, script) as server, started(tmp_path, *run) as process:
         await server.wait_until(lambda: server.received == 4 and server.inflight == 1)
-        waiting = tmp_path / "out.csv.waiting.jsonl"
-        while not waiting.exists() or waiting.read_bytes().count(b"\n") < 3:
+        partial = tmp_path / "out.csv.partial.jsonl"
+        while not partial.exists() or partial.read_bytes().count(b"\n") < 3:
             await asyncio.sleep(0.01)
         for again in (run, ("resume", "here")):
             code, _, stderr = await batch_agent(tmp_path, *again)
             assert code == 1 and "is in use by" in stderr
         hanging.set()
         assert await process.wait() == 0
-    lines = (tmp_path / "out.csv").read_text().splitlines()
-    assert [line.split(",")[0] for line in lines] == ["index", "0", "1", "2", "3"]
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert [row["index"] for row in csv.DictReader(file)] == ["0", "1", "2", "3"]
     assert not list(tmp_path.glob("out.csv.*"))
 
 

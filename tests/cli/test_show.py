@@ -131,7 +131,7 @@ def test_an_export_takes_its_format_from_the_name_and_keeps_ids_and_failures(
     lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert [(line["job_id"], line["ok"]) for line in lines] == [("m0", True), ("m1", False), ("m2", True)]
     assert lines[1]["error"]["type"] == "Rejected" and lines[0].keys() >= lines[1].keys() - {"raw_text", "cost"}
-    assert Path("out.csv").read_text().splitlines()[2].startswith("1,m1,false")
+    assert Path("out.csv").read_text().splitlines()[2].startswith("m1,broken,,false,Rejected")
     assert len(shown(capsys, "export", str(recorded)).splitlines()) == 3
     assert main(["export", str(recorded), "--output", "out.txt"]) == 1
     assert "cannot tell the format from out.txt" in capsys.readouterr().err

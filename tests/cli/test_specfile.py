@@ -57,7 +57,7 @@ def test_the_three_formats_say_the_same(tmp_path: Path, name: str, text: str) ->
         ("spec.json", f'{{"seed": {"9" * 5000}}}', r"spec\.json is not JSON: .*digits"),
         ("spec.yaml", f"seed: {'9' * 5000}", r"spec\.yaml is not YAML: .*digits"),
         ("spec.toml", "task = x\n", r"spec\.toml is not TOML.*line 1"),
-        ("spec.json", '{"task": "x",\n}', r"spec\.json line 2 is not JSON"),
+        ("spec.json", '{"task": "x",\n 1}', r"spec\.json line 2 is not JSON"),
         ("spec.txt", "task: x", r"a spec file ends in \.yaml"),
         ("spec.yaml", "task: x\ntaks: y\n", r"spec\.yaml line 2: there is no option 'taks'; did you mean 'task'"),
         ("spec.toml", 'task = "x"\n\nmax_inflight = 0\n', r"spec\.toml line 3: max_inflight: .*above 0"),

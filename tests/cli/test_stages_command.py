@@ -83,11 +83,42 @@ async def test_what_is_wrong_with_a_stage_is_said_before_anything_is_sent(tmp_pa
         assert not server.requests
 
 
-async def test_a_dry_run_names_the_stages(tmp_path: Path) -> None:
+async def test_a_dry_run_has_rows_first_message_and_cost_of_each_stage(tmp_path: Path) -> None:
     (tmp_path / "words.py").write_text(MODULE)
     (tmp_path / "spec.yaml").write_text(SPEC)
-    status, out, err = await batch_agent(tmp_path, "run", "spec.yaml", "--backend", "vllm://nowhere:1", "--dry-run")
-    assert (status, [line.partition(":")[0] for line in out.splitlines()]) == (0, ["read", "letters", "reduce"]), err
+    command = ("run", "spec.yaml", "--backend", "vllm://nowhere:1", "--dry-run")
+    status, out, err = await batch_agent(tmp_path, *command)
+    assert status == 0, err
+    for part in (
+        "read (map) → is_short (filter) → letters (flat map)",
+        "Stage 1 of 3: read\n",
+        "read «abc»",
+        "Stage 2 of 3: letters\n",
+        "unknown: a flat_map comes before it",
+        "letter «[input]»",
+        "Stage 3 of 3: reduce\n",
+    ):
+        assert part in out, part
+    (tmp_path / "spec.yaml").write_text(
+        """
+model: m
+inputs: [abc, toolong, xy]
+prices: {input: 1, output: 2}
+stages:
+  - map: {name: read, task: "read {input}", output_schema: "words:Word"}
+  - map: {name: check, task: "check {word}", max_tokens: 10}
+  - reduce: {prompt: "Sum up {n}", tree: 2}
+"""
+    )
+    status, out, err = await batch_agent(tmp_path, *command, "--json")
+    assert status == 0, err
+    plan = json.loads(out)
+    read, check, reduction = plan["stages"]
+    assert (read["rows"], check["rows"], reduction["rows"]) == (3, 3, 3), "two parts and the whole"
+    assert check["first_prompt"] == "check [word of read]"
+    assert reduction["first_prompt"].startswith("Sum up 3")
+    costs = [stage["estimated_cost"]["nothing_cached"] for stage in plan["stages"]]
+    assert all(costs) and plan["estimated_cost"]["nothing_cached"] == sum(costs)
 
 
 async def test_a_join_has_stages_and_inputs_of_its_own(tmp_path: Path) -> None:

@@ -50,6 +50,24 @@ def test_a_task_and_rows_are_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"batch-agent show runs/{directory.name}" in capsys.readouterr().err
 
 
+def test_a_column_names_the_rows_and_a_table_has_them_in_input_order_with_their_columns_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("refs.csv").write_text("ref,text\nR001,one\nR002,two\nR003,three\n")
+    arguments = ["--task", "Say {text}", "refs.csv", "--id-column", "ref", "--run-dir", "r", "--output", "out.csv"]
+    assert main(["run", *arguments, *BACKEND]) == 0
+    header, *lines = Path("out.csv").read_text().splitlines()
+    assert header.startswith("ref,text,output,ok,")
+    assert [line.split(",")[:2] for line in lines] == [["R001", "one"], ["R002", "two"], ["R003", "three"]]
+    capsys.readouterr()
+    assert main(["show", "r", "--row", "R003"]) == 0
+    assert "three" in capsys.readouterr().out
+    assert main(["show", "r", "--row", "R004"]) == 1
+    assert "id_column: the first input has no field 'nr'" in complaint(
+        ["run", "--task", "Say {text}", "refs.csv", "--id-column", "nr", *BACKEND], capsys
+    )
+
+
 def test_every_option_can_be_said(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.py").write_text("class Label:\n    pass\ndef look(key: str) -> str:\n    return key\n")
     question = ["--task", "Say {text}", "rows.csv", "--tool", "mine:look", "--system", "Be brief."]
@@ -114,8 +132,8 @@ def test_what_cannot_be_is_said(arguments: list[str], says: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("content", "code", "says"),
     [
-        ("", 0, "rows.csv is empty: there are no rows"),
-        ("id,text\n", 0, "rows.csv has only its line 1, which names the columns: there are no rows"),
+        ("", 2, "rows.csv is empty: there are no rows"),
+        ("id,text\n", 2, "rows.csv has only its line 1, which names the columns: there are no rows"),
         ("id;text\na;one\n", 1, "rows.csv line 1: its columns are separated by semicolons, not commas"),
         ("id\ttext\na\tone\n", 1, "rows.csv line 1: its columns are separated by tabs, not commas: name it .tsv"),
         ('id,text\na,one\nb,"two\nc,three\n', 1, "rows.csv line 3: a quote opens in this row and is not closed"),

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from batch_agent.documents.content import TEXT_BYTES
 from batch_agent.errors import SpecError
 from batch_agent.files import LazyRows, read_inputs
-from batch_agent.files.folder import FILE_BYTES
 from batch_agent.job import UnreadableRow
 
 
@@ -30,7 +30,7 @@ def test_a_file_that_is_not_text_fails_alone_and_is_named(tmp_path: Path) -> Non
     (tmp_path / "b.bin").write_bytes(b"a\0b")
     (tmp_path / "c.txt").write_bytes(b"")
     with (tmp_path / "d.txt").open("wb") as file:
-        file.truncate(FILE_BYTES + 1)
+        file.truncate(TEXT_BYTES + 1)
     (tmp_path / "gone.txt").write_bytes(b"x")
     rows = iter(read_inputs(tmp_path))
     latin, binary, empty, large = (next(rows) for _ in range(4))

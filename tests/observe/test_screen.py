@@ -8,6 +8,7 @@ from drawing import BUSY, drawn, tool
 
 from batch_agent.observe.history import PIECES, History, Pace, sparkline
 from batch_agent.observe.metrics import Outage, RecentError, RecentResult, Statistics, ToolUse
+from batch_agent.observe.stage_counts import StageCount
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.terminal import PlainView, progress_line
 from batch_agent.observe.text import counted, cut, wrapped
@@ -152,3 +153,11 @@ def test_the_pace_of_a_long_run_is_kept_in_few_pieces() -> None:
     assert (pace.seconds, len(pace.rows)) == (16.0, 63) and len(pace.rows) <= PIECES
     assert sparkline(Pace((0, 1, 8)), 10) == " ▁█"
     assert sparkline(pace, 0) == ""
+
+
+def test_every_view_names_the_stages_of_a_pipeline() -> None:
+    stages = (StageCount("read", 50, 12, 1, 4), StageCount("check", None, 8, 0, 0))
+    busy = dataclasses.replace(BUSY, stages=stages)
+    assert "read   12/50, 1 failed, 4 running" in drawn(busy, 100, 24)
+    assert "(read 12/50, 1 failed, 4 running; check 8)" in progress_line(busy)
+    assert "  stages   read: 12/50, 1 failed, 4 running\n           check: 8" in "\n".join(summary_lines(busy))

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 from collector import attributes, collecting
+from tests.tools.mcp_tools.conftest import command
 
 from batch_agent import BatchAgent, Pipeline, SpecError, Tool, ToolContext
 from batch_agent.observe.telemetry_wanted import is_wanted
@@ -39,6 +40,22 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     called.clear()
     for name in ("OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG", "OTEL_SERVICE_NAME"):
         monkeypatch.delenv(name, raising=False)
+
+
+@needs_sdk
+async def test_an_mcp_server_is_told_the_span_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mcp")
+    tools = Tool.mcp(command("stdio"))
+
+    def ask(request: Request) -> Say:
+        return CallTools(ToolUse("which_trace", {})) if request.turn == 0 else Say("done")
+
+    async with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        results = await BatchAgent.run(task="{input}", inputs=["a"], tools=tools, backend=ScriptedBackend(ask))
+    [span] = collector.named("execute_tool which_trace")
+    [answer] = [message.content for message in results[0].messages if message.role == "tool"]
+    assert answer == f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
 
 
 @needs_sdk

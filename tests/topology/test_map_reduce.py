@@ -187,3 +187,14 @@ async def test_a_field_that_a_free_mapping_lacks_is_named_when_the_plan_is_known
     with pytest.raises(SpecError, match=r"\{answer\}, which the first input does not have .*: item, index, question"):
         await research(backend, plan_output_schema=Loose, task="Find {answer}")
     assert [request.text for request in backend.requests] == ["Plan for x"]
+
+
+@virtual_clock
+async def test_what_was_reduced_is_there_as_results_with_tables_and_the_progress_is_shown_where_it_is_wanted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reduced = await research(ScriptedBackend(answer), progress=True)
+    results, _ = reduced
+    assert list(results.to_pandas()["output.text"]) == [result.output.text for result in results]
+    assert "map: 3/3" in str(reduced.summary)
+    assert "map: 3/3" in capsys.readouterr().err

@@ -204,3 +204,35 @@ async def test_a_stage_may_have_a_worker_of_its_own_and_a_finished_row_is_not_wo
         assert (outcome.outputs, sorted(worked)) == (["all"], ["a", "b"])
     with pytest.raises(SpecError, match="task is missing: say what to do with each row, or give a worker"):
         Pipeline(["a"]).map(name="nothing")
+
+
+@virtual_clock
+async def test_an_outcome_prints_as_a_summary_that_names_the_stages_and_what_never_reached_them() -> None:
+    pipeline = words("a", "b", "").flat_map(lambda word: [word.word[0]]).map(name="again", task="again {input}")
+    outcome = await pipeline.reduce("Sum up {n}").run(backend=ScriptedBackend(echo))
+    assert str(outcome) == repr(outcome)
+    for line in ("map: 3/3", "again: 3/3", "reduce: 1/1"):
+        assert line in str(outcome)
+    assert outcome.results["map"].ok and outcome.results["map"].outputs[0].word == "a"
+
+    def broken(word: Word) -> list[str]:
+        raise ValueError(word.word)
+
+    outcome = (
+        await words("a", "b")
+        .flat_map(broken)
+        .map(name="again", task="again {input}")
+        .run(backend=ScriptedBackend(echo))
+    )
+    assert "again: 0/0, 2 failed before it" in str(outcome)
+
+
+def test_a_pipeline_is_planned_without_sending_or_calling_anything() -> None:
+    called: list[Word] = []
+    backend = ScriptedBackend(echo)
+    pipeline = words("a", "b").filter(called.append).map(name="again", task="again {word}").reduce("Sum up {n}")
+    plan = pipeline.plan(backend=backend, prices={"input": 1.0, "output": 1.0})
+    text = str(plan)
+    assert "at most 2: a filter comes before it" in text and "again «[word of map]»" in text
+    assert plan.cost is not None and plan.cost[1] > 0
+    assert not called and not backend.requests

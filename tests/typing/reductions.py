@@ -4,7 +4,7 @@ from typing import assert_type
 
 from pydantic import BaseModel
 
-from batch_agent import AgentResult, BatchAgent, Pipeline
+from batch_agent import AgentResult, BatchAgent, Pipeline, Results
 
 
 class Review(BaseModel):
@@ -19,7 +19,7 @@ async def reductions() -> None:
     results, summary = await BatchAgent.run_with_reduce(
         task="t", inputs=[], output_schema=Review, reduce="r", reduce_schema=Summary
     )
-    assert_type(results, list[AgentResult[Review]])
+    assert_type(results, Results[Review])
     assert_type(summary, Summary | AgentResult[Summary])
     texts, text = await BatchAgent.run_with_reduce(task="t", inputs=[], reduce="r")
     assert_type(texts[0].output, str | None)
@@ -27,7 +27,7 @@ async def reductions() -> None:
     found, paper = await BatchAgent.run_with_map_reduce(
         plan_prompt="p", task="{item}", output_schema=Review, reduce="r", reduce_schema=Summary
     )
-    assert_type(found, list[AgentResult[Review]])
+    assert_type(found, Results[Review])
     assert_type(paper, Summary | AgentResult[Summary])
 
 

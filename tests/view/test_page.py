@@ -15,9 +15,9 @@ from tests.view.browser import MISSING, PROGRAM, Page, chromium
 from tests.view.test_view_server import page_of
 from tests.view.world import recorded, triage
 
-from batch_agent import BatchAgent, Tool
+from batch_agent import BatchAgent, Pipeline, Tool
 from batch_agent.cli.main import main
-from batch_agent.testing import CallTools, Request, Say, ScriptedServer, ToolUse
+from batch_agent.testing import CallTools, Request, Say, ScriptedBackend, ScriptedServer, ToolUse
 
 pytestmark = [pytest.mark.skipif(PROGRAM is None, reason=MISSING), pytest.mark.real]
 thorough = pytest.mark.skipif("BATCH_AGENT_TEST_VIEW" not in os.environ, reason="it takes long: make test-view runs it")
@@ -171,6 +171,24 @@ async def test_a_report_is_one_file_that_needs_no_server_and_no_network(tmp_path
         await page.until("document.querySelector('canvas')")
         assert await page.ask("window.hacked") is None and page.problems == []
         assert [address for address in page.requests if not address.startswith(("file:", "data:", "about:"))] == []
+
+
+async def test_a_report_of_a_pipeline_has_its_stages_and_their_rows(tmp_path: Path) -> None:
+    pipeline = Pipeline(["a", "b", "c"]).map(name="read", task="Read {input}").map(name="check", task="Check {input}")
+    await pipeline.run(backend=ScriptedBackend(lambda request: Say(f"said {request.text}")), run_dir=tmp_path / "run")
+    file = tmp_path / "report.html"
+    assert await asyncio.to_thread(main, ["report", str(tmp_path / "run"), "-o", str(file), "--rows", "all"]) == 0
+    async with chromium() as page:
+        await page.size(1360, 900)
+        await page.goto(file.as_uri())
+        await page.until("document.querySelector('.stage.opens')")
+        await page.ask("document.querySelectorAll('.stage.opens')[1].dispatchEvent(new Event('click'))")
+        await page.until("location.hash === '#/run/run%2Fcheck' && document.querySelector('.tiles')")
+        await page.ask("location.hash = '/run/run%2Fcheck/rows'")
+        await page.until("document.querySelectorAll('tbody tr').length === 3")
+        await page.ask("location.hash = '/run/run%2Fcheck/row/1'")
+        await page.until("document.body.innerText.includes('said Check said Read b')")
+        assert page.problems == []
 
 
 @thorough

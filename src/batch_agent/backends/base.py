@@ -20,7 +20,7 @@ from typing import Literal, Protocol, Self, TypeAlias
 from pydantic import JsonValue
 
 from batch_agent.errors import BackendError, Rejected, SpecError
-from batch_agent.messages import Conversation, Image, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
+from batch_agent.messages import Attachment, Conversation, JsonObject, Message, Reply, ToolCall, ToolSpec, content_text
 from batch_agent.scheduler.server import Server
 
 
@@ -35,7 +35,8 @@ class Capabilities:
     schema_beside_tools: bool = False  # ... also when the request shows tools and forbids calls, and still reads them
     streaming: bool = True  # can report tool calls while the answer is still being generated
     images: bool = False  # accepts images; otherwise a message with one is refused (``text_only``)
-    # Concurrent requests if the user gives no number and the backend knows one; None: the engine finds it.
+    documents: frozenset[str] = frozenset()  # formats of files that it takes as they are: pdf, docx, html
+    # Calls in flight when the user names no number, for a backend that knows; None: the number is found.
     default_inflight: int | None = None
     reports_load: bool = False  # ``load`` returns values, so polling it makes sense
     reports_context: bool = False  # ``facts`` may return a model's context length
@@ -146,8 +147,8 @@ def text_only(message: Message) -> str:
     """Return the text of a message. Raises Rejected if it has an image, for a backend without image input."""
     if isinstance(message.content, str):
         return message.content
-    if any(isinstance(part, Image) for part in message.content):
-        raise Rejected("this backend does not accept images, and the conversation has one")
+    if attached := next((part.kind for part in message.content if isinstance(part, Attachment)), None):
+        raise Rejected(f"this backend cannot be shown {attached}s, and the conversation has one")
     return content_text(message.content)
 
 

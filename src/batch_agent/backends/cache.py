@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from hashlib import blake2b
+from math import inf
 from types import TracebackType
 from typing import Self, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,9 +22,10 @@ from weakref import WeakKeyDictionary
 from pydantic import JsonValue
 
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, RequestShape
-from batch_agent.backends.cache_store import ResponseStore
+from batch_agent.backends.cache_store import ResponseStore, decode_reply, encode_reply
 from batch_agent.backends.forwarding import ForwardingBackend
 from batch_agent.backends.http.wire import report_calls
+from batch_agent.backends.once import Found, Once
 from batch_agent.errors import BackendError
 from batch_agent.messages import JsonObject, Message, Reply, Usage, content_json
 
@@ -40,6 +42,7 @@ class CachingBackend(ForwardingBackend):
         self._store = store
         self._thread: ThreadPoolExecutor | None = None  # SQLite is used from one thread, beside the event loop
         self._entered = 0
+        self.once: Once | None = None  # shares answers with the other workers of a run
         self._heads: WeakKeyDictionary[RequestShape, bytes] = WeakKeyDictionary()
         # Errors are results too; None: the caller that sent the request was cancelled.
         self._asked: dict[bytes, asyncio.Future[Reply | BackendError | None]] = {}
@@ -104,9 +107,23 @@ class CachingBackend(ForwardingBackend):
         known = await self._beside(lambda: self._store.get(key))
         if known is not None:
             return _again(known, on_tool_call)
-        reply = await self.inner.infer(request, on_tool_call)
-        await self._beside(lambda: self._store.put(key, self.name, request.shape.model, reply))
+        found = None if self.once is None else await self.once.begin(f"answer-{key.hex()}")
+        if isinstance(found, Found):
+            reply = decode_reply(found.text)
+            await self._keep(key, request, replace(reply, usage=reply.saved or Usage()))
+            return _again(reply, on_tool_call)
+        shown: Found | None = None
+        try:
+            reply = await self.inner.infer(request, on_tool_call)
+            shown = Found(encode_reply(reply), ok=True)
+        finally:
+            if self.once is not None and found is not None:
+                self.once.end(f"answer-{key.hex()}", found, shown, inf)
+        await self._keep(key, request, reply)
         return reply
+
+    def _keep(self, key: bytes, request: ModelRequest, reply: Reply) -> asyncio.Future[None]:
+        return self._beside(lambda: self._store.put(key, self.name, request.shape.model, reply))
 
     def _key(self, request: ModelRequest) -> bytes:
         """Return the hash of everything that determines the answer. It includes the backend's name, because two servers

@@ -18,6 +18,7 @@ from batch_agent.cli.exit_status import RUN_FAILED, SIGNALLED, UNREACHABLE
 from batch_agent.cli.output.streams import discard, ensure_streams, flush_words, say
 from batch_agent.errors import BatchAgentError, InternalError, RunUnreachable
 from batch_agent.observe.text import harmless
+from batch_agent.store.address import masked
 from batch_agent.version import __version__
 
 
@@ -33,6 +34,18 @@ class Command:
 
 
 SETTING = "--set"
+MOST_USAGE_LINES = 8
+# What other programs call an option.
+ELSEWHERE = {
+    **dict.fromkeys(("concurrency", "max_concurrency", "parallel", "workers", "max_workers"), "max_inflight"),
+    **dict.fromkeys(("prompt", "message", "instruction"), "task"),
+    **dict.fromkeys(("input", "data", "file"), "inputs"),
+    **dict.fromkeys(("key", "token"), "api_key"),
+    **dict.fromkeys(("base_url", "url", "endpoint", "server"), "backend"),
+    **dict.fromkeys(("max_budget", "budget"), "max_cost"),
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_schema",
+}
 COMMANDS: Mapping[str, Command] = {
     "init": Command(
         "write a spec, a schema, a tool and rows to start from",
@@ -49,6 +62,12 @@ COMMANDS: Mapping[str, Command] = {
         "Sends nothing; the same as run --dry-run.",
         adds="spec.arguments:add_plan_arguments",
         does="commands.run:run_command",
+    ),
+    "work": Command(
+        "work on a run that another process feeds",
+        "Join a run that is kept in Redis, from any machine: take rows, work on them, until the run is done. Exit "
+        "status: 0 the run is done, or the worker was asked to leave; 2 it cannot work on this run, or the URL is "
+        "wrong; 3 no run, or no feeder, came.",
     ),
     "resume": Command(
         "go on with a run that was interrupted",
@@ -91,6 +110,15 @@ COMMANDS: Mapping[str, Command] = {
         "make a table of the results in a run directory",
         "The results in a run directory, finished or not, as another file, in input order.",
     ),
+    "copy": Command(
+        "bring a run from Redis into a directory, or back",
+        "Copy a recorded run that is not at work: from the URL of a run in Redis into a new directory, or from a "
+        "directory into Redis under a new name.",
+    ),
+    "delete": Command(
+        "remove a run from Redis",
+        "Remove everything that Redis keeps of a run. A run that is at work is not removed.",
+    ),
     "tools": Command(
         "list the tools of a spec, those of MCP servers included",
         "The tools that agents could call, with what a model is told of them. MCP servers are started, or connected "
@@ -106,8 +134,9 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "doctor": Command(
         "what is installed here and which backends would work",
-        "What is installed here, which backends would work, and which one a run that names none takes. "
-        "Exit status 1 when that one cannot work.",
+        "What is installed here, which backends would work, and which one a run that names none takes. Every service "
+        "with a key or an address is asked for its models, which is free. Exit status 1 when the default, or the "
+        "backend that is named, cannot work.",
     ),
     "cache": Command(
         "look at or empty the response cache",
@@ -136,9 +165,11 @@ COMMANDS: Mapping[str, Command] = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # argparse would exit with 2, which here says that rows failed.
-        self.print_usage(sys.stderr)
-        self.exit(RUN_FAILED, f"batch-agent: {message}\n")
+        # argparse would exit with 2, which here says that rows failed. A usage of many lines would hide the message.
+        usage, hint = self.format_usage(), ""
+        if usage.count("\n") > MOST_USAGE_LINES:
+            usage, hint = "", f". All flags: {self.prog} --help"
+        self.exit(RUN_FAILED, f"{usage}batch-agent: {masked(message)}{hint}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,7 +188,7 @@ def _do(options: argparse.Namespace) -> int:
     except InternalError:
         raise
     except BatchAgentError as error:
-        say(f"batch-agent: {harmless(str(error))}")
+        say(f"batch-agent: {masked(harmless(str(error)))}")
         return UNREACHABLE if isinstance(error, RunUnreachable) else RUN_FAILED
     except BrokenPipeError:  # `| head` has seen enough of a plan
         discard(sys.stdout)
@@ -209,12 +240,23 @@ def _refuse(argument: str, name: str, parser: argparse.ArgumentParser) -> NoRetu
     known = {flag: flag for action in parser._actions for flag in action.option_strings}
     if not argument.startswith("--") or SETTING not in known:
         parser.error(f"there is no argument {argument}{_meant(argument, known)}")
-    from batch_agent.spec import BatchSpec
-
-    settings = {f"--{option.replace('_', '-')}": f"{SETTING} {option}=VALUE" for option in BatchSpec.model_fields}
-    meant = _meant(argument, settings | known) or "."
+    meant = _meant(argument, {**_settings(), **known}) or "."
     hint = f"Options without a flag: {SETTING} NAME=VALUE. All flags: batch-agent {name} --help"
-    parser.exit(RUN_FAILED, f"batch-agent: there is no argument {argument}{meant} {hint}\n")
+    parser.exit(RUN_FAILED, f"batch-agent: there is no argument {masked(argument)}{meant} {hint}\n")
+
+
+def _settings() -> Mapping[str, str]:
+    """How each option is given on the command line, by its name, its older name, and what other programs call it."""
+    from batch_agent.cli.spec.arguments import FLAGS, flag_name
+    from batch_agent.spec import OLD_NAMES, BatchSpec
+
+    given = {
+        option: flag_name(option) if option in FLAGS else f"{SETTING} {option}=VALUE"
+        for option in BatchSpec.model_fields
+    }
+    given |= {"inputs": "--inputs", "run_dir": "--run-dir", "resume": "--resume", "api_key": "--env-file"}
+    names = {**given, **{old: given[new] for old, new in {**OLD_NAMES, **ELSEWHERE}.items()}}
+    return {f"--{option.replace('_', '-')}": how for option, how in names.items()}
 
 
 def _meant(given: str, known: Mapping[str, str]) -> str:

@@ -21,6 +21,7 @@ from batch_agent.foreign import describe
 from batch_agent.messages import Image
 
 ALLOWED = "a dict, a string, an Image, a pydantic model or a dataclass"
+ID = "id"  # the field that names a row, where no other is said to
 NAMES_SHOWN = 20
 PATH = re.compile(r"([^\W\d]\w*)((?:\.[^\W\d]\w*|\[[^][{}]+\])+)")  # a field's name, and the steps into its data
 _STEP = re.compile(r"\.(\w+)|\[([^]]+)\]")
@@ -128,9 +129,9 @@ def text_of(name: str, value: object) -> str:
         raise InputError(f"the field {name!r} cannot be written as text or JSON: {describe(error)}") from error
 
 
-def own_id(fields: Mapping[str, object]) -> str | None:
-    """Return the input's own ``id``, if it has one that can be compared."""
-    own = fields.get("id")
+def own_id(fields: Mapping[str, object], column: str | None = None) -> str | None:
+    """The input's own id, from ``column`` or from ``id``; None where that holds no text and no whole number."""
+    own = fields.get(ID if column is None else column)
     if (isinstance(own, str) and own) or (isinstance(own, int) and not isinstance(own, bool)):
         return str(own)
     return None

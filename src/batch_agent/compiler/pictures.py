@@ -13,12 +13,12 @@ from typing import cast
 
 from batch_agent.errors import InputError
 from batch_agent.job import Job
-from batch_agent.messages import Content, Image, Part
+from batch_agent.messages import Attachment, Content, Image, Part
 
 Look = Callable[[Image], Image]
 """Returns a picture as it can be sent. Raises InputError for one that cannot be sent."""
 
-Pictures = Mapping[str, Image]
+Pictures = Mapping[str, Attachment]
 """By their marks, in the order of the row's fields."""
 
 
@@ -31,9 +31,9 @@ def has_pictures(fields: Mapping[str, object]) -> bool:
 
 
 def see(fields: Mapping[str, object], named: Collection[str], look: Look) -> tuple[Mapping[str, object], Pictures]:
-    """Return the fields with a mark in place of each picture, and the pictures. ``named`` are fields with pictures that
-    cannot be detected."""
-    pictures: dict[str, Image] = {}
+    """The fields with a mark in place of each picture, and the pictures. ``named`` are fields that hold some although
+    they do not look like it."""
+    pictures: dict[str, Attachment] = {}
     marked: dict[str, object] = {}
     for name, value in fields.items():
         images = _images(name, value, named=name in named)
@@ -78,8 +78,8 @@ def content_of(job: Job) -> Content:
     return tuple(part for part in parts if part != "") if job.images else job.prompt
 
 
-def _split(part: Part, mark: str, image: Image) -> list[Part]:
-    if isinstance(part, Image):
+def _split(part: Part, mark: str, image: Attachment) -> list[Part]:
+    if isinstance(part, Attachment):
         return [part]
     pieces: list[Part] = []
     for text in part.split(mark):

@@ -13,7 +13,18 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from batch_agent.compiler.budget import Budget, estimate_tokens
-from batch_agent.compiler.fields import ALLOWED, Unfillable, field_names, fields_of, listed, own_id, text_of, value_of
+from batch_agent.compiler.documents import PAGES, TEXT, Read, check_column, document_in, filled, with_document
+from batch_agent.compiler.fields import (
+    ALLOWED,
+    ID,
+    Unfillable,
+    field_names,
+    fields_of,
+    listed,
+    own_id,
+    text_of,
+    value_of,
+)
 from batch_agent.compiler.hoist import Constant, check_same, constants_of, hoistable, reference, section
 from batch_agent.compiler.layout import Layout, layout_of
 from batch_agent.compiler.merge import groups, merge_prompt
@@ -22,12 +33,17 @@ from batch_agent.compiler.pictures import Look, Pictures, has_pictures, see, wit
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.compiler.system import carries_schema, schema_instruction, strip_preamble
 from batch_agent.compiler.template import Piece, TaskTemplate, Template
+from batch_agent.documents.content import DocumentContent
 from batch_agent.errors import InputError, InternalError, JobError, SpecError
 from batch_agent.job import Job, UnreadableRow
-from batch_agent.messages import Conversation, Image, Message, ToolSpec
+from batch_agent.messages import Attachment, Conversation, Document, Image, Message, ToolSpec
 from batch_agent.spec import BatchSpec
 
 NO_PICTURES: Pictures = {}
+
+
+def _unread(document: Document) -> DocumentContent:
+    raise InputError(f"{document.url} is not read here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +85,7 @@ class Plan:
         tool_tokens: int,
         sizing: Sizing,
         look: Look,
+        read: Read,
     ) -> None:
         self.system = system
         self.own_system = own_system
@@ -83,6 +100,7 @@ class Plan:
         self._shared_tokens = estimate_tokens(system) + tool_tokens
         self._sizing = sizing
         self._look = look
+        self._read = read
         self._named_images = frozenset(spec.images)
         self.warning = warning
 
@@ -92,7 +110,7 @@ class Plan:
         if self._template is None and not isinstance(first, UnreadableRow):
             self._template = _parse(self._spec, first)
             self._head = self._template.head
-            self.warning = _unused(self._template, self._own(field_names(first)), self.total)
+            self.warning = _unused(self._template, _own(self._spec, first), self.total, self._spec.id_column)
 
     def fit(self, context: int) -> None:
         """Set the model's context, learnt after the plan was made. Rows that do not fit are cut as the spec says."""
@@ -104,12 +122,14 @@ class Plan:
         return self._shared_tokens + estimate_tokens(self._head)
 
     def shows(self, value: object) -> bool:
-        """Return whether an input has pictures, so that creating its job may read files."""
-        return bool(self._named_images) or (type(value) is dict and has_pictures(value)) or isinstance(value, Image)
+        """Whether an input has pictures, so that making a job of it may read files."""
+        if type(value) is dict and has_pictures(value):
+            return True
+        return bool(self._named_images) or isinstance(value, Image) or self.reads(value)
 
-    def _own(self, names: Collection[str]) -> Collection[str]:
-        """Return the fields that a task should mention: pictures are sent in any case."""
-        return [name for name in names if name not in self._named_images]
+    def reads(self, value: object) -> bool:
+        """Whether an input has a document, which takes time to read."""
+        return self._spec.document_column is not None or (type(value) is dict and document_in(value) is not None)
 
     def job(self, index: int, value: object) -> Job:
         """Return one input as a job. Raises InputError or Oversized, which concern only this input."""
@@ -117,10 +137,10 @@ class Plan:
             raise InputError(value.message)
         template = self._template
         if template is None:
-            raise InternalError("job() was called before check_first()")
-        fields, images = self._seen(fields_of(value))
+            raise InternalError("a job was asked for before the plan saw the first input")
+        value, fields, images = self._seen(value)
         check_same(self._hoisted, fields)
-        prompt, own = with_pictures(template.render(fields), images), own_id(fields)
+        prompt, own = with_pictures(template.render(fields), images), own_id(fields, self._spec.id_column)
         job = Job(index, str(index) if own is None else own, value, prompt, own is not None, images=images)
         if self._spec.affinity is not None:
             job = replace(job, affinity=_affinity(self._spec.affinity, fields))
@@ -147,17 +167,26 @@ class Plan:
         ]
         return replace(job, parts=tuple(parts))
 
-    def _seen(self, fields: Mapping[str, object]) -> tuple[Mapping[str, object], Pictures]:
+    def _seen(self, value: object) -> tuple[object, Mapping[str, object], Pictures]:
+        """Returns the input, with the text of its document where it has one; its fields, with a mark in place of each
+        attachment; and the attachments."""
+        fields, attached = fields_of(value), dict[str, Attachment]()
+        if self._spec.document_column is not None:
+            fields = with_document(fields, self._spec.document_column)
+        if (document := document_in(fields)) is not None:
+            fields, attached = filled(fields, self._read(document))
+            value = {**fields, TEXT: document} if attached else fields
         if not self._named_images and not has_pictures(fields):  # the usual case
-            return fields, NO_PICTURES
-        return see(fields, self._named_images, self._look)
+            return value, fields, attached or NO_PICTURES
+        fields, pictures = see(fields, self._named_images, self._look)
+        return value, fields, {**attached, **pictures}
 
     def merging(self, job: Job, answers: Sequence[str]) -> list[Job]:
         """Return the jobs that merge the answers to a job's parts: one message with all of them, or several messages if
         they do not fit, whose answers are merged in turn."""
         template = self._template
         assert isinstance(template, Template)
-        texts = _texts(template, self._seen(fields_of(job.input))[0])
+        texts = _texts(template, self._seen(job.input)[1])
         cut = longest(template.names, texts)
         task = _fill(template, {**texts, cut: f"[{cut}: read in parts]"})
         room = self._sizing.room - self._tokens(merge_prompt(task, ()))
@@ -181,7 +210,7 @@ class Plan:
         template = self._unhoisted or self._template
         if isinstance(value, UnreadableRow) or template is None:
             raise InputError("this input asks nothing")
-        fields, images = self._seen(fields_of(value))
+        value, fields, images = self._seen(value)
         sent = self._template
         # Text that was cut off is not part of the question.
         if self._sizing.how == "truncate" and isinstance(sent, Template):
@@ -190,8 +219,8 @@ class Plan:
             if not self._sizing.fits(tokens):
                 fields = {**fields, **self._sizing.cut(sent.names, own, tokens)[0]}
         if self._spec.worker is not None:
-            return own_id(fields), _whole_row(value, images)
-        return own_id(fields), with_pictures(template.render(fields), images)
+            return own_id(fields, self._spec.id_column), _whole_row(value, images)
+        return own_id(fields, self._spec.id_column), with_pictures(template.render(fields), images)
 
     def describe(self, sample: Sequence[object]) -> Description:
         """Return the plan for display; ``sample`` is the first inputs to render."""
@@ -203,7 +232,7 @@ class Plan:
             try:
                 prompts.append(self.job(index, value).prompt)
                 if len(prompts) == 1 and self._template is not None:
-                    pieces = self._template.pieces(self._seen(fields_of(value))[0])
+                    pieces = self._template.pieces(self._seen(value)[1])
             except JobError as error:
                 unusable.append(f"input {index}: {error.type}: {error}")
         layout = layout_of(self.prefix_tokens, self._head, prompts, pieces)
@@ -228,8 +257,10 @@ def compile_plan(
     inject_schema: bool,
     tools: Sequence[ToolSpec] = (),
     look: Look = lambda image: image,
+    read: Read = _unread,
 ) -> Plan:
-    """Compile the spec. ``inject_schema`` is False if the backend enforces the schema; ``look`` prepares pictures."""
+    """``inject_schema`` is False when the backend takes the schema natively; ``look`` makes pictures ready to send,
+    ``read`` reads documents."""
     inputs = _checked_inputs(spec.inputs)
     system = _system_text(spec, schema if inject_schema else None)
     _check_unicode(system_prompt=spec.system_prompt, task=spec.task)
@@ -247,11 +278,11 @@ def compile_plan(
         readable := [value for value in inputs if not isinstance(value, UnreadableRow)]
     ):
         template = _parse(spec, readable[0])
-        named = [name for name in field_names(readable[0]) if name not in spec.images]
-        warning = _unused(template, named, len(inputs))
+        warning = _unused(template, _own(spec, readable[0]), len(inputs), spec.id_column)
         head = template.head
         if isinstance(template, Template):  # only our own templates can replace a value by a reference
-            constants = constants_of(readable, [name for name in template.names if name not in spec.images])
+            varies = {*spec.images, *((TEXT, PAGES) if _has_document(spec, readable[0]) else ())}
+            constants = constants_of(readable, [name for name in template.names if name not in varies])
             if not spec.no_hoist and spec.worker is None:  # a worker sees its whole prompt
                 moved = {name: constants[name] for name in hoistable(template, constants)}
                 if sizing.how != "fail":  # a field that may be cut stays in its row
@@ -275,6 +306,7 @@ def compile_plan(
         tool_tokens=sum(map(tool_tokens, tools)),
         sizing=sizing,
         look=look,
+        read=read,
     )
 
 
@@ -320,11 +352,17 @@ def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
         names = field_names(first)
     except InputError as error:
         raise SpecError(f"the first input cannot be used: {error}") from None
+    if spec.document_column is not None:
+        check_column(spec.document_column, names)
+        names = tuple(dict.fromkeys((*names, TEXT, PAGES)))
     if missing := [name for name in spec.images if name not in names]:
         raise SpecError(f"images: the first input has no field {missing[0]!r} (its fields: {listed(names)})")
+    if spec.id_column is not None and spec.id_column not in names:
+        raise SpecError(f"id_column: the first input has no field {spec.id_column!r} (its fields: {listed(names)})")
     template = _jinja(spec.task) if spec.template == "jinja" else Template.parse(spec.task, names)
     try:
-        template.render(fields_of(first))
+        fields = fields_of(first)
+        template.render({**fields, TEXT: "", PAGES: 1} if _has_document(spec, first) else fields)
     except Unfillable as error:
         raise SpecError(f"the task cannot be filled from the first input: {error}") from None
     except InputError:
@@ -332,6 +370,17 @@ def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
     if spec.affinity is not None and spec.affinity.partition(".")[0].partition("[")[0] not in names:
         raise SpecError(f"affinity: the first input has no field {spec.affinity!r} (its fields: {listed(names)})")
     return template
+
+
+def _has_document(spec: BatchSpec, row: object) -> bool:
+    return spec.document_column is not None or (type(row) is dict and document_in(row) is not None)
+
+
+def _own(spec: BatchSpec, first: object) -> Collection[str]:
+    """Fields that a task should name. What is attached is sent in any case."""
+    if spec.documents != "text" and _has_document(spec, first):
+        return ()
+    return [name for name in field_names(first) if name not in spec.images]
 
 
 def _jinja(task: str) -> TaskTemplate:
@@ -344,10 +393,9 @@ def _jinja(task: str) -> TaskTemplate:
     return JinjaTemplate(task)
 
 
-def _unused(template: TaskTemplate, fields: Collection[str], total: int | None) -> str | None:
-    """Return a warning if the task uses no field. An ``id`` only names a row, and rows without fields ask the same
-    question repeatedly."""
-    own = [name for name in fields if name != "id"]
+def _unused(template: TaskTemplate, fields: Collection[str], total: int | None, id_column: str | None) -> str | None:
+    """An id names a row, and rows without fields ask for several answers to one question."""
+    own = [name for name in fields if name != (id_column or ID)]
     if template.names or not own or total == 1:
         return None
     return f"the task uses no field of its rows ({listed(own)}): every agent is sent the same message"

@@ -8,9 +8,11 @@ table is read once into plain numbers, because its own arithmetic is too slow fo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Protocol
 
 from batch_agent.errors import SpecError
 from batch_agent.messages import Usage
@@ -22,6 +24,20 @@ FORMS = (
     "or {'gpu_hour': 2.5, 'gpus': 4}"
 )
 PER_TOKEN = ("input", "cached", "cache_write", "output")
+# Providers of the table that have a scheme here, and its name.
+IN_TABLE = {
+    **{name: name for name in ("openai", "anthropic", "groq", "mistral", "deepseek", "together", "fireworks")},
+    **{"openrouter": "openrouter", "google": "gemini", "aws": "bedrock", "azure": "azure"},
+}
+NOT_TEXT = re.compile(r"image|audio|realtime|transcri|tts|embed|moderation|whisper|live|^ft:|translate|guard", re.I)
+
+
+class _Priced(Protocol):
+    """What is used of a model in the table."""
+
+    id: str
+
+    def get_prices(self, at: datetime) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +118,29 @@ def _from_table(model: str, backend: str) -> Prices | None:
         provider, info = get_snapshot().find_provider_model(model, None, None, address)
     except LookupError:
         return None
+    return _prices(provider.id, info)
+
+
+def priced_models() -> Iterator[tuple[str, str, Prices]]:
+    """Provider, model and prices of all models for text in the table, at the providers that have a scheme here; none
+    where the table is not installed."""
+    try:
+        from genai_prices.data_snapshot import get_snapshot
+    except ImportError:
+        return
+    for provider in get_snapshot().providers:
+        for info in provider.models if provider.id in IN_TABLE else ():
+            if getattr(info, "deprecated", None) or NOT_TEXT.search(info.id):
+                continue
+            if (prices := _prices(provider.id, info)) is not None:
+                yield IN_TABLE[provider.id], info.id, prices
+
+
+def _prices(provider: str, info: _Priced) -> Prices | None:
     table = info.get_prices(datetime.now(tz=UTC))
     names = ("input", "cache_read", "cache_write", "output")
     tiers = _tiers(*(getattr(table, f"{name}_mtok", None) for name in names))
-    return Prices(f"genai-prices, {provider.id} {info.id}", tiers) if tiers else None
+    return Prices(f"genai-prices, {provider} {info.id}", tiers) if tiers else None
 
 
 def _tiers(fresh: object, cached: object, cache_write: object, output: object) -> tuple[Rates, ...]:

@@ -9,13 +9,14 @@ So each deadline expires one turn of the loop after its timer, once everything t
 from __future__ import annotations
 
 import asyncio
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from types import TracebackType
 from typing import Self
 
 LATE = 0.25  # seconds after which a timer counts as late
 MOST_EXTENSIONS = 10  # of one deadline: a loop that is always late must not keep it open forever
+FEW = 4096  # entries that are never looked through
 
 
 class Deadline:
@@ -67,10 +68,11 @@ class Deadline:
 
 
 class Deadlines:
-    __slots__ = ("_heap", "_loop", "_number", "_timer")
+    __slots__ = ("_compact_at", "_heap", "_loop", "_number", "_timer")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Deadline]] = []  # entries of a moved or ended deadline are stale
+        self._compact_at = FEW  # entries; stale ones would else stay until their time, thousands a second
         self._loop: asyncio.AbstractEventLoop | None = None
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -87,7 +89,12 @@ class Deadlines:
 
     def _add(self, deadline: Deadline) -> None:
         self._number += 1
-        heappush(self._heap, (deadline.when, self._number, deadline))
+        heap = self._heap
+        heappush(heap, (deadline.when, self._number, deadline))
+        if len(heap) > self._compact_at:
+            heap[:] = [entry for entry in heap if not _is_stale(entry)]
+            heapify(heap)
+            self._compact_at = max(FEW, 2 * len(heap))
         timer = self._timer
         if timer is None or deadline.when < timer.when():
             self._set_timer(deadline.when)

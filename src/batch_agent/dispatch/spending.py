@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -93,6 +94,7 @@ class Spending:
         self._timer: asyncio.TimerHandle | None = None
         self._before = NOTHING
         self._commit: Callable[[], None] | None = None
+        self._claimed = NOTHING  # spent when a lease was last claimed
         self._next_lease = NOTHING  # the lease of the pending commit
         self._broken: StoreError | None = None  # reason why no lease can be obtained any more
         self._started: float | None = None
@@ -158,6 +160,37 @@ class Spending:
         own = lease - self._before
         return own.tokens, own.cost
 
+    def claim(self) -> tuple[Amount, Amount, Amount, Amount]:
+        """What this worker of a shared run has spent, what it keeps of its lease, the lease that it asks for, and the
+        least growth that is of use. Nothing is kept ahead while a call waits: two workers that each hold half of what
+        they need would wait for each other. Nor does a worker with nothing in flight keep any: others wait for what it
+        may still spend."""
+        ledger = self._ledger
+        assert ledger.lease is not None
+        self.lease()
+        used, first = ledger.spent + ledger.reserved, self._awaited(most=1)
+        ahead = ledger.ahead_of(ledger.spent - self._claimed)
+        self._claimed = ledger.spent
+        if first == NOTHING and ledger.in_flight:
+            return ledger.spent, ledger.lease, self._next_lease + ahead, NOTHING
+        ledger.lease = used
+        return ledger.spent, used, used if first == NOTHING else self._next_lease + ahead, first
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether the run has a limit that its leases hold."""
+        return self._ledger.lease is not None
+
+    @property
+    def limits(self) -> tuple[int | None, float | None]:
+        """The most that all workers may spend, in tokens and $."""
+        return self._ledger.max_tokens, self._ledger.max_cost
+
+    def granted(self, lease: Amount, others: Amount, others_open: Amount) -> None:
+        """The lease that this worker of a shared run holds from now on, beside what the others spent and hold."""
+        self._ledger.lease, self._ledger.others, self._ledger.others_open = lease, others, others_open
+        self._serve()
+
     def learnt(self) -> Learnt | None:
         return self._estimator.learnt if self._estimator.learnt[0] else None
 
@@ -170,10 +203,10 @@ class Spending:
             self._ledger.lease = self._next_lease
         self._serve()
 
-    def _awaited(self) -> Amount:
-        """Return the sum of the waiting calls, as far as they fit the limits."""
+    def _awaited(self, most: int | None = None) -> Amount:
+        """What the calls that wait take, as far as they fit the limits; at most ``most`` of them."""
         total = NOTHING
-        for call, turn in self._waiters:
+        for call, turn in islice(self._waiters, most):
             if not turn.done():
                 amount = self._bound(call, alone=not self._ledger.in_flight and total == NOTHING)
                 if self._ledger.short(amount, beside=total):
@@ -268,11 +301,14 @@ class Spending:
         if self.time_is_up:
             turn.set_exception(self.refusal())
             return ""
-        in_flight = self._ledger.in_flight
-        amount = self._bound(call, alone=not in_flight)  # calls that ended meanwhile improved the estimate
+        in_flight, others = self._ledger.in_flight, self._ledger.others_open != NOTHING
+        # Now, because calls that ended meanwhile have told something.
+        amount = self._bound(call, alone=not (in_flight or others))
         limit = self._ledger.short(amount)
         if limit and in_flight:
             return "room"
+        if limit and others:  # other workers return what they do not spend
+            return "lease"
         if limit:
             turn.set_exception(self._refused(limit))
         elif self._broken is not None:
@@ -303,17 +339,18 @@ class Spending:
 
     def _refused(self, limit: str) -> Interrupted:
         self.refused += 1
-        self._exhaust(limit)
+        self.exhaust(limit)
         return Interrupted(f"the run is out of budget: {limit}")
 
-    def _exhaust(self, limit: str) -> None:
+    def exhaust(self, limit: str) -> None:
+        """A limit leaves no room for the next call, here or at another worker: no agent is started any more."""
         if not self.exhausted:
             self.exhausted = limit
             self._on_exhausted(limit)
 
     def _stop_the_clock(self) -> None:
         self.time_is_up = True
-        self._exhaust(self._time_limit)
+        self.exhaust(self._time_limit)
         self._serve()
         if self._on_time_up is not None:
             self._on_time_up()

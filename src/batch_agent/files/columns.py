@@ -1,8 +1,9 @@
 """Results as a table: which columns, of which type, and the cells of a row.
 
-The result's own columns have fixed names; the fields of the output are ``output.field``, an output without fields is
-``output``; the fields of the input keep their names, or become ``input.field`` where a name is taken. Which fields
-there are is known when the last result is, so a table takes two passes: ``see`` each record, then ask for cells.
+The input's columns come first and keep their names, or become ``input.field`` where a name is taken. The fields of the
+output follow as ``output.field`` (an output without fields: ``output``), then the result's own columns, whose names are
+fixed. Which fields there are is known when the last result is, so a table takes two passes: ``see`` each record, then
+ask for cells.
 """
 
 from __future__ import annotations
@@ -41,14 +42,12 @@ class Column:
         return float(value) if self.type == "float" and isinstance(value, int) else value
 
 
-FIRST = (
-    Column("index", ("index",), "int"),
-    Column("job_id", ("job_id",), "text"),
+OWN = (
     Column("ok", ("ok",), "bool"),
-)
-LAST = (
     Column("error_type", ("error", "type"), "text"),
     Column("error_message", ("error", "message"), "text"),
+    Column("index", ("index",), "int"),
+    Column("job_id", ("job_id",), "text"),
     Column("attempts", ("attempts",), "int"),
     Column("turns", ("turns",), "int"),
     Column("prompt_tokens", ("usage", "prompt_tokens"), "int"),
@@ -77,16 +76,17 @@ class Fields:
                 self._note((part,), value)
 
     def columns(self) -> list[Column]:
-        columns = [*FIRST, *self._of_outputs(), *LAST]
-        taken = {column.name for column in columns}
+        results = [*self._of_outputs(), *OWN]
+        return [*self._of_inputs({column.name for column in results}), *results]
+
+    def _of_inputs(self, taken: set[str]) -> Iterator[Column]:
         for path, kinds in self._kinds.items():
             if path[0] == "input":
                 name = path[-1]
                 while name in taken:
                     name = f"input.{name}"
                 taken.add(name)
-                columns.append(Column(name, path, _type(kinds)))
-        return columns
+                yield Column(name, path, _type(kinds))
 
     def _of_outputs(self) -> Iterator[Column]:
         outputs = {path: kinds for path, kinds in self._kinds.items() if path[0] == "output"}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from batch_agent.errors import SpecError
+from batch_agent.files.folder import is_pattern
 from batch_agent.files.frames import rows_of_frame
 from batch_agent.files.read import KNOWN, read_inputs
 from batch_agent.job import cut
@@ -30,7 +31,7 @@ def _existing(text: str) -> Path:
     """SpecError for a text that names no file: it was meant as a row, or as lines."""
     path = Path(text)
     try:
-        if text.strip() and path.exists():
+        if text.strip() and (path.exists() or (is_pattern(text) and "\n" not in text and " " not in text)):
             return path
     except (OSError, ValueError):  # too long for a name, or with characters that none has
         pass

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+from batch_agent.documents import format_of_document
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.arrow import is_dataset, open_dataset, open_parquet
 from batch_agent.files.compression import format_of
-from batch_agent.files.folder import open_folder
+from batch_agent.files.folder import is_pattern, open_document_file, open_folder, open_pattern
 from batch_agent.files.json_array import parse_json
 from batch_agent.files.reading import Reading
 from batch_agent.files.rows import Row, parse_jsonl, parse_text
@@ -42,8 +43,8 @@ SPREADSHEETS = (".xlsx", ".xls", ".ods")
 def read_inputs(
     path: str | Path, limit: int | None = None, *, kind: str | None = None, at_once_bytes: int = AT_ONCE_BYTES
 ) -> list[Row] | LazyRows:
-    """The rows of a file or directory, the first ``limit`` of them, for ``BatchAgent.run(inputs=…)``. ``kind`` is one
-    of PARSERS, in place of the path's extension."""
+    """The rows of a file, a directory or a pattern (``papers/**/*.pdf``), the first ``limit`` of them, for
+    ``BatchAgent.run(inputs=…)``. ``kind`` is one of PARSERS, in place of the path's extension."""
     reading = _open(Path(path), kind)
     if reading.memory_bytes > at_once_bytes:
         return LazyRows(reading, limit)
@@ -57,11 +58,15 @@ def _open(path: Path, asked: str | None) -> Reading:
     try:
         status = path.stat()
     except OSError as error:
+        if is_pattern(str(path)):
+            return _open_pattern(path)
         raise SpecError(f"cannot read the inputs {path}: {error.strerror}") from None
     if stat.S_ISDIR(status.st_mode):
         return open_dataset(path) if is_dataset(path) else open_folder(path)
     kind, compression = format_of(path)
     kind = asked or kind
+    if asked is None and format_of_document(path) is not None:
+        return open_document_file(path)
     if kind == ".parquet" and not compression:
         return open_parquet(path)
     if kind in SPREADSHEETS:
@@ -76,6 +81,14 @@ def _open(path: Path, asked: str | None) -> Reading:
 
     memory = source.size * (COMPRESSION if compression else 1)
     return Reading(parse(parts, str(path)), source.close, expected, memory)
+
+
+def _open_pattern(pattern: Path) -> Reading:
+    """A file of rows among those that match would be taken for one text: it is refused."""
+    kind = format_of(pattern)[0]
+    if kind in KNOWN and kind != ".txt":
+        raise SpecError(f"inputs: a pattern names files that are a row each, and {kind} files hold rows: give one file")
+    return open_pattern(str(pattern))
 
 
 class LazyRows(Iterator[Row]):

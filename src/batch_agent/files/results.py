@@ -14,7 +14,7 @@ from batch_agent.compiler.schema import OutputSchema
 from batch_agent.errors import Invalid
 from batch_agent.foreign import describe
 from batch_agent.job import AgentError, AgentResult, UnreadableRow
-from batch_agent.messages import Image
+from batch_agent.messages import Attachment
 
 
 def result_line(result: AgentResult[object]) -> bytes:
@@ -104,7 +104,7 @@ def _to_json_slowly(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, Image):
+    if isinstance(value, Attachment):
         return value.mark if value.is_data else value.url
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")

@@ -1,8 +1,8 @@
 """Lines of results as a table: CSV, TSV or Parquet.
 
-A table's columns are known when its last row is, so it is made from a finished file of lines, in two passes over it and
-a few thousand rows of memory. A table file appears when it is complete: a reader never sees half of one, and a full
-disk does not cost the one that was there.
+A table is in input order, and its columns are known when its last row is. It is made from a finished file of lines, in
+two passes over it and a few thousand rows of memory. A table file appears when it is complete: a reader never sees half
+of one, and a full disk does not cost the one that was there.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +25,7 @@ from batch_agent.files.results import from_json
 CSV, TSV, PARQUET = ".csv", ".tsv", ".parquet"
 DELIMITERS = {CSV: ",", TSV: "\t"}
 ROW_GROUP_ROWS = 5000
+INDEX = b'{"index":'  # with which a result line begins
 
 
 class ResultFile:
@@ -48,6 +50,57 @@ class ResultFile:
                     self.torn += 1
                 else:
                     yield record
+
+
+class InOrderOfInput:
+    """The records of files of result lines in input order, as often as they are asked for. A place in a file is kept
+    for each row, eight bytes, and no record. Of two lines for one row the later file's, or the later line, counts."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self.torn = 0  # lines of the latest pass that are no records
+
+    def __iter__(self) -> Iterator[Record]:
+        for _, record in self.numbered():
+            yield record
+
+    def numbered(self) -> Iterator[tuple[int, Record]]:
+        """Each record with the number of its file."""
+        with ExitStack() as stack:
+            files = [stack.enter_context(path.open("rb")) for path in self._paths if path.exists()]
+            numbers = [number for number, path in enumerate(self._paths) if path.exists()]
+            for place in self._places(files):
+                if place >= 0:
+                    offset, which = divmod(place, len(files))
+                    files[which].seek(offset)
+                    if (record := record_of(files[which].readline())) is not None:
+                        yield numbers[which], record
+
+    def _places(self, files: Sequence[IO[bytes]]) -> array[int]:
+        """For each index its line: the offset times the number of files, plus the file's number; -1 for none."""
+        places, self.torn = array("q"), 0
+        for which, file in enumerate(files):
+            offset = 0
+            for line in file:
+                index = _index_of(line)
+                if index is None:
+                    self.torn += 1
+                else:
+                    places.extend(itertools.repeat(-1, index + 1 - len(places)))
+                    places[index] = offset * len(files) + which
+                offset += len(line)
+        return places
+
+
+def _index_of(line: bytes) -> int | None:
+    """The index of a result line, without parsing all of it where it is written as we write it."""
+    if line.startswith(INDEX) and line.endswith(b"}\n"):
+        number = line[len(INDEX) : len(INDEX) + 20].partition(b",")[0]
+        if number.isdigit():
+            return int(number)
+    record = record_of(line)
+    index = None if record is None else record["index"]
+    return index if isinstance(index, int) and index >= 0 else None
 
 
 def record_of(line: bytes) -> Record | None:

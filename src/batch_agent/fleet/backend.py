@@ -109,6 +109,11 @@ class Fleet(Backend):
         fleet._hostfile = hostfile
         return fleet
 
+    @property
+    def hostfile(self) -> Hostfile | None:
+        """The hostfile that it follows."""
+        return self._hostfile
+
     def __repr__(self) -> str:
         return f"Fleet({self._name!r}, {len(self._present)} endpoints)"
 
@@ -132,6 +137,7 @@ class Fleet(Backend):
             schema_note=next((one.schema_note for one in able if one.schema_note), ""),
             streaming=all(one.streaming for one in able),
             images=all(one.images for one in able),
+            documents=frozenset.intersection(*(one.documents for one in able)) if able else frozenset(),
             default_inflight=total_inflight(self.servers.values()),
             reports_load=any(one.reports_load for one in able),
         )
@@ -342,6 +348,10 @@ class Fleet(Backend):
             raise next(answer for answer in answers.values() if isinstance(answer, BackendError))
         self._tell()
         return list(dict.fromkeys(name for answer in answers.values() if isinstance(answer, list) for name in answer))
+
+    async def survey(self) -> dict[str, list[str] | BackendError]:
+        """Returns each server's models, or its error; a server that is much slower than the first is left out."""
+        return await self._ask(self._present)
 
     async def locate(self, model: str) -> None:
         unknown = [server for server in self._present if server.models is None]

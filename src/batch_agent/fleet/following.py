@@ -30,6 +30,11 @@ class Hostfile:
         self.path, self.select = Path(path), select or {}
         self._text: str | None = None  # the latest text that was read
 
+    @property
+    def text(self) -> str:
+        """The latest content that was read."""
+        return self._text or ""
+
     def read(self) -> list[AgentEndpoint]:
         """Return the selected endpoints, at least one. Raises SpecError for a file that a fleet cannot use."""
         self._text = read_text(self.path)

@@ -14,7 +14,8 @@ endpoint; a line with a port or a tag is always a separate endpoint. An invalid 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
@@ -25,6 +26,9 @@ from batch_agent.errors import SpecError
 DEFAULT_PORT = 8000
 PORTS = {"http": 80, "https": 443, "vllm": DEFAULT_PORT, "sglang": 30000, "dynamo": DEFAULT_PORT}
 FORMS = "host, host 8001, host:8001, [v6]:8001, https://host/path, vllm://host:8001 or sglang://host:30000"
+
+# Where a worker on another machine finds the hostfiles of its run, by their paths there. It may block.
+KEPT_HOSTFILES: ContextVar[Callable[[str], str | None] | None] = ContextVar("KEPT_HOSTFILES", default=None)
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _COMMENT = re.compile(r"(^|\s)#.*")
@@ -101,7 +105,10 @@ def parse_hostfile(path: str | Path) -> list[AgentEndpoint]:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a hostfile. Raises SpecError for an unreadable file."""
+    """Returns the text of a hostfile. SpecError for a file that cannot be read."""
+    source = KEPT_HOSTFILES.get()
+    if source is not None and (kept := source(str(path))) is not None:
+        return kept
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

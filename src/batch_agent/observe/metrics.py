@@ -35,6 +35,7 @@ from batch_agent.events import (
 from batch_agent.messages import Usage
 from batch_agent.observe.history import History, Pace
 from batch_agent.observe.limits import Limits, LimitStep
+from batch_agent.observe.stage_counts import StageCount
 
 WINDOW = 30  # seconds over which the recent rate is computed
 RECENT_ERRORS = 5
@@ -144,7 +145,9 @@ class Statistics:
     recent_results: tuple[RecentResult, ...] = ()  # latest last; filled in by the code that sees results
     outages: tuple[Outage, ...] = ()  # current outages
     outage_seconds: float = 0.0  # total downtime of servers
+    down_seconds: Mapping[str, float] = field(default_factory=dict)  # the same by server
     schema_note: str = ""  # why the output schema is no longer sent
+    stages: tuple[StageCount, ...] = ()  # of a pipeline, whose sums the other numbers are
     ended: Ended | None = None
     reason: str = ""  # which limit ended the run, or why it could not continue
 
@@ -234,7 +237,7 @@ class Metrics:
         self._max_inflight: int | None = None
         self._limits = Limits()
         self._down: dict[str, HealthChanged] = {}
-        self._outage_seconds = 0.0
+        self._down_seconds: dict[str, float] = {}  # of outages that are over, by endpoint
         self._schema_note = ""
         self._errors: dict[tuple[str, str], RecentError] = {}
         self._rows_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW)
@@ -265,6 +268,7 @@ class Metrics:
         run, finished = self._run, self._finished
         now = finished.at if finished else self._clock()
         elapsed = now - run.at if run else 0.0
+        down = self._down_by_server(now)
         return Statistics(
             backend=run.backend if run else "",
             model=run.model if run else "",
@@ -304,12 +308,19 @@ class Metrics:
             max_inflight=self._max_inflight,
             limits=self._limits.steps(),
             recent_errors=tuple(self._errors.values()),
-            outages=tuple(_outage(event, now) for event in self._down.values()),
-            outage_seconds=self._outage_seconds + sum(now - event.since for event in self._down.values()),
+            outages=tuple(_outage(event, now, run) for event in self._down.values()),
+            outage_seconds=sum(down.values()),
+            down_seconds=down,
             schema_note=self._schema_note,
             ended=finished.ended if finished else None,
             reason=finished.reason if finished else "",
         )
+
+    def _down_by_server(self, now: float) -> dict[str, float]:
+        seconds = dict(self._down_seconds)
+        for name, event in self._down.items():
+            seconds[name] = seconds.get(name, 0.0) + now - event.since
+        return {_server(name, self._run): lasted for name, lasted in seconds.items()}
 
     def spent(self) -> tuple[int, float | None]:
         """Return tokens and $ of the turns so far; None if no price is known."""
@@ -393,7 +404,7 @@ class Metrics:
         if event.since:
             self._down[event.endpoint] = event
         elif before is not None:
-            self._outage_seconds += event.at - before.since
+            self._down_seconds[event.endpoint] = self._down_seconds.get(event.endpoint, 0.0) + event.at - before.since
 
     def _tool_started(self, event: ToolStarted) -> None:
         agent = self._agents.get((event.run, event.index))
@@ -479,6 +490,11 @@ class Metrics:
         return rows / (elapsed - since) if elapsed > since else 0.0
 
 
-def _outage(event: HealthChanged, now: float) -> Outage:
+def _outage(event: HealthChanged, now: float, run: RunStarted | None) -> Outage:
     wait = 0.0 if event.state == "on trial" else max(0.0, event.next_trial - now)
-    return Outage(event.endpoint, now - event.since, wait, event.reason)
+    return Outage(_server(event.endpoint, run), now - event.since, wait, event.reason)
+
+
+def _server(endpoint: str, run: RunStarted | None) -> str:
+    """The endpoint's name; that of the backend where it is the only one."""
+    return endpoint or (run.backend if run else "")

@@ -46,7 +46,7 @@ class Progress:
             await self._display.__aexit__(*exception)
 
     def conclude(self, summary: str) -> None:
-        """Show the run's summary, if its progress was shown."""
+        """The run's summary, where its progress was shown. In a notebook its first line: results are shown with it."""
         if self._conclude is not None:
             with suppress(OSError):
                 self._conclude(summary)
@@ -59,7 +59,7 @@ class Progress:
         view: View
         if _in_notebook():
             view = notebook = NotebookView(publisher())
-            self._conclude = notebook.conclude
+            self._conclude = lambda summary: notebook.conclude(summary.partition("\n")[0])
         elif sys.stderr is None or _taken(sys.stderr):
             return
         else:

@@ -47,7 +47,9 @@ class Screen:
         large = width >= WIDE and console.size.height >= HIGH
         yield _title(statistics, width)
         yield from _bar(statistics, width)
-        lines = [*_items(_state_items(statistics), width), *_items(_work_items(statistics), width)]
+        longest = max((len(stage.name) for stage in statistics.stages), default=0)
+        lines = [_line(f"  {stage.name:<{longest}}  {stage.words}", width) for stage in statistics.stages]
+        lines += [*_items(_state_items(statistics), width), *_items(_work_items(statistics), width)]
         lines += _notes(statistics, width)
         if large:
             room = console.size.height - len(lines) - 2 - SPARE_LINES
@@ -99,8 +101,15 @@ def _state_items(statistics: Statistics) -> Iterator[_Item]:
     if statistics.resumed:
         yield "from the record", f"{statistics.resumed:,}", ""
     for label, count, style in states(statistics):
-        of = f"/{statistics.max_inflight:,}" if label == "running" and statistics.max_inflight else ""
+        of = _limit(count, statistics.max_inflight) if label == "running" else ""
         yield label, f"{count:,}{of}", style if count else "dim"
+
+
+def _limit(running: int, limit: int | None) -> str:
+    """The limit beside the number running; requests that were sent before it fell may be more."""
+    if not limit:
+        return ""
+    return f"/{limit:,}" if running <= limit else f" (limit now {limit:,})"
 
 
 def _work_items(statistics: Statistics) -> Iterator[_Item]:

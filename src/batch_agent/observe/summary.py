@@ -22,6 +22,7 @@ def summary_lines(
 ) -> list[str]:
     """Return the lines. ``output`` is where the results are; ``tools`` has the statistics of the run's tools."""
     lines = [_headline(statistics)]
+    lines += _labelled("stages", [f"{stage.name}: {stage.words}" for stage in statistics.stages])
     for name, use in statistics.tools.items():
         if use.failed == use.calls:
             reason = harmless(_reason(tools.get(name)), ERROR_CHARACTERS)
@@ -33,7 +34,8 @@ def summary_lines(
     elif statistics.reason:
         lines += _labelled("why", [harmless(statistics.reason, REASON_CHARACTERS)])
     if statistics.outage_seconds:
-        lines += _labelled("outage", [f"the server was down for {clock(statistics.outage_seconds)} in all"])
+        down = sorted(statistics.down_seconds.items(), key=lambda item: -item[1])
+        lines += _labelled("outage", [f"{harmless(name)} was down for {clock(lasted)} in all" for name, lasted in down])
     if statistics.schema_note:
         lines += _labelled("schema", [harmless(statistics.schema_note, REASON_CHARACTERS)])
     if statistics.limits:
@@ -67,8 +69,10 @@ def summary_json(
             "failures": dict(statistics.failures),
             "resumed": statistics.resumed,
         },
+        **({"stages": [stage.to_json() for stage in statistics.stages]} if statistics.stages else {}),
         "seconds": round(statistics.elapsed, 3),
         "outage_seconds": round(statistics.outage_seconds, 3),
+        "down_seconds": {name: round(lasted, 3) for name, lasted in statistics.down_seconds.items()},
         "rows_per_second": round(statistics.overall_rate, 3),
         "turns": statistics.turns,
         "retries": statistics.retries,

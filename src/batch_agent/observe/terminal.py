@@ -122,7 +122,10 @@ class NoView:
 
 
 def progress_line(statistics: Statistics) -> str:
-    parts = [progress(statistics), *(f"{count:,} {label}" for label, count, _ in states(statistics) if count)]
+    parts = [progress(statistics)]
+    if statistics.stages:
+        parts[0] += f" ({'; '.join(f'{stage.name} {stage.words}' for stage in statistics.stages)})"
+    parts += [f"{count:,} {label}" for label, count, _ in states(statistics) if count]
     parts.append(rate(statistics.recent_rate))
     parts += [words for words in (time_left(statistics), phase(statistics)) if words]
     parts.append(f"tokens {tokens(statistics)}")

@@ -28,6 +28,7 @@ UNKNOWN_TEMPLATE_TOKENS = 1024
 LEASED_TEMPLATE_TOKENS = 256  # the same for a lease: what an unknown template may have beyond what is reserved for it
 AT_RISK = 0.5  # of what is left: the most that several calls in flight of a recorded run may take
 AHEAD = 0.25  # of what is in flight: leased beyond it, so that a call rarely waits for the disk
+SMALL = 32  # part of what is left that a worker may lease for requests to come: one of so many
 ROUNDING = 1e-9  # $ by which sums of floats may differ
 
 
@@ -50,15 +51,17 @@ Learnt: TypeAlias = tuple[int, ...]
 
 class Ledger:
     """``spent`` is settled; with a resumed run it begins with what was spent before. ``lease`` is what may be spent in
-    all, as it stands on disk; None for a run that is not recorded."""
+    all, as it stands on disk; None for a run that is not recorded. ``others`` is what other workers of the run have
+    spent, and ``others_open`` what they may spend beyond that."""
 
-    __slots__ = ("_open", "lease", "max_cost", "max_tokens", "reserved", "spent")
+    __slots__ = ("_open", "lease", "max_cost", "max_tokens", "others", "others_open", "reserved", "spent")
 
     def __init__(self, *, max_tokens: int | None = None, max_cost: float | None = None) -> None:
         self.max_tokens = max_tokens
         self.max_cost = max_cost
         self.spent = Amount()
         self.reserved = Amount()
+        self.others = self.others_open = NOTHING
         self.lease: Amount | None = None
         self._open = 0
 
@@ -68,17 +71,18 @@ class Ledger:
 
     def short(self, amount: Amount, *, beside: Amount = NOTHING) -> str | None:
         """Which limit leaves no room for this call, for people; None when it fits. ``beside`` will be sent before."""
-        needed = self.reserved + beside + amount
+        needed, spent = self.reserved + beside + amount + self.others_open, self.spent + self.others
         # Part of what is left that may be in flight.
-        most = AT_RISK if self.lease is not None and (self._open or beside != NOTHING) else 1.0
-        if self.max_tokens is not None and needed.tokens > (self.max_tokens - self.spent.tokens) * most:
+        several = self._open or beside != NOTHING or self.others_open != NOTHING
+        most = AT_RISK if self.lease is not None and several else 1.0
+        if self.max_tokens is not None and needed.tokens > (self.max_tokens - spent.tokens) * most:
             return (
-                f"max_total_tokens {self.max_tokens:,}: {self.spent.tokens:,} are spent, "
+                f"max_total_tokens {self.max_tokens:,}: {spent.tokens:,} are spent, "
                 f"and the next call may take {amount.tokens:,}"
             )
-        if self.max_cost is not None and needed.cost > (self.max_cost - self.spent.cost) * most + ROUNDING:
+        if self.max_cost is not None and needed.cost > (self.max_cost - spent.cost) * most + ROUNDING:
             return (
-                f"max_cost ${self.max_cost:g}: ${self.spent.cost:.4g} is spent, "
+                f"max_cost ${self.max_cost:g}: ${spent.cost:.4g} is spent, "
                 f"and the next call may cost ${amount.cost:.2g}"
             )
         return None
@@ -100,6 +104,16 @@ class Ledger:
             tokens = max(needed.tokens, min(tokens, self.max_tokens))
         if self.max_cost is not None:
             cost = max(needed.cost, min(cost, self.max_cost))
+        return Amount(tokens, cost)
+
+    def ahead_of(self, lately: Amount) -> Amount:
+        """What a worker of a shared run leases beyond what is in flight: twice what it spent since it last did, but a
+        small part of what is left, because it is lost if the worker dies."""
+        spent, tokens, cost = self.spent + self.others, 2 * lately.tokens, 2 * lately.cost
+        if self.max_tokens is not None:
+            tokens = min(tokens, max(0, self.max_tokens - spent.tokens) // SMALL)
+        if self.max_cost is not None:
+            cost = min(cost, max(0.0, self.max_cost - spent.cost) / SMALL)
         return Amount(tokens, cost)
 
     def reserve(self, amount: Amount) -> None:

@@ -84,6 +84,7 @@ class Scheduler:
     ) -> None:
         self.endpoints = list(endpoints) or [Endpoint()]
         self.max_inflight = max_inflight  # at all endpoints together
+        self.allotted: int | None = None  # of them, to this process of a run; None: all
         self.max_agents = max_agents
         self.paused = False  # no grants
         self.closed = False  # no new agents, ever
@@ -182,20 +183,23 @@ class Scheduler:
         """Slots that stay idle if nobody takes them."""
         one = len(self.endpoints) == 1  # as nearly always, and on the hot path
         spare = self.endpoints[0].spare if one else self.router.spare
-        return spare if self.max_inflight is None else min(spare, self.max_inflight - self.inflight)
+        most = self.max_inflight if self.allotted is None else self.allotted
+        return spare if most is None else min(spare, most - self.inflight)
 
     @property
     def slots(self) -> int | None:
         """Slots in all, at endpoints that work; None: no end of them."""
         slots = self.endpoints[0].slots if len(self.endpoints) == 1 else self.router.slots
-        if slots is None or self.max_inflight is None:
-            return self.max_inflight if slots is None else slots
-        return min(slots, self.max_inflight)
+        most = self.max_inflight if self.allotted is None else self.allotted
+        if slots is None or most is None:
+            return most if slots is None else slots
+        return min(slots, most)
 
     @property
     def is_full(self) -> bool:
         """No agent may start, and no time that passes will change that."""
-        passing = self.paused or self.backlogged or any(e.server.held_until and not e.given_up for e in self.endpoints)
+        held = any(e.server.held_until and not e.given_up for e in self.endpoints)
+        passing = self.paused or self.backlogged or held or self.allotted == 0
         return not passing and not self.has_room()
 
     @property
@@ -261,7 +265,8 @@ class Scheduler:
         waits."""
         if self.paused or not self.wanted:
             return None
-        if self.max_inflight is not None and self.inflight >= self.max_inflight:
+        most = self.max_inflight if self.allotted is None else self.allotted
+        if most is not None and self.inflight >= most:
             return None
         for held in self.admission.release(now) if self.admission.held else ():
             self._queue.add(held, held.progress.turns, first=True)

@@ -34,6 +34,7 @@ class Budget:
         "_open",
         "_period",
         "_resets_at",
+        "_share",
         "_since",
         "_taken",
         "_told_by",
@@ -43,6 +44,7 @@ class Budget:
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit  # a minute, as the user says
+        self._share: int | None = None  # of the limit, that this process may use; None: all of it
         self._window: deque[tuple[float, int]] = deque()  # when it leaves the count, how much
         self._used = 0  # in the window
         self._open = 0  # reserved, and not settled
@@ -59,6 +61,30 @@ class Budget:
         """Set the user's limit; None lifts it."""
         self._limit = limit
 
+    def allot(self, share: int | None) -> None:
+        """Set the part of the user's limit that this process may use; None: all of it."""
+        self._share = share
+
+    @property
+    def limit(self) -> int | None:
+        """The user's limit."""
+        return self._limit
+
+    @property
+    def share(self) -> int | None:
+        """What ``allot`` set."""
+        return self._share
+
+    def used(self, now: float) -> int:
+        """What counts of the last minute, with what is reserved."""
+        self._drop_old(now)
+        return self._used + self._open
+
+    def _drop_old(self, now: float) -> None:
+        window = self._window
+        while window and window[0][0] <= now:
+            self._used -= window.popleft()[1]
+
     def fill(self, until: float) -> None:
         """Take the user's whole limit as used, until that time."""
         if self._limit is not None:
@@ -72,17 +98,17 @@ class Budget:
     def _free_of_window(self, amount: int, now: float) -> float:
         if self._limit is None:
             return now
-        window = self._window
-        while window and window[0][0] <= now:
-            self._used -= window.popleft()[1]
-        over = self._used + self._open + amount - self._limit
-        if over <= 0 or not (self._used or self._open):
+        self._drop_old(now)
+        window, limit = self._window, self._limit if self._share is None else min(self._share, self._limit)
+        over = self._used + self._open + amount - limit
+        if over <= 0 or (limit == self._limit and not (self._used or self._open)):
             return now
         for leaves_at, used in window:
             over -= used
             if over <= 0:
                 return leaves_at
-        return window[-1][0] if window and not self._open else inf  # something must be settled first
+        # Else something must be settled first, or the share must grow.
+        return window[-1][0] if window and not self._open and limit == self._limit else inf
 
     def _free_of_quota(self, amount: int, now: float) -> float:
         if self._left is None:
@@ -202,6 +228,15 @@ class Rates:
         for kind, limit in (("requests", rpm), ("tokens", tpm)):
             if limit is not None or kind in self._budgets:
                 self._budgets.setdefault(kind, Budget()).restrict(limit)
+
+    @property
+    def shared(self) -> dict[str, Budget]:
+        """The budgets with a limit of the user's, by kind."""
+        return {kind: budget for kind, budget in self._budgets.items() if budget.limit is not None}
+
+    def expected(self, kind: str) -> int:
+        """What a request like the latest takes of a budget."""
+        return max(1, _amount(kind, self._expected, 1))
 
     def fill(self, until: float) -> None:
         """Take the user's limits as used up until that time: an earlier process may have done so."""

@@ -53,6 +53,7 @@ class Server:
         "_answers",
         "_terms",
         "_thread",
+        "allotted",
         "capacity",
         "context",
         "default_inflight",
@@ -88,6 +89,7 @@ class Server:
         self.endpoints: list[Endpoint] = []  # of the dispatchers that use it now
         self._terms: list[Terms] = []
         self._thread = 0  # of the dispatchers that use it now
+        self.allotted: int | None = None  # slots that this process may use; None: all of them
         self._forget()
 
     def _forget(self) -> None:
@@ -159,6 +161,8 @@ class Server:
     def share(self, endpoint: Endpoint) -> int | None:
         """The most that one dispatcher may have in flight now; None: no limit."""
         limit = self.capacity.limit
+        if self.allotted is not None:
+            limit = self.allotted if limit is None else min(limit, self.allotted)
         if limit is None or len(self.endpoints) == 1:
             return limit
         hungry = sum(other.is_hungry() for other in self.endpoints if other is not endpoint)

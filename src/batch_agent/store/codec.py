@@ -75,7 +75,7 @@ def encode(step: Step) -> tuple[int, bytes]:
         case Compacted(cut, usage):
             return COMPACTED, _dump([cut.kept_from, cut.note, [*cut.reduced.items()], _from_usage(usage)])
         case Asked(digest, nth, reply, spent, after, said):
-            messages = [_from_message(message) for message in said]
+            messages = [from_message(message) for message in said]
             return ASKED, _dump([digest, nth, _from_reply(reply), _from_spent(spent), after, messages])
         case CallBegun(digest, nth, name, arguments):
             return CALL_BEGUN, _dump([digest, nth, name, arguments])
@@ -105,7 +105,7 @@ def decode(kind: int, body: bytes) -> Step:
         return Compacted(Cut(kept_from, note, texts), _to_usage(usage))
     if kind == ASKED:
         digest, nth, reply, spent, after, said = _read(record, (str, int, list, list, int, list))
-        return Asked(digest, nth, _to_reply(reply), _to_spent(spent), after, tuple(map(_to_message, said)))
+        return Asked(digest, nth, _to_reply(reply), _to_spent(spent), after, tuple(map(to_message, said)))
     if kind == CALL_BEGUN:
         return CallBegun(*_read(record, (str, int, str, str)))
     if kind == CALL_ENDED:
@@ -153,14 +153,14 @@ def _to_reply(array: object) -> Reply:
     )
 
 
-def _from_message(message: Message) -> tuple[object, ...]:
+def from_message(message: Message) -> tuple[object, ...]:
     """Pictures by their marks; what only a wire can read is left out."""
     calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
     shown = content_shown(message.content)
     return message.role, shown, calls, message.tool_call_id, message.reasoning, message.tool_name
 
 
-def _to_message(array: object) -> Message:
+def to_message(array: object) -> Message:
     role, content, calls, call_id, reasoning, name = _read(array, MESSAGE)
     if role not in ROLES:
         raise ValueError(f"a record has {role[:100]!r} where a role is expected")

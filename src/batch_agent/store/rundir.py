@@ -38,6 +38,7 @@ from batch_agent.store.base import OpenStore, Progress, Store
 from batch_agent.store.lock import Lock, is_locked
 from batch_agent.store.private import DIRECTORY, private
 from batch_agent.store.resultfiles import ResultFiles
+from batch_agent.store.shared_sqlite import SHARED, shared_progress
 from batch_agent.store.sqlite import Glance, SqliteJournal, glance
 
 State = Literal["running", "complete", "failed", "interrupted", "out of budget", "unreachable"]
@@ -78,6 +79,8 @@ class RunDir:
         with ExitStack() as undone:
             undone.callback(lock.release)
             begun = (path / RUN).exists()
+            if (path / SHARED).exists() and open_store == SqliteJournal.open:
+                raise SpecError(f"{path} holds a run of a cluster: go on with it there (cluster=Ray(...), --ray)")
             if begun and not resume:
                 raise _taken(path)
             journal = open_store(path / JOURNAL, begun=begun)
@@ -164,6 +167,8 @@ class RunView:
     state: State
     glance: Glance
     stages: Mapping[str, RunView] = field(default_factory=dict)
+    name: str = ""  # the place as a command line names it, without a password
+    kept_summary: JsonObject | None = None  # of a run that is kept elsewhere
 
     @classmethod
     def of(cls, path: Path) -> RunView:
@@ -172,14 +177,23 @@ class RunView:
         if state == "running" and is_locked(path / LOCK) is False:
             state = "interrupted"  # killed, or the machine went down: nobody was left to say so
         journal = path / JOURNAL
-        seen = glance(journal) if journal.exists() else Glance(0, Progress())
+        seen = glance(journal) if journal.exists() else Glance(*shared_progress(path / SHARED))
         stages = {name: cls.of(path / name) for name in stage_names(facts) if (path / name / RUN).exists()}
-        return cls(path, facts, state, seen, stages)
+        return cls(path, facts, state, seen, stages, name=str(path))
 
     @property
     def parts(self) -> Mapping[str, RunView]:
         """The runs that have the user's rows: the stages of a pipeline, else the run itself, whose name is ""."""
         return self.stages if stage_names(self.facts) else {"": self}
+
+    @property
+    def summary(self) -> JsonObject | None:
+        """The numbers of a session that ended."""
+        try:
+            summary = self.kept_summary or from_json((self.path / SUMMARY).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return cast(JsonObject, summary) if isinstance(summary, dict) else None
 
     @property
     def progress(self) -> Progress:

@@ -65,6 +65,39 @@ class Record(Protocol):
         ...
 
 
+class RunSession(Record, Protocol):
+    """A sitting of a run at its record, from ``begin`` to ``end``."""
+
+    async def begin(
+        self,
+        fingerprint: bytes,
+        facts: JsonObject,
+        *,
+        rows_under: bytes,
+        schema: OutputSchema[object] | None,
+        account: Account,
+        on_backlog: Callable[[bool], None],
+        on_overdue: Callable[[bool], None],
+    ) -> None: ...
+
+    def part(self, fingerprint: bytes) -> Record:
+        """A record of its own for a run inside this one."""
+        ...
+
+    async def spent_before(self) -> tuple[int, float, tuple[int, ...] | None]: ...
+
+    def touch(self) -> None: ...
+
+    def say_trouble(self, trouble: str | None, since: float) -> None: ...
+
+    @property
+    def lag(self) -> float: ...
+
+    async def flush(self) -> bool: ...
+
+    async def end(self, state: State, why: str, summary: JsonObject) -> None: ...
+
+
 class Session:
     def __init__(self, directory: RunDir, thread: ThreadPoolExecutor, resuming: Resuming) -> None:
         self._directory = directory
@@ -105,7 +138,7 @@ class Session:
         spends."""
         self._keys = Keys(rows_under)
         self._directory.schema = schema
-        began = _now()
+        began = now_text()
         next_agent, previous, forced = await self._run(lambda: self._prepare(fingerprint, began))
         self.has_past = next_agent > 1
         self._facts = {
@@ -116,7 +149,7 @@ class Session:
             "started": previous.get("started", began),
             "session_started": began,
             "ended": None,
-            "versions": _versions(),
+            "versions": versions(),
             "command": previous.get("command"),
             **facts,
         }
@@ -250,7 +283,7 @@ class Session:
                     "failed": progress.failed,
                     "resumed": progress.resumed,
                 }
-                facts = {**self._facts, "state": state, "why": why or None, "ended": _now(), "rows": rows}
+                facts = {**self._facts, "state": state, "why": why or None, "ended": now_text(), "rows": rows}
                 last_things.callback(self._directory.write_summary, summary)
                 last_things.callback(self._directory.write_run, facts)
                 last_things.callback(self._directory.journal.commit, (), progress)
@@ -303,11 +336,13 @@ async def to_its_end(future: asyncio.Future[Any]) -> BaseException | None:
     return future.exception()
 
 
-def _now() -> str:
+def now_text() -> str:
+    """The time as ``run.json`` has it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _versions() -> JsonObject:
+def versions() -> JsonObject:
+    """What recorded a run."""
     return {
         "batch-agent": __version__,
         "python": platform.python_version(),

@@ -205,7 +205,7 @@ class SqliteJournal:
         return None
 
     def _read(self, agent: int) -> Past | None:
-        rows = self._db.execute("SELECT kind, body FROM record WHERE agent = ? ORDER BY id", (agent,)).fetchall()
+        rows = self.steps(agent)
         try:
             return read_past(agent, [decode(kind, body) for kind, body in rows])
         except ValueError as error:
@@ -214,6 +214,11 @@ class SqliteJournal:
             # One bad record must not keep the others from being reached.
             logger.warning("%s: the record of one row cannot be read and counts as none: %s", self._path, error)
             return None
+
+    def steps(self, agent: int) -> list[tuple[int, bytes]]:
+        """The steps of an agent as they are kept: their kinds and bodies."""
+        with _explained(self._path):
+            return self._db.execute("SELECT kind, body FROM record WHERE agent = ? ORDER BY id", (agent,)).fetchall()
 
     def _unclaimed(self, sought: bytes) -> int | None:
         while True:

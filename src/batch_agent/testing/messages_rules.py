@@ -24,6 +24,7 @@ _FIELDS = {
 _BLOCKS = {
     "text": {"text", "cache_control", "citations"},
     "image": {"source", "cache_control"},
+    "document": {"source", "title", "context", "citations", "cache_control"},
     "tool_use": {"id", "name", "input", "cache_control", "caller"},
     "tool_result": {"tool_use_id", "content", "is_error", "cache_control"},
     "thinking": {"thinking", "signature"},

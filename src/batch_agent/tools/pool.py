@@ -12,13 +12,16 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from batch_agent.backends.once import Found, Once
 from batch_agent.errors import ToolError, ToolFailed, ToolTimeout, UnknownTool
 from batch_agent.foreign import message_of
 from batch_agent.job import Job
@@ -75,6 +78,8 @@ class ToolPool:
     ``on_waiting`` is told how many agents' calls wait for a tool that is itself the bottleneck (for its rate, its own
     limit, a thread or a place among the async calls), whenever that number changes.
 
+    ``once`` shares calls with the other workers of a run.
+
     ``prewarm_max_age``, in seconds, is for how long a result that was made before anybody asked for it stays good.
     """
 
@@ -86,12 +91,15 @@ class ToolPool:
         spawn: Spawn,
         on_waiting: Callable[[int], None] | None = None,
         prewarm_max_age: float | None = None,
+        once: Once | None = None,
     ) -> None:
         on_loop, in_threads = Slots(ASYNC_CALLS), Slots(THREADS)
         self._offers = {t.name: _Offer(t, (*_own_gates(t), on_loop if t.is_async else in_threads)) for t in tools}
         self._timeout = timeout
         self._spawn = spawn
         self._prewarm_max_age = prewarm_max_age
+        self._once = once
+        self._written = {tool.resource for tool in tools if tool.effect == "write"}
         self._traffic = Traffic(on_waiting)
         self._cache = ResultCache()
         self._flights: dict[Key, Flight] = {}
@@ -251,7 +259,10 @@ class ToolPool:
 
     def _take_off(self, offer: _Offer, arguments: Arguments, flight: Flight) -> PendingCall:
         fly = self._fly if offer.tool.batching is None else self._fly_along
-        self._begin(flight, fly(offer, arguments, flight))
+        if self._is_for_all(offer.tool, flight):
+            self._begin(flight, self._fly_once(offer, flight, partial(fly, offer, arguments, flight)))
+        else:
+            self._begin(flight, fly(offer, arguments, flight))
         if flight.key is not None:
             self._flights[flight.key] = flight
         return PendingCall(flight, flight.asked)
@@ -281,6 +292,30 @@ class ToolPool:
         finally:
             self._note_write(tool)
         self._land(offer, flight, end)
+
+    def _is_for_all(self, tool: Tool, flight: Flight) -> bool:
+        """Whether other workers may use this call: it knows no row and reads nothing that a tool of this run writes."""
+        if self._once is None or flight.key is None or flight.unasked or tool.signature.context is not None:
+            return False
+        return tool.resource is None or tool.resource not in self._written
+
+    async def _fly_once(self, offer: _Offer, flight: Flight, fly: Callable[[], Awaitable[None]]) -> None:
+        """Take the result of another worker, or run the call so that others may wait for it."""
+        assert self._once is not None and flight.key is not None
+        key = shared_key(offer.tool, flight.key)
+        found = await self._once.begin(key)
+        if isinstance(found, Found):
+            offer.tally.shared += 1
+            self._land(offer, flight, ToolOutcome(found.text, found.ok, "shared", _since(flight.asked)))
+            return
+        try:
+            await fly()
+        finally:
+            end, keep = flight.end, 0.0
+            shown = Found(end.text, end.ok) if isinstance(end, ToolOutcome) else None
+            if offer.tool.cacheable and shown is not None and shown.ok:
+                keep = math.inf if offer.tool.ttl is None else offer.tool.ttl
+            self._once.end(key, found, shown, keep)
 
     def _note_write(self, tool: Tool) -> None:
         if tool.resource is not None and tool.effect == "write":
@@ -393,6 +428,11 @@ class ToolPool:
         error = None if task.cancelled() or not flight.interested else task.exception()
         # Cancelled, perhaps before its first step; or a fault of ours, which stops those who wait for the call.
         flight.land(error if isinstance(error, Exception) else _CANCELLED)
+
+
+def shared_key(tool: Tool, key: Key) -> str:
+    """What tells a call apart among all workers of a run."""
+    return blake2b(f"{tool.name}\0{tool.version}\0{key[1]}".encode(), digest_size=20).hexdigest()
 
 
 def _own_gates(tool: Tool) -> Iterator[Gate]:

@@ -28,10 +28,12 @@ from batch_agent.events import Event, JobFinished, JobStarted, Sink
 from batch_agent.job import AgentResult
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Metrics, Statistics
+from batch_agent.observe.stage_counts import StageCount
 from batch_agent.spec import BatchSpec
 from batch_agent.store.base import OpenStore
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.store.timeline import Line
+from batch_agent.tools.latency import ToolStatistics
 from batch_agent.topology.functions import FilterNode, FlatMapNode, FunctionNode, KeyNode, Source
 from batch_agent.topology.graph import graph_of
 from batch_agent.topology.items import Receiver
@@ -113,8 +115,13 @@ class Flow:
             raise self._failure
 
     def statistics(self) -> Statistics:
-        """Return the statistics of all stages together."""
-        return self._metrics.statistics()
+        """The sums over all stages, and the counts of each."""
+        whole = self._metrics.statistics()
+        return replace(whole, stages=tuple(_counted(node, ended=whole.ended is not None) for node in self.nodes))
+
+    def tool_statistics(self) -> dict[str, ToolStatistics]:
+        """What the tools of all stages came to, by name; of two with one name, the later stage's."""
+        return {name: use for node in self.nodes for name, use in node.run.tool_statistics().items()}
 
     def pause(self) -> None:
         self._run.pause()
@@ -291,6 +298,13 @@ class Flow:
         prepared = prepare(BatchSpec(**options, task="{input}", inputs=[stages]), sends=self._sends)
         agents = None if prepared.max_agents is None else prepared.max_agents + 1
         return replace(prepared, backend=first.backend, model=first.model, max_agents=agents)
+
+
+def _counted(node: AgentNode | ReduceNode, *, ended: bool) -> StageCount:
+    """The rows of a stage; of a pipeline that has ended, none is running."""
+    own = node.run.statistics()
+    total = own.done if own.ended == "complete" else own.total
+    return StageCount(node.name, total, own.done, own.failed, 0 if ended else own.alive, node.failed_before)
 
 
 def check_fields(before: Stage, stage: Agents) -> None:

@@ -16,11 +16,11 @@ from pydantic import BaseModel
 
 from batch_agent.compiler.fields import fields_of
 from batch_agent.compiler.schema import OutputSchema
-from batch_agent.errors import InputError, InternalError, SpecError
-from batch_agent.job import AgentResult
+from batch_agent.errors import InputError, Interrupted, SpecError
+from batch_agent.job import AgentError, AgentResult
 from batch_agent.messages import JsonObject
-from batch_agent.topology.flow import Flow
-from batch_agent.topology.pipeline import Pipeline, outcome_of
+from batch_agent.results import Results, Summary
+from batch_agent.topology.pipeline import Outcome, Pipeline, finished
 from batch_agent.topology.reduce import Reduction
 from batch_agent.topology.stages import OF_A_STAGE, FlatMap
 from batch_agent.topology.tree import Shape
@@ -39,16 +39,18 @@ class Items(BaseModel):
     items: list[str]
 
 
-class Reduced(Generic[T, R], tuple[list[AgentResult[T]], R | AgentResult[R]]):
-    """``(results, reduced)``. ``reduced`` is the value itself, or the failed Reduction, an AgentResult that is false.
-    ``reduction`` says in both cases what the reduction covers."""
+class Reduced(Generic[T, R], tuple[Results[T], R | AgentResult[R]]):
+    """``(results, reduced)``. ``reduced`` is the value itself; where the reduction failed, it is the failed Reduction,
+    an AgentResult that is false. ``reduction`` says in both cases what the reduction covers; ``summary`` is of all
+    stages."""
 
     reduction: Reduction[R]
+    summary: Summary
 
-    def __new__(cls, results: list[AgentResult[T]], reduction: Reduction[R]) -> Self:
+    def __new__(cls, results: Results[T], reduction: Reduction[R], summary: Summary) -> Self:
         reduced = cast(R, reduction.output) if reduction.ok else cast("AgentResult[R]", reduction)
         made = super().__new__(cls, (results, reduced))
-        made.reduction = reduction
+        made.reduction, made.summary = reduction, summary
         return made
 
 
@@ -86,27 +88,23 @@ def map_reduce_pipeline(
     return pipeline, whole
 
 
-async def run_reduced(pipeline: Pipeline[Any], options: Options) -> Reduced[Any, Any]:
-    return await _run(pipeline.open(**options))
+async def run_reduced(pipeline: Pipeline[Any], options: Options, progress: bool | None = None) -> Reduced[Any, Any]:
+    """An exception carries the results of the map as ``results``."""
+    try:
+        outcome = await finished(pipeline.open(**options), progress)
+    except BaseException as error:
+        with suppress(AttributeError, KeyError, TypeError):  # an exception of foreign code may have no room for it
+            error.results = error.results[MAP]  # type: ignore[attr-defined]
+        raise
+    return reduced_by(outcome)
 
 
-async def _run(flow: Flow) -> Reduced[Any, Any]:
-    async with flow:
-        try:
-            await flow.finish()
-        except Exception as error:
-            with suppress(AttributeError, TypeError):  # a foreign exception may not allow attributes
-                error.results = outcome_of(flow).results[MAP]  # type: ignore[attr-defined]
-            raise
-    return reduced_by(flow)
-
-
-def reduced_by(flow: Flow) -> Reduced[Any, Any]:
-    outcome = outcome_of(flow)
+def reduced_by(outcome: Outcome[Any]) -> Reduced[Any, Any]:
     reduction = outcome.reductions.get(REDUCE)
     if reduction is None:
-        raise InternalError("the stages have ended, but the reduction has not")
-    return Reduced(outcome.results[MAP], reduction)
+        unfinished = Interrupted(f"the run ended before the reduction ({outcome.statistics.ended})")
+        reduction = Reduction(0, "", None, False, None, AgentError.of(unfinished))
+    return Reduced(outcome.results[MAP], reduction, outcome.summary)
 
 
 def split(options: Options, stages: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

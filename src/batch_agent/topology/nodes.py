@@ -27,6 +27,7 @@ class AgentNode:
     def __init__(self, name: str, prepared: Prepared, channel: RowChannel[object] | None, out: Receiver) -> None:
         self.name, self.prepared = name, prepared
         self.results: list[AgentResult[Any]] = []
+        self.failed_before = 0  # rows that came as failures
         self._inlet, self._out = channel, out
         self._why = ""
 
@@ -36,6 +37,7 @@ class AgentNode:
             self._inlet.put(Placed(item.index, item.value))
             return
         if item.error is not None:  # a row that failed earlier also fails in this stage
+            self.failed_before += 1
             self.results.append(Failure(item.index, str(item.index), item.value, False, None, item.error))
         self._out.put(item)
 

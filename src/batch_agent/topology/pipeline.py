@@ -10,15 +10,21 @@ number of times; ``flow`` runs it.
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast, overload
 
+from batch_agent.engine.run.interruption import Interruption, interrupted_words
 from batch_agent.errors import SpecError
 from batch_agent.events import Sink
 from batch_agent.job import AgentResult
 from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.progress import Progress
+from batch_agent.results import Results, Summary, with_unfinished
 from batch_agent.topology.flow import Flow
-from batch_agent.topology.reduce import Reduction
+from batch_agent.topology.nodes import AgentNode
+from batch_agent.topology.plan import PipelinePlan, plan_stages
+from batch_agent.topology.reduce import ReduceNode, Reduction
 from batch_agent.topology.stages import Agents, Filter, FlatMap, Join, Reduce, Stage, check_stage_options
 from batch_agent.topology.tree import Shape, check_shape
 
@@ -26,15 +32,28 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Outcome(Generic[T]):
-    """``outputs``: the output of the last stage, in order. ``results``: those of each stage that calls a model, by name
-    and in index order. ``reductions``: what each reduction covers."""
+    """``outputs`` are what came out of the last stage, in order; ``results`` those of each stage that asks a model, by
+    name and in the order of their indexes. ``reductions`` say what each reduction covers. Prints as a summary."""
 
     outputs: list[T]
-    results: Mapping[str, list[AgentResult[Any]]]
+    results: Mapping[str, Results[Any]]
     reductions: Mapping[str, Reduction[Any]]
-    statistics: Statistics
+    summary: Summary
+
+    @property
+    def statistics(self) -> Statistics:
+        """The sums over all stages, and the counts of each."""
+        return self.summary.statistics
+
+    def __str__(self) -> str:
+        return str(self.summary)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.summary._repr_html_()
 
     @property
     def failures(self) -> list[AgentResult[Any]]:
@@ -101,12 +120,15 @@ class Pipeline(Generic[T]):
             raise SpecError("reduce is empty: say what to make of the results")
         return self.then(Reduce(name, prompt, tree, {**options, "output_schema": output_schema}))
 
-    async def run(self, **options: Any) -> Outcome[T]:
-        """Run the pipeline with options for the whole, as in ``BatchAgent.run``. Failed rows and reductions are
-        results."""
-        async with self.open(**options) as flow:
-            await flow.finish()
-            return outcome_of(flow)
+    async def run(self, *, progress: bool | None = None, **options: Any) -> Outcome[T]:
+        """With options for the whole, as those of ``BatchAgent.run``; ``progress`` is that of ``BatchAgent.run`` too.
+        Failed rows and reductions are results."""
+        return await finished(self.open(**options), progress)
+
+    def plan(self, **options: Any) -> PipelinePlan:
+        """What ``run`` would do: rows, first message and cost of each stage. Nothing is sent. Print it."""
+        flow = Flow(self.inputs, self.stages, options, sends=False)
+        return plan_stages(self.inputs, self.stages, {node.name: node.prepared for node in flow.nodes})
 
     def open(self, *, sinks: Sequence[Sink] = (), **options: Any) -> Flow:
         """Return a flow to control the run: ``async with pipeline.open() as flow``, then ``await flow.finish()``.
@@ -118,10 +140,38 @@ class Pipeline(Generic[T]):
         return Pipeline(cast("Iterable[Any]", self.inputs), stages=(*self.stages, stage))
 
 
+async def finished(flow: Flow, progress: bool | None = None) -> Outcome[Any]:
+    """The outcome of a flow that is opened, run and left here. An exception carries what was done as ``results``."""
+    view, interruption = Progress(progress, flow.statistics), Interruption()
+    try:
+        async with flow, view:
+            with interruption.stopping(flow.cancel):
+                await flow.finish()
+    except BaseException as error:
+        outcome = outcome_of(flow)
+        if outcome.statistics.done:
+            view.conclude(str(outcome))
+        with suppress(AttributeError, TypeError):  # an exception of foreign code may have no room for it
+            error.results = outcome.results  # type: ignore[attr-defined]
+        raise
+    outcome = outcome_of(flow)
+    view.conclude(str(outcome))
+    if interruption.happened:
+        return interruption.conclude(outcome, outcome.results, interrupted_words(flow.statistics(), flow.spec))
+    return outcome
+
+
 def outcome_of(flow: Flow) -> Outcome[Any]:
     outputs = [item.value for item in sorted(flow.collector.items, key=lambda item: item.index) if item.ok]
-    results = {node.name: sorted(node.results, key=lambda result: result.index) for node in flow.nodes}
-    return Outcome(outputs, results, flow.reductions, flow.statistics())
+    summary = Summary(flow.statistics(), flow.tool_statistics())
+    return Outcome(outputs, {node.name: results_of(node) for node in flow.nodes}, flow.reductions, summary)
+
+
+def results_of(node: AgentNode | ReduceNode) -> Results[Any]:
+    """The results of a stage in the order of their indexes. Of the stage that reads a list of inputs, one for each."""
+    spec, statistics = node.prepared.spec, node.run.statistics()
+    results = with_unfinished(node.results, spec.inputs, statistics, spec.id_column)
+    return Results(results, Summary(statistics, node.run.tool_statistics()), spec.output_schema)
 
 
 def _check_name(name: object) -> None:

@@ -67,6 +67,7 @@ class ReduceNode:
         self._prompt, self._inlet, self._out = prompt, channel, out
         self._tree = Tree(shape, room_for_rows(prompt, prepared))
         self._count = 0  # rows put
+        self.failed_before = 0  # rows among them that came as failures
         self._sent: dict[int, Part] = {}
         self._requests = 0
         self._broken: AgentError | None = None  # error of the first part that could not be reduced
@@ -75,6 +76,7 @@ class ReduceNode:
 
     def put(self, item: Item) -> None:
         self._count += 1
+        self.failed_before += item.error is not None
         self._send(self._tree.add(item.index, None if item.left_out else leaf(item)))
 
     async def room(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from batch_agent.blocking import in_thread
 from batch_agent.errors import SpecError
+from batch_agent.store.address import is_store_url
 
 logger = logging.getLogger("batch_agent")
 
@@ -22,6 +23,8 @@ class PageBeside:
     def __init__(self, run_dir: str | Path | None) -> None:
         if run_dir is None:
             raise SpecError("a run is viewed through its record: give run_dir, or leave view out")
+        if is_store_url(run_dir):
+            raise SpecError("the page of a run in Redis is not served beside it: see it with batch-agent view URL")
         self._run_dir = Path(run_dir)
         self.address = ""
 

@@ -47,14 +47,13 @@ style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'no
 
 
 def report_html(run_dir: Path, which: Which) -> tuple[bytes, int]:
-    """The file, and the number of rows that are in it with their conversations."""
-    record = RunRecord(run_dir.resolve().name, run_dir)
-    try:
-        while record.index.step():
-            pass
-        data, rows = _data(record, which)
-    finally:
-        record.close()
+    """The file, and the number of rows that are in it with their conversations. Of a pipeline: those of its stages."""
+    name = run_dir.resolve().name
+    whole, rows = _indexed(name, run_dir, which)
+    stages = [_indexed(f"{name}/{stage}", run_dir / stage, which) for stage in RunRecord(name, run_dir).stages()]
+    if stages:
+        rows = sum(count for _, count in stages)  # the pipeline's own row is the pipeline itself
+    data: list[JsonValue] = [whole, *(stage for stage, _ in stages)]
     style = (STATIC / "app.css").read_text()
     script = bundle()
     parts = {
@@ -67,6 +66,16 @@ def report_html(run_dir: Path, which: Which) -> tuple[bytes, int]:
     }
     page = re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], PAGE)
     return page.encode("utf-8", "backslashreplace"), rows
+
+
+def _indexed(key: str, path: Path, which: Which) -> tuple[JsonObject, int]:
+    record = RunRecord(key, path)
+    try:
+        while record.index.step():
+            pass
+        return _data(record, which)
+    finally:
+        record.close()
 
 
 def _data(record: RunRecord, which: Which) -> tuple[JsonObject, int]:

@@ -9,7 +9,7 @@ from ebnf_sampler import sampler
 from pydantic import JsonValue
 
 from batch_agent.backends.base import RequestShape
-from batch_agent.backends.local.prompt import chat_messages, describe_tools, read_call
+from batch_agent.backends.local.prompt import chat_messages, describe_tools, read_call, split_thinking
 from batch_agent.backends.local.toolgrammar import compile_turn
 from batch_agent.errors import Rejected, SpecError
 from batch_agent.messages import Image, Message, ToolCall, ToolSpec
@@ -99,3 +99,9 @@ def test_what_cannot_be_shown_is_refused_and_not_left_out() -> None:
     assert chat_messages([Message("user", ("a", "b"))], "") == [{"role": "user", "content": "ab"}]
     with pytest.raises(Rejected, match="does not accept images"):
         chat_messages([Message("user", ("a", Image("https://host/a.png")))], "")
+
+
+def test_what_a_model_thought_before_its_answer_is_told_apart() -> None:
+    assert split_thinking("<think>\nHm.\n</think>\n\nYes") == ("Hm.", "Yes")
+    for text in ("Yes", "<think>cut", "a </think> b"):
+        assert split_thinking(text) == ("", text)

@@ -19,6 +19,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, Phase, given, settings
 from pydantic import BaseModel, Field, JsonValue
 from schema_strategies import schemas
+from tests.backends.local.made_gguf import write_gguf
 
 from batch_agent import AgentResult, BatchAgent
 from batch_agent.backends.base import ModelRequest, RequestShape
@@ -271,3 +272,15 @@ async def test_the_engine_dies_with_its_parent_in_the_middle_of_an_answer(engine
         assert poll.poll(10_000)
     finally:
         os.close(child)
+
+
+@slow
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+async def test_the_engine_reads_the_architectures_of_the_models_that_can_be_fetched(
+    tmp_path: Path, architecture: str
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", architecture)
+    shape = RequestShape(str(path), schema=Ticket.model_json_schema(), max_tokens=80)
+    async with from_url(f"local://{path}") as backend:
+        reply = await backend.infer(ticket(1, shape))
+    Ticket.model_validate_json(reply.text)

@@ -3,6 +3,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from tests.documents.made_documents import paragraph, write_docx, write_pdf
 
 from batch_agent.errors import ToolError
 from batch_agent.messages import ToolCall
@@ -154,10 +155,16 @@ def test_a_binary_file_is_refused(root: Path) -> None:
         read_file(roots=[root])("a.bin")
 
 
-def test_a_long_file_is_cut_between_characters(root: Path) -> None:
-    (root / "a.txt").write_text("ä" * 10, encoding="utf-8")
-    text = read_file(roots=[root], max_bytes=5)("a.txt")
-    assert text == "ää\n[cut: these are the first 5 of 20 bytes]"
+@pytest.mark.parametrize(("encoding", "size"), [("utf-8", 40), ("utf-8-sig", 43), ("utf-16", 42)])
+def test_a_long_file_is_cut_between_characters_and_goes_on_there(root: Path, encoding: str, size: int) -> None:
+    (root / "a.txt").write_text("ä" * 20, encoding=encoding)
+    tool = read_file(roots=[root], max_bytes=7)
+    text, offset = "", 0
+    while (cut := tool("a.txt", offset=offset).partition("\n[cut: "))[1]:
+        text += cut[0]
+        assert cut[2].startswith(f"these are bytes {offset} to ") and f" of {size}; " in cut[2]
+        offset = int(cut[2].removesuffix("]").rpartition("=")[2])
+    assert text + cut[0] == "ä" * 20
 
 
 async def test_a_file_is_cut_once_to_what_a_conversation_can_hold(root: Path, open_pool) -> None:
@@ -165,7 +172,7 @@ async def test_a_file_is_cut_once_to_what_a_conversation_can_hold(root: Path, op
     for tool, shown in ((read_file(roots=[root]), 64_000), (read_file(roots=[root], max_bytes=90_000), 90_000)):
         async with open_pool(tool) as pool:
             text = (await pool.start(ToolCall("1", "read_file", '{"path": "a.txt"}')).wait()).text
-        assert text == "x" * shown + f"\n[cut: these are the first {shown} of 100000 bytes]"
+        assert text == "x" * shown + f"\n[cut: these are bytes 0 to {shown} of 100000; go on with offset={shown}]"
 
 
 def test_a_file_of_exactly_the_limit_is_not_cut(root: Path) -> None:
@@ -186,3 +193,27 @@ async def test_a_file_is_read_once_until_it_changes(root: Path, open_pool) -> No
         file.unlink()
         gone = await pool.start(call).wait()
         assert gone.text == "Error: 'a.txt' cannot be read: No such file or directory"
+
+
+def test_a_pdf_is_read_by_pages_and_goes_on_where_it_was_cut(root: Path) -> None:
+    pytest.importorskip("pypdfium2")
+    write_pdf(root / "a.pdf", ["one", "two two two", "three"])
+    tool = read_file(roots=[root], max_bytes=8)
+    assert tool("a.pdf") == "[page 1]\none\n\n[cut: these are pages 1 to 1 of 3; go on with page=2]"
+    assert tool("a.pdf", page=2) == "[page 2]\ntwo two \n\n[cut in page 2 of 3; go on with page=2, offset=8]"
+    assert tool("a.pdf", page=2, offset=8) == "[page 2]\ntwo\n\n[page 3]\nthree"
+    for wrong, why in (
+        ({"page": 4}, "there is no page 4"),
+        ({"page": 0}, "page is 1"),
+        ({"offset": -1}, "0"),
+    ):
+        with pytest.raises(ToolError, match=why):
+            tool("a.pdf", **wrong)
+
+
+def test_a_document_that_is_broken_is_an_error_of_the_tool(root: Path) -> None:
+    write_docx(root / "a.docx", paragraph("fine"))
+    (root / "b.docx").write_bytes(b"PK nothing")
+    assert read_file(roots=[root])("a.docx") == "fine"
+    with pytest.raises(ToolError, match=r"'b.docx' is not a DOCX file"):
+        read_file(roots=[root])("b.docx")

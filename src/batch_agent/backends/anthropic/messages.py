@@ -29,7 +29,8 @@ from batch_agent.errors import BackendError, SpecError
 from batch_agent.messages import Conversation, JsonObject, Reply, Sealed, Usage
 
 API = "https://api.anthropic.com"
-# Every server of this wire supports the first; with it, older models still accept a temperature.
+# The first is what every server of this wire understands, and with it older models still take a temperature.
+FILES = frozenset({"pdf"})  # that it takes in a document block
 VERSIONS = ("2023-06-01", "2026-10-21")
 MOST_PAUSES = 32
 MODELS_A_PAGE = 1000
@@ -79,7 +80,7 @@ class AnthropicBackend(HttpBackend[Head]):
             own["x-api-key"] = api_key
             api_key = None
         http = HttpClient(base_url, api_key=api_key or token, headers=own | dict(headers or {}), wording=WORDING)
-        able = capabilities or Capabilities(native_schema=True, schema_with_tools=True, images=True)
+        able = capabilities or Capabilities(native_schema=True, schema_with_tools=True, images=True, documents=FILES)
         super().__init__(http, http.route("POST", "/messages"), capabilities=able, name=name)
         self._version = version
 
@@ -168,7 +169,12 @@ def from_address(address: Address) -> AnthropicBackend:
         token=token,
         version=version,
         headers=address.headers,
-        capabilities=Capabilities(native_schema=native, schema_with_tools=native and not is_engine, images=True),
+        capabilities=Capabilities(
+            native_schema=native,
+            schema_with_tools=native and not is_engine,
+            images=True,
+            documents=frozenset() if is_engine else FILES,
+        ),
         name=address.name,
     )
 

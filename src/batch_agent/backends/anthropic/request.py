@@ -23,7 +23,7 @@ from batch_agent.backends.http.wire import echoed_object, written, written_optio
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
 from batch_agent.compiler.system import schema_instruction
 from batch_agent.errors import SpecError
-from batch_agent.messages import Content, Image, JsonObject, Message, ToolCall, ToolSpec
+from batch_agent.messages import Attachment, Content, Document, JsonObject, Message, ToolCall, ToolSpec
 
 WIRE = "anthropic"
 MARK = b',"cache_control":{"type":"ephemeral"}}'
@@ -211,7 +211,7 @@ def _blocks(message: Message) -> list[JsonObject]:
 
 def _parts(content: Content) -> list[JsonObject]:
     parts = (content,) if isinstance(content, str) else content
-    blocks = [_image(part) if isinstance(part, Image) else _text(part) for part in parts]
+    blocks = [_attachment(part) if isinstance(part, Attachment) else _text(part) for part in parts]
     return [block for block in blocks if not is_empty(block)]
 
 
@@ -219,10 +219,11 @@ def _text(text: str) -> JsonObject:
     return {"type": "text", "text": text}
 
 
-def _image(image: Image) -> JsonObject:
-    kind, is_data, data = image.url.removeprefix("data:").partition(";base64,")
+def _attachment(part: Attachment) -> JsonObject:
+    kind, is_data, data = part.url.removeprefix("data:").partition(";base64,")
     source: JsonObject = {"type": "base64", "media_type": kind, "data": data}
-    return {"type": "image", "source": source if is_data else {"type": "url", "url": image.url}}
+    block: JsonObject = {"type": part.kind, "source": source if is_data else {"type": "url", "url": part.url}}
+    return {**block, "title": part.name} if isinstance(part, Document) and part.name else block
 
 
 def _call(call: ToolCall) -> JsonObject:

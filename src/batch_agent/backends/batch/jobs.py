@@ -206,6 +206,7 @@ class JobBackend(Backend):
             native_schema=known.native_schema,
             schema_with_tools=known.schema_with_tools,
             images=known.images,
+            documents=known.documents,
             streaming=False,
             default_inflight=self._service.limits.requests,
             patient=True,

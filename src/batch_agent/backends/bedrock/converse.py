@@ -19,6 +19,7 @@ from batch_agent.backends.http.backend import HttpBackend
 from batch_agent.backends.http.client import HttpClient, Route
 from batch_agent.backends.http.faults import Wording
 from batch_agent.blocking import in_thread
+from batch_agent.documents import MEDIA_TYPES
 from batch_agent.errors import Rejected, SpecError, Unavailable
 from batch_agent.messages import Reply
 
@@ -106,7 +107,9 @@ class BedrockBackend(HttpBackend[Head]):
         self._signer = None if token else Signer(region)
         http = HttpClient(endpoint, api_key=token, sign=self._signer, wording=_WORDING)
         native = keeps_schemas(model) if native_schema is None else native_schema
-        able = Capabilities(native_schema=native, schema_with_tools=native, images=True)
+        able = Capabilities(
+            native_schema=native, schema_with_tools=native, images=True, documents=frozenset(MEDIA_TYPES)
+        )
         super().__init__(http, http.route("POST", "/model"), capabilities=able, name=f"bedrock://{region}")
         self._model = model
         self._routes: dict[tuple[str, bool], Route] = {}

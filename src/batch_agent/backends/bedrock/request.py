@@ -19,6 +19,7 @@ from batch_agent.backends.anthropic.request import MessagesView, told_schema
 from batch_agent.backends.anthropic.schema import format_schema
 from batch_agent.backends.base import RequestShape
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.documents import MEDIA_TYPES
 from batch_agent.errors import Rejected, SpecError
 from batch_agent.messages import JsonObject, Message, ToolSpec
 
@@ -75,6 +76,8 @@ class ConverseView(MessagesView):
                 return {"text": block["text"]}
             case "image":
                 return {"image": _image(block["source"])}
+            case "document":
+                return {"document": _document(block["source"])}
             case "tool_use":
                 return {"toolUse": {"toolUseId": block["id"], "name": block["name"], "input": block["input"]}}
             case "tool_result":
@@ -191,6 +194,13 @@ def _image(source: JsonValue) -> JsonObject:
         raise Rejected("Bedrock does not fetch images from URLs: give the file or its bytes")
     kind = str(source["media_type"]).removeprefix("image/")
     return {"format": kind, "source": {"bytes": source["data"]}}
+
+
+def _document(source: JsonValue) -> JsonObject:
+    """The name is the same for all: Bedrock warns that models may take a file's name for an instruction."""
+    assert isinstance(source, dict)
+    kind = next(name for name, media in MEDIA_TYPES.items() if media == source["media_type"])
+    return {"format": kind, "name": "document", "source": {"bytes": source["data"]}}
 
 
 def _result(block: JsonObject) -> JsonObject:

@@ -12,6 +12,8 @@ import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 from weakref import WeakKeyDictionary
@@ -22,10 +24,12 @@ from batch_agent.backends.address import Address
 from batch_agent.backends.base import Backend, Capabilities, ModelRequest, OnToolCall, Probe, RequestShape
 from batch_agent.backends.http.wire import report_calls
 from batch_agent.backends.local import weights
+from batch_agent.backends.local.keeper import KEPT, EngineKeeper
 from batch_agent.backends.local.options import Options, parse_url
 from batch_agent.backends.local.process import ENGINE_PROGRAM, Answer, EngineDied, EngineProcess
-from batch_agent.backends.local.prompt import chat_messages, describe_schema, describe_tools, read_call
+from batch_agent.backends.local.prompt import chat_messages, describe_schema, describe_tools, read_call, split_thinking
 from batch_agent.backends.local.toolgrammar import OPEN, compile_turn
+from batch_agent.blocking import in_thread
 from batch_agent.errors import InternalError, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolCall, Usage
 
@@ -49,14 +53,17 @@ class _Turn:
 
 
 class LocalBackend(Backend):
-    """``async with`` starts the engine process. Entering again shares it; the last exit ends it."""
+    """``async with`` starts the engine process, or takes the one that an earlier run left; entering again shares it.
+    Leaving last lets it go, to be kept for a while or to end."""
 
-    def __init__(self, options: Options, program: str = ENGINE_PROGRAM) -> None:
+    def __init__(self, options: Options, program: str = ENGINE_PROGRAM, keeper: EngineKeeper = KEPT) -> None:
         self._options = options
+        self._keeper = keeper
         self._program = program
         self._entered = 0
         self._lock = asyncio.Lock()
         self._process: EngineProcess | None = None
+        self._key = ""  # what it was started with
         self._turns: WeakKeyDictionary[RequestShape, _Turn] = WeakKeyDictionary()
         self._warned: set[str] = set()
 
@@ -109,7 +116,8 @@ class LocalBackend(Backend):
         self._entered -= 1
         if self._entered == 0 and self._process is not None:
             process, self._process = self._process, None
-            await process.close()
+            engine = await process.detach()
+            await in_thread(partial(self._keeper.keep, self._key, engine, self._options.keep))
 
     async def _engine(self) -> EngineProcess:
         """Return the running process, ready for requests. Starts it if needed."""
@@ -118,13 +126,20 @@ class LocalBackend(Backend):
                 raise Unavailable(f"{self.name} is closed")
             process = self._process
             if process is None or not process.alive:
-                process = await EngineProcess.start(self._program, await self._configuration())
+                process = await self._start(await self._configuration())
                 if self._entered == 0:  # the last user left meanwhile
                     await process.close()
                     raise Unavailable(f"{self.name} is closed")
                 self._process = process
         await process.wait_ready()
         return process
+
+    async def _start(self, configuration: JsonObject) -> EngineProcess:
+        self._key = repr((sorted(configuration.items()), self._program))
+        kept = await in_thread(partial(self._keeper.take, self._key))
+        if kept is not None:
+            return await EngineProcess.attach(kept)
+        return await EngineProcess.start(self._program, configuration)
 
     async def _configuration(self) -> JsonObject:
         path = self._options.path
@@ -136,8 +151,10 @@ class LocalBackend(Backend):
                 log.warning("downloading the weights of %s, %d MB, once", known.name, known.size_bytes // 10**6)
             path = await asyncio.to_thread(weights.fetch, known)
         options = self._options
+        version = await in_thread(partial(_version, path))
         return {
             "path": str(path),
+            "version": version,
             "threads": options.threads,
             "kv_gb": options.kv_gb,
             "max_seqs": options.max_seqs,
@@ -239,15 +256,21 @@ def _reply(answer: Answer) -> Reply:
     if answer.finish == "length":
         message = f"the answer was cut off after {answer.completion_tokens} tokens: raise max_tokens"
         raise Truncated(message, text=answer.text, usage=usage, in_call=answer.text.lstrip().startswith(OPEN))
-    call = read_call(answer.text)
+    reasoning, text = split_thinking(answer.text)
+    call = read_call(text)
     if call is None:
-        return Reply(answer.text, usage=usage, first_token=answer.first_token)
-    return Reply("", (call,), usage, first_token=answer.first_token, finish_reason="tool_calls")
+        return Reply(text, usage=usage, reasoning=reasoning, first_token=answer.first_token)
+    return Reply("", (call,), usage, reasoning, first_token=answer.first_token, finish_reason="tool_calls")
 
 
 def _made_before(calls: Sequence[ToolCall], conversation: Conversation) -> bool:
     made = {(call.name, call.arguments) for message in conversation.messages for call in message.tool_calls}
     return any((call.name, call.arguments) in made for call in calls)
+
+
+def _version(path: Path) -> int:
+    """Returns a number that changes with the file."""
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def require_engine() -> None:

@@ -26,7 +26,7 @@ def context_length(path: Path) -> int:
                 value = _value(file, _number(file, "I"))
                 if key.endswith(".context_length") and isinstance(value, int):
                     return value
-        except (struct.error, KeyError, OverflowError) as error:
+        except (struct.error, KeyError, OverflowError, MemoryError) as error:
             raise NotGGUF(f"{path} is damaged: its header cannot be read") from error
     raise NotGGUF(f"{path} does not state its context length")
 

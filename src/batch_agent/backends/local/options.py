@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from batch_agent.backends.local import weights
 from batch_agent.errors import SpecError
 
+KEPT_SECONDS = 300  # after its last use
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -22,6 +23,7 @@ class Options:
     threads: int
     kv_gb: int = 1
     max_seqs: int = 64
+    keep: int = 0  # seconds that it stays loaded after its last use
 
     @property
     def url(self) -> str:
@@ -34,14 +36,15 @@ def parse_url(url: str) -> Options:
         raise SpecError(f"{url!r} is not a local:// URL")
     model = unquote(parts.netloc + parts.path) or weights.SMOLLM2.name
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if unknown := sorted(given.keys() - {"threads", "kv_gb", "max_seqs"}):
-        raise SpecError(f"local:// has no option {unknown[0]!r}. Options: threads, kv_gb, max_seqs")
+    if unknown := sorted(given.keys() - {"threads", "kv_gb", "max_seqs", "keep"}):
+        raise SpecError(f"local:// has no option {unknown[0]!r}. Options: threads, kv_gb, max_seqs, keep")
     return Options(
         model=model,
         path=_path(model),
         threads=_positive(given, "threads", physical_cores()),
         kv_gb=_positive(given, "kv_gb", 1),
         max_seqs=_positive(given, "max_seqs", 64),
+        keep=0 if given.get("keep") == "0" else _positive(given, "keep", KEPT_SECONDS),
     )
 
 
@@ -50,7 +53,7 @@ def _path(model: str) -> Path | None:
         return None
     path = Path(model).expanduser()
     if path.suffix != ".gguf":
-        names = ", ".join(one.name for one in weights.KNOWN)
+        names = ", ".join((*(one.name for one in weights.KNOWN), weights.HUB_FORM))
         raise SpecError(f"local://{model}: neither a model known by name ({names}) nor a path to a .gguf file")
     if not path.is_file():
         raise SpecError(f"local://{model}: there is no file {path.absolute()}")

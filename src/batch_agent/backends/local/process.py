@@ -1,4 +1,4 @@
-"""The parent's side of the engine process: start it, send requests, detect its death, stop it.
+"""The parent's end of the engine process on one event loop: start it, ask it, hear of its death, leave it or end it.
 
 No tasks: messages of the process arrive in callbacks of the event loop and resolve the futures that callers await. The
 caller decides whether to restart it.
@@ -7,20 +7,18 @@ caller decides whether to restart it.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
-import signal
-import sys
 from dataclasses import dataclass
 from typing import Self, cast
 
 import orjson
 
 from batch_agent.backends.http.wire import written
+from batch_agent.backends.local.engine import LoadedEngine, start_engine
+from batch_agent.blocking import in_thread
 from batch_agent.errors import BackendError, ContextOverflow, Rejected
 from batch_agent.messages import JsonObject
 
-STDERR_TAIL_BYTES = 4096
 ENGINE_PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from batch_agent.backends.local.child import main; main()"
 )
@@ -53,51 +51,60 @@ class _InFlight:
     first_token: float | None = None
 
 
-class EngineProcess(asyncio.SubprocessProtocol):
-    """One process from ``start`` to its end. Afterwards ``alive`` stays False."""
+class EngineProcess(asyncio.Protocol):
+    """An engine as one event loop speaks with it, from ``start`` or ``attach`` to its end or to ``detach``."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: LoadedEngine) -> None:
         self._loop = asyncio.get_running_loop()
-        self._ids = itertools.count(1)
+        self._engine = engine
         self._in_flight: dict[int, _InFlight] = {}
-        self._unread = bytearray()
-        self._stderr = bytearray()
         self._fatal = ""
         self._ready: asyncio.Future[bool] = self._loop.create_future()  # False: the process ended before it was ready
-        self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._process: asyncio.SubprocessTransport
+        if engine.ready:
+            self._ready.set_result(True)
+        self._output: asyncio.ReadTransport
         self._input: asyncio.WriteTransport
+        self._closed: asyncio.Future[None] = self._loop.create_future()  # nothing more is read
+        self._input_closed: asyncio.Future[None] = self._loop.create_future()
+        self._detached = False
 
     @classmethod
     async def start(cls, program: str, config: JsonObject) -> Self:
-        """Start the process with our import path and ``config``. It is still loading the model when this returns."""
-        arguments = [orjson.dumps(sys.path).decode(), orjson.dumps({**config, "parent": os.getpid()}).decode()]
-        # In its own session: Ctrl-C in the terminal is for us, so that requests in flight can finish.
+        """Starts the process; it is loading the model when this returns."""
         try:
-            _, protocol = await asyncio.get_running_loop().subprocess_exec(
-                cls, sys.executable, "-c", program, *arguments, start_new_session=True
-            )
+            engine = await asyncio.wrap_future(start_engine(program, config))
         except OSError as error:
             raise EngineDied(f"cannot be started: {error}") from error
-        return protocol
+        return await cls.attach(engine)
+
+    @classmethod
+    async def attach(cls, engine: LoadedEngine) -> Self:
+        """Speaks with a process that runs. Its pipes stay open when this ends."""
+        self = cls(engine)
+        assert engine.process.stdin is not None and engine.process.stdout is not None
+        output = os.fdopen(os.dup(engine.process.stdout.fileno()), "rb", 0)
+        self._output, _ = await self._loop.connect_read_pipe(lambda: self, output)
+        writable = os.fdopen(os.dup(engine.process.stdin.fileno()), "wb", 0)
+        self._input, _ = await self._loop.connect_write_pipe(lambda: _Input(self._input_closed), writable)
+        return self
 
     @property
     def alive(self) -> bool:
-        return not self._ended.done()
+        return not self._closed.done()
 
     @property
     def pid(self) -> int:
-        return self._process.get_pid()
+        return self._engine.process.pid
 
     async def wait_ready(self) -> None:
         if not await asyncio.shield(self._ready):
-            raise EngineDied(self._how_it_ended())
+            raise EngineDied(self._fatal)
 
     async def ask(self, request: JsonObject) -> Answer:
         """Send a request and return its answer. Cancelling this cancels the request in the engine."""
         if not self.alive:
-            raise EngineDied(self._how_it_ended())
-        number = next(self._ids)
+            raise EngineDied(self._fatal)
+        number = next(self._engine.ids)
         entry = _InFlight(self._loop.create_future(), self._loop.time())
         self._in_flight[number] = entry
         self._send({"id": number, **request})
@@ -107,10 +114,21 @@ class EngineProcess(asyncio.SubprocessProtocol):
             if self._in_flight.pop(number, None) is not None:
                 self._send({"cancel": number})
 
+    async def detach(self) -> LoadedEngine:
+        """Returns the engine, with which nobody speaks any more. Requests in flight are cancelled and fail."""
+        self._detached = True
+        for number in self._in_flight:
+            self._send({"cancel": number})
+        self._input.close()  # what was written is sent first
+        self._output.close()
+        await asyncio.shield(self._closed)
+        await asyncio.shield(self._input_closed)
+        return self._engine
+
     async def close(self) -> None:
-        """End the process and wait until it is gone."""
-        self._process.close()
-        await asyncio.shield(self._ended)
+        """Ends the process and waits until it is gone."""
+        engine = await self.detach()
+        await in_thread(engine.end)
 
     def _send(self, message: JsonObject) -> None:
         if not self._input.is_closing():
@@ -118,28 +136,28 @@ class EngineProcess(asyncio.SubprocessProtocol):
 
     # Called by asyncio
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._process = cast(asyncio.SubprocessTransport, transport)
-        self._input = cast(asyncio.WriteTransport, self._process.get_pipe_transport(0))
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        if fd == 2:
-            self._stderr += data
-            del self._stderr[:-STDERR_TAIL_BYTES]
-            return
-        self._unread += data
-        *lines, rest = self._unread.split(b"\n")
-        self._unread = rest
+    def data_received(self, data: bytes) -> None:
+        unread = self._engine.unread
+        unread += data
+        *lines, rest = unread.split(b"\n")
+        unread[:] = rest
         for line in lines:
             self._receive(orjson.loads(line))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._process.close()
-        self._ended.set_result(None)
+        """The process ended, or we detached."""
+        self._closed.set_result(None)
+        self._input.close()
         if not self._ready.done():
             self._ready.set_result(False)
-        for entry in self._drain():
-            entry.answer.set_exception(EngineDied(self._how_it_ended()))
+        entries = self._drain()
+        if self._detached:
+            self._fatal = "it was left"
+        else:
+            self._fatal = self._fatal or self._engine.how_it_ended()
+            self._engine.end()
+        for entry in entries:
+            entry.answer.set_exception(EngineDied(self._fatal))
 
     def _drain(self) -> list[_InFlight]:
         entries = [entry for entry in self._in_flight.values() if not entry.answer.done()]
@@ -148,6 +166,7 @@ class EngineProcess(asyncio.SubprocessProtocol):
 
     def _receive(self, message: JsonObject) -> None:
         if "ready" in message:
+            self._engine.ready = True
             self._ready.set_result(True)
         elif "fatal" in message:
             self._last_words(message)
@@ -168,13 +187,14 @@ class EngineProcess(asyncio.SubprocessProtocol):
             if entry := self._in_flight.pop(number, None):
                 entry.answer.set_exception(Rejected(f"the engine refused the schema's grammar: {self._fatal}"))
 
-    def _how_it_ended(self) -> str:
-        if self._fatal:
-            return self._fatal
-        code = self._process.get_returncode() or 0
-        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        tail = self._stderr.decode(errors="replace").strip().splitlines()
-        return f"{how}: {tail[-1]}" if tail else how
+
+class _Input(asyncio.BaseProtocol):
+    def __init__(self, closed: asyncio.Future[None]) -> None:
+        self._closed = closed
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closed.done():
+            self._closed.set_result(None)
 
 
 def _settle(entry: _InFlight, message: JsonObject) -> None:

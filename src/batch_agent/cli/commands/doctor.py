@@ -1,7 +1,7 @@
 """``batch-agent doctor``: what is installed here, which backends would work, and which one is taken by default.
 
-Looks and asks; changes, fetches and starts nothing. With ``--backend`` it asks that one in place of the default, and
-says what an engine lacks for agents. The exit status is 1 when the backend cannot work.
+Looks and asks; changes, fetches and starts nothing. A backend that is named is asked in place of the default, and what
+an engine lacks for agents is said. The exit status is 1 when the backend cannot work.
 """
 
 from __future__ import annotations
@@ -21,36 +21,28 @@ from batch_agent.backends.base import Backend
 from batch_agent.backends.engines.advice import SHARED, Advice, advice
 from batch_agent.backends.local import physical_cores, require_engine, weights
 from batch_agent.backends.registry import BACKEND_VARIABLE, open_backend
-from batch_agent.backends.schemes import OWN_FORMS, SCHEMES, Scheme
+from batch_agent.backends.schemes import OWN_FORMS
+from batch_agent.cli.commands.doctor_backends import PATIENCE, BackendFinding, asked_services, fleet_note, listed
 from batch_agent.cli.exit_status import ALL_OK, RUN_FAILED
 from batch_agent.cli.spec.numbers import positive
 from batch_agent.errors import BackendError, SpecError
 from batch_agent.files.results import to_json
+from batch_agent.fleet.backend import Fleet
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, harmless
 from batch_agent.version import __version__
 
 PACKAGE = "batch-agent"
-SERVICES = [scheme for scheme in SCHEMES.values() if scheme.is_service and scheme.listed]
-PATIENCE = 3.0  # seconds for a server to say what it serves
+NAMED = "the command line names it"
 SHARING_PATIENCE = 20.0  # ... and to answer two requests
 REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)[^;]*(?:;.*extra == ['\"](?P<extra>[\w-]+)['\"])?")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Whether one backend would work. ``note`` says why, or what is missing."""
-
-    backend: str
-    works: bool
-    note: str
-    advice: Sequence[Advice] = ()
-
-
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", nargs="?", metavar="URL", help="the backend to ask, as --backend")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--backend", metavar="URL", help="ask this one, and say what it lacks for agents")
+    parser.add_argument("--backend", metavar="URL", help="ask this one, a fleet:// too; says what it lacks for agents")
     parser.add_argument("--agents", type=positive, metavar="N", help="with --context: that are to run at once")
     parser.add_argument("--context", type=positive, metavar="TOKENS", help="of one agent before its last turn")
 
@@ -59,8 +51,8 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 class Diagnosis:
     packages: Mapping[str, str | None]  # name → version, None where it is not installed
     extras: Mapping[str, Mapping[str, str | None]]
-    backends: Sequence[Finding]
-    default: Finding
+    backends: Sequence[BackendFinding]
+    default: BackendFinding
     because: str
     cores: int
     physical_cores: int
@@ -76,9 +68,9 @@ class Diagnosis:
         return cls(
             packages=_installed(None),
             extras={extra: _installed(extra) for extra in sorted({e for _, e in _requirements() if e is not None})},
-            backends=(_local(), *map(_service, SERVICES)),
+            backends=(_local(), *asked_services()),
             default=_default(url, batch or {}),
-            because=default if url is None else "--backend names it",
+            because=default if url is None else NAMED,
             cores=_usable_cores(),
             physical_cores=physical_cores(),
             memory_bytes=_memory_bytes(),
@@ -116,7 +108,8 @@ class Diagnosis:
             yield f"  {finding.backend:<{width}} {_verdict(finding)}"
         yield f"  {'servers':<{width}} yours or anybody's: --backend {OWN_FORMS}"
         verdict = "as above" if self.default in self.backends else _verdict(self.default)
-        yield f"default     {self.default.backend}, for {self.because}; {verdict}"
+        label = "backend" if self.because == NAMED else "default"
+        yield f"{label:<11} {self.default.backend}, for {self.because}; {verdict}"
         for each in self.default.advice:
             yield f"  advice    {each}"
         memory = f", {amount(self.memory_bytes)}B of memory" if self.memory_bytes else ""
@@ -126,7 +119,7 @@ class Diagnosis:
 
 def doctor_command(options: argparse.Namespace) -> int:
     batch = {"agents": options.agents, "context_tokens": options.context}
-    found = Diagnosis.of_this_machine(options.backend, batch)
+    found = Diagnosis.of_this_machine(options.backend or options.url, batch)
     print(to_json(found.to_json()).decode() if options.json else "\n".join(map(harmless, found.lines())))
     return ALL_OK if found.default.works else RUN_FAILED
 
@@ -135,15 +128,15 @@ def _system() -> str:
     return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
-def _json(finding: Finding) -> JsonObject:
+def _json(finding: BackendFinding) -> JsonObject:
     return {"backend": finding.backend, "works": finding.works, "note": finding.note}
 
 
-def _verdict(finding: Finding) -> str:
+def _verdict(finding: BackendFinding) -> str:
     return f"{'works' if finding.works else 'does not work'}: {finding.note}"
 
 
-def _default(url: str | None, batch: Mapping[str, int | None]) -> Finding:
+def _default(url: str | None, batch: Mapping[str, int | None]) -> BackendFinding:
     """The backend that was named, or that of a run that names none, asked whether it is there."""
     if url is None and not os.environ.get(BACKEND_VARIABLE):
         return _local()
@@ -151,21 +144,23 @@ def _default(url: str | None, batch: Mapping[str, int | None]) -> Finding:
         backend, _ = open_backend(url, model=None, api_key=None)
     except SpecError as error:
         named = BACKEND_VARIABLE if url is None else "--backend"
-        return Finding(f"what {named} names", False, str(error))  # it may hold a password
+        return BackendFinding(f"what {named} names", False, str(error))  # it may hold a password
     return _local() if backend.name.startswith("local://") else asyncio.run(_asked(backend, batch))
 
 
-async def _asked(backend: Backend, batch: Mapping[str, int | None]) -> Finding:
+async def _asked(backend: Backend, batch: Mapping[str, int | None]) -> BackendFinding:
     try:
         async with backend:
+            if isinstance(backend, Fleet):
+                return BackendFinding(backend.name, *await fleet_note(backend))
             async with asyncio.timeout(PATIENCE):
                 names = await backend.models()
             sharing, lacks = await _sharing(backend, names, batch)
     except TimeoutError:
-        return Finding(backend.name, False, f"no answer in {PATIENCE:g} s")
+        return BackendFinding(backend.name, False, f"no answer in {PATIENCE:g} s")
     except (BackendError, SpecError) as error:
-        return Finding(backend.name, False, str(error))
-    return Finding(backend.name, True, f"serves {', '.join(names) or 'no model'}{sharing}", lacks)
+        return BackendFinding(backend.name, False, str(error))
+    return BackendFinding(backend.name, True, f"serves {listed(names) or 'no model'}{sharing}", lacks)
 
 
 async def _sharing(
@@ -192,25 +187,17 @@ async def _sharing(
     return f"; requests that begin alike share {sharing.share:.0%} of their prompt", lacks
 
 
-def _local() -> Finding:
+def _local() -> BackendFinding:
     try:
         require_engine()
     except SpecError as error:
-        return Finding("local://", False, str(error))
+        return BackendFinding("local://", False, str(error))
     model = weights.available()[0]
     if model.state == "ready":
-        return Finding("local://", True, f"{model.name} is in the cache")
+        return BackendFinding("local://", True, f"{model.name} is in the cache")
     if model.state == "damaged":
-        return Finding("local://", False, f"{model.path} is damaged: batch-agent models fetch")
-    return Finding("local://", True, f"{model.name} is fetched at first use, {amount(model.size_bytes)}B")
-
-
-def _service(scheme: Scheme) -> Finding:
-    try:
-        open_backend(scheme.form, model=None, api_key=None)
-    except SpecError as error:
-        return Finding(scheme.form, False, str(error))
-    return Finding(scheme.form, True, "there is a key; whether it is a good one was not asked")
+        return BackendFinding("local://", False, f"{model.path} is damaged: batch-agent models fetch")
+    return BackendFinding("local://", True, f"{model.name} is fetched at first use, {amount(model.size_bytes)}B")
 
 
 def _requirements() -> Iterator[tuple[str, str | None]]:

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import cast
 
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.overwrite import refuse_in_run_directory, refuse_overwriting
 from batch_agent.cli.output.streams import say, writing
+from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.recorded import files_read_by
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed, transcript_lines
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.columns import Record
 from batch_agent.files.compression import format_of
-from batch_agent.files.order import InputOrder
 from batch_agent.files.results import to_json
 from batch_agent.files.tables import (
     CSV,
     PARQUET,
     TSV,
-    ResultFile,
+    InOrderOfInput,
     check_table,
     columns_of,
     complete_file,
-    record_of,
     write_records,
     write_table,
 )
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import counted
+from batch_agent.store.recorded import brought, place_of
 from batch_agent.store.rundir import FAILURES, RESULTS, RUN, read_run, stage_names
 
 TABLES = {"csv": CSV, "tsv": TSV, "parquet": PARQUET}
@@ -42,7 +40,7 @@ JSONL, MESSAGES = "jsonl", "messages"
 
 
 def add_export_arguments(export: argparse.ArgumentParser) -> None:
-    export.add_argument("directory", metavar="DIR", help="the run directory")
+    export.add_argument("directory", metavar="RUN", help=RUN_HELP)
     export.add_argument(
         "--format",
         choices=[JSONL, *TABLES, MESSAGES],
@@ -54,7 +52,11 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
 
 
 def export_command(options: argparse.Namespace) -> int:
-    directory = Path(options.directory)
+    with brought(place_of(options.directory)) as directory:
+        return _export(options, directory)
+
+
+def _export(options: argparse.Namespace, directory: Path) -> int:
     output = None if options.output in (None, STDIN) else Path(options.output)
     kind = options.format or _kind_of(output)
     facts = read_run(directory)
@@ -112,27 +114,19 @@ class RunRecords:
     """All rows that a run has finished, those that failed among them, in input order."""
 
     def __init__(self, directory: Path) -> None:
-        self._results = ResultFile(directory / RESULTS)
-        self._failures = ResultFile(directory / FAILURES)
+        # The results last: a row that was tried again and is ok has failed no more.
+        self._lines = InOrderOfInput(directory / FAILURES, directory / RESULTS)
         self.failed = 0  # rows of the latest pass
 
     @property
     def torn(self) -> int:
-        return self._results.torn + self._failures.torn
+        return self._lines.torn
 
     def __iter__(self) -> Iterator[Record]:
-        with tempfile.TemporaryFile(buffering=0) as waiting, tempfile.TemporaryFile(buffering=0) as places:
-            order = InputOrder(waiting, places)
-            for record in self._unordered():
-                yield from _records(order.put(cast(int, record["index"]), to_json(record)))
-            yield from _records(order.rest())
-
-    def _unordered(self) -> Iterator[Record]:
-        yield from self._results
         self.failed = 0
-        for failure in self._failures:
-            self.failed += 1
-            yield _as_result(failure)
+        for number, record in self._lines.numbered():
+            self.failed += number == 0
+            yield _as_result(record) if number == 0 else record
 
 
 def _as_result(failure: Record) -> Record:
@@ -140,10 +134,6 @@ def _as_result(failure: Record) -> Record:
     error = {name: failure.pop(name, None) for name in ("stage", "type", "message", "retryable")}
     first = {name: failure.pop(name, None) for name in ("index", "job_id")}
     return {**first, "ok": False, "output": None, "error": error, **failure}
-
-
-def _records(lines: Iterator[bytes]) -> Iterator[Record]:
-    return (record for line in lines if (record := record_of(line)) is not None)
 
 
 def _export_table(records: RunRecords, kind: str, output: Path | None) -> None:

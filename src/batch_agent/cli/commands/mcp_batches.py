@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
@@ -26,7 +26,6 @@ from pydantic import JsonValue
 from batch_agent.cli.commands.export import RunRecords
 from batch_agent.cli.commands.status import status_json
 from batch_agent.errors import SpecError
-from batch_agent.files.read import LazyRows, read_inputs
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.store.lock import is_locked
@@ -95,6 +94,7 @@ class Batches:
             ("model", request.model),
             ("system_prompt", request.system_prompt),
             ("runtime", request.runtime),
+            ("id_column", request.id_column),
             ("max_cost", _least(request.max_cost, self.max_cost)),
         ):
             if value is not None:
@@ -102,19 +102,11 @@ class Batches:
         return spec
 
     def _inputs(self, request: BatchRequest, place: Path) -> str:
-        """The file of rows: the one that was named, or one beside the spec, where each row has its id."""
-        if request.path is not None and request.id_column in (None, "id"):
-            return str(Path(request.path).absolute())
-        given: Iterable[object] = request.rows or ()
+        """The file of rows: the one that was named, or one beside the spec."""
         if request.path is not None:
-            if not Path(request.path).is_file():
-                raise SpecError(f"there is no file {request.path}")
-            given = read_inputs(Path(request.path), request.max_rows)
+            return str(Path(request.path).absolute())
         with (place / ROWS).open("wb") as file:
-            for number, row in enumerate(given, 1):
-                file.write(to_json(_with_id(row, request.id_column, number)) + b"\n")
-        if isinstance(given, LazyRows):
-            given.close()
+            file.writelines(to_json(row) + b"\n" for row in request.rows or ())
         return ROWS
 
     def plan(self, name: str, max_rows: int | None) -> JsonObject:
@@ -233,14 +225,6 @@ def _limit(max_rows: int | None) -> list[str]:
 
 def _least(*values: float | None) -> float | None:
     return min((value for value in values if value is not None), default=None)
-
-
-def _with_id(row: object, id_column: str | None, number: int) -> object:
-    if id_column is None:
-        return row
-    if not isinstance(row, Mapping) or row.get(id_column) is None:
-        raise SpecError(f"row {number} has no {id_column!r}, the column of ids")
-    return {**row, "id": row[id_column]}
 
 
 def _shown(record: JsonObject) -> JsonObject:

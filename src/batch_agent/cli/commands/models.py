@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedCo
 from rich.progress import Progress as ProgressBar
 
 from batch_agent.backends.local import weights
-from batch_agent.backends.local.weights import Model, Progress, Stage, Weights
+from batch_agent.backends.local.weights import AnyWeights, Model, Progress, Stage
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.errors import SpecError
 from batch_agent.files.results import to_json
@@ -29,8 +29,8 @@ def add_models_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     fetch = actions.add_parser("fetch", help="fetch a model's weights now instead of at first use")
-    names = ", ".join(known.name for known in weights.KNOWN)
-    fetch.add_argument("name", nargs="?", metavar="NAME", default=weights.SMOLLM2.name, help=f"one of: {names}")
+    named = f"one of: {', '.join(known.name for known in weights.KNOWN)}; or {weights.HUB_FORM}"
+    fetch.add_argument("name", nargs="?", metavar="NAME", default=weights.SMOLLM2.name, help=named)
 
 
 def models_command(options: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def models_command(options: argparse.Namespace) -> int:
         known = weights.find(options.name)
         if known is None:
             names = ", ".join(known.name for known in weights.KNOWN)
-            raise SpecError(f"there is no model {options.name!r} to fetch. Known: {names}")
+            raise SpecError(f"there is no model {options.name!r} to fetch. Known: {names}; or {weights.HUB_FORM}")
         with _shown(known, sys.stderr) as progress:
             path = weights.fetch_again(known, progress=progress)
         print(path)
@@ -58,12 +58,13 @@ def fetch_missing(backend_name: str, stream: TextIO) -> None:
 
 
 @contextmanager
-def _shown(known: Weights, stream: TextIO) -> Iterator[Progress]:
+def _shown(known: AnyWeights, stream: TextIO) -> Iterator[Progress]:
     """A bar on a terminal; elsewhere one line, which says what the wait is for."""
     title = f"weights of {known.name}"
     if not stream.isatty() or os.environ.get("TERM", "") in ("", "dumb", "unknown"):
         if not weights.is_present(known):
-            print(f"fetching the {title}, {amount(known.size_bytes)}B, once", file=stream, flush=True)
+            size = f", {amount(known.size_bytes)}B" if known.size_bytes else ""
+            print(f"fetching the {title}{size}, once", file=stream, flush=True)
         yield _unseen
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -10,30 +10,30 @@ from contextlib import ExitStack, closing, nullcontext
 from typing import TextIO
 
 from batch_agent.cli.commands.models import fetch_missing
-from batch_agent.cli.commands.run import choose_view, exit_code, open_output, page_beside
-from batch_agent.cli.exit_status import ALL_OK, SIGNALLED
+from batch_agent.cli.commands.run import choose_view, exit_code, open_output, page_beside, show_plan
+from batch_agent.cli.exit_status import ALL_OK, ROWS_FAILED, SIGNALLED
 from batch_agent.cli.interrupts import Interrupts
 from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter
-from batch_agent.cli.output.streams import put
+from batch_agent.cli.spec.compared import comparison_of, wants_comparison
 from batch_agent.cli.spec.recorded import command_of
-from batch_agent.cli.spec.specfile import STAGES
-from batch_agent.cli.spec.stages import load_flow
+from batch_agent.cli.spec.stages import load_flow, load_plan
 from batch_agent.files.read import LazyRows
-from batch_agent.files.results import plainly, to_json
+from batch_agent.files.results import plainly
 from batch_agent.observe.display import Display
 from batch_agent.observe.terminal import View
 from batch_agent.topology.flow import Flow
 
 
 def run_stages(options: argparse.Namespace, stdout: TextIO, files: ExitStack) -> int:
-    flow = _load(options, files)
     if options.dry_run:
-        stages = {node.name: (node.prepared.model, node.prepared.backend.name) for node in flow.nodes}
-        lines = [f"{name}: {model or 'the one model'} at {backend}" for name, (model, backend) in stages.items()]
-        put(to_json({STAGES: stages}).decode() if options.json else "\n".join(lines), stdout)
+        plan = load_plan(options)
+        show_plan(plan, comparison_of(options, plan), options, stdout)
         return ALL_OK
+    wants_comparison(options)
+    log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
+    flow = load_flow(options, command=command_of(options), wrap=log.wrap)
     for node in flow.nodes:
         fetch_missing(node.prepared.backend.name, sys.stderr)
     view = choose_view(options, sys.stderr, stdout)
@@ -43,14 +43,6 @@ def run_stages(options: argparse.Namespace, stdout: TextIO, files: ExitStack) ->
         return asyncio.run(_finish(flow, writer, view, Reporter(options, flow.spec, writer, stdout)))
 
 
-def _load(options: argparse.Namespace, files: ExitStack) -> Flow:
-    """The pipeline to run. ``files`` closes its log."""
-    if options.dry_run:
-        return load_flow(options, sends=False)
-    log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
-    return load_flow(options, command=command_of(options), wrap=log.wrap)
-
-
 async def _finish(flow: Flow, writer: ResultWriter, view: View, report: Reporter) -> int:
     async with flow:
         with Interrupts(flow) as interrupts:
@@ -58,5 +50,8 @@ async def _finish(flow: Flow, writer: ResultWriter, view: View, report: Reporter
                 await flow.finish()
         for result in flow.results():
             await writer.write(plainly(result, flow.nodes[-1].prepared.schema))
-    report.finished(flow.statistics(), {})
-    return exit_code(flow.statistics()) if interrupts.stopped_by is None else SIGNALLED + interrupts.stopped_by
+    report.finished(flow.statistics(), flow.tool_statistics())
+    if interrupts.stopped_by is not None:
+        return SIGNALLED + interrupts.stopped_by
+    code = exit_code(flow.statistics())
+    return ROWS_FAILED if code == ALL_OK and not all(result.ok for result in flow.results()) else code

@@ -8,23 +8,25 @@ from pathlib import Path
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.overwrite import refuse_in_run_directory
 from batch_agent.cli.output.streams import say
+from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.errors import BatchAgentError
 from batch_agent.files.tables import complete_file
 from batch_agent.observe.text import counted
+from batch_agent.store.recorded import brought, place_of
 from batch_agent.store.rundir import read_run
 from batch_agent.view.report import Which, report_html
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="RUN", help="the run directory")
+    parser.add_argument("run_dir", metavar="RUN", help=RUN_HELP)
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the HTML file to write")
     parser.add_argument(
         "--rows",
         default="200",
         type=_which,
         metavar="failed|all|N",
-        help="rows that are in the file with their conversations: those that failed, all, or N, failed ones first "
-        "(default %(default)s)",
+        help="rows that are in the file with their conversations: those that failed, all, or N, failed ones first; "
+        "of a pipeline, of each stage (default %(default)s)",
     )
 
 
@@ -35,10 +37,11 @@ def _which(text: str) -> Which:
 
 
 def report_command(options: argparse.Namespace) -> int:
-    path, output = Path(options.run_dir), Path(options.output)
-    read_run(path)
-    refuse_in_run_directory(output, path)
-    html, rows = report_html(path, options.rows)
+    output = Path(options.output)
+    with brought(place_of(options.run_dir)) as path:
+        read_run(path)
+        refuse_in_run_directory(output, path)
+        html, rows = report_html(path, options.rows)
     try:
         with complete_file(output) as file:
             file.write(html)

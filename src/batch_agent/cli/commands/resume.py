@@ -25,17 +25,18 @@ from batch_agent.engine.run.recording import rows_under
 from batch_agent.errors import JobError, SpecError
 from batch_agent.files.read import LazyRows
 from batch_agent.files.results import to_json
-from batch_agent.files.tables import ResultFile
 from batch_agent.observe.text import rows
 from batch_agent.store.keys import Keys
-from batch_agent.store.rundir import FAILURES, RESULTS, RunView
+from batch_agent.store.recorded import RunPlace, failures, look, place_of
+from batch_agent.store.rundir import RESULTS, RunView
 
 
 def resume_command(options: argparse.Namespace) -> int:
-    view = RunView.of(Path(options.run_dir))
+    place = place_of(options.run_dir)
+    view = look(place)
     command = recorded_command(
         view.facts,
-        f"{view.path} was not started by the command line, so its spec is not known here; start it again from "
+        f"{view.name} was not started by the command line, so its spec is not known here; start it again from "
         "Python with resume=True",
     )
     asked_for = options.output is not None or options.command == "retry-failed" or options.force_resume
@@ -44,14 +45,14 @@ def resume_command(options: argparse.Namespace) -> int:
     if not asked_for and recorded and view.state == "complete" and _is_as_it_was(view, merged):
         _say_complete(view, as_json=options.json)
         return ALL_OK
-    if options.command == "retry-failed" and (words := _retries(view, options.retry_type)):
+    if options.command == "retry-failed" and (words := _retries(place, view, options.retry_type)):
         say(f"batch-agent: {words}")
     return run_command(merged)
 
 
-def _retries(view: RunView, error_type: str | None) -> str:
+def _retries(place: RunPlace, view: RunView, error_type: str | None) -> str:
     """What is tried again, by stage in a pipeline; "" when no such row failed."""
-    counts = {name: _failures(part.path, error_type) for name, part in view.parts.items()}
+    counts = {name: _failures(_part(place, name), error_type) for name in view.parts}
     total = sum(counts.values())
     which = "" if error_type is None else f" with {error_type}"
     if not total:
@@ -61,8 +62,13 @@ def _retries(view: RunView, error_type: str | None) -> str:
     return f"retrying {rows(total)} that failed{which}{after}"
 
 
-def _failures(path: Path, error_type: str | None) -> int:
-    return sum(error_type in (None, failure.get("type")) for failure in ResultFile(path / FAILURES))
+def _part(place: RunPlace, stage: str) -> RunPlace:
+    return place / stage if isinstance(place, Path) else place.at(place.name, stage)
+
+
+def _failures(place: RunPlace, error_type: str | None) -> int:
+    found = failures(place)
+    return found.total() if error_type is None else found[error_type]
 
 
 def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> argparse.Namespace:
@@ -75,7 +81,9 @@ def _merged(options: argparse.Namespace, command: Mapping[str, JsonValue]) -> ar
             setattr(merged, name, getattr(options, name))
     merged.set = [*settings_beside(options, kept.set or ()), *(options.set or ())] or None  # the last word counts
     if merged.inputs == STDIN and options.inputs != STDIN:
-        raise SpecError(f"{options.run_dir} read its rows from standard input: pipe them in again, with --inputs -")
+        raise SpecError(
+            f"{place_of(options.run_dir)} read its rows from standard input: pipe them in again, with --inputs -"
+        )
     merged.resume = True
     return merged
 
@@ -104,9 +112,10 @@ def _is_as_it_was(view: RunView, options: argparse.Namespace) -> bool:
 
 
 def _say_complete(view: RunView, *, as_json: bool) -> None:
-    ok = view.glance.latest.ok
+    ok, results = view.glance.latest.ok, view.path / RESULTS
+    output = str(results) if results.exists() else view.name
     if as_json:
-        put(to_json({"state": view.state, "rows": ok, "output": str(view.path / RESULTS)}).decode(), sys.stdout)
+        put(to_json({"state": view.state, "rows": ok, "output": output}).decode(), sys.stdout)
     else:
-        text = f"{view.path} is complete: {ok:,} rows, all ok, and neither its spec nor its rows have changed."
-        say(f"{text}\n  results  {view.path / RESULTS}")
+        text = f"{view.name} is complete: {ok:,} rows, all ok, and neither its spec nor its rows have changed."
+        say(f"{text}\n  results  {output}")

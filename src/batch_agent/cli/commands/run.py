@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from batch_agent.api import BatchAgent
 from batch_agent.cli.commands.models import fetch_missing
@@ -24,11 +24,14 @@ from batch_agent.cli.output.report import Reporter
 from batch_agent.cli.output.request_log import RequestLog
 from batch_agent.cli.output.results import ResultWriter, open_results
 from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.spec.compared import comparison_of, wants_comparison
 from batch_agent.cli.spec.load import is_pipeline, load_spec, resolve_paths, take_settings
 from batch_agent.cli.spec.recorded import command_of
 from batch_agent.cli.spec.resume_forecast import ASKED, asked, forecast
+from batch_agent.cluster.open import open_fed_run
+from batch_agent.engine.run.comparison import Comparison
 from batch_agent.engine.run.dryrun import DryRun, marks_for
-from batch_agent.engine.run.prepare import prepare
+from batch_agent.engine.run.prepare import Prepared, prepare
 from batch_agent.engine.run.run import Run
 from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.events import Ended
@@ -39,6 +42,11 @@ from batch_agent.observe.display import Display, with_expected
 from batch_agent.observe.metrics import RecentResult, Statistics
 from batch_agent.observe.terminal import LiveView, NoView, PlainView, View
 from batch_agent.spec import BatchSpec
+from batch_agent.store.address import is_store_url
+from batch_agent.topology.plan import PipelinePlan
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 # How a run ends that stopped before it was done, other than at a person's word.
 ENDS: Mapping[Ended | None, int] = {"out of budget": OUT_OF_BUDGET, "unreachable": UNREACHABLE, "failed": RUN_FAILED}
@@ -60,19 +68,40 @@ def run_command(options: argparse.Namespace) -> int:
         spec = load_spec(options)
         if options.dry_run:
             dry = DryRun.of(BatchAgent.plan(spec))
-            put(to_json(dry.to_json()).decode() if options.json else dry.to_text(marks_for(stdout)), stdout)
-            return ALL_OK
+            show_plan(dry, comparison_of(options, dry), options, stdout)
+            return ROWS_FAILED if dry.rows == 0 else ALL_OK
+        wants_comparison(options)
         view = choose_view(options, sys.stderr, stdout)
         prepared = prepare(spec)
-        if options.resume and (words := forecast(prepared, force=options.force_resume)):
+        shared = is_store_url(spec.run_dir) or spec.cluster is not None
+        if options.resume and not shared and (words := forecast(prepared, force=options.force_resume)):
             say(f"batch-agent: {words}")
         fetch_missing(prepared.backend.name, sys.stderr)
         command = {**command_of(options), ASKED: asked(prepared)}
         log = RequestLog(verbose=options.verbose, log_file=options.log_file, files=files)
         prepared = replace(prepared, backend=log.wrap(prepared.backend, spec.api_key))
-        run: Run[object] = Run(prepared, command=command)
+        run = _open(prepared, command)
         with page_beside(options, spec), open_output(options, spec) as writer:
             return asyncio.run(_run(run, spec, writer, view, Reporter(options, spec, writer, stdout)))
+
+
+def _open(prepared: Prepared, command: Mapping[str, JsonValue]) -> Run[object]:
+    spec = prepared.spec
+    if spec.cluster is not None:
+        opened: Run[object] = spec.cluster.open_run(prepared, command)
+        return opened
+    return open_fed_run(prepared, command) if is_store_url(spec.run_dir) else Run[object](prepared, command=command)
+
+
+def show_plan(
+    plan: DryRun | PipelinePlan, comparison: Comparison | None, options: argparse.Namespace, stdout: TextIO
+) -> None:
+    """Print a plan, and what it would cost elsewhere."""
+    if options.json:
+        record = plan.to_json() | ({} if comparison is None else {"comparison": comparison.to_json()})
+        put(to_json(record).decode(), stdout)
+        return
+    put("\n\n".join([plan.to_text(marks_for(stdout)), *([] if comparison is None else [str(comparison)])]), stdout)
 
 
 @contextmanager
@@ -95,7 +124,7 @@ def open_output(options: argparse.Namespace, spec: BatchSpec) -> ResultWriter:
     output = Path(options.output)
     if options.spec is not None:
         refuse_overwriting(output, Path(options.spec), "spec")
-    if spec.run_dir is not None:
+    if spec.run_dir is not None and not is_store_url(spec.run_dir):
         refuse_in_run_directory(output, Path(spec.run_dir))
     return open_results(output, ordered=options.ordered)
 
@@ -175,4 +204,5 @@ def exit_code(statistics: Statistics) -> int:
     if statistics.ended in ENDS:
         return ENDS[statistics.ended]
     undone = statistics.ended == "drained" and statistics.done != statistics.total
-    return ROWS_FAILED if statistics.failed or undone else ALL_OK
+    nothing = statistics.ended == "complete" and not statistics.done
+    return ROWS_FAILED if statistics.failed or undone or nothing else ALL_OK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, dollars, harmless, terminal_width
+from batch_agent.store.recorded import RunPlace, look, place_of
 from batch_agent.store.rundir import RUN, RunView
 
 HEADINGS = ("RUN", "STATE", "ROWS", "FAILED", "STARTED", "TOKENS", "COST", "MODEL")
@@ -22,31 +23,45 @@ NEEDED = 3  # columns that stay, however narrow the terminal is
 
 
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", nargs="?", default=RUNS, metavar="DIR", help="where to look (default %(default)s)")
+    parser.add_argument(
+        "directory",
+        nargs="?",
+        default=RUNS,
+        metavar="PLACE",
+        help="a directory, or the URL of a Redis server (default %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON list")
 
 
 def runs_command(options: argparse.Namespace) -> int:
-    directory = Path(options.directory)
-    if not directory.is_dir():
-        raise SpecError(f"there is no directory {directory}: runs of the command line are recorded in ./{RUNS}")
-    views, unreadable = _views(directory)
+    place = place_of(options.directory, named=False)
+    if isinstance(place, Path) and not place.is_dir():
+        raise SpecError(f"there is no directory {place}: runs of the command line are recorded in ./{RUNS}")
+    views, unreadable = _views(place)
     if options.json:
         put(to_json([_json(view) for view in views]).decode(), sys.stdout)
     elif views:
         put(_table([HEADINGS, *map(_cells, views)], terminal_width(sys.stdout)), sys.stdout)
     else:
-        say(f"there are no runs in {directory}")
+        say(f"there are no runs in {place}")
     for words in unreadable:
         say(f"batch-agent: {harmless(words)}")
     return ALL_OK
 
 
-def _views(directory: Path) -> tuple[list[RunView], list[str]]:
+def _places(place: RunPlace) -> Iterable[RunPlace]:
+    if isinstance(place, Path):
+        return sorted({path.parent for path in (*place.glob(f"*/{RUN}"), *place.glob(RUN))})
+    from batch_agent.store.redis.reading import run_names
+
+    return [place] if place.name else [place.at(name) for name in run_names(place)]
+
+
+def _views(place: RunPlace) -> tuple[list[RunView], list[str]]:
     views, unreadable = [], []
-    for path in sorted({path.parent for path in directory.glob(f"*/{RUN}")} | {p.parent for p in directory.glob(RUN)}):
+    for each in _places(place):
         try:
-            views.append(RunView.of(path))
+            views.append(look(each))
         except BatchAgentError as error:  # one that is damaged does not hide the others
             unreadable.append(str(error))
     return sorted(views, key=lambda view: str(view.facts.get("session_started")), reverse=True), unreadable
@@ -55,7 +70,7 @@ def _views(directory: Path) -> tuple[list[RunView], list[str]]:
 def _json(view: RunView) -> JsonObject:
     now = view.progress
     return {
-        "run_dir": str(view.path),
+        "run_dir": view.name,
         "state": view.state,
         "rows": {"total": view.total, "done": now.ok + now.failed, "ok": now.ok, "failed": now.failed},
         "tokens": now.tokens,
@@ -70,7 +85,7 @@ def _cells(view: RunView) -> tuple[str, ...]:
     now, facts = view.progress, view.facts
     of = "" if view.total is None else f"/{view.total:,}"
     return (
-        harmless(str(view.path)),
+        harmless(view.name),
         view.state,
         f"{now.ok + now.failed:,}{of}",
         f"{now.failed:,}",

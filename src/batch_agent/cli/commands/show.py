@@ -13,7 +13,7 @@ import heapq
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from batch_agent.cli.commands.export import RunRecords
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.row_text import Page, row_text
 from batch_agent.cli.output.streams import put, say
+from batch_agent.cli.spec.arguments import RUN_HELP
 from batch_agent.cli.spec.transcripts import open_journal, prepared_again, prompts_changed
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.errors import JobError, SpecError
@@ -29,6 +30,7 @@ from batch_agent.files.read import LazyRows
 from batch_agent.observe.text import rows, terminal_width
 from batch_agent.store.base import Identity
 from batch_agent.store.keys import row_of
+from batch_agent.store.recorded import brought, place_of
 from batch_agent.store.rundir import JOURNAL, RunView
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.store.steps import Past
@@ -38,7 +40,7 @@ FIRST = 1  # rows that are shown where nobody says which
 
 
 def add_show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="DIR", help="the run directory")
+    parser.add_argument("run_dir", metavar="RUN", help=RUN_HELP)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--row", metavar="ID", help="the row of this id, or of this place in the inputs, from 0; in a pipeline STAGE/ID"
@@ -93,7 +95,12 @@ class ShownPart:
 
 
 def show_command(options: argparse.Namespace) -> int:
-    view = RunView.of(Path(options.run_dir))
+    place = place_of(options.run_dir)
+    with brought(place) as directory:
+        return _show(options, replace(RunView.of(directory), name=str(place)))
+
+
+def _show(options: argparse.Namespace, view: RunView) -> int:
     with redirect_stdout(sys.stderr):  # what a user's module prints when it is imported
         prepared = _prepared(view)
     shown, page = 0, Page(options.full, terminal_width(sys.stdout))
@@ -106,10 +113,10 @@ def show_command(options: argparse.Namespace) -> int:
             )
             shown += 1
     if not shown and options.row is not None:
-        raise SpecError(f"there is no row {options.row!r} that has begun in {view.path}")
+        raise SpecError(f"there is no row {options.row!r} that has begun in {view.name}")
     if not shown:
         kind = "failed " if options.failed else "unfinished " if options.unfinished else ""
-        say(f"batch-agent: there are no {kind}rows in {view.path}")
+        say(f"batch-agent: there are no {kind}rows in {view.name}")
     elif not (options.row or options.failed or options.unfinished or options.slow):
         progress, each = view.progress, " of each stage," if view.stages else ""
         done = rows(progress.ok + progress.failed)

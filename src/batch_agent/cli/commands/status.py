@@ -8,14 +8,15 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 
 from batch_agent.cli.exit_status import ALL_OK
 from batch_agent.cli.output.streams import put
-from batch_agent.files.results import from_json, to_json
+from batch_agent.cli.spec.arguments import RUN_HELP
+from batch_agent.files.results import to_json
 from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, clock, dollars, duration, harmless, rate, terminal_width, wrapped
-from batch_agent.store.rundir import SUMMARY, RunView, stage_names
+from batch_agent.store.recorded import look, place_of
+from batch_agent.store.rundir import RunView, stage_names
 
 EVERY = 2.0  # seconds between two looks: another process cannot be waited for
 NOT_BEGUN = "not begun"
@@ -23,15 +24,15 @@ UP, CLEAR = "\x1b[{}A", "\x1b[J"
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", metavar="DIR", help="the run directory")
+    parser.add_argument("run_dir", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object; with --watch, one a line")
     parser.add_argument("--watch", action="store_true", help="look again every two seconds until the run ends")
 
 
 def status_command(options: argparse.Namespace) -> int:
-    path, shown = Path(options.run_dir), ""
+    place, shown = place_of(options.run_dir), ""
     while True:
-        view = RunView.of(path)
+        view = look(place)
         text = to_json(status_json(view)).decode() if options.json else _text(view)
         if not options.json:
             text = wrapped(text, terminal_width(sys.stdout))
@@ -78,7 +79,7 @@ def status_json(view: RunView) -> JsonObject:
         **_numbers(view),
         "rows_per_second": round(speed, 3),
         "seconds_left": None if left is None else round(left),
-        "summary": _summary(view),
+        "summary": view.summary,
     }
     if names := stage_names(view.facts):
         status["stages"] = [_stage_json(name, view.stages.get(name)) for name in names]
@@ -96,14 +97,6 @@ def _stage_json(name: str, stage: RunView | None) -> JsonObject:
     if stage is None:
         return {"name": name, "state": NOT_BEGUN}
     return {"name": name, "state": stage.state, **_numbers(stage)}
-
-
-def _summary(view: RunView) -> JsonObject | None:
-    try:
-        summary = from_json((view.path / SUMMARY).read_bytes())
-    except (OSError, ValueError):  # there is none before a session has ended
-        return None
-    return summary if isinstance(summary, dict) else None
 
 
 def _text(view: RunView) -> str:
@@ -127,9 +120,9 @@ def _text(view: RunView) -> str:
     cost = f", {dollars(now.cost)}" if now.cost is not None else ""
     lines.append(("tokens", f"{amount(now.tokens)} in all sessions{cost}"))
     if view.state in ("interrupted", "failed", "out of budget", "unreachable") or now.failed:
-        command = f"batch-agent resume {shlex.quote(str(view.path))}"
+        command = f"batch-agent resume {shlex.quote(view.name)}"
         lines.append(("go on", command if facts.get("command") is not None else "run it again with resume=True"))
-    return "\n".join([str(view.path), *(f"  {label:<8} {harmless(text)}" for label, text in lines)])
+    return "\n".join([view.name, *(f"  {label:<8} {harmless(text)}" for label, text in lines)])
 
 
 def _rows(view: RunView) -> str:

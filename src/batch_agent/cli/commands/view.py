@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from batch_agent.blocking import in_thread
 from batch_agent.cli.interrupts import serve
 from batch_agent.cli.output.streams import put, say
-from batch_agent.cli.spec.arguments import RUNS
+from batch_agent.cli.spec.arguments import RUN_HELP, RUNS
 from batch_agent.cli.spec.numbers import add_address
 from batch_agent.errors import SpecError
+from batch_agent.store.recorded import brought, place_of
 from batch_agent.store.rundir import RUN
 from batch_agent.view.runs import ShownRuns
 from batch_agent.view.server import ViewServer
@@ -25,7 +27,7 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="*",
         metavar="RUN",
-        help=f"a run directory, two to compare them, or a directory of runs (default ./{RUNS})",
+        help=f"{RUN_HELP}; two to compare them; or a directory of runs (default ./{RUNS})",
     )
     add_address(parser, 0)
     parser.add_argument(
@@ -34,7 +36,20 @@ def add_view_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def view_command(options: argparse.Namespace) -> int:
-    runs = _runs([Path(path) for path in options.runs], waits=options.beside)
+    with ExitStack() as copies:
+        return _view(options, [_local(run, copies) for run in options.runs])
+
+
+def _local(run: str, copies: ExitStack) -> Path:
+    """The directory of a run. One that is kept in Redis is shown as it is now."""
+    place = place_of(run)
+    if not isinstance(place, Path):
+        say(f"batch-agent: the page shows {place} as it is now; start it again to see more")
+    return copies.enter_context(brought(place))
+
+
+def _view(options: argparse.Namespace, paths: list[Path]) -> int:
+    runs = _runs(paths, waits=options.beside)
     server = ViewServer(runs, options.host, options.port)
     if options.host not in LOOPBACK:
         say(

@@ -17,6 +17,7 @@ from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.summary import summary_json, summary_lines
 from batch_agent.observe.text import counted, harmless
 from batch_agent.spec import BatchSpec
+from batch_agent.store.address import StoreAddress, is_store_url
 from batch_agent.store.rundir import RUN
 from batch_agent.tools.latency import ToolStatistics
 
@@ -24,7 +25,9 @@ from batch_agent.tools.latency import ToolStatistics
 class Reporter:
     def __init__(self, options: argparse.Namespace, spec: BatchSpec, writer: ResultWriter, stdout: TextIO) -> None:
         self._json: bool = options.json
-        self._run_dir = None if spec.run_dir is None else Path(spec.run_dir)
+        shared = is_store_url(spec.run_dir)
+        self._url = str(StoreAddress.parse(str(spec.run_dir))) if shared else None  # without its password
+        self._run_dir = None if spec.run_dir is None or shared else Path(spec.run_dir)
         self._writer = writer
         self._stdout = stdout if options.output is not None else None
 
@@ -34,10 +37,9 @@ class Reporter:
             say("\n".join(summary_lines(statistics, output=output, tools=tools)))
             self._name_record(statistics)
             return
-        recorded = self._run_dir is not None and self._is_recorded()
         record = {
             **summary_json(statistics, output=output, tools=tools),
-            "run_dir": str(self._run_dir) if recorded else None,
+            "run_dir": self._record(),
         }
         text = to_json(record).decode()
         say(text, wrap=False) if self._stdout is None else put(text, self._stdout)
@@ -52,13 +54,17 @@ class Reporter:
 
     def _name_record(self, statistics: Statistics) -> None:
         """Where the run is recorded, and how to do what was left undone, or to look at what was done."""
-        if self._run_dir is None or not self._is_recorded():
+        record = self._record()
+        if record is None:
             return
-        directory = shlex.quote(harmless(str(self._run_dir)))
+        directory = shlex.quote(harmless(record))
         if statistics.ended != "complete" or statistics.failed:
             say(f"  go on    batch-agent resume {directory}", wrap=False)
         else:
             say(f"  look     batch-agent show {directory}", wrap=False)
 
-    def _is_recorded(self) -> bool:
-        return self._run_dir is not None and (self._run_dir / RUN).exists()
+    def _record(self) -> str | None:
+        """Where the run is recorded, or None."""
+        if self._url is not None:
+            return self._url
+        return str(self._run_dir) if self._run_dir is not None and (self._run_dir / RUN).exists() else None

@@ -23,7 +23,7 @@ from batch_agent.errors import BatchAgentError, Invalid, SpecError
 from batch_agent.files.compression import Codec
 from batch_agent.files.order import InputOrder
 from batch_agent.files.results import result_line, unwritten
-from batch_agent.files.tables import ResultFile, check_table, is_table, write_table
+from batch_agent.files.tables import InOrderOfInput, check_table, is_table, write_table
 from batch_agent.job import AgentResult
 
 STDOUT_DESCRIPTOR = 1
@@ -61,10 +61,9 @@ class LineWriter(ResultWriter):
 def open_results(path: Path | None, *, ordered: bool = False) -> ResultWriter:
     """A writer to the file, in the format of its extension; without one, to standard output."""
     writer: LineWriter
-    if path is None:
-        writer = StdoutWriter(STDOUT_DESCRIPTOR)
-    else:
-        writer = TableWriter(path) if is_table(path) else FileWriter(path)
+    if path is not None and is_table(path):
+        return TableWriter(path)
+    writer = StdoutWriter(STDOUT_DESCRIPTOR) if path is None else FileWriter(path)
     return OrderedWriter(writer, path) if ordered else writer
 
 
@@ -105,8 +104,8 @@ class FileWriter(LineWriter):
 
 
 class TableWriter(LineWriter):
-    """Results in a table, which is made when the run is over. Until then they are lines in a file beside it, and stay
-    there if the table cannot be made."""
+    """Results in a table in input order, which is made when the run is over. Until then they are lines in a file beside
+    it, and stay there if the table cannot be made."""
 
     def __init__(self, path: Path) -> None:
         check_table(path)
@@ -124,7 +123,7 @@ class TableWriter(LineWriter):
             return
         self._lines.__exit__(*exception)
         try:
-            write_table(ResultFile(self._partial), self._table)
+            write_table(InOrderOfInput(self._partial), self._table)
         except OSError as error:
             raise BatchAgentError(
                 f"cannot write the table {self._table}: {error.strerror}; the results are in {self._partial}"

@@ -7,15 +7,17 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from batch_agent.cli.spec.numbers import positive
+from batch_agent.cli.spec.numbers import amount, byte_count, positive
 from batch_agent.documented import first_sentence
 from batch_agent.errors import SpecError
 from batch_agent.option import Flag, FlagGroup, kinds, notes
 from batch_agent.spec import MCP, BatchSpec
 
 RUNS = "runs"
+RUN_HELP = "the run directory, or the URL of a run in Redis"
 # Options that have a flag, and its name among the parsed arguments.
 FLAGS = {name: flag.name or name for name, flag in notes(BatchSpec, Flag).items()}
+CLUSTER = ("ray", "workers", "worker_cpus", "worker_memory")  # arguments that say where a run's processes are
 FORMATS = ("jsonl", "csv", "tsv", "text")
 
 RUN_EPILOG = """\
@@ -47,7 +49,7 @@ stops at once.
 exit status:
   0      every row is ok
   1      the run failed, or could not start: the message says why
-  2      some rows failed, or were left undone after Ctrl-C
+  2      some rows failed, or were left undone after Ctrl-C; or there was no row
   3      out of budget: --max-cost, --max-total-tokens or --max-wall-time ended
          the run; a higher one resumes it
   4      unreachable: the server was down for longer than --max-outage, or never
@@ -68,6 +70,7 @@ def add_run_arguments(run: argparse.ArgumentParser) -> None:
     run.add_argument("--spec", metavar="FILE", help="the spec file")
     _add_recording_arguments(run)
     run.add_argument("--dry-run", action="store_true", help="print the plan and the first prompt; send nothing")
+    _add_comparison(run.add_argument_group("what it would cost elsewhere, with --dry-run"))
     _add_run_options(run)
 
 
@@ -76,6 +79,19 @@ def add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     add_run_arguments(plan)
     plan.epilog = None
     plan.set_defaults(dry_run=True)
+
+
+def _add_comparison(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--compare", action="store_true", help="the estimated cost at each provider and model whose price is known"
+    )
+    group.add_argument("--compare-only", metavar="TEXT", help="the same for models whose name has TEXT in it")
+    group.add_argument("--gpu-price", type=amount, metavar="DOLLARS", help="of a GPU by the hour, beside them")
+    group.add_argument(
+        "--gpu-speed",
+        metavar="TOKENS",
+        help="that the GPU does in a second, uncached prompts and answers; or the directory of a run that was measured",
+    )
 
 
 def add_resume_arguments(resume: argparse.ArgumentParser) -> None:
@@ -97,7 +113,8 @@ def _add_recorded_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="rows keep their answers although the task, model, schema or tools have changed",
     )
-    parser.set_defaults(no_run_dir=False, dry_run=False)
+    parser.set_defaults(no_run_dir=False, dry_run=False, compare=False, compare_only=None)
+    parser.set_defaults(gpu_price=None, gpu_speed=None)
     _add_run_options(parser)
 
 
@@ -133,7 +150,7 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
         "--set",
         action="append",
         metavar="OPTION=VALUE",
-        help="any other option of a spec, its value as JSON or text: --set max_turns=4; repeatable",
+        help="any other option of a spec, its value as JSON or text: --set top_p=0.9; repeatable",
     )
     _add_rows(run.add_argument_group("rows and results"))
     where = run.add_argument_group(FlagGroup.WHERE.value)
@@ -141,7 +158,24 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--env-file", metavar="FILE", help="lines of NAME=VALUE, such as keys; set variables stay as set"
     )
+    _add_cluster(where)
     _add_words(run.add_argument_group("what is said"))
+
+
+def _add_cluster(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--ray", metavar="ADDRESS", help="let actors of a Ray cluster work on the rows: auto, or ray://host:10001"
+    )
+    group.add_argument(
+        "--workers",
+        type=lambda text: text if text == "auto" else positive(text),
+        metavar="N",
+        help="with --ray: how many actors; auto is one on each node, also on those that join (default: auto)",
+    )
+    group.add_argument("--worker-cpus", type=float, metavar="C", help="with --ray: CPUs that each has (default: 1)")
+    group.add_argument(
+        "--worker-memory", type=byte_count, metavar="M", help="with --ray: memory that each reserves, such as 4G"
+    )
 
 
 def add_mcp_argument(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
@@ -224,7 +258,7 @@ def _add_rows(group: argparse._ArgumentGroup) -> None:
         help="where the results go: JSONL, or .csv, .tsv, .parquet; - is standard output (default)",
     )
     group.add_argument(
-        "--ordered", action="store_true", default=None, help="write the results in the order of the rows"
+        "--ordered", action="store_true", default=None, help="write JSONL in the order of the rows, as tables are"
     )
 
 

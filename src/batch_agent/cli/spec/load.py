@@ -13,6 +13,7 @@ from pathlib import Path
 
 from batch_agent.cli.output.overwrite import refuse_overwriting
 from batch_agent.cli.spec.arguments import FLAGS, json_or_text
+from batch_agent.cli.spec.cluster import cluster_of
 from batch_agent.cli.spec.envfile import load_env_file
 from batch_agent.cli.spec.recorded import recording_of
 from batch_agent.cli.spec.rows import STDIN, read_rows
@@ -63,13 +64,13 @@ def load_spec(options: argparse.Namespace) -> BatchSpec:
     """The file's spec, with what the command line says in its place."""
     file = spec_file(options)
     overrides = {"inputs": inputs_of(file, options), **overrides_of(file, options)}
-    if "images" in overrides or "images" in file.options:
+    if any(name in given for given in (overrides, file.options) for name in ("images", "document_column")):
         overrides = {"image_root": _beside_the_rows(file, options), **overrides}
     return file.resolve(overrides)
 
 
 def _beside_the_rows(file: SpecFile, options: argparse.Namespace) -> Path:
-    """Where images with relative paths are, unless the file says where."""
+    """Where images and documents with relative paths are, unless the file says where."""
     if "image_root" in file.options:
         return file.path.parent / str(file.options["image_root"])
     rows = options.inputs or file.inputs_path()
@@ -78,7 +79,7 @@ def _beside_the_rows(file: SpecFile, options: argparse.Namespace) -> Path:
 
 def overrides_of(file: SpecFile, options: argparse.Namespace) -> dict[str, object]:
     """What the command line says in place of the file, the rows aside."""
-    return given_options(options) | recording_of(options, file)
+    return given_options(options) | recording_of(options, file) | cluster_of(options)
 
 
 def is_pipeline(options: argparse.Namespace) -> bool:
@@ -145,7 +146,7 @@ def _setting(item: str) -> tuple[str, object]:
     name, equals, text = item.partition("=")
     name = name.strip().replace("-", "_")
     if not equals or not name:
-        raise SpecError(f"--set {item!r} is not OPTION=VALUE, such as --set max_turns=4")
+        raise SpecError(f"--set {item!r} is not OPTION=VALUE, such as --set top_p=0.9")
     refused = notes(BatchSpec, NotSettable).get(OLD_NAMES.get(name, name))
     if refused is not None:
         raise SpecError(f"--set {name}: {refused.reason}")

@@ -35,3 +35,10 @@ positive = number(int, lambda value: value > 0, "a whole number above 0")
 amount = number(float, lambda value: 0 < value < math.inf, "a number above 0")
 fraction = number(float, lambda value: 0 < value <= 1, "above 0 and at most 1")
 port_number = number(int, lambda value: 0 <= value < 65536, "0 to 65535")
+
+
+def byte_count(text: str) -> int:
+    """Bytes, as a number with or without K, M, G or T behind it."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    unit = units.get(text[-1:].upper(), 1)
+    return int(amount(text[:-1] if unit > 1 else text) * unit)

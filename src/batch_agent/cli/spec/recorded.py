@@ -11,7 +11,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
-from batch_agent.cli.spec.arguments import FLAGS, RUNS
+from batch_agent.cli.spec.arguments import CLUSTER, FLAGS, RUNS
 from batch_agent.cli.spec.rows import STDIN
 from batch_agent.cli.spec.specfile import SpecFile, read_specfile
 from batch_agent.engine.run.prepare import Prepared, with_model
@@ -20,9 +20,11 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.option import kinds
 from batch_agent.spec import MCP, BatchSpec
+from batch_agent.store.address import is_store_url
+from batch_agent.store.recorded import place_of
 
 # What is kept of a command line. A key cannot be given on it, and no other secret may be kept.
-KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit")
+KEPT = (*FLAGS.values(), "set", "inputs", "format", "env_file", "output", "ordered", "limit", *CLUSTER)
 PATHS = {"inputs", "output", "env_file", *(FLAGS[name] for name in FLAGS if Path in kinds(BatchSpec, name))}
 DIRECTORY = "directory"  # where the command was given
 LEFT_OUT = "left_out"  # the names of those that were given and are not kept
@@ -45,10 +47,13 @@ def recording_of(options: argparse.Namespace, file: SpecFile) -> dict[str, objec
     return recording
 
 
-def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Path:
+def _run_dir(options: argparse.Namespace, named: object, spec_path: Path) -> Path | str:
     for given in (options.run_dir, named):
         if isinstance(given, str) and not given.strip():
             raise SpecError("run_dir is empty: name a directory, or leave it out")
+    for given in (options.run_dir, named):
+        if given is not None and is_store_url(given):
+            return str(given)
     if options.run_dir is not None:
         return Path(options.run_dir)
     if named is not None:
@@ -91,7 +96,7 @@ def refuse_left_out(command: Mapping[str, JsonValue], options: argparse.Namespac
     for name in left_out if isinstance(left_out, list) else ():
         if getattr(options, str(name)) is None:
             raise SpecError(
-                f"{options.run_dir} was started with a --{name} that was not kept, since it may carry a "
+                f"{place_of(options.run_dir)} was started with a --{name} that was not kept, since it may carry a "
                 f"password: give --{name} again"
             )
 

@@ -15,6 +15,7 @@ from batch_agent.blocking import in_thread
 from batch_agent.cli.output.streams import say
 from batch_agent.errors import BatchAgentError, SpecError
 from batch_agent.files.compression import format_of
+from batch_agent.files.folder import is_pattern
 from batch_agent.files.read import PARSERS, LazyRows, read_inputs
 from batch_agent.files.rows import BOM, Row
 
@@ -37,7 +38,8 @@ def read_rows(
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             return read_pipe(os.open(path, os.O_RDONLY), source, limit, suffix)
     except OSError as error:
-        raise SpecError(f"cannot read the inputs {source}: {error.strerror}") from None
+        if not is_pattern(source):
+            raise SpecError(f"cannot read the inputs {source}: {error.strerror}") from None
     rows = read_inputs(path, limit, kind=suffix)
     if rows == []:
         say(f"batch-agent: {_nothing_in(path)}")

@@ -20,19 +20,35 @@ from batch_agent.cli.spec.specfile import STAGES, SpecFile
 from batch_agent.errors import SpecError
 from batch_agent.topology.flow import Flow
 from batch_agent.topology.pipeline import Pipeline
+from batch_agent.topology.plan import PipelinePlan
 
 KINDS = ("map", "flat_map", "filter", "join", "reduce")
 
 
 def load_flow(options: argparse.Namespace, **more: Any) -> Flow:
     """The pipeline of the spec file, with what the command line says in its place. ``more`` is for the Flow."""
+    file, pipeline, whole = _loaded(options)
+    try:
+        return Flow(pipeline.inputs, pipeline.stages, whole, **more)
+    except SpecError as error:
+        raise file.error(str(error)) from None
+
+
+def load_plan(options: argparse.Namespace) -> PipelinePlan:
+    """What that pipeline would do; nothing is sent."""
+    file, pipeline, whole = _loaded(options)
+    try:
+        return pipeline.plan(**whole)
+    except SpecError as error:
+        raise file.error(str(error)) from None
+
+
+def _loaded(options: argparse.Namespace) -> tuple[SpecFile, Pipeline[Any], dict[str, Any]]:
+    """The file, its stages, and the options for the whole."""
     file = spec_file(options)
     pipeline = read_stages(file, inputs_of(file, options), lambda named: rows_of(file, named, options))
     whole = {name: value for name, value in file.options.items() if name not in (STAGES, "inputs")}
-    try:
-        return Flow(pipeline.inputs, pipeline.stages, file.follow(whole) | overrides_of(file, options), **more)
-    except SpecError as error:
-        raise file.error(str(error)) from None
+    return file, pipeline, file.follow(whole) | overrides_of(file, options)
 
 
 def read_stages(file: SpecFile, inputs: Any, read_rows: Callable[[object], Any]) -> Pipeline[Any]:

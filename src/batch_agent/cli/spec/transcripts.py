@@ -17,6 +17,7 @@ from batch_agent.api import BatchAgent
 from batch_agent.cli.spec.load import is_pipeline, load_spec
 from batch_agent.cli.spec.recorded import command_again, matched, recorded_command
 from batch_agent.cli.spec.stages import load_flow
+from batch_agent.cluster.worker import prepare_worker
 from batch_agent.engine.agent.transcript import conversations, transcript
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.engine.run.recording import rows_under
@@ -38,6 +39,8 @@ def prepared_again(directory: Path, facts: JsonObject) -> Mapping[str, Prepared]
 
     A part whose task, model, schema or tools have changed is left out. SpecError when the spec cannot be read any more.
     """
+    if "spec" in facts:  # it was kept in Redis
+        return {"": prepare_worker(facts, None)}
     options = command_again(
         recorded_command(
             facts,

@@ -44,6 +44,7 @@ class Agent:
         self._output: object = None
         self.stopped_by: JobError | None = None  # what it ends in before its time
         self._task: asyncio.Task[object] | None = None  # while it works
+        self.tasks: Sequence[asyncio.Task[None]] = ()  # that take it to its delivered result
         self._deadline = resources.timeout_per_agent
         self._trail = trail
         self._worker = worker
@@ -96,7 +97,9 @@ class Agent:
 
     def anew(self, resources: Resources) -> Agent:
         """An agent for the same job that begins at its start."""
-        return Agent(self.job, resources, self._trail.anew(), self._worker)
+        again = Agent(self.job, resources, self._trail.anew(), self._worker)
+        again.tasks = self.tasks
+        return again
 
     def conversation(self) -> JsonObject:
         """What was said so far, and what is being said."""

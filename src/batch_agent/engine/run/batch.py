@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from batch_agent.blocking import in_thread
 from batch_agent.compiler.plan import Plan
@@ -25,6 +27,7 @@ from batch_agent.store.trail import Trail
 
 BREATHER = 128  # inputs taken in a row before the event loop gets a turn
 LOOKED_UP = 256  # inputs whose records are looked up at once
+READERS = max(2, min(8, os.cpu_count() or 1))  # documents that are read at once
 FOLLOWING = 64  # agents that ended in an earlier session and are being delivered at once
 
 
@@ -73,7 +76,9 @@ class Batch:
                 self._feed.end()
                 return
             for value in values:
-                self._plan.check_first(value.value if isinstance(value, Placed) else value)
+                self._plan.check_first(_unplaced(value))
+            if count == 1 and self._plan.reads(_unplaced(values[0])):
+                count = READERS
             jobs = await _compile_all(self._plan, index, values)
             trails = await self._trails([job for job in jobs if isinstance(job, Job)])
             for job in jobs:
@@ -98,6 +103,15 @@ class Batch:
                 result = agent.result()
             self._tell(result)
             self._delivery.put(result)
+
+    def drop(self, index: int) -> None:
+        """End a row that another process works on now: nothing more of it is recorded, and it has no result here."""
+        agent = self.live.pop(index, None)
+        if agent is not None:
+            for task in agent.tasks:
+                task.cancel()
+            agent.fail(Interrupted("another process works on this row now"))
+            self._tell(agent.result())
 
     # Steering
 
@@ -156,6 +170,7 @@ class Batch:
         agent = self.live[job.index] = Agent(job, self._r, trail, self._worker)
         ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
         task = agents.create_task(self._accompany(agent, ticket))
+        agent.tasks = (task,)
         if ticket is not None:
             if (lead := self._lead) is not None:
                 self._lead = None
@@ -191,7 +206,7 @@ class Batch:
         other agents."""
         self._r.emit(JobStarted(self._r.clock(), self._r.run, job.index, job.job_id))
         row = self.live[job.index] = Parts(job)
-        agents.create_task(self._accompany_parts(row))
+        row.tasks.append(agents.create_task(self._accompany_parts(row)))
         try:
             trails = await self._part_trails(job.parts, [self._plan.question(part) for part in job.parts])
             for place, (part, trail) in enumerate(zip(job.parts, trails, strict=True)):
@@ -201,7 +216,7 @@ class Batch:
                     self._feed.expect(rows_left + len(trails) - place - 1)
                 agent = Agent(part, self._r, trail, self._worker)
                 ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
-                agents.create_task(self._accompany_part(row, row.begin(), agent, ticket))
+                row.tasks.append(agents.create_task(self._accompany_part(row, row.begin(), agent, ticket)))
                 if ticket is None:
                     await asyncio.sleep(0)
         finally:
@@ -292,7 +307,26 @@ async def _compile_all(plan: Plan, first: int, values: Sequence[object]) -> list
     def jobs() -> list[Job | AgentResult[object]]:
         return [_compile(plan, first + place, value) for place, value in enumerate(values)]
 
-    return await in_thread(jobs) if any(map(plan.shows, values)) else jobs()
+    if any(plan.reads(_unplaced(value)) for value in values):
+        return await _read_all(plan, first, values)
+    return await in_thread(jobs) if any(plan.shows(_unplaced(value)) for value in values) else jobs()
+
+
+async def _read_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
+    """The jobs of inputs with documents, several of which are read at once."""
+    free = asyncio.Semaphore(READERS)
+
+    async def job(place: int, value: object) -> Job | AgentResult[object]:
+        async with free:
+            return await in_thread(partial(_compile, plan, first + place, value))
+
+    async with asyncio.TaskGroup() as readers:
+        tasks = [readers.create_task(job(place, value)) for place, value in enumerate(values)]
+    return [task.result() for task in tasks]
+
+
+def _unplaced(value: object) -> object:
+    return value.value if isinstance(value, Placed) else value
 
 
 def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:

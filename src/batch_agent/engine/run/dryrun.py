@@ -7,10 +7,11 @@ import itertools
 import os
 from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.plan import Description
+from batch_agent.compiler.prices import Prices
 from batch_agent.compiler.template import Piece
 from batch_agent.engine.run.prepare import Prepared
 from batch_agent.files.read import LazyRows
@@ -19,7 +20,12 @@ from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.text import amount, dollars, harmless, harmless_lines, rows
 from batch_agent.scheduler.budget import FIRST_ANSWER_TOKENS
 
+if TYPE_CHECKING:
+    from batch_agent.engine.run.comparison import Comparison
+
+HEADLINE = "Plan. Nothing was sent; token counts are estimates."
 SAMPLE_ROWS = 100  # enough for a mean, little enough to be quick
+READ_DOCUMENTS = 5  # of a sample: reading one takes a tenth of a second or more
 SHOWN_CHARACTERS = 4_000  # of the system prompt, and of each field of the first message
 MANY_TOKENS = 128_000  # of a message, from which on most models do not read it
 STYLED = ("\x1b[1;36m", "\x1b[0m")  # what was filled in, on a terminal
@@ -33,11 +39,13 @@ class DryRun:
     sampled: int
     rows: int | None
     rows_exact: bool
+    rows_note: str = ""  # in place of what is usually said of the number of rows
+    own_note: str = ""  # and of the tokens of a row
 
     @classmethod
     def of(cls, prepared: Prepared) -> DryRun:
         """For those who only look: the first rows are taken from where they come from."""
-        return cls._of(prepared, _sample(prepared.spec.inputs))
+        return cls._of(prepared, sample_of(prepared.spec.inputs))
 
     @classmethod
     def untouched(cls, prepared: Prepared) -> DryRun:
@@ -47,6 +55,8 @@ class DryRun:
     @classmethod
     def _of(cls, prepared: Prepared, sample: Sequence[object]) -> DryRun:
         inputs = prepared.spec.inputs
+        if sample and prepared.plan.reads(sample[0]):
+            sample = sample[:READ_DOCUMENTS]
         rows, exact = prepared.plan.total, True
         if isinstance(inputs, LazyRows):
             rows, exact = inputs.expected_rows(), False
@@ -68,15 +78,20 @@ class DryRun:
     @property
     def cost(self) -> tuple[float, float] | None:
         """$ of all first requests and their answers: with the shared prefix cached, and with nothing cached."""
-        prices, rows = self.prepared.prices, self.rows
-        if prices is None or not prices.tiers or rows is None or not self.sampled:
+        return None if self.prepared.prices is None else self.cost_at(self.prepared.prices)
+
+    def cost_at(self, prices: Prices) -> tuple[float, float] | None:
+        """The same at other prices; None for prices by the clock, and where the rows are not known."""
+        rows = self.rows
+        if not prices.tiers or rows is None or not self.sampled:
             return None
         prefix, own = self.description.prefix_tokens, self.description.own_tokens
-        cached = Usage(prefix + own, cached_tokens=prefix, completion_tokens=self._answer_tokens)
+        cached = Usage(prefix + own, cached_tokens=prefix, completion_tokens=self.answer_tokens)
         return rows * prices.cost(cached), rows * prices.cost(replace(cached, cached_tokens=0))
 
     @property
-    def _answer_tokens(self) -> int:
+    def answer_tokens(self) -> int:
+        """Tokens that an answer is expected to have."""
         return self.prepared.spec.max_tokens or FIRST_ANSWER_TOKENS
 
     def _cost_basis(self) -> str:
@@ -90,8 +105,16 @@ class DryRun:
         turns = "" if spec.turn_limit == 1 else "; further turns come on top"
         return (
             f"first requests by estimated tokens, from prefix cached to nothing cached, "
-            f"answers of {self._answer_tokens:,} tokens ({answers}), {prices.source}{turns}"
+            f"answers of {self.answer_tokens:,} tokens ({answers}), {prices.source}{turns}"
         )
+
+    def compare(
+        self, *, only: str = "", gpu_price: float | None = None, tokens_per_second: float | None = None
+    ) -> Comparison:
+        """What this would cost at each provider and model whose price is known, estimated."""
+        from batch_agent.engine.run.comparison import Comparison
+
+        return Comparison.of([self], only=only, gpu_price=gpu_price, gpu_speed=tokens_per_second)
 
     def to_json(self) -> JsonObject:
         prepared, description = self.prepared, self.description
@@ -129,8 +152,11 @@ class DryRun:
 
     def to_text(self, marks: tuple[str, str] = MARKED) -> str:
         """``marks`` go around what was filled into the first message."""
-        lines = [f"  {label:<15} {harmless(text)}" for label, text in self._facts()]
-        parts = ["\n".join(["Plan. Nothing was sent; token counts are estimates.", "", *lines])]
+        return f"{HEADLINE}\n\n{self.body(marks)}"
+
+    def body(self, marks: tuple[str, str] = MARKED) -> str:
+        """The same without the headline."""
+        parts = ["\n".join(f"  {label:<15} {harmless(text)}" for label, text in self._facts())]
         if self.description.system:
             system = harmless_lines(_shortened(self.description.system))
             parts.append(_headed("System prompt, the same for every row", system))
@@ -163,7 +189,8 @@ class DryRun:
             yield "hoisted", f"{', '.join(description.hoisted)}: the same in every row, moved to the system prompt"
         yield "shared prefix", f"{description.prefix_tokens:,} tokens"
         if self.sampled:
-            yield "own per row", f"{description.own_tokens:,} tokens, the mean of {rows(self.sampled)}"
+            how = self.own_note or f"the mean of {rows(self.sampled)}"
+            yield "own per row", f"{description.own_tokens:,} tokens, {how}"
         if self.prompt_tokens is not None and self.uncached_tokens is not None:
             cached = f"{amount(self.uncached_tokens)} with the prefix cached"
             yield "first requests", f"{amount(self.prompt_tokens)} tokens in all, {cached}"
@@ -189,12 +216,15 @@ class DryRun:
         return ", ".join(limits)
 
     def _rows_text(self) -> str:
+        if self.rows_note:
+            return self.rows_note
         if self.rows is None:
             return "unknown until they are read"
         return f"{self.rows:,}" if self.rows_exact else f"about {self.rows:,}, by the size of the file"
 
 
-def _sample(inputs: object) -> list[object]:
+def sample_of(inputs: object) -> list[object]:
+    """The first inputs; an iterator is read."""
     if isinstance(inputs, AsyncIterable):
         return asyncio.run(_first_of(inputs))
     sample = list(itertools.islice(cast("Iterable[object]", inputs), SAMPLE_ROWS))
@@ -206,7 +236,7 @@ def _sample(inputs: object) -> list[object]:
 def _at_hand(inputs: object) -> Sequence[object]:
     if isinstance(inputs, LazyRows):
         return inputs.first
-    return () if isinstance(inputs, AsyncIterable | Iterator) else _sample(inputs)
+    return () if isinstance(inputs, AsyncIterable | Iterator) else sample_of(inputs)
 
 
 async def _first_of(inputs: AsyncIterable[object]) -> list[object]:

@@ -30,6 +30,7 @@ class Parts:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.error: AgentError | None = None
+        self.tasks: list[asyncio.Task[None]] = []  # that work on it
         self._results: dict[int, AgentResult[object]] = {}  # of the parts
         self._merges: list[AgentResult[object]] = []
         self._begun = 0

@@ -9,15 +9,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from batch_agent.backends.base import Backend
 from batch_agent.backends.registry import open_backend
+from batch_agent.compiler.documents import Read
 from batch_agent.compiler.pictures import Look
 from batch_agent.compiler.plan import Plan, compile_plan
 from batch_agent.compiler.prices import FORMS as PRICE_FORMS
 from batch_agent.compiler.prices import Prices, find_prices
 from batch_agent.compiler.schema import OutputSchema
 from batch_agent.dispatch.endpoints import NEVER_REACHED
+from batch_agent.documents.content import read_document
 from batch_agent.engine.agent.shapes import Shapes, build_shapes
 from batch_agent.errors import BackendError, InputError, RunRejected, RunUnreachable, SpecError, Timeout
 from batch_agent.files.pictures import read_image
@@ -29,14 +32,19 @@ from batch_agent.scheduler.limit_search import FLEET_START, START
 from batch_agent.scheduler.retry import retry_delay
 from batch_agent.scheduler.server import Terms
 from batch_agent.spec import BatchSpec
+from batch_agent.store.address import is_store_url
 from batch_agent.store.rundir import read_run
 from batch_agent.tools.base import Tool, resolve_tools
 from batch_agent.tools.threads import THREADS
+
+if TYPE_CHECKING:
+    from batch_agent.engine.run.comparison import Comparison
 
 PROBE = 5.0  # seconds for a server to say what it serves, where the run can do without
 PAUSE = 2.0  # seconds between two questions for the model's name, at the most
 AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # alive at once, where the user names no number
 SOUGHT = 256  # slots that agents are reckoned for while nobody knows how many there will be
+SHARED = ("lease", "keep", "feed_only")  # options of a run that several processes share
 OTHER_FILES = 128  # that a process may have open beside its connections
 
 
@@ -76,6 +84,16 @@ class Prepared:
 
         return DryRun.untouched(self).to_text()
 
+    def compare(
+        self, *, only: str = "", gpu_price: float | None = None, tokens_per_second: float | None = None
+    ) -> Comparison:
+        """What this batch would cost at each provider and model whose price is known, estimated; print it. ``only``
+        keeps those whose name has it. ``gpu_price`` is $ an hour of a GPU that does ``tokens_per_second``."""
+        from batch_agent.engine.run.dryrun import DryRun
+
+        plan = DryRun.untouched(self)
+        return plan.compare(only=only, gpu_price=gpu_price, tokens_per_second=tokens_per_second)
+
     def __repr__(self) -> str:
         total = "rows" if self.plan.total is None else rows(self.plan.total)
         model = self.model or "its model"
@@ -88,6 +106,11 @@ class Prepared:
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     """Resolve and check everything. Raises SpecError; sends nothing. A plan that is not to be run (``sends`` is False)
     needs no key."""
+    # A worker does not see all rows, so it cannot tell what they share.
+    if is_store_url(spec.run_dir) or spec.cluster is not None:
+        spec = spec.model_copy(update={"no_hoist": True})
+    elif alone := next(filter(spec.given, SHARED), None):
+        raise SpecError(f"{alone} is for a run that several processes share: give run_dir as redis://host:6379/0/NAME")
     runtime = runtime_of(spec.runtime)
     where = spec.runtime if spec.backend is None else spec.backend
     if runtime is not None:
@@ -107,8 +130,14 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
     for shape in {shapes.first, shapes.later, shapes.repair}:
         backend.check(shape)
+    look = _look(spec, backend)
     plan = compile_plan(
-        spec, schema=asked_for, inject_schema=shapes.schema_in_prompt, tools=specs, look=_look(spec, backend)
+        spec,
+        schema=asked_for,
+        inject_schema=shapes.schema_in_prompt,
+        tools=specs,
+        look=look,
+        read=_reader(spec, backend, look),
     )
     inflight = spec.max_inflight if spec.given("max_inflight") else backend.capabilities.default_inflight
     sought = inflight is None and not spec.given("max_inflight")
@@ -143,6 +172,20 @@ def _look(spec: BatchSpec, backend: Backend) -> Look:
         raise InputError(blind)
 
     return look
+
+
+def _reader(spec: BatchSpec, backend: Backend, look: Look) -> Read:
+    """Returns what reads documents. SpecError for a form that the backend does not take."""
+    how, able = spec.documents, backend.capabilities
+    if how == "images" and not able.images:
+        raise SpecError(f'documents="images": {backend.name} cannot be shown images; use documents="text"')
+    if how == "native" and not able.documents:
+        other = 'documents="text", or "images" if its model sees pictures' if able.images else 'documents="text"'
+        raise SpecError(f'documents="native": {backend.name} does not take files; use {other}')
+    if how != "text" and spec.oversized != "fail":
+        raise SpecError(f'oversized={spec.oversized!r} cuts text: it needs documents="text", not {how!r}')
+    root = None if spec.image_root is None else Path(spec.image_root)
+    return partial(read_document, how=how, root=root, native=able.documents, picture=look)
 
 
 def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backend, str | None] | None:

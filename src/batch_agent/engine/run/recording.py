@@ -17,7 +17,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.store.base import Account, OpenStore
 from batch_agent.store.keys import KEY_BYTES, fingerprint
 from batch_agent.store.rundir import State
-from batch_agent.store.session import Resuming, Session
+from batch_agent.store.session import Resuming, RunSession, Session
 
 # How a run ends, in the words of its directory.
 RECORDED_STATES: Mapping[str, State] = {
@@ -44,7 +44,7 @@ async def open_session(spec: BatchSpec, open_store: OpenStore) -> Session | None
 
 
 async def begin_session(
-    session: Session,
+    session: RunSession,
     prepared: Prepared,
     command: Mapping[str, JsonValue] | None,
     worker: InnerWorker | None,
@@ -92,7 +92,7 @@ class StageAccount:
     """What a run inside another spends, for its own directory. The ledger is the outer run's, whose ``session`` records
     it whenever this run records something."""
 
-    def __init__(self, metrics: Metrics, session: Session | None) -> None:
+    def __init__(self, metrics: Metrics, session: RunSession | None) -> None:
         self._metrics, self._session = metrics, session
 
     def so_far(self) -> tuple[int, float | None]:

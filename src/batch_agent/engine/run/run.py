@@ -37,6 +37,7 @@ from batch_agent.engine.agent.touches import Touches
 from batch_agent.engine.run.batch import Batch
 from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.delivery import Delivery
+from batch_agent.engine.run.lender import Lender, WorkerAccount
 from batch_agent.engine.run.observers import Observers
 from batch_agent.engine.run.prefix_leader import PrefixLeader, lead_of
 from batch_agent.engine.run.prepare import Prepared, choose_model, learn_context
@@ -69,8 +70,8 @@ from batch_agent.observe.summary import summary_json
 from batch_agent.scheduler.budget import Amount
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.kvflow import KvParts
-from batch_agent.store.base import OpenStore
-from batch_agent.store.session import Record, Session
+from batch_agent.store.base import Account, OpenStore
+from batch_agent.store.session import Record, RunSession, Session
 from batch_agent.store.sqlite import SqliteJournal
 from batch_agent.tools.pool import ToolPool
 
@@ -89,23 +90,26 @@ class Run(Steered, Generic[T]):
         *,
         worker: InnerWorker | None = None,
         open_store: OpenStore = SqliteJournal.open,
+        session: RunSession | None = None,
         within: Shared | None = None,
         stages: Sequence[str] = (),
         controls: Controls | None = None,
+        lender: Lender | None = None,
     ) -> None:
         """``command`` is how to start this run again, for the record. ``worker`` is one of our own that works on the
         rows in place of the tool loop; one of the user's is in the spec. ``open_store`` is what is behind the journal
-        of a run directory. ``within`` is what another run works with: this one then takes its slots, spends its budget,
-        is recorded in its journal (unless it has a run directory of its own) and shows in its view. ``stages`` are the
-        names of the runs that have their directories in this one's; ``controls`` is what the control socket steers and
-        the summary counts, if that is not this run."""
+        of a run directory; ``session`` records the run elsewhere. ``within`` is what another run works with: this one
+        then takes its slots, spends its budget, is recorded in its journal (unless it has a record of its own) and
+        shows in its view. ``stages`` are the names of the runs that have their directories in this one's; ``controls``
+        is what the control socket steers and the summary counts, if that is not this run. ``lender`` lends it the
+        shares of one process among several."""
         self.id = secrets.token_hex(8)
         self._prepared = prepared
         self._command = command
         self._worker = worker
         self._loops = worker is None and prepared.spec.worker is None  # the tool loop works on the rows
         self._open_store = open_store
-        self._stages = stages
+        self._stages, self._lender = stages, lender
         self._outer = within
         clock = Clock() if within is None else within.clock
         self._metrics, self._recorder = Metrics(clock), Recorder(self.id)
@@ -123,7 +127,7 @@ class Run(Steered, Generic[T]):
             self._feed.take_from(self._rows.channel)
         self._batch: Batch | None = None
         self._prewarm: ToolPrewarm | None = None
-        self._session: Session | None = None  # its own
+        self._session = session  # its own
         self._supervisor: asyncio.Task[None] | None = None
         self._feeder: asyncio.Task[None] | None = None
         self._cancelled = False
@@ -223,7 +227,7 @@ class Run(Steered, Generic[T]):
             if self._outer is None:
                 whole = self.id if self._stages else ""
                 await self.shared.observers.open(self._prepared.spec, self._emit.add, self.shared.live, whole)
-            self._session = await open_session(self._prepared.spec, self._open_store)
+            self._session = self._session or await open_session(self._prepared.spec, self._open_store)
             async with asyncio.TaskGroup() as first:
                 self._feeder = first.create_task(self._check_first())
             self._emit_start()
@@ -343,22 +347,26 @@ class Run(Steered, Generic[T]):
         if self._session is None:
             self.shared.session = outer
             return None if outer is None else outer.part(rows_under(prepared, self._worker, part=True))
-        spending = self.shared.spending
         await begin_session(
             self._session,
             prepared,
             self._command,
             self._worker,
-            account=spending if self._outer is None else StageAccount(self._metrics, outer),
+            account=self._account(outer),
             stages=self._stages,
             on_backlog=partial(self._backlog, "journal"),
             on_overdue=partial(self.shared.set_overdue, self.id),
         )
         self.shared.session = self._session
-        if prepared.spec.run_dir is not None:
+        if prepared.spec.run_dir is not None and isinstance(self._session, Session):
             where = Path(prepared.spec.run_dir)
             await self._watch.begin(self._session, where, asked_json(prepared), self.shared.clock())
         return self._session
+
+    def _account(self, outer: RunSession | None) -> Account:
+        if self._outer is not None:
+            return StageAccount(self._metrics, outer)
+        return self.shared.spending if self._lender is None else WorkerAccount(self.shared.spending)
 
     def _record_of_parts(self, prepared: Prepared) -> Record | None:
         session = self.shared.session
@@ -391,6 +399,7 @@ class Run(Steered, Generic[T]):
             spawn=asyncio.get_running_loop().create_task,
             on_waiting=self.shared.dispatcher.set_at_tools,
             prewarm_max_age=spec.prewarm_max_age if spec.predictive_prewarm else None,
+            once=None if self._lender is None else self._lender.once,
         ) as pool:
             yield pool
 
@@ -399,15 +408,24 @@ class Run(Steered, Generic[T]):
         if self._outer is not None:
             yield
             return
+        spending = self.shared.spending
+        if self._lender is not None:
+            spending.start(commit=self._lender.soon)
+            try:
+                async with self._lender.at_work(self.shared, self._controls, self._prepared.backend):
+                    yield
+            finally:
+                spending.close()
+            return
         if self._session is None:
-            self.shared.spending.start()
+            spending.start()
         else:
             tokens, cost, learnt = await self._session.spent_before()
-            self.shared.spending.start(Amount(tokens, cost), learnt, self._session.touch)
+            spending.start(Amount(tokens, cost), learnt, self._session.touch)
         try:
             yield
         finally:
-            self.shared.spending.close()
+            spending.close()
 
     async def _deliver_interrupted(self) -> None:
         if self._cancelled and self._batch is not None:  # else the Run was left: nobody takes results any more

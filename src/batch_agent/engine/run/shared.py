@@ -21,7 +21,7 @@ from batch_agent.engine.run.observers import Observers
 from batch_agent.events import Event, Sink
 from batch_agent.observe.prometheus import LiveNumbers
 from batch_agent.spec import BatchSpec
-from batch_agent.store.session import Session
+from batch_agent.store.session import RunSession
 from batch_agent.tools.pool import ToolPool
 
 logger = logging.getLogger("batch_agent")
@@ -70,7 +70,7 @@ class Shared:
     owned: Owned
     observers: Observers
     pool: ToolPool | None = None
-    session: Session | None = None
+    session: RunSession | None = None
     _was_overdue: bool = False
 
     def live(self) -> LiveNumbers:
@@ -98,8 +98,7 @@ class Shared:
         for."""
         if overdue and not self._was_overdue:
             self._was_overdue = True
-            logger.warning(
-                "%s is slow, or in use: no request is sent while a commit waits for it", self.owned.directory
-            )
+            where = self.owned.directory or "the record of the run"
+            logger.warning("%s is slow, or in use: no request is sent while a commit waits for it", where)
         for dispatcher in self.dispatchers.values():
             dispatcher.slots.set_paused_by(journal, overdue)

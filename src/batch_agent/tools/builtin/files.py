@@ -1,4 +1,4 @@
-"""read_file: text files below given directories, and nothing else of the machine."""
+"""read_file: text, PDF, Word and HTML files below given directories, and nothing else of the machine."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
+from batch_agent.documents import format_of_document
+from batch_agent.documents.failure import DocumentError
 from batch_agent.errors import ToolError
 from batch_agent.tools.base import Tool
+from batch_agent.tools.builtin.pages import read_pages
 from batch_agent.tools.render import MAX_TOKENS
 
 MAX_BYTES = MAX_TOKENS * BYTES_PER_TOKEN
 
 # The longer mark first: UTF-32's begins with UTF-16's.
 _MARKS = (
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 
 
@@ -54,31 +57,33 @@ def read_file(
 ) -> Tool[..., str]:
     """The tool for given directories; without ``roots``, the working directory at the time of the call.
 
-    Of a file longer than ``max_bytes`` the beginning is returned, with a note. Files and directories below a root whose
-    names begin with a dot (``.env``, ``.git``) are read only with ``hidden``.
+    Of a file longer than ``max_bytes`` a part is returned, with a note that says how to go on. Files and directories
+    below a root whose names begin with a dot (``.env``, ``.git``) are read only with ``hidden``.
     """
     given = None if roots is None else tuple(Path(root) for root in roots)
 
     def found(path: str) -> Located:
         return locate(path, (Path.cwd(),) if given is None else given, hidden=hidden)
 
-    def version(path: str) -> tuple[str, int, int]:
+    def version(path: str, page: int = 1, offset: int = 0) -> tuple[object, ...]:
         located = found(path)
         try:
             status = located.path.stat()
         except OSError as error:
             raise _unreadable(path, error) from None
-        return str(located.path), status.st_mtime_ns, status.st_size
+        return str(located.path), status.st_mtime_ns, status.st_size, page, offset
 
     # Not cut a second time: what was not read is counted here, in the words of a file.
     @Tool.define(name="read_file", cacheable=True, cache_key=version, max_tokens=None)
-    def read(path: str) -> str:
-        """Read a text file.
+    def read(path: str, page: int = 1, offset: int = 0) -> str:
+        """Read a text, PDF, Word or HTML file.
 
         Args:
             path: The file's path, absolute or relative to the directory that may be read.
+            page: The page of a PDF or Word file to begin at.
+            offset: Bytes of the text to skip. A file that was cut says where to go on.
         """
-        return read_located(path, found(path), max_bytes)
+        return read_located(path, found(path), max_bytes, page=page, offset=offset)
 
     return read
 
@@ -102,19 +107,37 @@ def _below(real: Path, roots: Sequence[Path]) -> list[Located]:
     return [Located(root, real.relative_to(root).parts) for root in roots if real.is_relative_to(root)]
 
 
-def read_located(path: str, located: Located, max_bytes: int) -> str:
-    """The text of a file that was located; ``path`` is what it is called in errors."""
+def read_located(path: str, located: Located, max_bytes: int, *, page: int = 1, offset: int = 0) -> str:
+    """Returns the text of a file that was located, from a page and an offset in bytes; ``path`` is what it is called in
+    errors."""
+    if page < 1 or offset < 0:
+        raise ToolError("the first page is 1, and the first offset is 0")
+    kind = format_of_document(located.path)
     try:
         with io.FileIO(located.path, opener=lambda _, flags: _open(located, flags)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ToolError(f"{path!r} is not a file but a device, pipe or socket")
-            data = file.read(max_bytes + 1)
+            if kind is not None:
+                return read_pages(file, kind, max_bytes, page=page, offset=offset)
+            return _text(path, file, max_bytes, offset)
+    except DocumentError as error:
+        raise ToolError(str(error) if error.missing else f"{path!r} {error}") from None
     except OSError as error:
         raise _unreadable(path, error) from None
-    text = _decode(path, data[:max_bytes], complete=len(data) <= max_bytes)
-    if len(data) > max_bytes:
-        text += f"\n[cut: these are the first {max_bytes} of {status.st_size} bytes]"
+
+
+def _text(path: str, file: io.FileIO, max_bytes: int, offset: int) -> str:
+    size, start = os.fstat(file.fileno()).st_size, file.read(4)
+    mark, encoding = next(((mark, name) for mark, name in _MARKS if start.startswith(mark)), (b"", "utf-8"))
+    file.seek(offset if offset >= len(mark) else len(mark))
+    data = file.read(max_bytes + 1)
+    if not mark and b"\0" in data:
+        raise ToolError(f"{path!r} is not a text file")
+    is_cut = len(data) > max_bytes
+    text, read = _decode(data[:max_bytes], encoding, complete=not is_cut)
+    if is_cut:
+        end = max(offset, len(mark)) + read
+        text += f"\n[cut: these are bytes {offset} to {end} of {size}; go on with offset={end}]"
     return text
 
 
@@ -139,14 +162,11 @@ def _unreadable(path: str, error: OSError) -> ToolError:
     return ToolError(f"{path!r} cannot be read: {error.strerror or type(error).__name__}")
 
 
-def _decode(path: str, data: bytes, *, complete: bool) -> str:
-    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), None)
-    if encoding is None:
-        if b"\0" in data:
-            raise ToolError(f"{path!r} is not a text file")
-        encoding = "utf-8"
+def _decode(data: bytes, encoding: str, *, complete: bool) -> tuple[str, int]:
+    """Returns the text and how many bytes it was made of: a file that was cut may end inside a character."""
+    decoder = codecs.getincrementaldecoder(encoding)()
     try:
-        # A file that was cut may end inside a character; the decoder keeps that part to itself.
-        return codecs.getincrementaldecoder(encoding)().decode(data, final=complete)
+        text = decoder.decode(data, final=complete)
     except UnicodeDecodeError:
-        return data.decode("latin-1")
+        return data.decode("latin-1"), len(data)
+    return text, len(data) - len(decoder.getstate()[0])

@@ -39,29 +39,32 @@ function clean(parameters) {
   return Object.fromEntries(Object.entries(parameters || {}).filter(([, value]) => value !== "" && value !== null && value !== undefined));
 }
 
+// A report has a run, and the stages of a pipeline as runs of their own; the first is the whole.
 function reported(what, asked) {
-  if (what === "runs") return { runs: [inside.overview.run], named: [inside.overview.run.key] };
-  if (what === "run") return inside.overview;
+  if (what === "runs") return { runs: inside.map((each) => each.overview.run), named: [inside[0].overview.run.key] };
+  const own = inside.find((each) => each.overview.run.key === asked.run);
+  if (!own) throw new Error(`${asked.run} is not in this report`);
+  if (what === "run") return own.overview;
   if (what === "timeline") {
     const { from, to } = asked;
-    const spans = inside.timeline.spans.filter((span) => (!from || span[2] >= from) && (!to || span[1] <= to));
-    return { ...inside.timeline, spans };
+    const spans = own.timeline.spans.filter((span) => (!from || span[2] >= from) && (!to || span[1] <= to));
+    return { ...own.timeline, spans };
   }
   if (what === "row") {
-    const known = inside.rows.find((row) => row.job_id === asked.row);
-    const found = inside.details[known ? known.index : asked.row];
+    const known = own.rows.find((row) => row.job_id === asked.row);
+    const found = own.details[known ? known.index : asked.row];
     if (!found) throw new Error(`row ${asked.row} is not in this report`);
     return found;
   }
-  if (what === "rows") return reportedRows(asked);
+  if (what === "rows") return reportedRows(own, asked);
   throw new Error("this is not in a report");
 }
 
 const STATES = { ok: (row) => row.ok, failed: (row) => !row.ok, repaired: (row) => row.repaired, retried: (row) => row.attempts > 1 };
 const SORTS = { index: "index", id: "job_id", state: "ok", turns: "turns", attempts: "attempts", seconds: "seconds", cost: "cost" };
 
-function reportedRows({ offset = 0, limit = 50, sort = "index", dir, state, error, q }) {
-  let rows = inside.rows;
+function reportedRows(own, { offset = 0, limit = 50, sort = "index", dir, state, error, q }) {
+  let rows = own.rows;
   if (STATES[state]) rows = rows.filter(STATES[state]);
   if (error) rows = rows.filter((row) => row.error === error);
   for (const word of (q || "").toLowerCase().split(/\s+/).filter(Boolean)) {
@@ -70,5 +73,5 @@ function reportedRows({ offset = 0, limit = 50, sort = "index", dir, state, erro
   const by = sort === "tokens" ? (row) => row.prompt + row.completion : (row) => row[SORTS[sort] || "index"];
   const sign = dir === "desc" ? -1 : 1;
   rows = [...rows].sort((a, b) => (by(a) < by(b) ? -sign : by(a) > by(b) ? sign : a.index - b.index));
-  return { total: rows.length, offset: Number(offset), rows: rows.slice(Number(offset), Number(offset) + Number(limit)), index: inside.overview.index };
+  return { total: rows.length, offset: Number(offset), rows: rows.slice(Number(offset), Number(offset) + Number(limit)), index: own.overview.index };
 }

@@ -1,0 +1,326 @@
+"""One run over several processes, kept in Redis: how it scales and what the record costs.
+
+``python -m benchmarks.cluster``. Needs redis-server, the extra redis and a C compiler. Every process is one of its own,
+as on several machines; all of them share this one's cores, so the scaling says something only until those are full.
+
+- ``linear``: 1, 2 and 4 workers with 48 agents each, answers in 200 ms: rows per second over those of one worker
+- ``record``: CPU per turn of one process that feeds and works, with its record in Redis and in a directory
+- ``memory``: many rows of one turn through Redis: what the feeder and the worker hold late in the run over what they
+  held early, and the bytes that Redis keeps for a row
+- ``calls``: a tool with ten different arguments, over 4 workers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environments, report
+from benchmarks.server import serving
+from benchmarks.shared_tools import CALLS
+
+AGENTS, SLOW = 48, 0.2  # alive in each worker, and seconds that an answer takes
+LINEAR_BAR, CPU_BAR, MEMORY_BAR = 0.9, 1.5, 1.2
+SPEC = """\
+task: "Review record #{{record}}: what does it say of the topic?"
+model: bench
+backend: {url}/v1
+max_inflight: 1024
+max_agents: {agents}
+{tools}
+"""
+TOOLS = 'tools: ["benchmarks.shared_tools:lookup"]'
+
+
+class Redis:
+    """A server of our own, with an append-only file."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+        self._process = subprocess.Popen([*command, "--appendonly", "yes"], stdout=subprocess.DEVNULL)
+        self._said("ping", "PONG")
+
+    def _said(self, command: str, answer: str) -> None:
+        for _ in range(100):
+            if answer in self.ask(command):
+                return
+            time.sleep(0.1)
+        raise SystemExit("redis-server did not start")
+
+    def ask(self, *words: str) -> str:
+        command = ["redis-cli", "-p", str(self.port), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    def info(self, section: str, name: str) -> float:
+        line = next(line for line in self.ask("info", section).splitlines() if line.startswith(f"{name}:"))
+        return float(line.partition(":")[2])
+
+    def commands(self) -> dict[str, int]:
+        """How often each command was run since the server began."""
+        counts = {}
+        for line in self.ask("info", "commandstats").splitlines():
+            if line.startswith("cmdstat_"):
+                name, _, facts = line.partition(":")
+                counts[name.removeprefix("cmdstat_")] = int(facts.partition("calls=")[2].partition(",")[0])
+        return counts
+
+    @property
+    def cpu_seconds(self) -> float:
+        return self.info("cpu", "used_cpu_user") + self.info("cpu", "used_cpu_sys")
+
+    def url(self, name: str) -> str:
+        return f"redis://127.0.0.1:{self.port}/0/{name}"
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+@contextmanager
+def redis_server() -> Iterator[Redis]:
+    if shutil.which("redis-server") is None:
+        raise SystemExit("this benchmark needs redis-server")
+    with tempfile.TemporaryDirectory(prefix="benchmark-redis-") as folder:
+        server = Redis(Path(folder))
+        try:
+            yield server
+        finally:
+            server.close()
+
+
+class Process:
+    """A command of this package. Its CPU time and memory are read from /proc."""
+
+    def __init__(self, *words: str, calls: Path | None = None) -> None:
+        environ = os.environ | ({} if calls is None else {CALLS: str(calls)})
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "batch_agent", *words],
+            cwd=environments.ROOT,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait(self) -> None:
+        _, said = self._process.communicate()
+        if self._process.returncode:
+            raise SystemExit(f"{' '.join(map(str, self._process.args))} failed:\n{said}")  # type: ignore[arg-type]
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def resident_mib(self) -> float:
+        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * 4096 / 2**20
+
+    def cpu_seconds(self) -> float:
+        """So far, by /proc."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def prepared(folder: Path, url: str, rows: int, *, agents: int = AGENTS, tools: bool = False) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "spec.yaml").write_text(SPEC.format(url=url, agents=agents, tools=TOOLS if tools else ""))
+    with (folder / "rows.jsonl").open("w") as file:
+        file.writelines(f'{{"record": {row}}}\n' for row in range(rows))
+    return folder
+
+
+def feeding(folder: Path, run: str, *words: str, calls: Path | None = None) -> Process:
+    inputs, output = str(folder / "rows.jsonl"), str(folder / f"results-{time.monotonic_ns()}.jsonl")
+    spec = str(folder / "spec.yaml")
+    return Process("run", spec, "--inputs", inputs, "--output", output, "--run-dir", run, *words, calls=calls)
+
+
+def shared_run(folder: Path, url: str, workers: int, calls: Path | None = None) -> float:
+    """Seconds from the first result to the last of a run that this many workers do. Their start is not counted."""
+    with ExitStack() as running:
+        work = [Process("work", url, calls=calls) for _ in range(workers)]
+        for process in work:
+            running.callback(process.kill)
+        time.sleep(4.0)  # for all of them to be there
+        feeder = feeding(folder, url, "--no-work")
+        running.callback(feeder.kill)
+        times = result_times(folder, feeder)
+        feeder.wait()
+        for process in work:
+            process.wait()
+    return times
+
+
+def result_times(folder: Path, feeder: Process) -> float:
+    """Seconds from a tenth to nine tenths of the rows, times 1.25: the start and the end are not counted."""
+    rows = (folder / "rows.jsonl").read_bytes().count(b"\n")
+    first = last = 0.0
+    while feeder.is_running:
+        done = 0
+        with suppress(StopIteration, FileNotFoundError):
+            newest = max(folder.glob("results-*.jsonl*"), key=lambda path: path.stat().st_mtime, default=None)
+            done = 0 if newest is None else newest.read_bytes().count(b"\n")
+        if done >= rows // 10 and not first:
+            first, first_done = time.monotonic(), done
+        if done >= rows * 9 // 10 and first:
+            last = time.monotonic()
+            return (last - first) * rows / max(1, done - first_done)
+        time.sleep(0.05)
+    raise SystemExit("the run was over before it was measured: give it more rows")
+
+
+def linear(folder: Path, counts: Sequence[int], rows_each: int) -> dict[int, float]:
+    """Rows per second by number of workers."""
+    rates = {}
+    with serving(SLOW) as server, redis_server() as redis:
+        for workers in counts:
+            rows = rows_each * workers
+            seconds = shared_run(
+                prepared(folder / f"linear-{workers}", server.url, rows), redis.url(f"w{workers}"), workers
+            )
+            rates[workers] = rows / seconds
+            print(f"{workers} workers: {rates[workers]:,.0f} rows/s", flush=True)
+    return rates
+
+
+def record(folder: Path, rows: int, repetitions: int) -> dict[str, list[float]]:
+    """CPU seconds per turn, by where the record is; of the process that feeds and works, and of Redis."""
+    found: dict[str, list[float]] = {"sqlite": [], "redis": [], "redis server": [], "commands per turn": []}
+    with serving() as server, redis_server() as redis:
+        place = prepared(folder / "record", server.url, rows, agents=256, tools=True)
+        for number in range(repetitions):
+            for kind in ("sqlite", "redis"):
+                run = str(place / f"run-{number}") if kind == "sqlite" else redis.url(f"record-{number}")
+                before, asked = redis.cpu_seconds, sum(redis.commands().values())
+                command = [sys.executable, "-m", "benchmarks.cluster", "--child", str(place), run]
+                done = subprocess.run(command, cwd=environments.ROOT, stdout=subprocess.PIPE, text=True, check=True)
+                found[kind].append(json.loads(done.stdout)["cpu_s"] / (2 * rows))
+                if kind == "redis":
+                    found["redis server"].append((redis.cpu_seconds - before) / (2 * rows))
+                    found["commands per turn"].append((sum(redis.commands().values()) - asked) / (2 * rows))
+    return found
+
+
+def child(folder: Path, run: str) -> dict[str, float]:
+    """The CPU time of one run from the command line, imports and start left out."""
+    from batch_agent.cli.main import main as command
+
+    def go(rows: Path, where: str) -> float:
+        output, before = folder / f"out-{time.monotonic_ns()}.jsonl", time.process_time()
+        words = ["run", str(folder / "spec.yaml"), "--inputs", str(rows), "--output", str(output), "--run-dir", where]
+        if command(words):
+            raise SystemExit("the run failed")
+        return time.process_time() - before
+
+    few = folder / "few.jsonl"
+    few.write_text("".join(f'{{"record": {row}}}\n' for row in range(100)))
+    go(few, f"{run}-warm-up")
+    return {"cpu_s": go(folder / "rows.jsonl", run)}
+
+
+def memory(folder: Path, rows: int, *words: str) -> dict[str, float]:
+    """MiB of the feeder and of a worker early and late, and the bytes that Redis has for each row."""
+    with serving(0.001) as server, redis_server() as redis, ExitStack() as running:
+        place = prepared(folder / "memory", server.url, rows, agents=256)
+        empty = redis.info("memory", "used_memory")
+        work = Process("work", redis.url("memory"))
+        running.callback(work.kill)
+        feeder = feeding(place, redis.url("memory"), "--no-work", *words)
+        running.callback(feeder.kill)
+        samples: dict[str, list[float]] = {"feeder": [], "worker": []}
+        cpu: dict[str, float] = {}
+        began = time.monotonic()
+        while feeder.is_running and work.is_running:
+            with suppress(OSError, IndexError):
+                samples["feeder"].append(feeder.resident_mib())
+                samples["worker"].append(work.resident_mib())
+                cpu = {"feeder": feeder.cpu_seconds(), "worker": work.cpu_seconds()}
+            time.sleep(0.25)
+        feeder.wait()
+        work.wait()
+        seconds = time.monotonic() - began
+        kept = (redis.info("memory", "used_memory") - empty) / rows
+        file = redis.info("persistence", "aof_current_size") / rows
+        commands = sum(redis.commands().values()) / rows
+        cpu["redis"] = redis.cpu_seconds
+    found = {"rows": float(rows), "rows_per_second": rows / seconds, "redis_bytes_per_row": kept}
+    found |= {"redis_file_bytes_per_row": file, "redis_commands_per_row": commands}
+    found |= {f"{name}_cpu_per_row_us": seconds / rows * 1e6 for name, seconds in cpu.items()}
+    for name, values in samples.items():
+        tenth = max(1, len(values) // 10)
+        found[f"{name}_early_mib"] = statistics.median(values[tenth : 2 * tenth])
+        found[f"{name}_late_mib"] = statistics.median(values[-2 * tenth : -tenth])
+    return found
+
+
+def calls(folder: Path, workers: int, rows: int) -> Counter[str]:
+    """How often the tool ran with each argument."""
+    log = folder / "calls.log"
+    with serving(0.05) as server, redis_server() as redis:
+        shared_run(prepared(folder / "calls", server.url, rows, tools=True), redis.url("calls"), workers, log)
+    return Counter(log.read_text().splitlines())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description="One run over several processes.")
+    parser.add_argument("--repetitions", type=int, default=3, help="of the comparison of CPU times")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="that go through Redis for the memory")
+    parser.add_argument("--child", nargs=2, metavar=("FOLDER", "RUN"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(Path(options.child[0]), options.child[1])))
+        return 0
+    env = report.environment()
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
+        folder = Path(temporary)
+        rates = linear(folder, (1, 2, 4), 4_000)
+        costs = record(folder, 2_000, options.repetitions)
+        ran = calls(folder, 4, 2_000)
+        held = memory(folder, options.rows)
+    ratio = statistics.median(r / s for r, s in zip(costs["redis"], costs["sqlite"], strict=True))
+    bars = [
+        *(
+            report.Bar(f"{n} workers: rows per second over {n} times one", rate / (n * rates[1]), ">=", LINEAR_BAR)
+            for n, rate in rates.items()
+            if n > 1
+        ),
+        report.Bar("CPU per turn, record in Redis over SQLite", ratio, "<=", CPU_BAR),
+        *(
+            report.Bar(
+                f"{options.rows:,} rows: MiB of the {name}, late over early",
+                held[f"{name}_late_mib"] / held[f"{name}_early_mib"],
+                "<=",
+                MEMORY_BAR,
+            )
+            for name in ("feeder", "worker")
+        ),
+        report.Bar("a tool with 10 different arguments over 4 workers: runs", ran.total(), "<=", 10),
+    ]
+    measured: dict[str, Any] = {"rows_per_second": rates, "cpu_per_turn_s": costs, "memory": held, "calls": ran}
+    for name, value in held.items():
+        print(f"{name}: {value:,.1f}")
+    return report.finish(Path(__file__).stem, env, bars, measured)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

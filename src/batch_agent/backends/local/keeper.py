@@ -1,0 +1,94 @@
+"""The engine that stays loaded between two runs of one process: one at most, for a time, if there is memory for it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from batch_agent.backends.local.engine import LoadedEngine
+
+_AVAILABLE = re.compile(r"MemAvailable:\s+(\d+) kB")
+
+
+def _available_bytes() -> int | None:
+    try:
+        found = _AVAILABLE.search(Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+    return None if found is None else int(found[1]) * 1024
+
+
+class EngineKeeper:
+    """Has the engine that was used last. ``key`` says what it was started with."""
+
+    def __init__(self, available: Callable[[], int | None] = _available_bytes) -> None:
+        """``available`` returns the memory that is free, or None where the system does not tell."""
+        self._available = available
+        self._lock = threading.Lock()
+        self._idle: tuple[str, LoadedEngine, threading.Timer] | None = None
+
+    def take(self, key: str) -> LoadedEngine | None:
+        """Returns the idle engine of that key. One of another key is ended: its memory is needed."""
+        idle = self._remove()
+        if idle is None:
+            return None
+        kept, engine, _ = idle
+        if kept == key and engine.alive:
+            return engine
+        engine.end()
+        return None
+
+    def keep(self, key: str, engine: LoadedEngine, seconds: float) -> None:
+        """Keeps an engine that nobody uses, in place of the one that was kept before. Ends it if there is no time or no
+        memory for it."""
+        if seconds <= 0 or not engine.ready or not engine.alive or not self._fits(engine):
+            engine.end()
+            return
+        timer = threading.Timer(seconds, self._expire, (engine,))
+        timer.daemon = True
+        before = self._remove()
+        with self._lock:
+            self._idle = key, engine, timer
+        timer.start()
+        if before is not None:
+            before[1].end()
+
+    def release(self) -> bool:
+        """Ends the idle engine; returns whether there was one."""
+        idle = self._remove()
+        if idle is not None:
+            idle[1].end()
+        return idle is not None
+
+    def _fits(self, engine: LoadedEngine) -> bool:
+        """Whether it takes no more memory than is free beside it."""
+        used, available = engine.memory_bytes(), self._available()
+        return used is None or available is None or available >= used
+
+    def _expire(self, engine: LoadedEngine) -> None:
+        idle = self._remove(engine)
+        if idle is not None:
+            engine.end()
+
+    def _remove(self, only: LoadedEngine | None = None) -> tuple[str, LoadedEngine, threading.Timer] | None:
+        with self._lock:
+            idle = self._idle
+            if idle is None or (only is not None and idle[1] is not only):
+                return None
+            self._idle = None
+        idle[2].cancel()
+        return idle if idle[1].owner == os.getpid() else None  # after a fork it is still the parent's
+
+
+KEPT = EngineKeeper()
+atexit.register(KEPT.release)
+
+
+def release_models() -> bool:
+    """Ends the embedded model that stayed loaded after a run on ``local://``, and frees its memory. Returns whether
+    there was one. One that a run is using is not touched."""
+    return KEPT.release()

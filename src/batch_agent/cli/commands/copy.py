@@ -1,0 +1,69 @@
+"""``batch-agent copy``: a recorded run from Redis into a directory, or back."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import closing
+from pathlib import Path
+
+from batch_agent.cli.commands.export import RunRecords
+from batch_agent.cli.exit_status import ALL_OK
+from batch_agent.cli.output.streams import say
+from batch_agent.cli.spec.arguments import RUN_HELP
+from batch_agent.cli.spec.transcripts import prepared_again, prompts_changed
+from batch_agent.cluster.copy_in import copy_in, directory_is_new
+from batch_agent.cluster.worker import prepare_worker
+from batch_agent.engine.run.prepare import Prepared
+from batch_agent.errors import SpecError
+from batch_agent.observe.text import rows
+from batch_agent.store.address import StoreAddress
+from batch_agent.store.recorded import RunPlace, copy_out, look, place_of
+from batch_agent.store.redis.store import RedisRunStore
+from batch_agent.store.rundir import RunView
+
+
+def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="FROM", help=RUN_HELP)
+    parser.add_argument("target", metavar="TO", help="a new directory, or the URL of a run that is not there yet")
+    parser.add_argument(
+        "--import-from",
+        metavar="DIR",
+        help="into Redis: where the run's tools, schemas and workers are (default: here)",
+    )
+
+
+def copy_command(options: argparse.Namespace) -> int:
+    source, target = place_of(options.source), place_of(options.target)
+    view = look(source)
+    if view.state == "running":
+        raise SpecError(f"{view.name} is at work: wait for its end, or stop it, and copy it then")
+    count = _copy(source, target, view, None if options.import_from is None else Path(options.import_from))
+    say(f"batch-agent: {rows(count)} of {source} are in {target}")
+    return ALL_OK
+
+
+def _copy(source: RunPlace, target: RunPlace, view: RunView, import_from: Path | None) -> int:
+    if isinstance(source, StoreAddress) and isinstance(target, Path):
+        if not directory_is_new(target):
+            raise SpecError(f"{target} is not empty: name a new directory")
+        return copy_out(source, target)
+    if isinstance(source, Path) and isinstance(target, StoreAddress):
+        if view.stages:
+            raise SpecError(f"{source} is a pipeline, which can be brought out of Redis, and not back")
+        with closing(RedisRunStore.open(target)) as store:
+            if store.facts() is not None:
+                raise SpecError(
+                    f"{target} holds a run already: give another name, or remove it with batch-agent delete"
+                )
+            return copy_in(store, view, _prepared(source, view, import_from), RunRecords(source))
+    raise SpecError("copy takes a run from Redis into a directory, or back: one of the two is a URL, the other is not")
+
+
+def _prepared(directory: Path, view: RunView, import_from: Path | None) -> Prepared:
+    """What the run asked, from its own record if it was in Redis before, else from its command."""
+    if "spec" in view.facts:
+        return prepare_worker(view.facts, import_from)
+    prepared = prepared_again(directory, view.facts).get("")
+    if prepared is None:
+        raise prompts_changed(directory)
+    return prepared

@@ -1,0 +1,57 @@
+"""``batch-agent work``: join a run that another process feeds."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from batch_agent.cli.exit_status import ALL_OK
+from batch_agent.cli.interrupts import Interrupts
+from batch_agent.cli.output.streams import say
+from batch_agent.cluster.worker import WAIT, NoRunCame, Worker, WorkReport, open_store
+from batch_agent.errors import SpecError
+from batch_agent.observe.text import harmless, rows
+
+REFUSED, NOTHING_CAME = 2, 3
+
+
+def add_work_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="the run: redis://host:6379/0/NAME")
+    parser.add_argument(
+        "--import-from", metavar="DIR", help="where the run's tools, schemas and workers are (default: here)"
+    )
+    parser.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=float,
+        default=WAIT,
+        help=f"how long to wait for a run, or for a feeder to come back (default: {WAIT:g})",
+    )
+
+
+def work_command(options: argparse.Namespace) -> int:
+    with redirect_stdout(sys.stderr):
+        try:
+            report = asyncio.run(_work(options))
+        except NoRunCame as error:
+            say(f"batch-agent: {harmless(str(error))}")
+            return NOTHING_CAME
+        except SpecError as error:
+            say(f"batch-agent: {harmless(str(error))}")
+            return REFUSED
+    say(f"batch-agent: {report.why}; {rows(report.rows)} done here")
+    return ALL_OK
+
+
+async def _work(options: argparse.Namespace) -> WorkReport:
+    store = await open_store(options.url, options.wait)
+    directory = None if options.import_from is None else Path(options.import_from)
+    worker = Worker(store, import_from=directory, wait=options.wait)
+    try:
+        with Interrupts(worker):
+            return await worker.work()
+    finally:
+        store.close()

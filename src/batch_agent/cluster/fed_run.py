@@ -1,0 +1,200 @@
+"""A run that is kept in a shared store, as the process that feeds it has it: the same ``Run`` for its user.
+
+It reads the inputs and delivers the results. Unless it is to feed only, one of the workers is in this process, on the
+same dispatcher, so that what is seen of the run here is as on one machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from pydantic import JsonValue
+
+from batch_agent.cluster.feeder import Feeder
+from batch_agent.cluster.feeder_session import FeederSession
+from batch_agent.cluster.lending import Lending
+from batch_agent.cluster.row_json import encode_row
+from batch_agent.cluster.spec_json import pieces, spec_json
+from batch_agent.cluster.worker import WorkerRun, open_worker_session
+from batch_agent.engine.run.delivery import Delivery
+from batch_agent.engine.run.prepare import Prepared
+from batch_agent.engine.run.run import Run
+from batch_agent.errors import SpecError
+from batch_agent.events import (
+    DrainStarted,
+    Ended,
+    Event,
+    JobFinished,
+    JobStarted,
+    ModelChosen,
+    RunFinished,
+    RunStarted,
+    Sink,
+    TurnFinished,
+)
+from batch_agent.job import AgentResult, Placed, UnreadableRow
+from batch_agent.messages import Usage
+from batch_agent.store.shared import RunStore
+
+T = TypeVar("T")
+logger = logging.getLogger("batch_agent")
+
+# What a feeder says of its run by itself, for all workers.
+OWN_EVENTS = (RunStarted, RunFinished, JobStarted, JobFinished, ModelChosen, DrainStarted)
+
+
+class FedRun(Run[T]):
+    """``open_shared`` opens the store of the run; it blocks. ``feed_only``: no row is worked on in this process."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        open_shared: Callable[[], RunStore],
+        sinks: Sequence[Sink] = (),
+        command: Mapping[str, JsonValue] | None = None,
+        *,
+        lease: float,
+        keep_results_only: bool,
+        feed_only: bool,
+    ) -> None:
+        spec = prepared.spec
+        if spec.force_resume:
+            raise SpecError("force_resume is for run directories: bring the run into one with batch-agent copy URL DIR")
+        self._shared_spec = spec_json(prepared)  # raises for what cannot travel, before anything is sent
+        self._open_shared, self._feed_only = open_shared, feed_only
+        retry = (spec.retry_failed,) if isinstance(spec.retry_failed, str) else spec.retry_failed
+        self._sitting = partial(
+            FeederSession, resume=spec.resume, retry=retry, lease=lease, keep_results_only=keep_results_only
+        )
+        self._fed: Feeder | None = None
+        self._worker_run: WorkerRun | None = None
+        self._number = 0  # of the worker in this process
+        local = spec.model_copy(update={"run_dir": None, "resume": False, "no_hoist": True})
+        super().__init__(replace(prepared, spec=local), sinks, command)
+        self._delivery: Delivery[object] = Delivery(local.on_result, self._hold)
+
+    async def _work(self, prepared: Prepared) -> None:
+        session = self._session = self._sitting(await asyncio.to_thread(self._open_shared))
+        session.facts = await self._facts_of(prepared)
+        shapes, shared = prepared.shapes, self.shared
+        shared.spending.set_prices((shapes.first, shapes.later, shapes.repair), prepared.prices)
+        await self._begin_record(prepared)
+        inputs = self._prepared.spec.inputs
+        self._fed = feeder = Feeder(
+            session,
+            self._rows,
+            prepared.plan,
+            prepared.schema,
+            started=self._row_started,
+            finished=self._row_finished,
+            originals=inputs if isinstance(inputs, list | tuple) else None,
+        )
+        self._lender = Lending(session.store.lent(), f"feeder-{session.feed.sitting}", session.lease)
+        await self._lender.begin(prepared.backend)
+        self._feed.set_reading(True)  # the worker has a feed of its own for the rows that it starts
+        async with self._budget(), asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(feeder.keep())
+            self._feeder = tasks.create_task(feeder.feed())
+            delivering = tasks.create_task(feeder.deliver())
+            working = None if self._feed_only else tasks.create_task(self._work_here(prepared, session))
+            await asyncio.wait({delivering, *filter(None, (working,))}, return_when=asyncio.FIRST_COMPLETED)
+            if not delivering.done() and self._cannot_go_on:  # nor can the workers elsewhere
+                self._feed.close()
+                delivering.cancel()
+            await asyncio.wait({delivering})
+            if feeder.fed and not feeder.outstanding:
+                self._feed.end()
+            keeping.cancel()
+            if self._worker_run is not None:
+                self._worker_run.drain()
+
+    @property
+    def _cannot_go_on(self) -> bool:
+        return self.shared.dispatcher.over is not None or bool(self.shared.spending.exhausted)
+
+    async def _facts_of(self, prepared: Prepared) -> dict[str, JsonValue]:
+        first = next(iter(await self._rows.peek()), None)
+        value = first.value if isinstance(first, Placed) else first
+        return {
+            "spec": {
+                **self._shared_spec,
+                **({} if prepared.model is None else {"model": prepared.spec.model or prepared.model}),
+            },
+            "first": "null" if isinstance(value, UnreadableRow) else encode_row(value).decode(),
+            "pieces": {**pieces(prepared)},
+        }
+
+    async def _work_here(self, prepared: Prepared, session: FeederSession) -> None:
+        """Be one of the workers."""
+        store = session.store
+        self._number = await session.run(lambda: store.join({"feeder": True}))
+        work = await session.run(lambda: open_worker_session(store, self._number, session.facts, patience=float("inf")))
+        within = replace(self.shared, emit=self._from_worker, pool=None, session=None)
+        assert self._lender is not None
+        self._worker_run = run = WorkerRun(prepared, work, self._lender, within)
+        run.id = self.id  # what its rows do is told as of this run
+        try:
+            await run.finish()
+        finally:
+            self.shared.pool = run.shared.pool
+
+    def _how_ended(self) -> tuple[Ended, BaseException | None]:
+        if self._fed is not None and self._fed.failure is not None:
+            self._failed_by = self._fed.failure
+            return "failed", self._failed_by
+        return super()._how_ended()
+
+    def _from_worker(self, event: Event) -> None:
+        if not isinstance(event, OWN_EVENTS):
+            self._emit(event)
+
+    def _out_of_budget(self, limit: str) -> None:
+        super()._out_of_budget(limit)
+        if self._fed is not None:
+            self._fed.stop()
+
+    def drain(self) -> None:
+        if self._fed is not None:
+            self._fed.stop()
+        if self._worker_run is not None:
+            self._worker_run.drain()
+        super().drain()
+
+    def _hold(self, full: bool) -> None:
+        if self._fed is not None:
+            self._fed.hold(full)
+
+    def _row_started(self, index: int, job_id: str) -> None:
+        self._emit(JobStarted(self.shared.clock(), self.id, index, job_id))
+
+    async def _row_finished(self, result: AgentResult[object], worker: int) -> None:
+        if worker != self._number and not result.resumed:
+            self._tell_turns(result)
+        self._emit(
+            JobFinished(
+                self.shared.clock(),
+                self.id,
+                result.index,
+                result.job_id,
+                result.error,
+                result.attempts,
+                result.turns,
+                result.usage,
+                result.cost,
+                result.timings,
+                result.resumed,
+            )
+        )
+        await self._delivery.deliver(result)
+
+    def _tell_turns(self, result: AgentResult[object]) -> None:
+        """Count what another worker spent on a row: its turns are not seen here."""
+        for turn in range(1, result.turns + 1):
+            last = turn == result.turns
+            usage, cost = (result.usage, result.cost) if last else (Usage(), None)
+            self._emit(TurnFinished(self.shared.clock(), self.id, result.index, turn, usage, 0.0, None, cost))

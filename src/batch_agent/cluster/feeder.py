@@ -1,0 +1,167 @@
+"""From inputs to the queue, and from the record to results: what a feeder does while its run goes on.
+
+Inputs are read as the queue has room. Results are delivered as they come, whichever worker they are from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from batch_agent.cluster.feeder_session import FeederSession
+from batch_agent.cluster.row_json import decode_result, decode_row, encode_row
+from batch_agent.compiler.plan import Plan
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.engine.run.rows import Rows
+from batch_agent.errors import JobError
+from batch_agent.job import AgentError, AgentResult, Failure, Placed, UnreadableRow
+from batch_agent.store.shared import NewRow, RunStanding
+
+WINDOW = 4096  # unstarted rows in the queue
+AT_ONCE = 256  # rows fed, and results read, with one call
+IDLE = 0.1  # seconds after which a full queue is looked at again
+WAIT = 1.0  # seconds that a call waits for results
+
+Started = Callable[[int, str], None]
+Finished = Callable[[AgentResult[object], int], Awaitable[None]]
+
+
+class Feeder:
+    """``started`` is called with the index and the id of each row that is fed, ``finished`` with each result and the
+    number of its worker."""
+
+    def __init__(
+        self,
+        session: FeederSession,
+        rows: Rows,
+        plan: Plan,
+        schema: OutputSchema[object] | None,
+        *,
+        started: Started,
+        finished: Finished,
+        originals: Sequence[object] | None = None,
+    ) -> None:
+        self._session, self._rows, self._plan, self._schema = session, rows, plan, schema
+        self._started, self._finished, self._originals = started, finished, originals
+        self.outstanding = 0  # rows in the queue or leased, whose results are to come
+        self.failure: Exception | None = None  # what the inputs ended in, where that was not their end
+        self.fed = False  # every input was read
+        self._moved = asyncio.Event()  # set when a result came
+        self._held = asyncio.Event()  # cleared while nobody takes results
+        self._held.set()
+        self._stopping = asyncio.Event()
+        self._draining = False  # the workers were told
+
+    def hold(self, full: bool) -> None:
+        """Read no results while those before them are not taken."""
+        if full:
+            self._held.clear()
+        else:
+            self._held.set()
+
+    def stop(self) -> None:
+        """Feed nothing more; rows that were begun finish."""
+        self._stopping.set()
+
+    async def feed(self) -> None:
+        """Put the inputs into the queue, as there is room."""
+        session, sitting = self._session, self._session.feed.sitting
+        index = 0
+        while not self._stopping.is_set() and await self._room():
+            try:
+                values = await self._rows.read(AT_ONCE)
+            except Exception as error:
+                self.failure = error
+                self.stop()
+                return
+            if not values:
+                break
+            new: list[tuple[NewRow, str]] = []
+            for value in values:
+                place, value = (value.index, value.value) if isinstance(value, Placed) else (index, value)
+                index += 1
+                try:
+                    new.append(self._compiled(place, value))
+                except JobError as error:
+                    shown = None if isinstance(value, UnreadableRow) else value
+                    await self._deliver(Failure(place, str(place), shown, False, None, AgentError.of(error)), 0)
+            rows = [row for row, _ in new]
+            self.outstanding += len(rows)  # before a result can come
+            answers = await session.run(partial(session.store.feed, sitting, rows, session.retry))
+            for (row, name), answer in zip(new, answers, strict=True):
+                self._started(row.index, name)
+                if answer is not None:
+                    self.outstanding -= 1
+                    await self._deliver(*decode_result(answer, row.index, self._schema, resumed=True))
+        if not self._stopping.is_set():
+            await session.run(lambda: session.store.end_inputs(sitting))
+            self.fed = True
+
+    def _compiled(self, index: int, value: object) -> tuple[NewRow, str]:
+        """The row as it is fed, and its id. Raises JobError when it can be no job."""
+        if isinstance(value, UnreadableRow):
+            self._plan.job(index, value)
+        data = encode_row(value)
+        value = decode_row(data)
+        self._plan.check_first(value)
+        job = self._plan.job(index, value)
+        identity = self._session.keys.identity(job, self._plan.question(job))
+        return NewRow(index, identity.key, identity.row, data), job.job_id
+
+    async def _room(self) -> bool:
+        """Wait until the queue has room. False when nothing more is to be fed."""
+        while not self._stopping.is_set():
+            if self._held.is_set():
+                standing = await self.standing()
+                if standing.counts.unstarted < WINDOW:
+                    return True
+            self._moved.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._moved.wait(), IDLE)
+        return False
+
+    async def standing(self) -> RunStanding:
+        session = self._session
+        return await session.run(lambda: session.store.keep_feed(session.feed.sitting))
+
+    async def keep(self) -> None:
+        """Renew the feeder's lease, for ever; tell the workers once to take no more rows, if that is so."""
+        session, pause = self._session, self._session.lease / 3
+        while True:
+            if self._draining:
+                await asyncio.sleep(pause)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), pause)
+            if self._stopping.is_set() and not self._draining:
+                await session.run(lambda: session.store.set_phase(session.feed.sitting, "draining"))
+                self._draining = True
+            await self.standing()
+
+    async def deliver(self) -> None:
+        """Deliver results until every row that was fed has its own; or, once stopped, until no row is leased."""
+        session, sitting = self._session, self._session.feed.sitting
+        position, wait = session.feed.position, min(WAIT, session.lease / 4)
+        while not (self.fed and not self.outstanding):
+            await self._held.wait()
+            found = await session.run(partial(session.store.results, sitting, position, AT_ONCE, wait))
+            for each in found:
+                position = each.position
+                if each.own:
+                    self.outstanding -= 1
+                    await self._deliver(*decode_result(each.result, each.index, self._schema, resumed=False))
+            self._moved.set()
+            if self._draining and not found and not (await self.standing()).counts.leased:
+                return
+
+    async def _deliver(self, result: AgentResult[object], worker: int) -> None:
+        session = self._session
+        if self._originals is not None:
+            result = replace(result, input=self._originals[result.index])
+        session.ok += result.ok
+        session.failed += not result.ok
+        session.resumed += result.resumed
+        await self._finished(result, worker)

@@ -1,0 +1,155 @@
+"""A feeder's sitting at a shared run: the facts of the run, and the lease that makes this process its one feeder."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn, TypeVar
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.job import AgentResult, Job
+from batch_agent.messages import JsonObject
+from batch_agent.store.base import Account, Identity
+from batch_agent.store.keys import Keys
+from batch_agent.store.rundir import State
+from batch_agent.store.session import now_text, to_its_end, versions
+from batch_agent.store.shared import FeederSitting, RunStore
+from batch_agent.store.trail import Trail
+
+T = TypeVar("T")
+logger = logging.getLogger("batch_agent")
+
+CALLS = 4  # of the store at once: feeding, reading results, keeping the lease
+
+
+class FeederSession:
+    """``facts`` are what workers need, beside what is said of every run."""
+
+    has_past = False
+
+    def __init__(
+        self, store: RunStore, *, resume: bool, retry: bool | Collection[str], lease: float, keep_results_only: bool
+    ) -> None:
+        self.store, self.retry = store, retry
+        self.facts: JsonObject = {}
+        self.keys = Keys(b"")
+        self.lease = lease
+        self._resume, self._keep_results_only = resume, keep_results_only
+        self._feed: FeederSitting | None = None
+        self._threads = ThreadPoolExecutor(max_workers=CALLS, thread_name_prefix="batch-agent-feeder")
+        self.ok = self.failed = self.resumed = 0
+
+    async def begin(
+        self,
+        fingerprint: bytes,
+        facts: JsonObject,
+        *,
+        rows_under: bytes,
+        schema: OutputSchema[object] | None,
+        account: Account,
+        on_backlog: Callable[[bool], None],
+        on_overdue: Callable[[bool], None],
+    ) -> None:
+        self.keys = Keys(rows_under)
+        began = now_text()
+        previous = await self.run(self.store.facts) or {}
+        self.facts = {
+            **self.facts,
+            "state": "running",
+            "why": None,
+            "fingerprint": fingerprint.hex(),
+            "forced": False,
+            "started": previous.get("started", began),
+            "session_started": began,
+            "ended": None,
+            "versions": versions(),
+            "command": previous.get("command"),
+            "lease": self.lease,
+            "keep": "results" if self._keep_results_only else "all",
+            **facts,
+        }
+        self._feed = await self.run(
+            lambda: self.store.open_feed(self.facts, resume=self._resume, keep_results_only=self._keep_results_only)
+        )
+        if previous and previous.get("fingerprint") != self.facts["fingerprint"]:
+            logger.warning(
+                "the task, model, schema or tools of the run have changed: rows are asked again, and workers that "
+                "were started before leave"
+            )
+
+    @property
+    def feed(self) -> FeederSitting:
+        assert self._feed is not None, "a session is begun before rows come"
+        return self._feed
+
+    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """What the store answers, which blocks."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    def say_trouble(self, trouble: str | None, since: float) -> None:
+        if self._feed is not None and self.facts.get("trouble") != trouble:
+            self.facts["trouble"], self.facts["trouble_since"] = trouble, since if trouble else None
+            facts, sitting = dict(self.facts), self._feed.sitting
+            self.run(lambda: self.store.write_facts(sitting, facts)).add_done_callback(_heard)
+
+    async def end(self, state: State, why: str, summary: JsonObject) -> None:
+        """Tell the workers that it is over. Raises StoreError when that cannot be written."""
+        failure = None
+        if self._feed is not None:
+            facts = self.last_facts(state, why, summary)
+            sitting = self._feed.sitting
+            failure = await to_its_end(self.run(lambda: self.store.close_feed(sitting, facts, "ended")))
+        self._threads.shutdown(wait=False)
+        self.store.close()
+        if failure is not None:
+            raise failure
+
+    def last_facts(self, state: State, why: str, summary: JsonObject) -> JsonObject:
+        """What is said of the run when this sitting ends."""
+        rows: JsonObject = {
+            "read": self.keys.count,
+            "digest": self.keys.digest,
+            "ok": self.ok,
+            "failed": self.failed,
+            "resumed": self.resumed,
+        }
+        return {
+            **self.facts, "state": state, "why": why or None, "ended": now_text(), "rows": rows, "summary": summary,
+        }  # fmt: skip
+
+    # What other sittings have, and this one has not: it works on no row itself.
+
+    def part(self, fingerprint: bytes) -> NoReturn:
+        raise NotImplementedError("a feeder records no rows")
+
+    def identity(self, job: Job, question: str) -> Identity:
+        return self.keys.identity(job, question)
+
+    def new_trail(self, identity: Identity) -> NoReturn:
+        raise NotImplementedError("a feeder records no rows")
+
+    async def trails(self, identities: Sequence[Identity]) -> list[Trail]:
+        raise NotImplementedError("a feeder records no rows")
+
+    def publish(self, result: AgentResult[object]) -> None:
+        raise NotImplementedError("a feeder records no rows")
+
+    async def spent_before(self) -> tuple[int, float, tuple[int, ...] | None]:
+        return 0, 0.0, None
+
+    def touch(self) -> None:
+        """Its workers record what they spend."""
+
+    @property
+    def lag(self) -> float:
+        return 0.0
+
+    async def flush(self) -> bool:
+        return True
+
+
+def _heard(written: asyncio.Future[None]) -> None:
+    if not written.cancelled() and (error := written.exception()) is not None:
+        logger.warning("what keeps the run from going on could not be noted: %s", error)

@@ -1,0 +1,368 @@
+"""A worker's shares of what its run shares: reported and renewed about once a second, used without asking.
+
+``scheduler.lending`` decides what each worker holds. Here a worker's own numbers become claims, and grants become
+limits of its dispatchers and its ledger. A worker that cannot reach the store for as long as its membership lasts stops
+using its shares before others are given them: requests in flight finish, and nothing new is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import platform
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from batch_agent.backends.base import Backend
+from batch_agent.backends.cache import CachingBackend
+from batch_agent.backends.forwarding import ForwardingBackend
+from batch_agent.cluster.once import SharedOnce
+from batch_agent.dispatch.dispatcher import Dispatcher
+from batch_agent.dispatch.spending import Spending
+from batch_agent.engine.run.shared import Shared
+from batch_agent.engine.run.steering import Controls
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.fleet.backend import Fleet
+from batch_agent.fleet.following import Hostfile
+from batch_agent.messages import JsonObject
+from batch_agent.scheduler.budget import NOTHING, Amount
+from batch_agent.scheduler.endpoint import Endpoint
+from batch_agent.scheduler.lending import (
+    BUDGET,
+    BUDGET_COST,
+    BUDGET_TOKENS,
+    DOLLAR,
+    RATE,
+    SLOTS,
+    Allotment,
+    Claim,
+    Grant,
+    Learnt,
+    Steering,
+)
+from batch_agent.scheduler.limit_search import LimitSearch
+from batch_agent.store.lent import LentStore
+from batch_agent.store.shared import LEASE
+
+T = TypeVar("T")
+logger = logging.getLogger("batch_agent")
+
+EVERY = 1.0  # seconds between two beats
+MANY = 20  # workers; with more of them each reports less often
+GAP = 0.1  # seconds between two beats at the least, when something waits for the next one
+PEAKS = 3  # beats over which the most in flight counts as wanted
+UNLIMITED = 2**62
+THREADS = 8  # calls of the store at once
+
+
+@dataclass(slots=True, eq=False)
+class Pot:
+    """One pot as this worker uses it. ``apply`` sets its share."""
+
+    claim: Callable[[], Claim]
+    apply: Callable[[int], None]
+
+
+class Lending:
+    """``worker`` is a name that no other worker of the run has, ``seconds`` how long a membership lasts."""
+
+    def __init__(self, store: LentStore, worker: str, seconds: float = LEASE) -> None:
+        self._store, self._worker, self._seconds = store, worker, seconds
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batch-agent-lent")
+        self.once = SharedOnce(store, worker, self._threads)
+        self._wanted = asyncio.Event()  # the next beat is waited for
+        self._peaks: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=PEAKS))
+        self._places: dict[str, Pot] = {}
+        self._down: set[str] = set()  # endpoints that another worker found down
+        self._steered: Steering | None = None
+        self._joined = False
+        self._every = EVERY
+        self._hostfile: Hostfile | None = None  # of the feeder
+        self._kept = ""  # its text, as the store has it
+        self._lost: asyncio.TimerHandle | None = None
+
+    async def begin(self, backend: Backend) -> None:
+        """A new sitting of the run begins, with this process as its feeder: forget what earlier ones were asked to do,
+        and keep the hostfile for workers on other machines."""
+        self._hostfile = _hostfile_of(backend)
+        await self._beside(lambda: self._store.steer({"do": "begin"}))
+        await self._keep_hostfile()
+
+    async def _keep_hostfile(self) -> None:
+        if self._hostfile is not None and self._hostfile.text != self._kept:
+            name, text = str(self._hostfile.path), self._hostfile.text
+            await self._beside(lambda: self._store.put_file(name, text))
+            self._kept = text
+
+    def soon(self) -> None:
+        self._wanted.set()
+
+    @asynccontextmanager
+    async def at_work(self, shared: Shared, controls: Controls, backend: Backend) -> AsyncIterator[None]:
+        for layer in _layers(backend):
+            if isinstance(layer, CachingBackend):
+                layer.once = self.once
+        self._stop_using(shared)
+        await self._beat(shared, controls)
+        beats = asyncio.get_running_loop().create_task(self._beats(shared, controls), name="batch-agent lending")
+        try:
+            yield
+        finally:
+            beats.cancel()
+            await asyncio.wait([beats])
+            if self._lost is not None:
+                self._lost.cancel()
+            await self._leave(shared)
+
+    async def _beats(self, shared: Shared, controls: Controls) -> None:
+        while True:
+            await asyncio.sleep(GAP)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._every - GAP):
+                    await self._wanted.wait()
+            try:
+                await self._beat(shared, controls)
+            except StoreError as error:
+                logger.warning("this worker's shares are not renewed: %s", error)
+
+    async def _beat(self, shared: Shared, controls: Controls) -> None:
+        loop = asyncio.get_running_loop()
+        self._wanted.clear()
+        self._places = dict(self._find_places(shared))
+        claims = {name: place.claim() for name, place in self._places.items()}
+        learnt = {name: _learnt(endpoint) for name, _, endpoint in _endpoints(shared)}
+        learnt[BUDGET] = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
+        status, sent = _in_short(controls.status()), loop.time()
+        beat = await self._beside(lambda: self._store.beat(self._worker, self._seconds, claims, learnt, status))
+        if self._lost is not None:
+            self._lost.cancel()
+        self._lost = loop.call_at(sent + self._seconds, self._stop_using, shared)
+        await self._keep_hostfile()
+        self._apply(shared, beat)
+        self._learn(shared, beat)
+        self._steer(controls, beat.steering)
+        self._joined = True
+        self._every = min(EVERY * max(1.0, beat.workers / MANY), max(EVERY, self._seconds / 5))
+
+    async def _leave(self, shared: Shared) -> None:
+        """Return what is not used. A store that is away counts all of it as used."""
+        self._stop_using(shared)
+        claims = {name: _final(name, place.claim()) for name, place in self._find_places(shared)}
+        try:
+            spent = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
+            await asyncio.shield(self._beside(lambda: self._return(claims, {BUDGET: spent})))
+        except StoreError as error:
+            logger.warning("what this worker holds of the budget is not returned: %s", error)
+        await self.once.close()
+        self._threads.shutdown(wait=False)
+
+    def _return(self, claims: Mapping[str, Claim], learnt: Mapping[str, Learnt]) -> None:
+        self._store.beat(self._worker, self._seconds, claims, learnt, {})
+        self._store.leave(self._worker)
+
+    def _beside(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    # Claims
+
+    def _find_places(self, shared: Shared) -> Iterator[tuple[str, Pot]]:
+        for name, dispatcher in shared.dispatchers.items():
+            whole = dispatcher.scheduler.max_inflight
+            if whole is not None:
+                yield f"{SLOTS}{name}", self._all_slots(f"{SLOTS}{name}", dispatcher, whole)
+        for name, dispatcher, endpoint in _endpoints(shared):
+            ceiling = _own_ceiling(dispatcher, endpoint)
+            if ceiling is not None:
+                yield f"{SLOTS}{name} ", self._slots_at(f"{SLOTS}{name} ", dispatcher, endpoint, ceiling)
+            rates = endpoint.server.rates
+            for kind in {} if rates is None else rates.shared:
+                yield f"{RATE}{name} {kind}", _rate_at(dispatcher, endpoint, kind)
+        yield from _budget(shared.spending)
+
+    def _all_slots(self, name: str, dispatcher: Dispatcher, whole: int) -> Pot:
+        scheduler = dispatcher.scheduler
+
+        def claim() -> Claim:
+            want = self._want(name, dispatcher, scheduler.inflight, whole)
+            return Claim(whole, max(scheduler.inflight, scheduler.allotted or 0), want)
+
+        def apply(share: int) -> None:
+            scheduler.allotted = share
+
+        return Pot(claim, apply)
+
+    def _slots_at(self, name: str, dispatcher: Dispatcher, endpoint: Endpoint, ceiling: int) -> Pot:
+        server = endpoint.server
+
+        def claim() -> Claim:
+            want = self._want(name, dispatcher, server.inflight, ceiling)
+            return Claim(ceiling, max(server.inflight, server.allotted or 0), want)
+
+        def apply(share: int) -> None:
+            server.allotted = share
+
+        return Pot(claim, apply)
+
+    def _want(self, name: str, dispatcher: Dispatcher, inflight: int, whole: int) -> int:
+        self._peaks[name].append(inflight)
+        return whole if dispatcher.slots.is_hungry else max(self._peaks[name])
+
+    # Grants
+
+    def _apply(self, shared: Shared, beat: Allotment) -> None:
+        for name, grant in beat.grants.items():
+            self._places[name].apply(min(grant.held, grant.fair))
+        if shared.spending.is_leased:
+            _grant_budget(shared.spending, beat.grants)
+        self._wake(shared)
+
+    def _stop_using(self, shared: Shared) -> None:
+        """Use nothing until the next beat, except what is in flight and the lease, which nobody else is given."""
+        for name, place in self._find_places(shared):
+            if not name.startswith(BUDGET):
+                place.apply(0)
+        self._wake(shared)
+
+    def _wake(self, shared: Shared) -> None:
+        for dispatcher in shared.dispatchers.values():
+            for endpoint in dispatcher.scheduler.endpoints:
+                dispatcher.scheduler.touch(endpoint)
+                dispatcher.endpoints.arm(endpoint)
+            dispatcher.endpoints.budgets.serve()
+            dispatcher.slots.pump()
+
+    # What others learnt
+
+    def _learn(self, shared: Shared, beat: Allotment) -> None:
+        for told in beat.learnt.get(BUDGET, ()):
+            if told.down:
+                shared.spending.exhaust(told.reason)
+        for name, dispatcher, endpoint in _endpoints(shared):
+            others = beat.learnt.get(name, ())
+            down, was_down = any(each.down for each in others), name in self._down
+            if down and not was_down and not endpoint.health.is_down:
+                dispatcher.endpoints.probe(endpoint)
+            elif was_down and not down and endpoint.health.state == "down":
+                endpoint.health.next_trial = asyncio.get_running_loop().time()
+                dispatcher.endpoints.arm(endpoint)
+            self._down = self._down | {name} if down else self._down - {name}
+            numbers = [each.limit for each in others if each.limit is not None]
+            if numbers and not self._joined and endpoint.capacity.search is not None:
+                start = max(1, sum(numbers) // (len(numbers) + 1))
+                dispatcher.endpoints.search(endpoint, LimitSearch(start, settled=True), "other workers found it")
+
+    def _steer(self, controls: Controls, steering: Steering) -> None:
+        before, self._steered = self._steered, steering
+        if before is not None and steering.number == before.number:
+            return
+        if steering.paused != (before is not None and before.paused):
+            controls.pause() if steering.paused else controls.resume()
+        if steering.max_inflight is not None and (before is None or steering.max_inflight != before.max_inflight):
+            controls.resize(steering.max_inflight)
+        if before is None:
+            return
+        if steering.ending and steering.ending != before.ending:
+            controls.drain() if steering.ending == "drain" else controls.cancel()
+        for number, action, row in steering.rows:
+            if number > before.number:
+                with suppress(SpecError):  # another worker has it
+                    controls.cancel_row(row) if action == "cancel-row" else controls.retry_row(row)
+
+
+def _endpoints(shared: Shared) -> Iterator[tuple[str, Dispatcher, Endpoint]]:
+    """Endpoints with the names that all workers know them by."""
+    for name, dispatcher in shared.dispatchers.items():
+        for endpoint in dispatcher.scheduler.endpoints:
+            yield endpoint.name or name, dispatcher, endpoint
+
+
+def _layers(backend: Backend) -> Iterator[Backend]:
+    """A backend, and those that it passes requests on to."""
+    yield backend
+    while isinstance(backend, ForwardingBackend):
+        backend = backend.inner
+        yield backend
+
+
+def _hostfile_of(backend: Backend) -> Hostfile | None:
+    return next((layer.hostfile for layer in _layers(backend) if isinstance(layer, Fleet)), None)
+
+
+def _own_ceiling(dispatcher: Dispatcher, endpoint: Endpoint) -> int | None:
+    """Slots of an endpoint that the total of its backend does not bound already."""
+    ceiling, whole = endpoint.capacity.ceiling, dispatcher.scheduler.max_inflight
+    if endpoint.capacity.search is not None or ceiling is None or (whole is not None and ceiling >= whole):
+        return None
+    return ceiling
+
+
+def _rate_at(dispatcher: Dispatcher, endpoint: Endpoint, kind: str) -> Pot:
+    rates = endpoint.server.rates
+    assert rates is not None
+    budget = rates.shared[kind]
+    limit = budget.limit or 0
+
+    def claim() -> Claim:
+        used = budget.used(asyncio.get_running_loop().time())
+        wanted = dispatcher.slots.is_hungry or bool(dispatcher.endpoints.budgets.short)
+        return Claim(limit, max(used, budget.share or 0), limit if wanted else used, rates.expected(kind))
+
+    return Pot(claim, budget.allot)
+
+
+def _budget(spending: Spending) -> Iterator[tuple[str, Pot]]:
+    """Both budgets, which are granted together. Without a limit they tell what is spent."""
+    if spending.is_leased:
+        spent, kept, wanted, part = spending.claim()
+        tokens, cost = spending.limits
+    else:
+        used_tokens, used_cost = spending.so_far()
+        spent = kept = wanted = Amount(used_tokens, used_cost or 0.0)
+        part, tokens, cost = NOTHING, None, None
+
+    def nothing(share: int) -> None:
+        """Both are applied at once."""
+
+    most = UNLIMITED if tokens is None else tokens
+    of_tokens = Claim(most, kept.tokens, wanted.tokens, part.tokens, spent.tokens)
+    amounts = (kept.cost, wanted.cost, part.cost, spent.cost)
+    of_cost = Claim(UNLIMITED if cost is None else _nano(cost), *map(_nano, amounts))
+    yield BUDGET_TOKENS, Pot(lambda: of_tokens, nothing)
+    if cost is not None or spent.cost:
+        yield BUDGET_COST, Pot(lambda: of_cost, nothing)
+
+
+def _nano(dollars: float) -> int:
+    return math.ceil(round(dollars * DOLLAR, 3))
+
+
+def _grant_budget(spending: Spending, grants: Mapping[str, Grant]) -> None:
+    none = Grant(UNLIMITED, UNLIMITED)
+    tokens, cost = grants.get(BUDGET_TOKENS, none), grants.get(BUDGET_COST, none)
+    spending.granted(
+        Amount(tokens.held, cost.held / DOLLAR),
+        Amount(tokens.others_spent, cost.others_spent / DOLLAR),
+        Amount(tokens.others_open, cost.others_open / DOLLAR),
+    )
+
+
+def _final(name: str, claim: Claim) -> Claim:
+    """What a worker that ends still holds: what it used."""
+    return replace(claim, held=claim.spent if name.startswith(BUDGET) else claim.held, want=0)
+
+
+def _learnt(endpoint: Endpoint) -> Learnt:
+    health, capacity = endpoint.health, endpoint.capacity
+    return Learnt(health.is_down, health.reason if health.is_down else "", capacity.knee)
+
+
+def _in_short(status: JsonObject) -> JsonObject:
+    """A worker's status for people who look at the whole run."""
+    kept: JsonObject = {name: status.get(name) for name in ("state", "rows", "agents", "rows_per_second", "cost")}
+    return {**kept, "host": platform.node(), "pid": os.getpid()}

@@ -1,0 +1,124 @@
+"""Inputs and results as the JSON in which they travel between the processes of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import InputError, Invalid, OutputError
+from batch_agent.files.results import from_json, plainly, to_json, unwritten
+from batch_agent.foreign import describe
+from batch_agent.job import AgentError, AgentResult, BaseResult, Timings
+from batch_agent.messages import Image, Usage
+from batch_agent.store.codec import from_message, to_message
+
+PLAIN = (str, int, float, bool, type(None))
+
+
+def encode_row(value: object) -> bytes:
+    """An input as JSON. Raises InputError for what JSON cannot carry to another process."""
+    _refuse_data(value)
+    try:
+        return to_json(value)
+    except Exception as error:  # whatever the user's own classes raise
+        raise InputError(
+            f"this input cannot be written as JSON, so no other process can have it: {describe(error)}"
+        ) from None
+
+
+def decode_row(data: bytes) -> object:
+    return from_json(data)
+
+
+def _refuse_data(value: object) -> None:
+    if isinstance(value, bytes | bytearray | Image):
+        raise InputError("bytes and Image objects do not travel to other processes: give a path or a URL")
+    if isinstance(value, Mapping):
+        for item in value.values():
+            if not isinstance(item, PLAIN):
+                _refuse_data(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            if not isinstance(item, PLAIN):
+                _refuse_data(item)
+
+
+def encode_result(
+    result: AgentResult[object], schema: OutputSchema[object] | None, *, worker: int, messages: bool
+) -> bytes:
+    """A result as JSON: the fields of a line of results, the number of the worker, and with ``messages`` the
+    transcript."""
+    result = plainly(result, schema)
+    try:
+        return to_json({**_record(result, messages=messages), "worker": worker})
+    except Exception as error:  # a worker may return anything
+        failed = unwritten(result, Invalid(f"the output cannot be written as JSON: {describe(error)}"))
+        return to_json({**_record(failed, messages=messages), "worker": worker})
+
+
+def _record(result: AgentResult[object], *, messages: bool) -> dict[str, object]:
+    record: dict[str, object] = {
+        "index": result.index,
+        "job_id": result.job_id,
+        "ok": result.ok,
+        "output": result.output,
+        "error": result.error,
+        "attempts": result.attempts,
+        "turns": result.turns,
+        "usage": result.usage,
+        "timings": result.timings,
+        "input": result.input,
+        "raw_text": result.raw_text,
+    }
+    if result.cost is not None:
+        record["cost"] = result.cost
+    for name in ("repaired", "truncated", "shortened"):
+        if getattr(result, name):
+            record[name] = True
+    if result.chunks > 1:
+        record["chunks"] = result.chunks
+    if result.artifacts:
+        record["artifacts"] = {name: str(path) for name, path in result.artifacts.items()}
+    if messages:
+        record["messages"] = [from_message(message) for message in result.messages]
+    return record
+
+
+def decode_result(
+    data: bytes, index: int, schema: OutputSchema[object] | None, *, resumed: bool
+) -> tuple[AgentResult[object], int]:
+    """The result in that JSON, with its output as an instance of its schema; and the number of its worker."""
+    record = cast("dict[str, Any]", from_json(data))
+    error = record["error"]
+    result: BaseResult[object] = BaseResult(
+        index=index,
+        job_id=record["job_id"],
+        input=record["input"],
+        ok=record["ok"],
+        output=record["output"],
+        error=None if error is None else AgentError(**error),
+        attempts=record["attempts"],
+        turns=record["turns"],
+        usage=Usage(**record["usage"]),
+        cost=record.get("cost"),
+        timings=Timings(**record["timings"]),
+        messages=tuple(to_message(message) for message in record.get("messages", ())),
+        raw_text=record["raw_text"],
+        repaired=record.get("repaired", False),
+        truncated=record.get("truncated", False),
+        resumed=resumed,
+        chunks=record.get("chunks", 1),
+        shortened=record.get("shortened", False),
+        artifacts={name: Path(path) for name, path in record.get("artifacts", {}).items()},
+    )
+    typed = cast("AgentResult[object]", result)
+    worker = int(record.get("worker", 0))
+    if schema is None or not typed.ok or typed.output is None:
+        return typed, worker
+    try:
+        return replace(typed, output=schema.validate_json(to_json(typed.output))), worker
+    except OutputError as refused:  # its own validators may not take what they made
+        return typed.as_failure(AgentError.of(refused)), worker

@@ -1,0 +1,253 @@
+"""The record of a worker: its journal writes each row's steps and result under the lease of that row.
+
+A commit is one call of the store. Rows whose lease is lost are refused there, and their agents are dropped before
+anything that waits for the commit goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+from batch_agent.cluster.leases import HeldRow, WorkerLeases
+from batch_agent.cluster.row_json import encode_result
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import SpecError
+from batch_agent.job import AgentResult, Job
+from batch_agent.messages import JsonObject
+from batch_agent.store.base import Account, Entry, Identity, Progress, Store
+from batch_agent.store.codec import DONE, ENDED, FAILED, WRITES, decode, encode
+from batch_agent.store.journal import Journal, Log
+from batch_agent.store.keys import Keys
+from batch_agent.store.rundir import State
+from batch_agent.store.session import to_its_end
+from batch_agent.store.shared import KeptStep, RowChange, RowLease
+from batch_agent.store.steps import Past, read_past
+from batch_agent.store.trail import Trail
+
+logger = logging.getLogger("batch_agent")
+
+_RANKS = {DONE: 0, ENDED: 0, FAILED: 2}
+NUMBERS = 32  # bits of the number of an agent that count; the others are the worker's
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedIdentity(Identity):
+    """The identity of an agent that works under a lease."""
+
+    row_lease: RowLease
+
+
+class WorkerJournal(Journal):
+    """A journal that writes to a shared run. ``encoded`` makes the JSON of a result."""
+
+    def __init__(
+        self,
+        leases: WorkerLeases,
+        thread: ThreadPoolExecutor,
+        encoded: Callable[[AgentResult[object]], bytes],
+        *,
+        account: Account,
+        on_backlog: Callable[[bool], None],
+        on_overdue: Callable[[bool], None],
+    ) -> None:
+        super().__init__(
+            cast(Store, leases.store),  # ``_write`` is all that uses it
+            cast(Log, leases.store),
+            thread,
+            next_agent=leases.worker << NUMBERS | 1,
+            account=account,
+            on_backlog=on_backlog,
+            on_overdue=on_overdue,
+        )
+        self._leases, self._encoded = leases, encoded
+        self._number = 0
+        self._ended: list[int] = []  # rows whose results were in the commit
+        self._lost: set[str] = set()
+
+    def _write(self, entries: list[Entry], results: list[AgentResult[object]], progress: Progress) -> None:
+        held = self._leases.held
+        steps: dict[RowLease, list[KeptStep]] = {}
+        for entry in entries:
+            identity = entry.identity
+            assert isinstance(identity, LeasedIdentity)
+            step = KeptStep(entry.agent, identity.key, identity.row, *encode(entry.step))
+            steps.setdefault(identity.row_lease, []).append(step)
+        ended = {held[result.index].lease: result for result in results if result.index in held}
+        changes = [
+            RowChange(
+                lease,
+                tuple(steps.get(lease, ())),
+                None if (result := ended.get(lease)) is None else self._encoded(result),
+                "" if result is None or result.error is None else result.error.type,
+            )
+            for lease in {**steps, **ended}
+        ]
+        self._ended, self._lost = [lease.index for lease in ended], set()
+        if changes:
+            self._number += 1
+            number = self._number
+            self._lost = self._leases.store.commit(self._leases.worker, number, changes)
+
+    def _committed(self, commit: asyncio.Future[None]) -> None:
+        if not commit.cancelled() and commit.exception() is None:
+            self._leases.lose(self._lost)
+            self._leases.finished(self._ended)
+        super()._committed(commit)
+
+
+class WorkerSession:
+    """A worker's sitting at a shared run. ``fingerprint`` is what the feeder asks; ``messages``: results carry their
+    transcripts."""
+
+    has_past = True
+
+    def __init__(self, leases: WorkerLeases, fingerprint: str, *, messages: bool) -> None:
+        self.leases = leases
+        self._fingerprint, self._messages = fingerprint, messages
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-agent-journal")
+        self._journal: WorkerJournal | None = None
+        self._keys = Keys(b"")
+        self._overdue: set[str] = set()
+        self._on_overdue: Callable[[bool], None] = lambda _: None
+
+    async def begin(
+        self,
+        fingerprint: bytes,
+        facts: JsonObject,
+        *,
+        rows_under: bytes,
+        schema: OutputSchema[object] | None,
+        account: Account,
+        on_backlog: Callable[[bool], None],
+        on_overdue: Callable[[bool], None],
+    ) -> None:
+        if fingerprint.hex() != self._fingerprint:
+            raise SpecError("the task, model, schema or tools of this worker are not those of the run")
+        self._keys = Keys(rows_under)
+        self._on_overdue = on_overdue
+        self.leases.on_away = partial(self._set_overdue, "leases")
+        self._journal = WorkerJournal(
+            self.leases,
+            self._thread,
+            lambda result: encode_result(result, schema, worker=self.leases.worker, messages=self._messages),
+            account=account,
+            on_backlog=on_backlog,
+            on_overdue=partial(self._set_overdue, "journal"),
+        )
+        self.leases.begin()
+
+    def _set_overdue(self, what: str, overdue: bool) -> None:
+        """Nothing is sent while a commit, or the renewal of the leases, waits for the store."""
+        before = bool(self._overdue)
+        if overdue:
+            self._overdue.add(what)
+        else:
+            self._overdue.discard(what)
+        if bool(self._overdue) != before:
+            self._on_overdue(overdue)
+
+    # Rows
+
+    def part(self, fingerprint: bytes) -> WorkerPart:
+        return WorkerPart(self, fingerprint)
+
+    def identity(self, job: Job, question: str) -> LeasedIdentity:
+        return self.leased(self._keys.identity(job, question), job)
+
+    def leased(self, identity: Identity, job: Job) -> LeasedIdentity:
+        return LeasedIdentity(identity.key, identity.row, self.leases.held[job.index].lease)
+
+    def new_trail(self, identity: Identity) -> Trail:
+        return Trail(self._open_journal, identity)
+
+    async def trails(self, identities: Sequence[Identity]) -> list[Trail]:
+        return [self._trail(identity) for identity in identities]
+
+    def _trail(self, identity: Identity) -> Trail:
+        assert isinstance(identity, LeasedIdentity)
+        row = self.leases.held.get(identity.row_lease.index)
+        past = None if row is None else _past_of(row, identity.key)
+        # A row that failed is in the queue again because it is to be tried again.
+        return Trail(self._open_journal, identity, past, retried=past is not None and past.failed is not None)
+
+    def publish(self, result: AgentResult[object]) -> None:
+        self.leases.ending.add(result.index)
+        self._open_journal.publish(result)
+
+    # The session
+
+    async def spent_before(self) -> tuple[int, float, tuple[int, ...] | None]:
+        return 0, 0.0, None
+
+    def touch(self) -> None:
+        if self._journal is not None:
+            self._journal.touch()
+
+    def say_trouble(self, trouble: str | None, since: float) -> None:
+        """The feeder tells how the run is."""
+
+    @property
+    def lag(self) -> float:
+        return 0.0 if self._journal is None else self._journal.lag
+
+    async def flush(self) -> bool:
+        return self._journal is not None and await to_its_end(self._journal.flush()) is None
+
+    async def end(self, state: State, why: str, summary: JsonObject) -> None:
+        failure = None if self._journal is None else await to_its_end(self._journal.flush())
+        await self.leases.close()
+        self._thread.shutdown(wait=False)
+        if failure is not None:
+            raise failure
+
+    @property
+    def _open_journal(self) -> WorkerJournal:
+        assert self._journal is not None, "a session is begun before rows come"
+        return self._journal
+
+
+class WorkerPart:
+    """The agents of rows that are done in parts: they work under the lease of their row."""
+
+    has_past = True
+
+    def __init__(self, session: WorkerSession, fingerprint: bytes) -> None:
+        self._session = session
+        self._keys = Keys(fingerprint)
+
+    def identity(self, job: Job, question: str) -> LeasedIdentity:
+        return self._session.leased(self._keys.identity(job, question), job)
+
+    def new_trail(self, identity: Identity) -> Trail:
+        return self._session.new_trail(identity)
+
+    async def trails(self, identities: Sequence[Identity]) -> list[Trail]:
+        return await self._session.trails(identities)
+
+    def publish(self, result: AgentResult[object]) -> None:
+        """The row has the result."""
+
+
+def _past_of(held: HeldRow, key: bytes) -> Past | None:
+    """What earlier holders recorded of an agent with that key: one that is done first, then one under way. Each agent
+    is given out once."""
+    agents: dict[int, list[KeptStep]] = {}
+    for step in held.row.steps:
+        if step.key == key and step.agent not in held.claimed:
+            agents.setdefault(step.agent, []).append(step)
+    for agent in sorted(agents, key=lambda agent: (_RANKS.get(agents[agent][-1].kind, 1), agent)):
+        held.claimed.add(agent)
+        steps = agents[agent]
+        try:
+            return read_past(agent, [decode(step.kind, step.body) for step in steps])
+        except ValueError as error:
+            if any(step.kind in WRITES for step in steps):
+                return Past(agent, (), unreadable=str(error))
+            logger.warning("the record of row %d cannot be read and counts as none: %s", held.lease.index, error)
+    return None

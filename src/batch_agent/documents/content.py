@@ -1,0 +1,138 @@
+"""What a model is sent of a document: its text, pictures of its pages, or the file itself.
+
+Word and HTML files have no pages to show: where the backend does not take the file itself, they are sent as text.
+What is wrong with a file is an InputError, which concerns its row alone. Blocking: callers are threads.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from hashlib import sha256
+from io import FileIO
+from pathlib import Path
+from typing import Literal
+
+from batch_agent.documents import MEDIA_TYPES, format_of_document
+from batch_agent.documents.failure import DocumentError
+from batch_agent.documents.process import open_document
+from batch_agent.errors import InputError
+from batch_agent.messages import Attachment, Document, Image
+
+TEXT_BYTES = 16 * 2**20  # more than any model reads at once
+MOST_PICTURES = 100  # pages: what providers take in one request
+FILE_BYTES = 32 * 2**20  # of a file that is sent as it is
+TOKENS_PER_PAGE = 2000  # about what providers count for the text and the picture of a page
+NO_TEXT = "[no text on this page: probably a scan]"
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentContent:
+    """``text`` has the marks of what is ``attached`` in their places."""
+
+    text: str
+    pages: int
+    attached: tuple[Attachment, ...] = ()
+
+
+def read_document(
+    document: Document,
+    *,
+    how: Literal["text", "images", "native"],
+    root: Path | None = None,
+    native: Collection[str] = (),
+    picture: Callable[[Image], Image] = lambda image: image,
+) -> DocumentContent:
+    """Reads a file below ``root``. ``native`` are the formats that the backend takes as files; ``picture`` makes a page
+    picture ready to send. Raises InputError."""
+    path = Path(document.url).expanduser() if root is None else root / Path(document.url).expanduser()
+    kind = format_of_document(path)
+    try:
+        if kind is None:
+            return DocumentContent(plain_text(path), 1)
+        with _opened(path) as file:
+            if how == "native" and kind in native:
+                return _file(file, kind, path.name)
+            if how == "images" and kind == "pdf":
+                return _pictures(file, picture)
+            return _text(file, kind)
+    except DocumentError as error:
+        raise InputError(str(error) if error.missing else f"{path} {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def page_mark(number: int) -> str:
+    return f"[page {number}]"
+
+
+def _opened(path: Path) -> FileIO:
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+        raise DocumentError("is not a file")
+    return FileIO(path)
+
+
+def _text(file: FileIO, kind: str) -> DocumentContent:
+    pieces: list[str] = []
+    size = with_text = 0
+    with open_document(file, kind) as opened:
+        for number, text in enumerate(opened.texts(), start=1):
+            stripped = text.strip()
+            with_text += bool(stripped)
+            mark = f"{page_mark(number)}\n" if opened.pages > 1 else ""
+            pieces.append(mark + (stripped or NO_TEXT))
+            size += len(stripped.encode())
+            if size > TEXT_BYTES:
+                raise DocumentError(f"has more than {TEXT_BYTES // 2**20} MiB of text")
+    if not with_text and kind == "pdf":
+        raise DocumentError(
+            f'has no text on any of its pages ({opened.pages}): it is probably a scan. documents="images" sends '
+            "pictures of the pages; a program such as ocrmypdf adds the text"
+        )
+    if not with_text:
+        raise DocumentError("has no text")
+    return DocumentContent("\n\n".join(pieces), opened.pages)
+
+
+def _pictures(file: FileIO, ready: Callable[[Image], Image]) -> DocumentContent:
+    pictures: list[Image] = []
+    with open_document(file, "pdf", "images") as opened:
+        if opened.pages > MOST_PICTURES:
+            raise DocumentError(
+                f'has {opened.pages} pages, and at most {MOST_PICTURES} are sent as pictures: use documents="text", '
+                "or split the file"
+            )
+        for data in opened.pictures():
+            pictures.append(ready(Image.of(b64decode(data), "image/jpeg")))
+    marked = (f"{page_mark(number)}\n{picture.mark}" for number, picture in enumerate(pictures, start=1))
+    return DocumentContent("\n".join(marked), opened.pages, tuple(pictures))
+
+
+def _file(file: FileIO, kind: str, name: str) -> DocumentContent:
+    """The file itself. It is opened here too, so that a broken or encrypted one fails before it is sent."""
+    data = file.read(FILE_BYTES + 1)
+    if len(data) > FILE_BYTES:
+        raise DocumentError(
+            f'is larger than {FILE_BYTES // 2**20} MiB, the most that is sent as a file: use documents="text"'
+        )
+    with open_document(file, kind) as opened:
+        pages = opened.pages
+    attached = Document.of(data, MEDIA_TYPES[kind], tokens=TOKENS_PER_PAGE * pages, digest=sha256(data).hexdigest())
+    attached.name = name
+    return DocumentContent(f"[file {name}]\n{attached.mark}", pages, (attached,))  # Bedrock wants text beside a file
+
+
+def plain_text(path: Path) -> str:
+    """Returns the text of a file that is not a document. Raises DocumentError."""
+    with _opened(path) as file:
+        data = file.read(TEXT_BYTES + 1)
+    if len(data) > TEXT_BYTES:
+        raise DocumentError(f"is larger than {TEXT_BYTES // 2**20} MiB")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DocumentError("is not UTF-8 text") from None
+    if "\0" in text:
+        raise DocumentError("is not text: it has NUL bytes")
+    return text

@@ -1,0 +1,166 @@
+"""A run as a stage of Ray Data: a lazy ``Dataset`` in, a ``Dataset`` with the results as columns out.
+
+One actor holds the run. The tasks of the stage hand their batches to it and wait for the results, so all of them have
+one record and one budget. The run ends when no batch came for a while, and goes on from its record if another comes:
+rows of a dataset that is consumed again later are not asked again, if the run is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from batch_agent.api import BatchAgent
+from batch_agent.compiler.schema import OutputSchema
+from batch_agent.errors import BatchAgentError, Invalid, SpecError, StoreError
+from batch_agent.files.columns import OWN, Column, Record, Type
+from batch_agent.files.extras import extra
+from batch_agent.files.frames import rows_of_frame
+from batch_agent.files.results import from_json, plainly, result_line, unwritten
+from batch_agent.job import AgentResult
+from batch_agent.messages import JsonObject
+from batch_agent.ray.workers import Ray, ray_package
+
+if TYPE_CHECKING:
+    import ray.data
+
+BATCH_ROWS, BATCHES = 256, 8  # rows of a batch, and batches that are worked on at once
+IDLE_SECONDS = 2.0  # without a batch, after which the run ends
+TYPES: dict[str, Type] = {"boolean": "bool", "integer": "int", "number": "float", "string": "text"}
+
+
+def map_dataset(
+    dataset: ray.data.Dataset,
+    *,
+    cluster: Ray | None = None,
+    batch_size: int = BATCH_ROWS,
+    concurrency: int = BATCHES,
+    **options: Any,
+) -> ray.data.Dataset:
+    """The dataset with a result for each row: ``ok``, ``output`` or a column ``output.FIELD`` for each field of the
+    schema, ``error_type``, ``error_message``, and what it took. Lazy: nothing is asked before the dataset is consumed.
+
+    ``options`` are those of ``BatchAgent.run``, without ``inputs``. ``batch_size`` rows times ``concurrency`` are under
+    way at once. ``cluster`` brings workers of its own; without it the run has one process. Raises SpecError.
+    """
+    if "inputs" in options:
+        raise SpecError("inputs: the rows are those of the dataset")
+    BatchAgent.plan(**options, inputs=[])  # whatever is wrong with the options is said here
+    ray = ray_package()
+    place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )  # where a run directory is the one that the user means
+    if cluster is not None:
+        options["cluster"] = cluster
+    actor = ray.remote(DatasetRun).options(num_cpus=0, scheduling_strategy=place, max_concurrency=1000).remote(options)
+    columns = result_columns(options.get("output_schema"))
+
+    def stage(table: Any) -> Any:
+        rows = rows_of_frame(table)
+        assert rows is not None
+        return with_results(table, columns, ray_package().get(actor.work.remote(list(rows))))
+
+    return dataset.map_batches(
+        stage, batch_size=batch_size, batch_format="pyarrow", concurrency=concurrency, num_cpus=0.01
+    )
+
+
+def result_columns(output_schema: object) -> list[Column]:
+    """The columns of results, which are the same for every batch."""
+    schema = OutputSchema.of(output_schema)
+    properties = None if schema is None else schema.json_schema.get("properties")
+    if not isinstance(properties, dict):
+        outputs = [Column("output", ("output",), "text")]
+    else:
+        outputs = [
+            Column(f"output.{name}", ("output", name), TYPES.get(str(_type_of(field)), "text"))
+            for name, field in properties.items()
+        ]
+    return [OWN[0], *outputs, *(column for column in OWN[1:] if column.name not in ("index", "job_id"))]
+
+
+def _type_of(field: object) -> object:
+    """The JSON type of a field; of one that may be null, the other type."""
+    if not isinstance(field, dict):
+        return None
+    choices = [choice for choice in field.get("anyOf", ()) if choice != {"type": "null"}]
+    return _type_of(choices[0]) if len(choices) == 1 else field.get("type")
+
+
+def with_results(table: Any, columns: Sequence[Column], lines: Sequence[bytes]) -> Any:
+    """The Arrow table with the columns of its results. An input's column whose name is taken becomes ``input.NAME``."""
+    pyarrow = extra("pyarrow", "results as columns of a dataset")
+    types = {"bool": pyarrow.bool_(), "int": pyarrow.int64(), "float": pyarrow.float64(), "text": pyarrow.string()}
+    records = [Record(from_json(line)) for line in lines]  # type: ignore[call-overload]
+    taken = {column.name for column in columns}
+    table = table.rename_columns([f"input.{name}" if name in taken else name for name in table.column_names])
+    for column in columns:
+        cells = pyarrow.array([column.cell(record) for record in records], types[column.type])
+        table = table.append_column(column.name, cells)
+    return table
+
+
+class DatasetRun:
+    """The actor that holds the run of a stage."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._schema = OutputSchema.of(options.get("output_schema"))
+        self._rows: asyncio.Queue[object] = asyncio.Queue()
+        self._open: dict[int, asyncio.Future[bytes]] = {}  # by place in this sitting of the run
+        self._count = 0
+        self._run: asyncio.Task[None] | None = None
+        self._ending = False  # the run takes no more rows
+
+    async def work(self, rows: Sequence[object]) -> list[bytes]:
+        """The result of each row, as a line of JSON."""
+        while self._run is not None and self._ending:
+            await asyncio.wait([self._run])
+        loop = asyncio.get_running_loop()
+        if self._run is None:
+            self._count, self._ending, self._rows = 0, False, asyncio.Queue()
+            self._run = loop.create_task(self._sitting(), name="batch-agent dataset")
+        results: list[asyncio.Future[bytes]] = []
+        for row in rows:
+            results.append(loop.create_future())
+            self._open[self._count] = results[-1]
+            self._count += 1
+            self._rows.put_nowait(row)
+        return list(await asyncio.gather(*results))
+
+    async def _sitting(self) -> None:
+        recorded: JsonObject = {"resume": True} if self._options.get("run_dir") is not None else {}
+        failure: BatchAgentError = StoreError("the run ended before this row was done")
+        try:
+            async with BatchAgent.open(**{**self._options, **recorded}, inputs=self._inputs()) as run:
+                async for result in run.results():
+                    if (waiter := self._open.pop(result.index, None)) is not None and not waiter.done():
+                        waiter.set_result(self._line(result))
+        except BatchAgentError as error:
+            failure = error
+        finally:
+            self._run = None
+            waiters, self._open = self._open, {}
+            for waiter in waiters.values():
+                if not waiter.done():
+                    waiter.set_exception(failure)
+
+    async def _inputs(self) -> AsyncIterator[object]:
+        """Rows as they come; ends when none came for a while and none is worked on."""
+        while True:
+            try:
+                row = await asyncio.wait_for(self._rows.get(), IDLE_SECONDS)
+            except TimeoutError:
+                if self._open:
+                    continue
+                self._ending = True
+                return
+            yield row
+
+    def _line(self, result: AgentResult[object]) -> bytes:
+        shown = plainly(result, self._schema)
+        try:
+            return result_line(shown)
+        except Invalid as error:
+            return result_line(unwritten(shown, error))

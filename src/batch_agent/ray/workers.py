@@ -1,0 +1,215 @@
+"""The workers of a run as actors of a Ray cluster.
+
+A fixed number of actors is spread over the nodes, and Ray starts an actor again where its process or node died. With
+``workers="auto"`` each node has one: nodes that join get one, and the worker of a node that left is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from batch_agent.cluster.worker import WAIT, Worker, open_store
+from batch_agent.errors import RunUnreachable, SpecError
+from batch_agent.files.extras import extra
+from batch_agent.ray.relay import relayed
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+    from batch_agent.engine.run.prepare import Prepared
+    from batch_agent.engine.run.run import Run
+    from batch_agent.events import Sink
+
+logger = logging.getLogger("batch_agent")
+
+NODES_SECONDS = 5.0  # between two looks at the nodes: Ray does not announce those that join
+REACH_SECONDS = 10.0  # for a cluster to answer at its address
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in jobs that were submitted, whose working_dir travels
+LEAVE_SECONDS = 5.0  # for workers to leave when the run is over: a dead one does not keep it
+
+
+@dataclass(frozen=True, slots=True)
+class Ray:
+    """A Ray cluster to run on: ``BatchAgent.run(…, cluster=Ray("auto", workers=8))``.
+
+    ``address`` is what ``ray.init`` takes: "auto" for the cluster of this machine, ``ray://host:10001`` for
+    another one, "local" to start one here. ``workers`` is a number, or "auto" for one on each node. ``worker_cpus`` and
+    ``worker_memory`` (bytes) are what each of them reserves. ``runtime_env`` is Ray's own; the modules that the run
+    names travel with it.
+    """
+
+    address: str = "auto"
+    workers: int | Literal["auto"] = "auto"
+    worker_cpus: float = 1.0
+    worker_memory: int | None = None
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.workers != "auto" and self.workers < 1:
+            raise SpecError(f'workers: give a number from 1 on, or "auto", not {self.workers!r}')
+        if self.worker_cpus < 0:
+            raise SpecError(f"worker_cpus: a worker cannot reserve {self.worker_cpus:g} CPUs")
+        if self.worker_memory is not None and self.worker_memory <= 0:
+            raise SpecError(f"worker_memory: a worker cannot reserve {self.worker_memory} bytes")
+
+    def open_run(
+        self, prepared: Prepared, command: Mapping[str, JsonValue] | None = None, sinks: Sequence[Sink] = ()
+    ) -> Run[Any]:
+        """The run of the driver. Raises SpecError for what cannot travel to the workers."""
+        from batch_agent.ray.run import RayRun
+
+        return RayRun(prepared, self, sinks, command)
+
+    def connect(self, modules: Sequence[ModuleType] = ()) -> bool:
+        """Connect this process to the cluster, with the modules that workers import. False if it was connected
+        already: then the program that did it says what travels."""
+        ray = ray_package()
+        if ray.is_initialized():
+            return False
+        address = None if self.address == "local" else self.address
+        self._look()
+        environment = self._environment(modules)
+        try:
+            ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise RunUnreachable(f"the Ray cluster at {self.address} cannot be reached: {error}") from None
+        return True
+
+    def _look(self) -> None:
+        """Raises RunUnreachable when nothing listens at the address: Ray itself would try for many minutes."""
+        host, _, port = self.address.removeprefix("ray://").rpartition(":")
+        if not host or not port.isdecimal():
+            return
+        try:
+            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+        except OSError as error:
+            raise RunUnreachable(f"the Ray cluster at {self.address} cannot be reached: {error}") from None
+
+    def _environment(self, modules: Sequence[ModuleType]) -> dict[str, Any]:
+        environment = dict(self.runtime_env)
+        paths = sorted({_travels(module) for module in modules})
+        if paths and "working_dir" not in environment and SUBMITTED not in os.environ:
+            environment["py_modules"] = [*environment.get("py_modules", ()), *paths]
+        return environment
+
+
+def ray_package() -> ModuleType:
+    return extra("ray", "running on a Ray cluster")
+
+
+def _travels(module: ModuleType) -> str:
+    """The file or folder that holds a module of the user's."""
+    path = Path(module.__file__ or "")
+    return str(path.parent if path.name == "__init__.py" else path)
+
+
+class WorkerActor:
+    """One worker process."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._leaving = False
+
+    async def work(self, target: object) -> int:
+        """Work until the run is done, or until ``leave``; the number of rows that it has finished. ``target`` is the
+        URL of the run, or the relay of the driver that keeps it."""
+        if self._leaving:
+            return 0
+        store = await open_store(target, WAIT) if isinstance(target, str) else relayed(target)
+        self._worker = Worker(store)
+        try:
+            return (await self._worker.work()).rows
+        finally:
+            store.close()
+
+    async def leave(self) -> None:
+        """Hand back every row, and end."""
+        self._leaving = True
+        if self._worker is not None:
+            self._worker.cancel()
+
+
+class RayWorkers:
+    """The actors that work on one run, for as long as this is entered."""
+
+    def __init__(self, cluster: Ray, target: object) -> None:
+        self._cluster, self._target = cluster, target
+        self._actors: dict[str, Any] = {}  # by node, or by number
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._follower: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._cluster.workers == "auto":
+            await asyncio.to_thread(self._follow_nodes)
+            self._watch_all()
+            self._follower = asyncio.create_task(self._follow(), name="batch-agent ray nodes")
+        else:
+            for number in range(self._cluster.workers):
+                self._actors[str(number)] = self._start("SPREAD")
+            self._watch_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+        for actor in self._actors.values():
+            actor.leave.remote()
+        tasks = [*self._tasks.values(), *([] if self._follower is None else [self._follower])]
+        if tasks:
+            await asyncio.wait(tasks, timeout=LEAVE_SECONDS)
+        actors, self._actors = self._actors, {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.to_thread(lambda: [ray_package().kill(actor) for actor in actors.values()])
+
+    def _start(self, strategy: object) -> Any:
+        cluster = self._cluster
+        options: dict[str, Any] = {
+            "num_cpus": cluster.worker_cpus,
+            "scheduling_strategy": strategy,
+            "max_restarts": -1,
+            "max_task_retries": -1,
+        }
+        if cluster.worker_memory is not None:
+            options["memory"] = cluster.worker_memory
+        return ray_package().remote(WorkerActor).options(**options).remote()
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(NODES_SECONDS)
+            await asyncio.to_thread(self._follow_nodes)
+            self._watch_all()
+
+    def _follow_nodes(self) -> None:
+        ray = ray_package()
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        for node in alive:
+            name, cpus = node["NodeID"], node["Resources"].get("CPU", 0)
+            if name not in self._actors and cpus >= self._cluster.worker_cpus:
+                self._actors[name] = self._start(affinity(name, soft=False))
+        for name in self._actors.keys() - {node["NodeID"] for node in alive}:
+            ray.kill(self._actors.pop(name))
+
+    def _watch_all(self) -> None:
+        for name, actor in self._actors.items():
+            if name not in self._tasks:
+                self._tasks[name] = asyncio.create_task(self._watch(name, actor), name=f"batch-agent worker {name}")
+
+    async def _watch(self, name: str, actor: Any) -> None:
+        """Let one actor work. Ray repeats the call in an actor that it has started again."""
+        try:
+            await actor.work.remote(self._target)
+        except ray_package().exceptions.RayError as error:
+            if name in self._actors:
+                logger.warning("a worker on Ray is gone: %s", str(error).splitlines()[0])

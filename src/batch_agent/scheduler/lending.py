@@ -1,0 +1,279 @@
+"""What the workers of one run share, and how it is divided: slots, rate limits and the budget.
+
+Each of these is a pot with a limit. Every worker holds an amount of it and uses no more than that on its own: nothing
+has to be asked for per request. About once a second a worker reports what it holds and wants, and is granted a new
+amount. The amounts that all workers hold never add up to more than the limit. A worker that is asked to hold less uses
+less first and reports it with its next beat, so there is no moment at which two workers hold the same.
+
+There are three kinds of pots:
+
+- Slots are divided evenly among the workers that want them. What a dead worker held is free when its membership ends.
+- Rate limits (``rpm``, ``tpm``) are divided in the same way. What a worker may have used stays counted for a minute.
+- The budget is used up. What a dead worker held and did not return counts as spent.
+
+The table is one value of plain JSON. Redis keeps it, or an actor does; ``Table`` has no clock and no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Self, cast
+
+from batch_agent.errors import SpecError
+from batch_agent.messages import JsonObject
+from batch_agent.scheduler.rates import MINUTE, SLACK
+
+BUDGET, RATE, SLOTS = "budget ", "rate ", "slots "  # what the names of pots begin with
+BUDGET_TOKENS, BUDGET_COST = f"{BUDGET}tokens", f"{BUDGET}cost"
+DOLLAR = 10**9  # the smallest part of a cost that is counted
+ROTATION = MINUTE  # seconds after which another worker is served first when there is not enough for all
+
+MOST_ROWS = 20  # latest requests for single rows that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a worker holds and wants of one pot. ``limit`` is that of all workers together. ``part`` is the least amount
+    that is of use, such as the tokens of one request. ``spent`` is what is used up for good, of a budget."""
+
+    limit: int
+    held: int
+    want: int
+    part: int = 1
+    spent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a worker holds from now on. ``fair`` is below it if the worker should use less, because others want some.
+    Of a budget: what other workers have spent, and what they hold beyond that."""
+
+    held: int
+    fair: int
+    others_spent: int = 0
+    others_open: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a worker knows of an endpoint; under the name ``BUDGET``, that this is used up. ``limit`` is the number of
+    requests in flight that it found; None while it does not know one."""
+
+    down: bool = False
+    reason: str = ""
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """What all workers were asked to do. ``number`` grows with every request; rows are requests for single rows, each
+    with its number."""
+
+    number: int = 0
+    sitting: int = 0  # the number with which the run began or was resumed
+    paused: bool = False
+    ending: str = ""  # "drain" or "cancel"
+    max_inflight: int | None = None
+    rows: tuple[tuple[int, str, str], ...] = ()  # number, what to do, which row
+
+
+@dataclass(frozen=True, slots=True)
+class Allotment:
+    """The answer to a worker's report. ``learnt`` is what each other worker knows, by endpoint."""
+
+    grants: Mapping[str, Grant]
+    learnt: Mapping[str, Sequence[Learnt]]
+    steering: Steering
+    workers: int
+
+
+@dataclass(slots=True)
+class Member:
+    until: float
+    claims: dict[str, Claim] = field(default_factory=dict)
+    learnt: dict[str, Learnt] = field(default_factory=dict)
+    status: JsonObject = field(default_factory=dict)  # for people
+
+
+class Table:
+    """Changed by one worker at a time."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self.steering = Steering()
+        self._spent: dict[str, int] = {}  # by workers that have left
+        self._lingering: list[tuple[str, int, float]] = []  # pot, amount, until when it counts
+        self._exhausted = (0, "")  # sitting in which a worker found the budget too small for its next call, and which
+
+    # Workers
+
+    def beat(
+        self,
+        worker: str,
+        now: float,
+        seconds: float,
+        claims: Mapping[str, Claim],
+        learnt: Mapping[str, Learnt],
+        status: JsonObject | None = None,
+    ) -> Allotment:
+        """Note what a worker reports and grant what it may hold. Its membership ends ``seconds`` from now."""
+        self._expire(now)
+        member = self.members.setdefault(worker, Member(now))
+        member.until, member.learnt, member.status = now + seconds, dict(learnt), status or {}
+        gone = member.claims.keys() - claims.keys()
+        for name in gone:
+            self._let_go(name, member.claims.pop(name), now)
+        member.claims.update(claims)
+        grants: dict[str, Grant] = {}
+        for name, claim in claims.items():
+            grants[name] = grant = self._grant(worker, name, claim, now)
+            member.claims[name] = replace(claim, held=grant.held)
+        others = [each for name, each in self.members.items() if name != worker and each.until]
+        known = {name: [each.learnt[name] for each in others if name in each.learnt] for name in learnt}
+        if (told := learnt.get(BUDGET)) is not None and told.down:
+            self._exhausted = (self.steering.sitting, told.reason)
+        if self._exhausted[1] and self._exhausted[0] == self.steering.sitting:
+            known[BUDGET] = [Learnt(down=True, reason=self._exhausted[1])]
+        return Allotment(grants, known, self.steering, 1 + len(others))
+
+    def leave(self, worker: str, now: float) -> None:
+        """A worker ends. Of its budget it returns what it has not spent."""
+        member = self.members.pop(worker, None)
+        for name, claim in {} if member is None else member.claims.items():
+            self._let_go(name, claim, now)
+
+    def spent(self, name: str) -> int:
+        """What is used up of a budget, with what dead workers did not return."""
+        members = self.members.values()
+        return self._spent.get(name, 0) + sum(
+            each.claims[name].spent if each.until else each.claims[name].held for each in members if name in each.claims
+        )
+
+    def live(self, now: float) -> dict[str, Member]:
+        """Workers whose membership has not ended."""
+        return {name: member for name, member in self.members.items() if member.until > now}
+
+    def _expire(self, now: float) -> None:
+        """A dead worker keeps its claims to budgets, in case that it was only cut off."""
+        for worker, member in tuple(self.members.items()):
+            if member.until and member.until <= now:
+                for name in [name for name in member.claims if not name.startswith(BUDGET)]:
+                    self._let_go(name, member.claims.pop(name), now)
+                member.until, member.learnt, member.status = 0.0, {}, {}
+            if not member.until and not member.claims:
+                del self.members[worker]
+        self._lingering = [each for each in self._lingering if each[2] > now]
+
+    def _let_go(self, name: str, claim: Claim, now: float) -> None:
+        if name.startswith(BUDGET):
+            self._spent[name] = self._spent.get(name, 0) + claim.spent
+        elif name.startswith(RATE) and claim.held:
+            self._lingering.append((name, claim.held, now + MINUTE + SLACK))
+
+    # Shares
+
+    def _grant(self, worker: str, name: str, claim: Claim, now: float) -> Grant:
+        members = {each: member for each, member in self.members.items() if name in member.claims}
+        others = [member for each, member in members.items() if each != worker]
+        past = self._spent.get(name, 0) + sum(amount for pot, amount, _ in self._lingering if pot == name)
+        held = past + sum(member.claims[name].held for member in others)
+        order = in_turn((each for each, member in members.items() if member.until), now)
+        claims = [members[each].claims[name] for each in order]
+        if name.startswith(BUDGET):
+            free = claim.limit - held - claim.held
+            more = shares(free, claim.limit, [(max(0, each.want - each.held), max(0, each.part)) for each in claims])
+            fair = claim.held + more[order.index(worker)]
+        else:
+            fair = shares(claim.limit - past, claim.limit, [(each.want, each.part) for each in claims])[
+                order.index(worker)
+            ]
+        granted = max(claim.held, min(fair, claim.limit - held))
+        spent = self.spent(name) - claim.spent
+        return Grant(granted, fair, spent, held - spent if name.startswith(BUDGET) else 0)
+
+    # As JSON
+
+    def to_json(self) -> JsonObject:
+        return cast(
+            JsonObject,
+            {
+                "members": {name: asdict(member) for name, member in self.members.items()},
+                "steering": asdict(self.steering),
+                "spent": self._spent,
+                "lingering": self._lingering,
+                "exhausted": self._exhausted,
+            },
+        )
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, object]) -> Self:
+        """The table as ``to_json`` wrote it; an empty one of {}."""
+        table = cls()
+        members = cast("dict[str, dict[str, object]]", value.get("members", {}))
+        for name, each in members.items():
+            claims = cast("dict[str, dict[str, int]]", each["claims"])
+            learnt = cast("dict[str, dict[str, object]]", each["learnt"])
+            table.members[name] = Member(
+                cast(float, each["until"]),
+                {pot: Claim(**claim) for pot, claim in claims.items()},
+                {place: Learnt(**known) for place, known in learnt.items()},  # type: ignore[arg-type]
+                cast(JsonObject, each["status"]),
+            )
+        if steering := cast("dict[str, object]", value.get("steering", {})):
+            rows = cast("list[tuple[int, str, str]]", steering["rows"])
+            table.steering = Steering(**{**steering, "rows": tuple(tuple(row) for row in rows)})  # type: ignore[arg-type]
+        table._spent = dict(cast("dict[str, int]", value.get("spent", {})))
+        lingering = cast("list[tuple[str, int, float]]", value.get("lingering", []))
+        sitting, why = cast("tuple[int, str]", value.get("exhausted", (0, "")))
+        table._exhausted = (sitting, why)
+        table._lingering = [(pot, amount, until) for pot, amount, until in lingering]
+        return table
+
+
+def steered(now: Steering, request: JsonObject) -> Steering:
+    """What all workers are asked to do after one more request. Raises SpecError for a request that there is not."""
+    number, action = now.number + 1, str(request.get("do"))
+    match action:
+        case "begin":
+            return Steering(number, number)
+        case "pause" | "resume":
+            return replace(now, number=number, paused=action == "pause")
+        case "drain" | "cancel":
+            return replace(now, number=number, ending=action)
+        case "resize":
+            inflight = request.get("inflight")
+            if type(inflight) is not int or inflight < 1:
+                raise SpecError("resize needs a whole number above 0")
+            return replace(now, number=number, max_inflight=inflight)
+        case "cancel-row" | "retry-row":
+            row = (number, action, str(request.get("row", "")))
+            return replace(now, number=number, rows=(*now.rows[-MOST_ROWS:], row))
+    raise SpecError(f"there is no request {action!r} for a run that several processes share")
+
+
+def shares(free: int, whole: int, wants: Iterable[tuple[int, int]]) -> list[int]:
+    """Divide what is ``free`` of a pot among those who want some of it, each with the least part that is of use to it:
+    first that part, to as many as there is enough for, in their order; then the rest evenly. A part that is larger than
+    the ``whole`` pot needs all of it."""
+    wanted = list(wants)
+    given, left = [0] * len(wanted), max(0, free)
+    for place, (want, part) in enumerate(wanted):
+        first = min(want, max(1, part), max(1, whole))
+        if 0 < first <= left:
+            given[place] = first
+            left -= first
+    while left and (open_ := [place for place, (want, _) in enumerate(wanted) if 0 < given[place] < want]):
+        each = max(1, left // len(open_))
+        for place in open_[:left]:
+            more = min(each, wanted[place][0] - given[place])
+            given[place] += more
+            left -= more
+    return given
+
+
+def in_turn(workers: Iterable[str], now: float) -> list[str]:
+    """Workers in the order in which they are served, which begins with another one every minute."""
+    order = sorted(workers)
+    first = int(now // ROTATION) % len(order) if order else 0
+    return order[first:] + order[:first]

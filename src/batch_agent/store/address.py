@@ -1,0 +1,104 @@
+"""URLs of runs that are kept in Redis: ``redis://host:6379/0/NAME``, ``rediss://…``, ``redis-cluster://host:port/NAME``.
+
+A password comes from the URL or from ``BATCH_AGENT_REDIS_PASSWORD``. No text made here shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from batch_agent.errors import SpecError
+
+PASSWORD_VARIABLE = "BATCH_AGENT_REDIS_PASSWORD"
+SCHEMES = ("redis", "rediss", "redis-cluster")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+PORT = 6379
+FORM = "redis://host:6379/0/NAME, rediss://host:6379/0/NAME or redis-cluster://host:6379/NAME"
+
+
+def masked(text: str) -> str:
+    """A text without the users and passwords of URLs in it."""
+    return re.sub(r"((?:rediss?|redis-cluster)://)[^@/\s]*@", r"\1", text)
+
+
+def is_store_url(run_dir: object) -> bool:
+    """Whether a run directory is named by a URL, not by a path."""
+    return isinstance(run_dir, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", run_dir) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """A server, and the run on it. ``name`` is "" for an address of the server alone. ``stage`` is the stage of a
+    pipeline, "" for a plain run; its keys share the tag of the run."""
+
+    scheme: str
+    host: str
+    port: int
+    database: int = 0
+    name: str = ""
+    stage: str = ""
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def parse(cls, url: str | Path, *, environ: Mapping[str, str] = os.environ, named: bool = True) -> Self:
+        """The address in a URL. ``named``: it must name a run. Raises SpecError, which does not repeat the URL: it may
+        hold a password."""
+        try:
+            parts = urlsplit(str(url))
+            host, port = parts.hostname, parts.port or PORT
+        except ValueError:
+            raise SpecError(f"run_dir: this is no URL of a run; write {FORM}") from None
+        if parts.scheme not in SCHEMES:
+            raise SpecError(f"run_dir: {parts.scheme}:// keeps no runs; write a directory, or {FORM}")
+        if not host:
+            raise SpecError(f"run_dir: the URL names no host; write {FORM}")
+        if parts.query or parts.fragment:
+            raise SpecError(f"run_dir: the URL of a run has no ? and no #; write {FORM}")
+        database, names = _path(parts)
+        if named and not names:
+            raise SpecError(f"run_dir: the URL names no run; write {FORM}")
+        password = unquote(parts.password) if parts.password else environ.get(PASSWORD_VARIABLE) or None
+        user = unquote(parts.username) if parts.username else None
+        name, stage = (*names, "", "")[:2]
+        return cls(parts.scheme, host, port, database, name, stage, user, password)
+
+    @property
+    def tls(self) -> bool:
+        return self.scheme == "rediss"
+
+    @property
+    def cluster(self) -> bool:
+        return self.scheme == "redis-cluster"
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of this run begin with. The braces keep all of them on one node of a Redis Cluster."""
+        return f"batch-agent:{{{self.name}}}:{self.stage}{':' if self.stage else ''}"
+
+    def at(self, name: str, stage: str = "") -> StoreAddress:
+        """The address of another run on this server, or of a stage of it."""
+        return replace(self, name=name, stage=stage)
+
+    def __str__(self) -> str:
+        """The URL without user and password."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        path = [*([] if self.cluster else [str(self.database)]), *filter(None, (self.name, self.stage))]
+        return f"{self.scheme}://{host}:{self.port}" + "".join(f"/{part}" for part in path)
+
+
+def _path(parts: SplitResult) -> tuple[int, list[str]]:
+    """The database and the names in the path of a URL."""
+    names = [unquote(part) for part in parts.path.split("/") if part]
+    database = 0
+    if parts.scheme != "redis-cluster" and names and names[0].isdecimal():
+        database = int(names.pop(0))
+    if len(names) > 2 or not all(NAME.fullmatch(name) for name in names):
+        raise SpecError(f"run_dir: the name of a run has letters, digits, dots, dashes and underscores; write {FORM}")
+    return database, names

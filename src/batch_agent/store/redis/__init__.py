@@ -1,0 +1,1 @@
+"""A run kept in Redis."""

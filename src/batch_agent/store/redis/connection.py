@@ -1,0 +1,202 @@
+"""Connections to Redis, and the patience with a server that is away.
+
+A call that cannot be made is tried again until the server is back: a restart or a network outage of half a minute must
+not stop a run. ``on_away`` is told when that begins and ends, so that nothing is asked of a model meanwhile. Only calls
+that may be repeated go through here (``store/shared.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.store.address import PASSWORD_VARIABLE, StoreAddress
+
+if TYPE_CHECKING:
+    import redis.asyncio
+
+T = TypeVar("T")
+logger = logging.getLogger("batch_agent")
+
+PATIENCE = 600.0  # seconds that Redis may be away before a run gives up
+PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts: doubled each time
+TIMEOUT = 5.0  # seconds for an answer, beside those that a blocking command waits
+MISSING = "a run in Redis needs the package redis (the extra redis)"
+
+
+class Client(Protocol):
+    """What is used of redis-py's clients: both ``Redis`` and ``RedisCluster`` have it."""
+
+    def execute_command(self, *args: Any, **options: Any) -> Any: ...
+
+    def register_script(self, script: str) -> Script: ...
+
+    def close(self) -> None: ...
+
+
+class Script(Protocol):
+    def __call__(self, keys: Sequence[str] = (), args: Sequence[object] = ()) -> Any: ...
+
+
+def connect(address: StoreAddress, *, timeout: float = TIMEOUT) -> Client:
+    """A blocking client, which answers in bytes. Connects at its first call. ``timeout`` must be longer than any
+    blocking command waits."""
+    redis = _redis()
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    options: dict[str, Any] = {
+        "host": address.host,
+        "port": address.port,
+        "username": address.user,
+        "password": address.password,
+        "socket_timeout": timeout,
+        "socket_connect_timeout": TIMEOUT,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,  # one form of answers, whatever the server speaks
+    }
+    if address.cluster:
+        return cast(Client, redis.RedisCluster(**options))
+    return cast(Client, redis.Redis(**options, db=address.database, ssl=address.tls))
+
+
+def connect_async(
+    address: StoreAddress, *, timeout: float = TIMEOUT
+) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:
+    """The same for the event loop."""
+    _redis()
+    import redis.asyncio as client
+
+    if address.cluster:
+        return client.RedisCluster(
+            host=address.host, port=address.port, username=address.user, password=address.password,
+            socket_timeout=timeout, socket_connect_timeout=TIMEOUT,
+        )  # fmt: skip
+    return client.Redis(
+        host=address.host, port=address.port, db=address.database, username=address.user, password=address.password,
+        ssl=address.tls, socket_timeout=timeout, socket_connect_timeout=TIMEOUT,
+    )  # fmt: skip
+
+
+class RedisConnection:
+    """A client whose calls outlast an outage. Any thread may use it."""
+
+    def __init__(
+        self,
+        address: StoreAddress,
+        *,
+        patience: float = PATIENCE,
+        on_away: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        self.address = address
+        self.on_away = on_away
+        self.patience = patience
+        self.since = float("-inf")  # when the latest outage ended, on the monotonic clock
+        self._client: Client | None = None
+        self._away = self._calls = 0  # calls that wait for the server, and that use it
+        self._guard = threading.Lock()
+        self._closing = threading.Event()
+
+    def open(self) -> None:
+        """Connect now. Raises SpecError when the server refuses, StoreError when it cannot be reached."""
+        self.call(lambda client: client.execute_command("PING", target_nodes="random") if self.address.cluster
+                  else client.execute_command("PING"), patience=0.0)  # fmt: skip
+
+    def call(self, function: Callable[[Client], T], *, patience: float | None = None) -> T:
+        """The answer of ``function``, which is tried again while the server is away."""
+        redis = _redis()
+        away = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.exceptions.ClusterDownError,
+                redis.exceptions.RedisClusterException, OSError)  # fmt: skip
+        began: float | None = None
+        pause = PAUSE
+        try:
+            while True:
+                try:
+                    with self._using() as client:
+                        return function(client)
+                except (
+                    redis.AuthenticationError,
+                    redis.exceptions.AuthorizationError,
+                    redis.exceptions.NoPermissionError,
+                ) as error:
+                    raise SpecError(
+                        f"{self.address} refuses: {error}. Give the password in {PASSWORD_VARIABLE} or in the URL"
+                    ) from None
+                except away as error:
+                    now = time.monotonic()
+                    if began is None:
+                        began = now
+                        self._count(1)
+                    limit = self.patience if patience is None else patience
+                    if now - began >= limit or self._closing.wait(pause):
+                        raise StoreError(f"{self.address} cannot be reached: {error}") from None
+                    pause = min(2 * pause, LONGEST_PAUSE)
+                except redis.RedisError as error:
+                    raise StoreError(f"the run cannot be recorded in {self.address}: {error}") from None
+        finally:
+            if began is not None:
+                self._count(-1)
+
+    def close(self) -> None:
+        """Close the connections once no call uses them. A call that waits for the server gives up."""
+        self._closing.set()
+        self._let_go()
+
+    @contextmanager
+    def _using(self) -> Iterator[Client]:
+        with self._guard:
+            if self._closing.is_set():
+                raise StoreError(f"the connection to {self.address} is closed")
+            if self._client is None:
+                self._client = connect(self.address)
+            client = self._client
+            self._calls += 1
+        try:
+            yield client
+        finally:
+            with self._guard:
+                self._calls -= 1
+            if self._closing.is_set():
+                self._let_go()
+
+    def _let_go(self) -> None:
+        with self._guard:
+            client = None if self._calls else self._client
+            self._client = None if client is not None else self._client
+        if client is not None:
+            client.close()
+
+    def _count(self, change: int) -> None:
+        with self._guard:
+            before, self._away = self._away, self._away + change
+            if not self._away:
+                self.since = time.monotonic()
+        if before == 0:
+            logger.warning("%s is away: no request is sent until it is back", self.address)
+            self.on_away(True)
+        elif not before + change:
+            self.on_away(False)
+
+
+def _redis() -> Any:
+    try:
+        import redis
+    except ImportError:
+        raise SpecError(MISSING) from None
+    return redis
+
+
+def entries(read: Any) -> Iterator[tuple[str, dict[bytes, bytes]]]:
+    """The entries of one stream in an answer of XREAD, in the form of either protocol of Redis."""
+    if not read:
+        return
+    pages = read.values() if isinstance(read, dict) else [page for _, page in read]
+    for page in pages:
+        for place, fields in page[0] if isinstance(read, dict) and page and isinstance(page[0], list) else page:
+            pairs = fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
+            yield place.decode(), pairs

@@ -1,0 +1,337 @@
+"""The Lua scripts of a run in Redis: each operation that must happen as a whole is one of them.
+
+All get the same keys, in the order of ``KEYS``; the keys of a row's steps are made from a prefix, and share the tag.
+``design/cluster.md`` says what each key holds.
+"""
+
+from __future__ import annotations
+
+KEYS = ("run", "feeder", "queue", "rows", "results", "again")
+GROUP = "workers"  # the consumer group of the queue
+RETURNED = "returned"  # the consumer that rows are handed back to
+REPLACED, TAKEN, HELD = b"REPLACED", b"TAKEN", b"HELD"
+
+_HEAD = f"""
+local run, feeder, queue, rows, results, again = unpack(KEYS, 1, 6)
+local group = '{GROUP}'
+local function replaced(sitting)
+  return redis.call('HGET', run, 'sitting') ~= sitting
+end
+local function describe(row)
+  local known = redis.call('HGET', rows, row)
+  if not known then return nil end
+  return string.match(known, '^(%d+) (%d+) (%a) (%S+) ?(.*)$')
+end
+local function keep(row, sitting, index, state, place, error)
+  redis.call('HSET', rows, row, string.format('%s %s %s %s %s', sitting, index, state, place, error))
+end
+local function field(entry, name)
+  local fields = entry[2]
+  for i = 1, #fields, 2 do
+    if fields[i] == name then return fields[i + 1] end
+  end
+end
+local function standing()
+  local known = redis.call('HMGET', run, 'phase', 'generation', 'ok', 'failed', 'fed')
+  local pending = redis.call('XPENDING', queue, group)
+  local leased = pending[1]
+  for _, each in ipairs(pending[4] or {{}}) do
+    if each[1] == '{RETURNED}' then leased = leased - tonumber(each[2]) end
+  end
+  return {{known[1], known[2], redis.call('EXISTS', feeder), redis.call('XLEN', queue) - leased, leased,
+          known[3] or '0', known[4] or '0', known[5] or '0'}}
+end
+"""
+
+# facts, fingerprint, resume, lease in ms, what is kept, a number that no other feeder has
+OPEN_FEED = (
+    _HEAD
+    + """
+local facts, fingerprint, resume, lease, kept, nonce = unpack(ARGV)
+local before = redis.call('HMGET', run, 'sitting', 'fingerprint', 'facts')
+local holder = redis.call('GET', feeder)
+if holder and string.match(holder, ' (%S+)$') == nonce then
+  local latest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
+  return {before[1], redis.call('HGET', run, 'previous') or '', latest and latest[1] or '0-0'}
+end
+if before[1] and resume == '0' then return 'TAKEN' end
+if holder then return {'HELD', redis.call('PTTL', feeder)} end
+local sitting = redis.call('HINCRBY', run, 'sitting', 1)
+if before[2] ~= fingerprint then
+  redis.call('HINCRBY', run, 'generation', 1)
+  redis.call('DEL', queue)
+end
+if redis.call('EXISTS', queue) == 0 then
+  redis.call('XGROUP', 'CREATE', queue, group, '0', 'MKSTREAM')
+end
+redis.call('DEL', again)
+redis.call('HSET', run, 'facts', facts, 'previous', before[3] or '', 'fingerprint', fingerprint, 'lease', lease,
+  'keep', kept, 'phase', 'running', 'fed', '0', 'ok', '0', 'failed', '0')
+redis.call('SET', feeder, sitting .. ' ' .. nonce, 'PX', lease)
+local latest = redis.call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
+return {tostring(sitting), before[3] or '', latest and latest[1] or '0-0'}
+"""
+)
+
+# sitting, a number that no other feeder has
+KEEP_FEED = (
+    _HEAD
+    + """
+if replaced(ARGV[1]) then return 'REPLACED' end
+local lease, phase = unpack(redis.call('HMGET', run, 'lease', 'phase'))
+redis.call('SET', feeder, ARGV[1] .. ' ' .. ARGV[2], 'PX', lease)
+local cursor = '0-0'
+while phase ~= 'running' do  -- no worker takes rows now: leases that ended are taken back here
+  cursor = redis.call('XAUTOCLAIM', queue, group, '{RETURNED}', lease, cursor, 'COUNT', 500, 'JUSTID')[1]
+  if cursor == '0-0' then break end
+end
+return standing()
+""".replace("{RETURNED}", RETURNED)
+)
+
+# sitting, number of the call, what is tried again ('*', or the types between bars), prefix of steps; then of each row:
+# index, key, value
+FEED = (
+    _HEAD
+    + """
+local sitting, number, retry, prefix = unpack(ARGV, 1, 4)
+if replaced(sitting) then return 'REPLACED' end
+local function add(row, index, value)
+  if redis.call('EXISTS', prefix .. row) == 1 then
+    return redis.call('XADD', queue, '*', 'row', row, 'index', index, 'value', value, 'past', '1')
+  end
+  return redis.call('XADD', queue, '*', 'row', row, 'index', index, 'value', value)
+end
+local function drop(place)
+  redis.call('XACK', queue, group, place)
+  redis.call('XDEL', queue, place)
+end
+local answers = {}
+for i = 5, #ARGV, 3 do
+  local index, key, value = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local row, copies, answer = key, 0, false
+  while true do
+    local fed, at, state, place, error = describe(row)
+    if not fed then
+      keep(row, sitting, index, 'q', add(row, index, value), '')
+      break
+    elseif fed == sitting and at == index then  -- this call was made before, and its answer lost
+      if state ~= 'q' then
+        local entry = redis.call('XRANGE', results, place, place)[1]
+        if entry and field(entry, 'sitting') ~= sitting then answer = field(entry, 'result') end
+      end
+      break
+    elseif fed ~= sitting then
+      local entry = nil
+      if state == 'q' then
+        if at ~= index or not redis.call('XRANGE', queue, place, place)[1] then
+          drop(place)
+          place = add(row, index, value)
+        end
+      else
+        local again = state == 'f' and (retry == '*' or string.find(retry, '|' .. error .. '|', 1, true))
+        entry = not again and redis.call('XRANGE', results, place, place)[1]
+        if entry then
+          answer = field(entry, 'result')
+          redis.call('HINCRBY', run, state == 'k' and 'ok' or 'failed', 1)
+        else
+          state, place, error = 'q', add(row, index, value), ''
+        end
+      end
+      keep(row, sitting, index, state, place, error)
+      break
+    end
+    copies = copies + 1
+    if copies == 1 then  -- many rows may ask the same: go on after those of earlier calls
+      local known = redis.call('HGET', again, key)
+      local of, before, now = string.match(known or '', '^(%d+) (%d+) (%d+)$')
+      if of then copies = math.max(1, tonumber(of == number and before or now)) end
+    end
+    row = key .. '-' .. copies
+  end
+  if copies > 0 then
+    local of, before, now = string.match(redis.call('HGET', again, key) or '', '^(%d+) (%d+) (%d+)$')
+    if of ~= number then before = now or '0' end
+    redis.call('HSET', again, key, string.format('%s %s %d', number, before, copies + 1))
+  end
+  answers[#answers + 1] = answer
+end
+return answers
+"""
+)
+
+# sitting
+END_INPUTS = (
+    _HEAD
+    + """
+local sitting = ARGV[1]
+if replaced(sitting) then return 'REPLACED' end
+local start = '-'
+while sitting ~= '1' do
+  local page = redis.call('XRANGE', queue, start, '+', 'COUNT', 500)
+  if #page == 0 then break end
+  for _, entry in ipairs(page) do
+    local row = field(entry, 'row')
+    if describe(row) ~= sitting then
+      redis.call('XACK', queue, group, entry[1])
+      redis.call('XDEL', queue, entry[1])
+    end
+    start = '(' .. entry[1]
+  end
+end
+redis.call('HSET', run, 'fed', '1')
+return 'OK'
+"""
+)
+
+# sitting, then fields and values of the run
+WRITE = (
+    _HEAD
+    + """
+if replaced(ARGV[1]) then return 'REPLACED' end
+redis.call('HSET', run, unpack(ARGV, 2))
+return 'OK'
+"""
+)
+
+# sitting, facts, phase
+CLOSE_FEED = (
+    _HEAD
+    + """
+if replaced(ARGV[1]) then return 'REPLACED' end
+redis.call('HSET', run, 'facts', ARGV[2], 'phase', ARGV[3])
+redis.call('DEL', feeder)
+return 'OK'
+"""
+)
+
+STANDING = _HEAD + "return standing()"
+
+# worker, count, prefix of steps, whether leases that ended are looked for, and for how many ms the server must be up
+TAKE = (
+    _HEAD
+    + f"""
+local worker, count, prefix, look, age = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], tonumber(ARGV[5])
+local taken = {{}}
+local function give(entries)
+  for _, entry in ipairs(entries) do
+    local token = redis.call('XPENDING', queue, group, entry[1], entry[1], 1)[1][4]
+    local row = field(entry, 'row')
+    local steps = {{}}
+    if token > 1 or field(entry, 'past') then steps = redis.call('LRANGE', prefix .. row, 0, -1) end
+    taken[#taken + 1] = {{entry[1], token, row, field(entry, 'index'), field(entry, 'value'), steps}}
+  end
+end
+local back = redis.call('XPENDING', queue, group, '-', '+', count, '{RETURNED}')
+if #back > 0 then
+  local ids = {{}}
+  for i, each in ipairs(back) do ids[i] = each[1] end
+  give(redis.call('XCLAIM', queue, group, worker, 0, unpack(ids)))
+end
+if look == '1' and #taken < count then
+  local lease = redis.call('HGET', run, 'lease')
+  local up = string.match(redis.call('INFO', 'server'), 'uptime_in_seconds:(%d+)')
+  local cursor = '0-0'
+  while tonumber(up) * 1000 >= age and #taken < count do
+    local found = redis.call('XAUTOCLAIM', queue, group, worker, lease, cursor, 'COUNT', count - #taken)
+    cursor = found[1]
+    give(found[2])
+    if cursor == '0-0' then break end
+  end
+end
+if #taken < count then
+  local read = redis.call('XREADGROUP', 'GROUP', group, worker, 'COUNT', count - #taken, 'STREAMS', queue, '>')
+  if read then give(read[1][2]) end
+end
+return taken
+"""
+)
+
+# worker, then of each lease: place, token
+RENEW = (
+    _HEAD
+    + """
+local worker, mine, held, lost = ARGV[1], {}, {}, {}
+local start = '-'
+while true do
+  local page = redis.call('XPENDING', queue, group, start, '+', 1000, worker)
+  for _, each in ipairs(page) do mine[each[1]] = each[4] end
+  if #page < 1000 then break end
+  start = '(' .. page[#page][1]
+end
+for i = 2, #ARGV, 2 do
+  if mine[ARGV[i]] == tonumber(ARGV[i + 1]) then held[#held + 1] = ARGV[i] else lost[#lost + 1] = ARGV[i] end
+end
+for i = 1, #held, 500 do
+  local ids = {unpack(held, i, math.min(i + 499, #held))}
+  ids[#ids + 1] = 'JUSTID'
+  redis.call('XCLAIM', queue, group, worker, 0, unpack(ids))
+end
+return {lost, standing()}
+"""
+)
+
+# worker, key of the worker, number of the commit, prefix of steps; then of each row: place, token, row, result or '',
+# error, number of steps, steps
+COMMIT = (
+    _HEAD
+    + """
+local worker, own, number, prefix = unpack(ARGV, 1, 4)
+local last = redis.call('HMGET', own, 'commit', 'lost')
+if last[1] == number then return cjson.decode(last[2]) end
+local sitting, kept = unpack(redis.call('HMGET', run, 'sitting', 'keep'))
+local lost = {}
+local i = 5
+while i <= #ARGV do
+  local place, token, row, result, error, count = unpack(ARGV, i, i + 5)
+  local first = i + 6
+  i = first + tonumber(count)
+  local held = redis.call('XPENDING', queue, group, place, place, 1)[1]
+  if not held or held[2] ~= worker or held[4] ~= tonumber(token) then
+    lost[#lost + 1] = place
+  else
+    for from = first, i - 1, 500 do
+      redis.call('RPUSH', prefix .. row, unpack(ARGV, from, math.min(from + 499, i - 1)))
+    end
+    if result ~= '' then
+      local fed, index = describe(row)
+      local state = error == '' and 'k' or 'f'
+      local at = redis.call('XADD', results, '*', 'row', row, 'index', index, 'sitting', fed, 'result', result)
+      keep(row, fed, index, state, at, error)
+      redis.call('XACK', queue, group, place)
+      redis.call('XDEL', queue, place)
+      if kept == 'results' and error == '' then redis.call('DEL', prefix .. row) end
+      if fed == sitting then redis.call('HINCRBY', run, error == '' and 'ok' or 'failed', 1) end
+    end
+  end
+end
+redis.call('HSET', own, 'commit', number, 'lost', #lost > 0 and cjson.encode(lost) or '[]')
+return lost
+"""
+)
+
+# worker, then of each lease: place, token
+HAND_BACK = (
+    _HEAD
+    + f"""
+for i = 2, #ARGV, 2 do
+  local held = redis.call('XPENDING', queue, group, ARGV[i], ARGV[i], 1)[1]
+  if held and held[2] == ARGV[1] and held[4] == tonumber(ARGV[i + 1]) then
+    redis.call('XCLAIM', queue, group, '{RETURNED}', 0, ARGV[i])
+  end
+end
+return 'OK'
+"""
+)
+
+# worker, key of the worker
+LEAVE = (
+    _HEAD
+    + """
+if #redis.call('XPENDING', queue, group, '-', '+', 1, ARGV[1]) == 0 then  -- else its rows would be lost with it
+  redis.call('XGROUP', 'DELCONSUMER', queue, group, ARGV[1])
+end
+redis.call('DEL', ARGV[2])
+return 'OK'
+"""
+)

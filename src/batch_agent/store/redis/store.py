@@ -1,0 +1,297 @@
+"""A run in Redis: ``RunStore`` by streams, a consumer group and a script per operation (design/cluster.md)."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, cast
+
+from batch_agent.errors import SpecError, StoreError
+from batch_agent.files.results import from_json, to_json
+from batch_agent.messages import JsonObject
+from batch_agent.store.address import StoreAddress
+from batch_agent.store.redis import scripts
+from batch_agent.store.redis.connection import Client, RedisConnection, Script, entries
+from batch_agent.store.redis.lent import RedisLent
+from batch_agent.store.shared import (
+    LEASE,
+    Counts,
+    FeederReplaced,
+    FeederSitting,
+    KeptStep,
+    LeasedRow,
+    NewRow,
+    Phase,
+    RowChange,
+    RowLease,
+    RunStanding,
+    SharedResult,
+)
+
+logger = logging.getLogger("batch_agent")
+
+RUNS = "batch-agent:runs"  # names of the runs of a database
+KEPT_WORKER = 3600  # seconds that a worker is described after its latest sign of life
+BLOCKED = 1.0  # seconds that a command may wait in Redis
+
+
+class RedisRunStore:
+    """One run. Any thread may use it."""
+
+    def __init__(self, connection: RedisConnection) -> None:
+        self.connection = connection
+        self.address = connection.address
+        self._keys = [self.key(name) for name in scripts.KEYS]
+        self._steps = self.key("steps:")
+        self._scripts: dict[str, Script] = {}
+        self._nonce = secrets.token_hex(8)  # tells this feeder from others
+        self._calls = count(1)
+        self._looked = 0.0  # when leases that ended were last looked for
+        self._lease = LEASE
+        self.polite = True  # leave other workers time to renew after an outage, and look for their rows now and then
+
+    @classmethod
+    def open(cls, address: StoreAddress, *, on_away: Callable[[bool], None] = lambda _: None) -> RedisRunStore:
+        """The run at that address, which need not be there yet. Raises SpecError when the server refuses, StoreError
+        when it cannot be reached."""
+        connection = RedisConnection(address, on_away=on_away)
+        try:
+            connection.open()
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection)
+
+    def key(self, name: str) -> str:
+        """The name of a key of this run."""
+        return self.address.prefix + name
+
+    def lent(self) -> RedisLent:
+        return RedisLent(self.address, self.connection)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def facts(self) -> JsonObject | None:
+        found = self._command("HGET", self.key("run"), "facts")
+        return None if found is None else cast(JsonObject, from_json(found))
+
+    # The feeder
+
+    def open_feed(self, facts: JsonObject, *, resume: bool, keep_results_only: bool) -> FeederSitting:
+        lease = float(cast(float, facts.get("lease", LEASE)))
+        arguments = (
+            to_json(facts),
+            str(facts.get("fingerprint", "")),
+            int(resume),
+            max(1, int(lease * 1000)),
+            "results" if keep_results_only else "all",
+            self._nonce,
+        )
+        waits = 2  # for the lease of a feeder that died, which ends; that of one that lives does not
+        while (answer := self._script(scripts.OPEN_FEED, *arguments))[0] == scripts.HELD:
+            if not waits:
+                raise StoreError(f"{self.address} is fed by another process; wait for it, or stop it")
+            waits -= 1
+            time.sleep(max(0, answer[1]) / 1000 + 0.05)
+        if answer == scripts.TAKEN:
+            raise SpecError(
+                f"{self.address} holds a run already: go on with it (resume=True, or batch-agent resume URL), or give "
+                "another name"
+            )
+        if not self.address.stage:
+            self._command("SADD", RUNS, self.address.name)
+        sitting, previous, position = answer
+        return FeederSitting(
+            int(sitting), cast(JsonObject, from_json(previous)) if previous else None, position.decode()
+        )
+
+    def keep_feed(self, sitting: int) -> RunStanding:
+        return _standing(self._fenced(scripts.KEEP_FEED, sitting, self._nonce))
+
+    def write_facts(self, sitting: int, facts: JsonObject) -> None:
+        self._fenced(scripts.WRITE, sitting, "facts", to_json(facts))
+
+    def feed(self, sitting: int, rows: Sequence[NewRow], retry: bool | Collection[str]) -> list[bytes | None]:
+        again = ("*" if retry else "") if isinstance(retry, bool) else f"|{'|'.join(retry)}|"
+        arguments: list[object] = [sitting, next(self._calls), again, self._steps]
+        for row in rows:
+            arguments += (row.index, row.key.hex(), row.value)
+        return cast("list[bytes | None]", self._fenced(scripts.FEED, *arguments))
+
+    def end_inputs(self, sitting: int) -> None:
+        self._fenced(scripts.END_INPUTS, sitting)
+
+    def results(self, sitting: int, after: str, count: int, wait: float) -> list[SharedResult]:
+        blocked = ("BLOCK", max(1, int(min(wait, BLOCKED) * 1000))) if wait > 0 else ()
+        read = self._command("XREAD", "COUNT", count, *blocked, "STREAMS", self.key("results"), after)
+        found = []
+        for place, fields in entries(read):
+            own = int(fields[b"sitting"]) == sitting
+            found.append(SharedResult(place, fields[b"row"].decode(), int(fields[b"index"]), fields[b"result"], own))
+        return found
+
+    def set_phase(self, sitting: int, phase: Phase) -> None:
+        self._fenced(scripts.WRITE, sitting, "phase", phase)
+
+    def close_feed(self, sitting: int, facts: JsonObject, phase: Phase) -> None:
+        self._fenced(scripts.CLOSE_FEED, sitting, to_json(facts), phase)
+
+    # Workers
+
+    def standing(self) -> RunStanding:
+        with self._present():
+            return _standing(self._script(scripts.STANDING))
+
+    def join(self, description: JsonObject) -> int:
+        worker = int(self._command("HINCRBY", self.key("run"), "workers", 1))
+        lease = self._command("HGET", self.key("run"), "lease")
+        self._lease = int(lease) / 1000 if lease else LEASE
+        key = self.key(f"worker:{worker}")
+        self._command("HSET", key, "description", to_json(description))
+        self._command("EXPIRE", key, KEPT_WORKER)
+        return worker
+
+    def take(self, worker: int, count: int, wait: float) -> list[LeasedRow]:
+        with self._present():
+            found = self._script(scripts.TAKE, worker, count, self._steps, int(self._may_look()), self._age)
+            if found or wait <= 0:
+                return [_leased(*each) for each in found]
+            waits = max(1, int(min(wait, BLOCKED) * 1000))
+            read = self._command(
+                "XREADGROUP", "GROUP", scripts.GROUP, worker, "COUNT", count, "BLOCK", waits, "STREAMS",
+                self.key("queue"), ">",
+            )  # fmt: skip
+        taken = []
+        for place, fields in entries(read):
+            row = fields[b"row"]
+            steps = self._command("LRANGE", self._steps + row.decode(), 0, -1) if b"past" in fields else []
+            taken.append(_leased(place.encode(), 1, row, fields[b"index"], fields[b"value"], steps))
+        return taken
+
+    def renew(self, worker: int, leases: Sequence[RowLease]) -> tuple[set[str], RunStanding]:
+        with self._present():
+            lost, standing = self._script(scripts.RENEW, worker, *_places(leases))
+            self._command("EXPIRE", self.key(f"worker:{worker}"), KEPT_WORKER)
+            return {place.decode() for place in lost}, _standing(standing)
+
+    def commit(self, worker: int, number: int, changes: Sequence[RowChange]) -> set[str]:
+        arguments: list[object] = [worker, self.key(f"worker:{worker}"), number, self._steps]
+        for change in changes:
+            lease, steps = change.lease, [_pack(step) for step in change.steps]
+            arguments += (lease.place, lease.token, lease.row, change.result or b"", change.error, len(steps), *steps)
+        with self._present():
+            return {place.decode() for place in self._script(scripts.COMMIT, *arguments)}
+
+    def hand_back(self, worker: int, leases: Sequence[RowLease]) -> None:
+        with self._present():
+            self._script(scripts.HAND_BACK, worker, *_places(leases))
+
+    def leave(self, worker: int) -> None:
+        with self._present():
+            self._script(scripts.LEAVE, worker, self.key(f"worker:{worker}"))
+
+    # Redis
+
+    def persistence(self) -> str:
+        """Why a restart of this server would lose the run, or "" if it would not."""
+
+        def ask(client: Client) -> str:
+            target = {"target_nodes": "random"} if self.address.cluster else {}
+            facts = client.execute_command("INFO", "persistence", **target)
+            if isinstance(facts, dict) and len(facts) == 1 and isinstance(next(iter(facts.values())), dict):
+                facts = next(iter(facts.values()))
+            if int(facts.get("aof_enabled", 0)):
+                return ""
+            saves = _configured(client, "save", target)
+            if saves is None or saves:
+                return "only snapshots are written (appendonly is off): a crash loses what came after the latest"
+            return "nothing is written to disk (appendonly and save are off): a restart loses the run"
+
+        return self.connection.call(ask)
+
+    @property
+    def _age(self) -> int:
+        """Milliseconds for which the server must be up before leases end: nothing was renewed while it was down."""
+        return int(self._lease * 1000) if self.polite else 0
+
+    def _may_look(self) -> bool:
+        """Whether to look for leases that ended. Not just after an outage: others could not renew theirs either."""
+        now = time.monotonic()
+        if not self.polite:
+            return True
+        if now - self._looked < min(1.0, self._lease / 5) or now - self.connection.since < self._lease / 3:
+            return False
+        self._looked = now
+        return True
+
+    def _command(self, *arguments: object) -> Any:
+        return self.connection.call(lambda client: client.execute_command(*arguments))
+
+    def _script(self, text: str, *arguments: object) -> Any:
+        def call(client: Client) -> Any:
+            script = self._scripts.get(text)
+            if script is None:
+                script = self._scripts[text] = client.register_script(text)
+            return script(keys=self._keys, args=arguments)
+
+        return self.connection.call(call)
+
+    def _fenced(self, text: str, *arguments: object) -> Any:
+        with self._present():
+            answer = self._script(text, *arguments)
+        if answer == scripts.REPLACED:
+            raise FeederReplaced(f"{self.address} is fed by another process now")
+        return answer
+
+    @contextmanager
+    def _present(self) -> Iterator[None]:
+        """Explains the error of a run that was deleted meanwhile."""
+        try:
+            yield
+        except StoreError as error:
+            if "NOGROUP" in str(error) or "no such key" in str(error):
+                raise StoreError(f"{self.address} holds no run; it may have been deleted") from None
+            raise
+
+
+def _configured(client: Client, name: str, target: dict[str, str]) -> str | None:
+    """A setting of the server; None where it does not tell."""
+    try:
+        found = client.execute_command("CONFIG", "GET", name, **target)
+    except Exception:  # managed servers forbid it
+        return None
+    while isinstance(found, dict) and found and isinstance(next(iter(found.values())), dict):
+        found = next(iter(found.values()))
+    value = found.get(name, "") if isinstance(found, dict) else ""
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _standing(answer: Sequence[Any]) -> RunStanding:
+    phase, generation, feeder, unstarted, leased, ok, failed, fed = answer
+    if phase is None:
+        raise StoreError("there is no run")
+    counts = Counts(int(unstarted), int(leased), int(ok), int(failed), fed == b"1")
+    return RunStanding(cast(Phase, phase.decode()), int(generation), bool(feeder), counts)
+
+
+def _leased(place: bytes, token: int, row: bytes, index: bytes, value: bytes, steps: Sequence[bytes]) -> LeasedRow:
+    lease = RowLease(row.decode(), place.decode(), int(token), int(index))
+    return LeasedRow(lease, value, tuple(map(unpack_step, steps)))
+
+
+def _places(leases: Sequence[RowLease]) -> list[object]:
+    return [part for lease in leases for part in (lease.place, lease.token)]
+
+
+def _pack(step: KeptStep) -> bytes:
+    return b"%d %b %b %d " % (step.agent, step.key.hex().encode(), step.content.hex().encode(), step.kind) + step.body
+
+
+def unpack_step(packed: bytes) -> KeptStep:
+    agent, key, content, kind, body = packed.split(b" ", 4)
+    return KeptStep(int(agent), bytes.fromhex(key.decode()), bytes.fromhex(content.decode()), int(kind), body)

@@ -1,0 +1,162 @@
+"""Runs on a real Ray cluster of two nodes: the seam through the relay, the API, datasets. ``make test-cluster``."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import ray.data
+from tests.cluster.harness import Account, Driver, RayNodes, model_server, prepare, ray_nodes, wait_for_notes
+from tests.cluster.modules.cluster_notes import write_note
+from tests.store.run_store_contract import Expire, OpenedRun, RunStoreContract
+
+from batch_agent import BatchAgent
+from batch_agent.errors import SpecError
+from batch_agent.ray import Ray, map_dataset
+from batch_agent.ray.relay import Relay, RelayServer, relayed
+from batch_agent.ray.run import RELAY
+from batch_agent.store.rundir import RunView
+from batch_agent.store.shared import RowLease, RunStore
+from batch_agent.store.shared_sqlite import SHARED, SqliteRunStore
+
+WANTED = "BATCH_AGENT_TEST_CLUSTER"
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not os.environ.get(WANTED), reason=f"make test-cluster sets {WANTED}"),
+    pytest.mark.filterwarnings("ignore"),
+]
+TASK = "Work on {row}"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayNodes]:
+    with ray_nodes(2) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module")
+def connected(cluster: RayNodes) -> Iterator[None]:
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    with model_server(tmp_path, 0.02) as url:
+        yield url
+
+
+def rows(count: int) -> list[dict[str, str]]:
+    return [{"row": f"row {row}"} for row in range(count)]
+
+
+@pytest.mark.usefixtures("connected")
+class TestThroughTheRelay(RunStoreContract):
+    @pytest.fixture
+    def now(self) -> list[float]:
+        return [0.0]
+
+    @pytest.fixture
+    def opened_run(self, tmp_path: Path, now: list[float]) -> Iterator[OpenedRun]:
+        self.path = tmp_path / SHARED
+        store = SqliteRunStore(self.path, lambda: now[0])
+        relay = ray.remote(Relay).options(**RELAY).remote()
+        served = RelayServer(relay, store)
+        yield lambda: relayed(relay)
+        served.close()
+        store.close()
+
+    @pytest.fixture
+    def expire(self, now: list[float]) -> Expire:
+        return lambda: now.__setitem__(0, now[0] + 1e6)
+
+    def steps_kept(self, store: RunStore, lease: RowLease) -> int:
+        query = "SELECT count(*) FROM step JOIN entry ON step.entry = entry.id WHERE name = ?"
+        with sqlite3.connect(self.path) as db:
+            count = int(db.execute(query, (lease.row,)).fetchone()[0])
+        db.close()
+        return count
+
+
+@pytest.mark.usefixtures("connected")
+async def test_a_run_from_python_is_worked_on_by_actors_and_resumed_from_its_directory(
+    server: str, tmp_path: Path
+) -> None:
+    where = Ray("auto", workers=2, worker_cpus=0.5)
+    options = {"task": TASK, "tools": [write_note], "backend": server, "model": "m", "run_dir": tmp_path / "run"}
+    first = await BatchAgent.run(inputs=rows(40), cluster=where, **options)  # type: ignore[arg-type]
+    again = await BatchAgent.run(inputs=rows(50), cluster=where, resume=True, **options)  # type: ignore[arg-type]
+
+    assert [result.output for result in again] == [f"row {row} is done" for row in range(50)]
+    assert all(first) and [result.resumed for result in again] == [True] * 40 + [False] * 10
+    assert len((tmp_path / "notes.log").read_text().split()) == 50
+    assert len((tmp_path / "run" / "results.jsonl").read_text().splitlines()) == 50
+    view = RunView.of(tmp_path / "run")
+    assert (view.state, view.progress.ok) == ("complete", 50)
+    with pytest.raises(SpecError, match="holds a run of a cluster"):
+        await BatchAgent.run(inputs=rows(1), resume=True, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("connected")
+async def test_a_run_without_a_directory_leaves_nothing_behind(server: str) -> None:
+    results = await BatchAgent.run(
+        task=TASK, inputs=rows(5), backend=server, model="m", tools=[write_note], cluster=Ray(worker_cpus=0.5)
+    )
+    assert all(results)
+
+
+@pytest.mark.usefixtures("connected")
+async def test_a_closure_is_refused_before_anything_is_sent(server: str, tmp_path: Path) -> None:
+    def here(row: int) -> str:
+        return "nothing"
+
+    with pytest.raises(SpecError, match="another process can import"):
+        await BatchAgent.run(task=TASK, inputs=rows(1), tools=[here], backend=server, model="m", cluster=Ray())
+    assert not (tmp_path / "requests.log").read_bytes()
+
+
+@pytest.mark.usefixtures("connected")
+def test_a_dataset_gets_its_results_as_columns_when_it_is_consumed(server: str, tmp_path: Path) -> None:
+    dataset = ray.data.from_items([{**row, "turns": 7} for row in rows(30)])
+    done = map_dataset(
+        dataset, task=TASK, tools=[write_note], backend=server, model="m", run_dir=str(tmp_path / "run"), batch_size=8
+    )
+    assert not (tmp_path / "requests.log").read_bytes()
+    found = done.take_all()
+    assert sorted(row["output"] for row in found) == sorted(f"row {row} is done" for row in range(30))
+    assert {(row["ok"], row["turns"], row["input.turns"]) for row in found} == {(True, 2, 7)}
+    assert len((tmp_path / "notes.log").read_text().split()) == 30
+
+
+def test_wrong_settings_of_a_cluster_say_what_is_wrong() -> None:
+    with pytest.raises(SpecError, match="workers"):
+        Ray(workers=0)
+    with pytest.raises(SpecError, match="worker_cpus"):
+        Ray(worker_cpus=-1)
+
+
+def test_the_command_line_reaches_a_cluster_with_a_worker_on_each_node_and_stops_on_ctrl_c(
+    cluster: RayNodes, server: str, tmp_path: Path
+) -> None:
+    prepare(tmp_path, server, 4000, 8)
+    words = ("run", "spec.yaml", "--inputs", "rows.jsonl", "--output", "out.jsonl", "--run-dir", "run")
+    driver = Driver(tmp_path, *words, "--ray", cluster.address, "--workers", "auto")
+    wait_for_notes(tmp_path, 400, driver)
+    assert len(set(cluster.workers().values())) == 2
+    driver.interrupt()
+    assert driver.wait() == 2
+    account = Account.of(tmp_path, tmp_path / "out.jsonl")
+    done = len(account.delivered)
+    assert 100 <= done < 4000 and account.asked_again == 0 and len(account.written) == done
+
+
+def test_a_cluster_that_is_not_there_is_named(server: str, tmp_path: Path) -> None:
+    prepare(tmp_path, server, 1, 8)
+    driver = Driver(tmp_path, "run", "spec.yaml", "--inputs", "rows.jsonl", "--ray", "127.0.0.1:1")
+    assert driver.wait() == 4
+    assert "127.0.0.1:1 cannot be reached" in (tmp_path / "driver.log").read_text()

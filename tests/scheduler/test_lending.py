@@ -1,0 +1,158 @@
+"""Shares of slots, rate limits and a budget among the workers of one run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batch_agent.errors import SpecError
+from batch_agent.scheduler.lending import BUDGET, RATE, SLOTS, Claim, Grant, Learnt, Steering, Table, shares, steered
+
+POTS = (f"{SLOTS}server", f"{RATE}server requests", f"{BUDGET}tokens")
+LIMIT, SECONDS = 100, 15.0
+ACTIONS = ("beat", "use", "finish", "sleep")
+
+
+def beat(table: Table, worker: str, now: float, claim: Claim, pot: str = POTS[0]) -> Grant:
+    return table.beat(worker, now, SECONDS, {pot: claim}, {}).grants[pot]
+
+
+class Worker:
+    """A worker that uses no more than it was granted, and less once it is asked to."""
+
+    def __init__(self, name: str, pot: str, part: int = 1) -> None:
+        self.name, self.pot, self.part = name, pot, part
+        self.share = self.used = self.spent = 0
+        self.renewed = 0.0
+
+    def use(self, amount: int) -> None:
+        self.used = max(self.used, min(self.share, self.used + amount))
+
+    def finish(self, amount: int) -> None:
+        done = min(amount, self.used)
+        if self.pot.startswith(BUDGET):
+            self.spent = min(self.used, self.spent + done)
+        else:
+            self.used -= done
+
+    def beat(self, table: Table, now: float, want: int) -> None:
+        if now - self.renewed >= SECONDS and not self.pot.startswith(BUDGET):
+            self.share = 0
+        held = max(self.used, self.share)
+        want = self.used + want if self.pot.startswith(BUDGET) else want
+        grant = beat(table, self.name, now, Claim(LIMIT, held, want, self.part, self.spent), self.pot)
+        self.share, self.renewed = min(grant.held, grant.fair), now
+
+
+@given(
+    st.sampled_from(POTS),
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.sampled_from(("beat", "use", "finish", "sleep")),
+            st.integers(0, 150),
+            st.integers(1, 9),
+        ),
+        max_size=60,
+    ),
+)
+def test_in_any_order_the_workers_never_use_more_than_the_limit(
+    pot: str, steps: list[tuple[int, str, int, int]]
+) -> None:
+    table, now = Table(), 1000.0
+    workers = [Worker(f"w{number}", pot, part=number + 1) for number in range(3)]
+    for number, action, amount, seconds in steps:
+        worker = workers[number]
+        if action == "sleep":
+            now += seconds
+        elif action == "beat":
+            worker.beat(table, now, amount)
+        elif action == "use" and now - worker.renewed < SECONDS:
+            worker.use(amount)
+        elif action == "finish":
+            worker.finish(amount)
+        # Requests of a worker that was cut off may still be in flight at the server. Money is never spent twice.
+        live = workers if pot.startswith(BUDGET) else [each for each in workers if now - each.renewed < SECONDS]
+        assert sum(each.used for each in live) <= LIMIT
+        table = Table.from_json(json.loads(json.dumps(table.to_json())))
+
+
+def test_an_idle_share_moves_to_the_worker_that_wants_it() -> None:
+    table = Table()
+    alone = beat(table, "a", 0.0, Claim(LIMIT, 0, LIMIT))
+    second = beat(table, "b", 1.0, Claim(LIMIT, 0, LIMIT))
+    asked = beat(table, "a", 2.0, Claim(LIMIT, 100, LIMIT))
+    returned = beat(table, "a", 3.0, Claim(LIMIT, asked.fair, LIMIT))
+    moved = beat(table, "b", 3.5, Claim(LIMIT, 0, LIMIT))
+    beat(table, "a", 4.0, Claim(LIMIT, 0, 0))
+    everything = beat(table, "b", 4.5, Claim(LIMIT, moved.held, LIMIT))
+
+    assert (alone.held, second.held, asked.fair, returned.held, moved.held) == (100, 0, 50, 50, 50)
+    assert everything.held == LIMIT
+
+
+def test_a_dead_workers_slots_are_free_and_its_rate_counts_for_another_minute() -> None:
+    for pot, after in ((POTS[0], 16.0), (POTS[1], 16.0 + 61.0)):
+        table = Table()
+        beat(table, "dead", 0.0, Claim(LIMIT, 0, LIMIT), pot)
+        before = beat(table, "b", after - 1.5, Claim(LIMIT, 0, LIMIT), pot)
+        at_last = beat(table, "b", after + 0.1, Claim(LIMIT, 0, LIMIT), pot)
+        free = beat(table, "b", after + 61.2, Claim(LIMIT, 0, LIMIT), pot)
+
+        assert (before.held, free.held) == (0, LIMIT)
+        assert at_last.held == (LIMIT if pot == POTS[0] else 0)
+
+
+def test_what_a_dead_worker_held_of_the_budget_is_spent_and_what_one_that_left_returned_is_not() -> None:
+    table, pot = Table(), POTS[2]
+    beat(table, "dead", 0.0, Claim(LIMIT, 0, 40), pot)
+    beat(table, "left", 0.0, Claim(LIMIT, 0, 50), pot)
+    beat(table, "left", 1.0, Claim(LIMIT, 20, 20, spent=20), pot)
+    table.leave("left", 1.0)
+    grant = beat(table, "b", 20.0, Claim(LIMIT, 0, LIMIT), pot)
+
+    assert (grant.held, grant.others_spent, grant.others_open) == (40, 60, 0)
+    assert table.spent(pot) == 60
+
+
+def test_a_part_that_does_not_fit_is_not_given_at_all() -> None:
+    assert shares(100, 100, [(80, 80), (80, 80)]) == [80, 0]
+    assert shares(100, 100, [(300, 300), (300, 300)]) == [100, 0]  # larger than everything: it goes alone
+    assert shares(10, 10, [(100, 1), (100, 1), (2, 1)]) == [4, 4, 2]
+    assert shares(2, 2, [(1, 1)] * 4) == [1, 1, 0, 0]
+
+
+def test_when_there_is_not_enough_for_all_the_workers_take_turns() -> None:
+    served = set()
+    for minute in range(20):
+        table = Table()
+        for worker in ("a", "b", "c"):
+            beat(table, worker, minute * 60.0, Claim(1, 0, 1))
+        for worker in ("a", "b", "c"):
+            if beat(table, worker, minute * 60.0 + 1, Claim(1, 0, 1)).fair:
+                served.add(worker)
+
+    assert served == {"a", "b", "c"}
+
+
+def test_a_worker_hears_what_the_others_learnt() -> None:
+    table = Table()
+    table.beat("a", 0.0, SECONDS, {}, {"gpu-1": Learnt(down=True, reason="refused")})
+    heard = table.beat("b", 1.0, SECONDS, {}, {"gpu-1": Learnt(limit=48)})
+
+    assert heard.learnt == {"gpu-1": [Learnt(down=True, reason="refused")]}
+    assert heard.workers == 2
+
+
+def test_requests_to_all_workers_are_numbered_and_a_wrong_one_is_refused() -> None:
+    now = steered(Steering(), {"do": "pause"})
+    now = steered(now, {"do": "cancel-row", "row": "7"})
+    now = steered(now, {"do": "resize", "inflight": 5})
+
+    assert now == Steering(3, paused=True, max_inflight=5, rows=((2, "cancel-row", "7"),))
+    for wrong in ({"do": "dance"}, {"do": "resize", "inflight": 0}):
+        with pytest.raises(SpecError):
+            steered(now, wrong)
