@@ -1,8 +1,7 @@
-"""How busy the engines are, asked once a second and handed to the capacity of each endpoint.
+"""Reads the load of the engines once a second and passes it to the capacity of each endpoint.
 
-Nothing depends on an answer: a reading that fails or hangs is one that did not come, and after a few of those the
-answers of the rows alone have to tell. Runs that share a dispatcher share the readings: one of them reads, and the next
-takes over when it is done.
+Readings are optional: one that fails or hangs is skipped, and after a few failures the capacity is learnt from answers
+alone. Runs that share a dispatcher share the readings: one of them polls, and another takes over when it ends.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from batch_agent.foreign import describe
 from batch_agent.scheduler.endpoint import Endpoint
 
 FIRST_SECONDS, READ_SECONDS = 0.3, 1.0  # before the first reading, and between two
-LONGEST_SECONDS = 2.0  # that one may take
-ENDPOINTS_A_SECOND = 50  # of a large fleet each is read less often
-FAILURES = 3  # in a row, after which an engine counts as one that does not tell
+LONGEST_SECONDS = 2.0  # for one reading
+ENDPOINTS_A_SECOND = 50  # in a large fleet each endpoint is read less often
+FAILURES = 3  # in a row, after which the engine counts as one without load metrics
 
 Hold = Callable[[bool], None]
 logger = logging.getLogger("batch_agent")
@@ -29,10 +28,10 @@ logger = logging.getLogger("batch_agent")
 
 @asynccontextmanager
 async def poll_load(backend: Backend, dispatcher: Dispatcher, ceiling: int | None, hold: Hold) -> AsyncIterator[None]:
-    """``hold`` is told whether new agents are to wait, because more than ``ceiling`` requests are in the queue."""
+    """Poll the load. Calls ``hold`` with whether new agents must wait: more than ``ceiling`` requests are queued."""
     if not backend.capabilities.reports_load:
         if ceiling is not None:
-            logger.warning("backpressure_ceiling: %s does not tell how long its queue is", backend.name)
+            logger.warning("backpressure_ceiling: %s does not report the length of its queue", backend.name)
         yield
         return
     reading = asyncio.get_running_loop().create_task(LoadPoller(backend, dispatcher, ceiling, hold).read_on())
@@ -47,7 +46,7 @@ class LoadPoller:
     def __init__(self, backend: Backend, dispatcher: Dispatcher, ceiling: int | None, hold: Hold) -> None:
         self._backend, self._dispatcher = backend, dispatcher
         self._ceiling, self._hold = ceiling, hold
-        self._failures: dict[str, int] = {}  # in a row, by endpoint
+        self._failures: dict[str, int] = {}  # consecutive failures, by endpoint
         self._generated: dict[str, int] = {}  # tokens at the last reading, by endpoint
         self._warned = False
 
@@ -59,12 +58,12 @@ class LoadPoller:
                 await asyncio.sleep(await self._read_all(endpoints))
 
     async def _read_all(self, endpoints: list[Endpoint]) -> float:
-        """Seconds until the next time."""
-        # Where new agents may have to wait, also while there is nothing in flight: else nobody would ever end that.
+        """Read the load of all endpoints. Returns the seconds until the next reading."""
+        # With a ceiling, read also while nothing is in flight: otherwise a hold would never end.
         asked = [each for each in endpoints if self._ceiling is not None or each.inflight]
         loads = await asyncio.gather(*map(self._read, asked))
         if self._ceiling is not None:
-            # Of an endpoint that does not tell nobody knows that its queue is long.
+            # An endpoint without load metrics never counts as having a long queue.
             self._hold(bool(loads) and all(load is not None and load.waiting > self._ceiling for load in loads))
         return READ_SECONDS * max(1.0, len(asked) / ENDPOINTS_A_SECOND)
 
@@ -73,7 +72,7 @@ class LoadPoller:
             async with asyncio.timeout(LONGEST_SECONDS):
                 load = await self._backend.load(endpoint.name)
                 if load is None:
-                    raise Unavailable("it does not report its load")
+                    raise Unavailable("no load metrics")
         except Exception as error:
             self._failed(endpoint, error)
             return None
@@ -93,4 +92,4 @@ class LoadPoller:
         endpoint.capacity.unread()
         if not self._warned:
             self._warned = True
-            logger.warning("%s does not tell how busy it is: %s", self._backend.name, describe(error))
+            logger.warning("%s does not report its load: %s", self._backend.name, describe(error))
