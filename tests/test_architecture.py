@@ -47,6 +47,7 @@ ORDER = [
     "cluster",
     "view",
     "testing",
+    "options",
     "api",
     "ray",
     "__init__",

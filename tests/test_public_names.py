@@ -14,7 +14,7 @@ import pytest
 
 import batch_agent
 from batch_agent import AgentError, AgentResult, BatchSpec, SpecError, errors
-from batch_agent.api import EveryOption
+from batch_agent.options import EveryOption
 from batch_agent.spec import OLD_NAMES
 
 ROOT = Path(__file__).parent.parent

@@ -12,4 +12,4 @@ spec=${3:?usage: job.sh ADDRESS FOLDER SPEC}
 runs=${RUNS:-/var/tmp/batch-agent-runs}
 name=$(basename "${spec%.*}")
 exec ray job submit --address "$address" --working-dir "$folder" -- \
-  batch-agent run "$spec" --ray auto --workers auto --run-dir "${RUN_DIR:-$runs/$name}" --output "$runs/$name.jsonl"
+  batch-agent run "$spec" --ray auto --workers auto --run-dir "${RUN_DIR:-$runs/$name}" --resume --output "$runs/$name.jsonl"

@@ -1,9 +1,9 @@
 """The public API: ``BatchAgent.run``, ``stream``, ``open``, ``run_sync``, ``plan``; its ``run_with_reduce`` and
 ``run_with_map_reduce`` are in ``topology.methods``.
 
-Each takes the options of BatchSpec as keywords, or a BatchSpec. ``Options`` repeats their names for type checkers, so
-that the type of ``output_schema`` reaches ``result.output``; a test keeps the two in step. The engine is imported by
-the first run, not by whoever imports this module.
+Each takes the options of BatchSpec as keywords, or a BatchSpec. ``options.py`` repeats their names for type
+checkers, so that the type of ``output_schema`` reaches ``result.output``. The engine is imported by the first run, not
+with this module.
 """
 
 from __future__ import annotations
@@ -13,128 +13,35 @@ import signal
 import threading
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterable,
-    Awaitable,
-    Callable,
     Coroutine,
-    Iterable,
     Iterator,
-    Mapping,
     Sequence,
-    Sized,
 )
 from concurrent.futures import Future, wait
 from contextlib import aclosing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 from batch_agent.documented import documented
 from batch_agent.errors import SpecError
 from batch_agent.job import AgentResult
+from batch_agent.options import EveryOption, Options
 from batch_agent.topology.methods import MapReduce
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pydantic import JsonValue
-
-    from batch_agent.backends.base import Backend
     from batch_agent.cluster.worker import WorkReport
-    from batch_agent.engine.agent.context import AgentContext, BlockingContext
-    from batch_agent.engine.run.elsewhere import Cluster
     from batch_agent.engine.run.interruption import Interruption
     from batch_agent.engine.run.prepare import Prepared
     from batch_agent.engine.run.run import Run
     from batch_agent.events import Sink
-    from batch_agent.messages import Message
     from batch_agent.observe.metrics import Statistics
+    from batch_agent.options import Worker
     from batch_agent.results import Results
-    from batch_agent.runtimes.base import CommandLineRuntime
     from batch_agent.spec import BatchSpec
-    from batch_agent.tools.base import Tool
-
-    Worker: TypeAlias = Callable[[Any, AgentContext], Awaitable[object]] | Callable[[Any, BlockingContext], object]
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class Options(TypedDict, total=False):
-    """Every option but ``output_schema`` and ``worker``, which have overloads; see BatchSpec for what each means."""
-
-    task: str
-    template: Literal["braces", "jinja"]
-    inputs: Iterable[object] | AsyncIterable[object] | Sized | Path
-    id_column: str | None
-    images: Sequence[str]
-    documents: Literal["text", "images", "native"]
-    document_column: str | None
-    image_root: str | Path | None
-    system_prompt: str
-    tools: Sequence[Tool[..., Any] | Callable[..., Any] | str | Sequence[Tool[..., Any]]]
-    model: str | None
-    backend: str | Mapping[str, JsonValue] | Sequence[str | Mapping[str, JsonValue] | Backend] | Backend | None
-    runtime: CommandLineRuntime | str | Mapping[str, Any] | Backend | None
-    api_key: str | None
-    max_inflight: int | None
-    max_concurrent: int | None
-    rpm: int | None
-    tpm: int | None
-    backpressure_ceiling: int | None
-    calibrate_backend: bool
-    max_agents: int | None
-    max_dispatched: int | None
-    max_turns: int | None
-    max_retries: int
-    timeout_per_agent: float | None
-    timeout_per_turn: float | None
-    timeout_per_tool: float | None
-    max_tokens: int | None
-    truncated: Literal["keep", "fail"]
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    extra_body: Mapping[str, JsonValue]
-    tool_choice: JsonValue
-    prices: Mapping[str, float] | None
-    max_cost: float | None
-    max_total_tokens: int | None
-    max_wall_time: float | None
-    max_outage: float | None
-    affinity: str | None
-    hedge: float | None
-    kvflow: bool | Literal["auto"]
-    cache: bool | str | Path
-    run_dir: str | Path | None
-    cluster: Cluster | None
-    lease: float
-    keep: Literal["all", "results"]
-    feed_only: bool
-    checkpoint_dir: str | Path | None
-    resume: bool
-    retry_failed: bool | str | Sequence[str]
-    force_resume: bool
-    sinks: Sequence[Sink]
-    events: str | Path | None
-    metrics_port: int | str | None
-    telemetry: bool | None
-    on_result: Callable[[AgentResult[Any]], object] | None
-    no_hoist: bool
-    strip_preamble: bool
-    streaming_tool_dispatch: bool
-    predictive_prewarm: bool | str | Path
-    prewarm_max_age: float
-    nvext_agent_hints: bool
-    model_max_context: int | None
-    min_response_tokens: int
-    oversized: Literal["fail", "chunk", "truncate"]
-    compaction: Literal["auto", "off"] | Callable[[Sequence[Message]], str | Awaitable[str]]
-    compaction_backend: str | Mapping[str, JsonValue] | Backend | None
-    compaction_model: str | None
-
-
-class EveryOption(Options, total=False):
-    worker: Worker | None
 
 
 @documented(EveryOption, "run", "stream", "open", "run_sync", "plan")

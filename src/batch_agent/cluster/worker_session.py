@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -29,6 +28,7 @@ from batch_agent.store.session import to_its_end
 from batch_agent.store.shared import KeptStep, RowChange, RowLease
 from batch_agent.store.steps import Past, read_past
 from batch_agent.store.trail import Trail
+from batch_agent.value_type import value_type
 
 logger = logging.getLogger("batch_agent")
 
@@ -36,7 +36,7 @@ _RANKS = {DONE: 0, ENDED: 0, FAILED: 2}
 NUMBERS = 32  # bits of the number of an agent that count; the others are the worker's
 
 
-@dataclass(frozen=True, slots=True)
+@value_type
 class LeasedIdentity(Identity):
     """The identity of an agent that works under a lease."""
 

@@ -104,13 +104,10 @@ class Run(Steered, Generic[T]):
         is what the control socket steers and the summary counts, if that is not this run. ``lender`` lends it the
         shares of one process among several."""
         self.id = secrets.token_hex(8)
-        self._prepared = prepared
-        self._command = command
-        self._worker = worker
+        self._prepared, self._command, self._worker = prepared, command, worker
         self._loops = worker is None and prepared.spec.worker is None  # the tool loop works on the rows
-        self._open_store = open_store
+        self._open_store, self._outer = open_store, within
         self._stages, self._lender = stages, lender
-        self._outer = within
         clock = Clock() if within is None else within.clock
         self._metrics, self._recorder = Metrics(clock), Recorder(self.id)
         self._controls = controls or self
@@ -485,10 +482,7 @@ class Run(Steered, Generic[T]):
             self._feeder.cancel()  # it may be waiting for an input that never comes
 
     def _backlog(self, where: str, full: bool) -> None:
-        if full:
-            self._backlogs.add(where)
-        else:
-            self._backlogs.discard(where)
+        (self._backlogs.add if full else self._backlogs.discard)(where)
         self.shared.dispatcher.set_backlogged(bool(self._backlogs))
 
     def _limit_changed(self, endpoint: Endpoint, reason: str) -> None:

@@ -128,12 +128,11 @@ class RedisConnection:
                         f"{self.address} refuses: {error}. Give the password in {PASSWORD_VARIABLE} or in the URL"
                     ) from None
                 except away as error:
-                    now = time.monotonic()
-                    if began is None:
+                    now, limit = time.monotonic(), self.patience if patience is None else patience
+                    if began is None and limit > 0:
                         began = now
                         self._count(1)
-                    limit = self.patience if patience is None else patience
-                    if now - began >= limit or self._closing.wait(pause):
+                    if began is None or now - began >= limit or self._closing.wait(pause):
                         raise StoreError(f"{self.address} cannot be reached: {error}") from None
                     pause = min(2 * pause, LONGEST_PAUSE)
                 except redis.RedisError as error:
