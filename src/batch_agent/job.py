@@ -33,7 +33,7 @@ class Job:
     parts: tuple[Job, ...] = ()  # if it does not fit: these are done instead, and their answers merged
     shortened: bool = False  # its longest field was cut to fit
     affinity: str = ""  # jobs with the same value are preferably sent to the same endpoint
-    images: Mapping[str, Attachment] = field(default_factory=dict, compare=False)  # what marks in its prompt stand for
+    images: Mapping[str, Attachment] = field(default_factory=dict, compare=False)  # behind the marks in its prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ IMAGE_TOKENS = 1000  # of a picture of unknown size: about what models count for
 
 
 class Attachment:
-    """Something in a message that is not text: a path, an address (http, https), a ``data:`` URL, or bytes. ``url`` is
-    what was given, bytes as a ``data:`` URL.
+    """Content of a message that is not text: the path of a file, a URL from which the server fetches it (http, https),
+    a ``data:`` URL, or bytes. ``url`` is what was given, with bytes as a ``data:`` URL.
 
     Not a dataclass, so that no code writes its bytes out as plain data.
     """

@@ -124,8 +124,8 @@ def _members(kind: object) -> Iterator[object]:
 
 
 def check_names(model: type[BaseModel], options: Iterable[str], old_names: Mapping[str, str]) -> None:
-    """Raise SpecError for a name that is no option of ``model``. What resembles an older name is answered with the
-    option's name of today."""
+    """Raise SpecError for a name that is not an option of ``model``. For a name similar to one of ``old_names``, the
+    error suggests the current name."""
     for name in set(options) - model.model_fields.keys():
         near = difflib.get_close_matches(name, [*model.model_fields, *old_names], n=1)
         meant = [old_names.get(word, word) for word in near]

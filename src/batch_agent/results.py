@@ -166,8 +166,8 @@ class Results(list[AgentResult[T]]):
 def with_unfinished(
     results: Iterable[AgentResult[T]], inputs: object, statistics: Statistics, id_column: str | None = None
 ) -> list[AgentResult[T]]:
-    """The results in input order, with an Interrupted one for each row that the run ended before. Rows of an iterator
-    that were not read stay without."""
+    """Return the results in input order, with an Interrupted one for each row without a result. Unread rows of an
+    iterator get none."""
     known = {result.index: result for result in results}
     if isinstance(inputs, Collection) and len(known) < len(inputs):
         reason = f"{statistics.ended}: {statistics.reason}" if statistics.reason else statistics.ended

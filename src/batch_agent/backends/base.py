@@ -35,8 +35,8 @@ class Capabilities:
     schema_beside_tools: bool = False  # ... also when the request shows tools and forbids calls, and still reads them
     streaming: bool = True  # can report tool calls while the answer is still being generated
     images: bool = False  # accepts images; otherwise a message with one is refused (``text_only``)
-    documents: frozenset[str] = frozenset()  # formats of files that it takes as they are: pdf, docx, html
-    # Calls in flight when the user names no number, for a backend that knows; None: the number is found.
+    documents: frozenset[str] = frozenset()  # file formats accepted unchanged: pdf, docx, html
+    # Concurrent requests if the user gives no number and the backend knows one; None: the engine finds it.
     default_inflight: int | None = None
     reports_load: bool = False  # ``load`` returns values, so polling it makes sense
     reports_context: bool = False  # ``facts`` may return a model's context length
@@ -148,7 +148,7 @@ def text_only(message: Message) -> str:
     if isinstance(message.content, str):
         return message.content
     if attached := next((part.kind for part in message.content if isinstance(part, Attachment)), None):
-        raise Rejected(f"this backend cannot be shown {attached}s, and the conversation has one")
+        raise Rejected(f"this backend does not accept {attached}s, and the conversation has one")
     return content_text(message.content)
 
 

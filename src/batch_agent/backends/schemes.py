@@ -43,7 +43,7 @@ _LINES = (
         "batch_agent.backends.local:from_address",
         "local://",
         "the embedded engine, on this machine's CPU; `local://qwen2.5-0.5b` for a model that can judge, "
-        "`local://path/to/model.gguf` for weights of your own",
+        "`local://path/to/model.gguf` for your own weights",
         texts=("threads", "kv_gb", "max_seqs", "keep"),
         own=True,
     ),

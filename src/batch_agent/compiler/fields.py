@@ -130,7 +130,7 @@ def text_of(name: str, value: object) -> str:
 
 
 def own_id(fields: Mapping[str, object], column: str | None = None) -> str | None:
-    """The input's own id, from ``column`` or from ``id``; None where that holds no text and no whole number."""
+    """Return the input's own id, from ``column`` or from ``id``, or None if it is neither text nor a whole number."""
     own = fields.get(ID if column is None else column)
     if (isinstance(own, str) and own) or (isinstance(own, int) and not isinstance(own, bool)):
         return str(own)

@@ -31,8 +31,8 @@ def has_pictures(fields: Mapping[str, object]) -> bool:
 
 
 def see(fields: Mapping[str, object], named: Collection[str], look: Look) -> tuple[Mapping[str, object], Pictures]:
-    """The fields with a mark in place of each picture, and the pictures. ``named`` are fields that hold some although
-    they do not look like it."""
+    """Return the fields with a mark in place of each picture, and the pictures. ``named`` are fields with pictures that
+    cannot be detected."""
     pictures: dict[str, Attachment] = {}
     marked: dict[str, object] = {}
     for name, value in fields.items():

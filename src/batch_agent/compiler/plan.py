@@ -122,13 +122,13 @@ class Plan:
         return self._shared_tokens + estimate_tokens(self._head)
 
     def shows(self, value: object) -> bool:
-        """Whether an input has pictures, so that making a job of it may read files."""
+        """Return whether an input has pictures, so that creating its job may read files."""
         if type(value) is dict and has_pictures(value):
             return True
         return bool(self._named_images) or isinstance(value, Image) or self.reads(value)
 
     def reads(self, value: object) -> bool:
-        """Whether an input has a document, which takes time to read."""
+        """Return whether an input has a document, which takes time to read."""
         return self._spec.document_column is not None or (type(value) is dict and document_in(value) is not None)
 
     def job(self, index: int, value: object) -> Job:
@@ -137,7 +137,7 @@ class Plan:
             raise InputError(value.message)
         template = self._template
         if template is None:
-            raise InternalError("a job was asked for before the plan saw the first input")
+            raise InternalError("job() was called before check_first()")
         value, fields, images = self._seen(value)
         check_same(self._hoisted, fields)
         prompt, own = with_pictures(template.render(fields), images), own_id(fields, self._spec.id_column)
@@ -168,7 +168,7 @@ class Plan:
         return replace(job, parts=tuple(parts))
 
     def _seen(self, value: object) -> tuple[object, Mapping[str, object], Pictures]:
-        """Returns the input, with the text of its document where it has one; its fields, with a mark in place of each
+        """Return the input, with the text of its document if it has one; its fields, with a mark in place of each
         attachment; and the attachments."""
         fields, attached = fields_of(value), dict[str, Attachment]()
         if self._spec.document_column is not None:
@@ -259,7 +259,7 @@ def compile_plan(
     look: Look = lambda image: image,
     read: Read = _unread,
 ) -> Plan:
-    """``inject_schema`` is False when the backend takes the schema natively; ``look`` makes pictures ready to send,
+    """Compile the spec. ``inject_schema`` is False if the backend enforces the schema; ``look`` prepares pictures,
     ``read`` reads documents."""
     inputs = _checked_inputs(spec.inputs)
     system = _system_text(spec, schema if inject_schema else None)
@@ -394,7 +394,8 @@ def _jinja(task: str) -> TaskTemplate:
 
 
 def _unused(template: TaskTemplate, fields: Collection[str], total: int | None, id_column: str | None) -> str | None:
-    """An id names a row, and rows without fields ask for several answers to one question."""
+    """Return a warning if the task uses no field. An id only names a row, and rows without fields ask the same question
+    repeatedly."""
     own = [name for name in fields if name != (id_column or ID)]
     if template.names or not own or total == 1:
         return None

@@ -16,7 +16,7 @@ from typing import Self
 
 LATE = 0.25  # seconds after which a timer counts as late
 MOST_EXTENSIONS = 10  # of one deadline: a loop that is always late must not keep it open forever
-FEW = 4096  # entries that are never looked through
+FEW = 4096  # entries: a smaller heap is never compacted
 
 
 class Deadline:
@@ -72,7 +72,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Deadline]] = []  # entries of a moved or ended deadline are stale
-        self._compact_at = FEW  # entries; stale ones would else stay until their time, thousands a second
+        self._compact_at = FEW  # entries; without this, stale ones stay until their time, thousands a second
         self._loop: asyncio.AbstractEventLoop | None = None
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None

@@ -204,7 +204,7 @@ class Spending:
         self._serve()
 
     def _awaited(self, most: int | None = None) -> Amount:
-        """What the calls that wait take, as far as they fit the limits; at most ``most`` of them."""
+        """Return the sum of the waiting calls, of at most ``most``, as far as they fit the limits."""
         total = NOTHING
         for call, turn in islice(self._waiters, most):
             if not turn.done():
@@ -302,7 +302,7 @@ class Spending:
             turn.set_exception(self.refusal())
             return ""
         in_flight, others = self._ledger.in_flight, self._ledger.others_open != NOTHING
-        # Now, because calls that ended meanwhile have told something.
+        # Computed now, because calls that ended meanwhile improved the estimate.
         amount = self._bound(call, alone=not (in_flight or others))
         limit = self._ledger.short(amount)
         if limit and in_flight:

@@ -105,7 +105,7 @@ def parse_hostfile(path: str | Path) -> list[AgentEndpoint]:
 
 
 def read_text(path: str | Path) -> str:
-    """Returns the text of a hostfile. SpecError for a file that cannot be read."""
+    """Return the text of a hostfile. Raises SpecError for an unreadable file."""
     source = KEPT_HOSTFILES.get()
     if source is not None and (kept := source(str(path))) is not None:
         return kept

@@ -145,9 +145,9 @@ class Statistics:
     recent_results: tuple[RecentResult, ...] = ()  # latest last; filled in by the code that sees results
     outages: tuple[Outage, ...] = ()  # current outages
     outage_seconds: float = 0.0  # total downtime of servers
-    down_seconds: Mapping[str, float] = field(default_factory=dict)  # the same by server
+    down_seconds: Mapping[str, float] = field(default_factory=dict)  # downtime by server
     schema_note: str = ""  # why the output schema is no longer sent
-    stages: tuple[StageCount, ...] = ()  # of a pipeline, whose sums the other numbers are
+    stages: tuple[StageCount, ...] = ()  # of a pipeline; the other numbers are sums over them
     ended: Ended | None = None
     reason: str = ""  # which limit ended the run, or why it could not continue
 

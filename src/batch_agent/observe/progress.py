@@ -46,7 +46,7 @@ class Progress:
             await self._display.__aexit__(*exception)
 
     def conclude(self, summary: str) -> None:
-        """The run's summary, where its progress was shown. In a notebook its first line: results are shown with it."""
+        """Show the run's summary, if its progress was shown; in a notebook only its first line: results show it."""
         if self._conclude is not None:
             with suppress(OSError):
                 self._conclude(summary)

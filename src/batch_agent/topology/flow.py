@@ -115,12 +115,12 @@ class Flow:
             raise self._failure
 
     def statistics(self) -> Statistics:
-        """The sums over all stages, and the counts of each."""
+        """Return the statistics of all stages together, with the counts of each stage."""
         whole = self._metrics.statistics()
         return replace(whole, stages=tuple(_counted(node, ended=whole.ended is not None) for node in self.nodes))
 
     def tool_statistics(self) -> dict[str, ToolStatistics]:
-        """What the tools of all stages came to, by name; of two with one name, the later stage's."""
+        """Return the statistics of the tools of all stages, by name; a later stage replaces an earlier one."""
         return {name: use for node in self.nodes for name, use in node.run.tool_statistics().items()}
 
     def pause(self) -> None:
@@ -301,7 +301,7 @@ class Flow:
 
 
 def _counted(node: AgentNode | ReduceNode, *, ended: bool) -> StageCount:
-    """The rows of a stage; of a pipeline that has ended, none is running."""
+    """Return the row counts of a stage. After the end of the pipeline no row is running."""
     own = node.run.statistics()
     total = own.done if own.ended == "complete" else own.total
     return StageCount(node.name, total, own.done, own.failed, 0 if ended else own.alive, node.failed_before)

@@ -40,9 +40,8 @@ class Items(BaseModel):
 
 
 class Reduced(Generic[T, R], tuple[Results[T], R | AgentResult[R]]):
-    """``(results, reduced)``. ``reduced`` is the value itself; where the reduction failed, it is the failed Reduction,
-    an AgentResult that is false. ``reduction`` says in both cases what the reduction covers; ``summary`` is of all
-    stages."""
+    """``(results, reduced)``. ``reduced`` is the value itself, or the failed Reduction, an AgentResult that is false.
+    ``reduction`` says in both cases what the reduction covers. ``summary`` covers all stages."""
 
     reduction: Reduction[R]
     summary: Summary

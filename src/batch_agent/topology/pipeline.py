@@ -34,8 +34,8 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Outcome(Generic[T]):
-    """``outputs`` are what came out of the last stage, in order; ``results`` those of each stage that asks a model, by
-    name and in the order of their indexes. ``reductions`` say what each reduction covers. Prints as a summary."""
+    """``outputs``: the output of the last stage, in order. ``results``: those of each stage that calls a model, by name
+    and in index order. ``reductions``: what each reduction covers. Prints as a summary."""
 
     outputs: list[T]
     results: Mapping[str, Results[Any]]
@@ -121,12 +121,12 @@ class Pipeline(Generic[T]):
         return self.then(Reduce(name, prompt, tree, {**options, "output_schema": output_schema}))
 
     async def run(self, *, progress: bool | None = None, **options: Any) -> Outcome[T]:
-        """With options for the whole, as those of ``BatchAgent.run``; ``progress`` is that of ``BatchAgent.run`` too.
-        Failed rows and reductions are results."""
+        """Run the pipeline with options for the whole and ``progress``, as in ``BatchAgent.run``. Failed rows and
+        reductions are results."""
         return await finished(self.open(**options), progress)
 
     def plan(self, **options: Any) -> PipelinePlan:
-        """What ``run`` would do: rows, first message and cost of each stage. Nothing is sent. Print it."""
+        """Return what ``run`` would do: rows, first message and cost of each stage. Nothing is sent. Print it."""
         flow = Flow(self.inputs, self.stages, options, sends=False)
         return plan_stages(self.inputs, self.stages, {node.name: node.prepared for node in flow.nodes})
 

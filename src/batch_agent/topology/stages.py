@@ -67,7 +67,7 @@ def check_stage_options(name: str, options: Mapping[str, Any]) -> None:
 def check_options_of_the_whole(options: Mapping[str, Any]) -> None:
     for option in options:
         if option in OF_A_STAGE:
-            raise SpecError(f"{option} is an option of a stage, not of the whole")
+            raise SpecError(f"{option} is an option of a stage, not of the whole pipeline")
     if is_store_url(options.get("run_dir")) or is_store_url(options.get("checkpoint_dir")):
         raise SpecError(
             "run_dir: a pipeline is recorded in a directory; run each of its stages by itself to share it over Redis"

@@ -29,8 +29,8 @@ from batch_agent.errors import BackendError, SpecError
 from batch_agent.messages import Conversation, JsonObject, Reply, Sealed, Usage
 
 API = "https://api.anthropic.com"
-# The first is what every server of this wire understands, and with it older models still take a temperature.
-FILES = frozenset({"pdf"})  # that it takes in a document block
+FILES = frozenset({"pdf"})  # formats accepted in a document block
+# Every server of this wire supports the first; with it, older models still accept a temperature.
 VERSIONS = ("2023-06-01", "2026-10-21")
 MOST_PAUSES = 32
 MODELS_A_PAGE = 1000

@@ -53,8 +53,8 @@ class _Turn:
 
 
 class LocalBackend(Backend):
-    """``async with`` starts the engine process, or takes the one that an earlier run left; entering again shares it.
-    Leaving last lets it go, to be kept for a while or to end."""
+    """``async with`` starts the engine process, or reuses the idle one of an earlier run. Entering again shares it; the
+    last exit keeps it idle for a while, or ends it."""
 
     def __init__(self, options: Options, program: str = ENGINE_PROGRAM, keeper: EngineKeeper = KEPT) -> None:
         self._options = options

