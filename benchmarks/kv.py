@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.kv --simulated`` plays the work on the simulated engine in virtual time. ``--url
 http://127.0.0.1:8000/v1 --work growing`` measures a real vLLM server, which speaks the scripts that the prompts carry
-(see ``benchmarks/gpu.py``) and must have a KV cache of the size that the work names. The work ``fleet`` takes one
-``--url`` per server. Each measurement is printed as one line of JSON. Variants:
+(see ``benchmarks/gpu.py``) and must have a KV cache of the size that the work names, and for ``offload`` a slower
+memory behind it. The work ``fleet`` takes one ``--url`` per server; ``untold`` is simulated only. Each measurement is
+printed as one line of JSON. Variants:
 
 - *loop*: all agents at once, each a coroutine that asks and calls its tool; *loop N*: N agents at a time
 - *sweep*: ``loop N`` for several N; the best of them is the best static number
@@ -51,6 +52,7 @@ class Work:
     bars: bool = True  # the contexts do not fit; otherwise we only must not be slower
     servers: int = 1
     inflight: int | None = None  # requests at once, if the user gives a number
+    offload_tokens: int = 0  # of a slower memory behind the cache
     told: bool = True  # the engine reports the size of its cache
 
     def script(self, agent: int) -> list[str]:
@@ -71,6 +73,7 @@ class Work:
 
 
 WORDS = ("tree", "rock", "lamp", "snow", "page", "leaf", "door", "gold", "dawn", "port", "iron", "hay", "wax", "wood")
+CROWD = Work("crowd", 8, 800, 65_536, agents=96, tool_seconds=1.0, sweep=(8, 12, 16), inflight=12)
 WORKS = {
     work.name: work
     for work in (
@@ -79,8 +82,10 @@ WORKS = {
         Work("ample", 5, 2_500, 983_040, bars=False),
         Work("long tools", 5, 2_500, 98_304, tool_seconds=20.0, sweep=(8, 16), bars=False),
         Work("two turns", 2, 2_500, 98_304, agents=64, bars=False),
-        Work("crowd", 8, 800, 65_536, agents=96, tool_seconds=1.0, sweep=(8, 12, 16), inflight=12),
-        Work("untold", 8, 800, 65_536, agents=96, tool_seconds=1.0, sweep=(8, 12, 16), inflight=12, told=False),
+        CROWD,
+        replace(CROWD, name="untold", told=False, sweep=()),
+        Work("offload", 5, 2_500, 98_304, offload_tokens=400_000, bars=False),
+        replace(CROWD, name="small offload", offload_tokens=131_072, sweep=(), bars=False),
         Work("fleet", 5, 2_500, 98_304, agents=48, sweep=(16, 20), servers=2),
     )
 }
@@ -257,13 +262,14 @@ class Untold(SimulatedBackend):
         return replace(await super().load(endpoint), kv_tokens=None)
 
 
-def simulated(work: Work, variant: str) -> dict[str, object]:
+def simulated(work: Work, variant: str, seed: int = 0) -> dict[str, object]:
     """One variant on simulated engines."""
     model = EngineModel(
         prefill_tokens_per_second=9_000,
         step_seconds=0.03,
         sequence_seconds=0.0002,
         kv_tokens=work.kv_tokens,
+        offload_tokens=work.offload_tokens,
         context_tokens=16_384,
         answer_tokens=40,
         tool_calls_per_agent=work.turns - 1,
@@ -289,10 +295,10 @@ def simulated(work: Work, variant: str) -> dict[str, object]:
         loop = asyncio.get_running_loop()
         began = loop.time()
         if variant.startswith("loop"):
-            await loop_of(work, 0, ask, int(variant.split()[1]), counts)
+            await loop_of(work, seed, ask, int(variant.split()[1]), counts)
         else:
             backend = backends[0] if len(backends) == 1 else Fleet(backends)
-            _, more = await ours(work, 0, backend, parts_of(variant), counts)
+            _, more = await ours(work, seed, backend, parts_of(variant), counts)
         seconds = loop.time() - began
         engine = {
             "preemptions": sum(backend.runner.engine.counters.preemptions for backend in backends),

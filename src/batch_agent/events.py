@@ -194,6 +194,24 @@ class HealthChanged:
 
 
 @value_type
+class CacheRead:
+    """The KV caches of the engines behind a run, about once a second. From ``held_seconds`` on, since its start."""
+
+    at: float
+    run: str
+    tokens: int | None  # that the caches hold
+    usage: float | None  # 0 to 1, the part that running requests hold
+    contexts: int  # tokens of the contexts of the agents that are admitted
+    held: int  # agents that wait because their contexts do not fit
+    held_seconds: float  # that agents waited so, all together
+    recomputed: int  # tokens that were computed again because they had been evicted
+    recompute_seconds: float  # of the engines, that this took
+    touches: int  # evicted contexts that were computed again while their agents waited for tools
+    touched_tokens: int
+    kept_alive: int  # times that the shared prefix was touched
+
+
+@value_type
 class StreamingDecided:
     """Whether answers are streamed from now on, so that tools can start early, and why. Before the first of these
     events they are streamed, if the run allows it."""
@@ -246,6 +264,7 @@ Event = (
     | JobFinished
     | LimitChanged
     | HealthChanged
+    | CacheRead
     | StreamingDecided
     | SchemaUnsupported
     | ModelChosen

@@ -284,8 +284,8 @@ class BatchSpec(BaseModel):
     )
     kvflow: Annotated[bool | Literal["auto"], Allowed('True, False or "auto"')] = Field(
         "auto",
-        description="Keep the agents' contexts within the engine's KV cache: an agent whose context does not fit waits "
-        "at a turn boundary. `False` turns it off ([kv.md](kv.md)).",
+        description="Schedule agents by the engine's KV cache: one whose context does not fit waits at a turn "
+        "boundary. `True`: also what was not seen to pay yet; `False`: off ([kv.md](kv.md)).",
     )
     cache: Annotated[
         bool | Word | Path,

@@ -62,12 +62,19 @@ class EngineBlocks(Protocol):
     def get_num_free_blocks(self) -> int: ...
 
 
+class EnginePool(EngineBlocks, Protocol):
+    """... and that the connector uses."""
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> Sequence[EngineBlock] | None: ...
+
+
 class EngineRequest(Protocol):
     """The part of vLLM's request that pins use."""
 
     num_tokens: int
     kv_transfer_params: Mapping[str, object] | None
     status: object
+    block_hashes: Sequence[bytes]
 
 
 class EngineStep(Protocol):
@@ -199,6 +206,8 @@ class _Pinning:
     is moved."""
 
     _pins: Pins | None = None
+    _pool: EnginePool | None = None
+    _asked = False  # in this step a waiting request asked for blocks
 
     def __init__(self, vllm_config: object, role: object, kv_cache_config: object) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
@@ -214,7 +223,8 @@ class _Pinning:
 
     # Scheduler
 
-    def bind_gpu_block_pool(self, gpu_block_pool: EngineBlocks) -> None:
+    def bind_gpu_block_pool(self, gpu_block_pool: EnginePool) -> None:
+        self._pool = gpu_block_pool
         self._pins = Pins(gpu_block_pool, share=self._share, longest=self._longest)
 
     def on_new_request(self, request: EngineRequest) -> None:
@@ -227,18 +237,35 @@ class _Pinning:
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int, bool]:
         """Nothing is loaded. A waiting request is about to get its blocks: pins make room for it."""
-        if self._pins is not None:
-            needed = -(-(request.num_tokens - num_computed_tokens) // self._block_size)
-            self._pins.make_room(needed + 1, whole=True)
+        if self._pins is not None and self._pool is not None and self._pins.blocks:
+            self._asked = True
+            whole = -(-request.num_tokens // self._block_size)
+            if self._pool.get_num_free_blocks() <= whole:
+                held = self._held_hits(request, num_computed_tokens // self._block_size)
+                self._pins.make_room(whole - held + 1, whole=True)
         return 0, False
+
+    def _held_hits(self, request: EngineRequest, hits: int) -> int:
+        """Cached blocks of the request that are in use or pinned, and so are not taken from the free ones."""
+        held = 0
+        for block_hash in request.block_hashes[:hits]:
+            found = None if self._pool is None else self._pool.get_cached_block(block_hash, [0])
+            if not found:
+                break
+            held += found[0].ref_cnt > 0
+        return held
 
     def update_state_after_alloc(self, request: EngineRequest, blocks: object, num_external_tokens: int) -> None:
         return
 
     def build_connector_meta(self, scheduler_output: EngineStep) -> object:
-        """Called in each step. Running requests find as many blocks as if the next step were like this one."""
+        """Called in each step. Running requests find as many blocks as if the next step were like this one. A step in
+        which a request asked for blocks and nothing could be scheduled releases all pins."""
         if self._pins is not None:
             scheduled = scheduler_output.num_scheduled_tokens
+            if self._asked and not scheduled:
+                self._pins.clear()
+            self._asked = False
             self._pins.make_room(-(-sum(scheduled.values()) // self._block_size) + 2 * len(scheduled))
         return import_module(BASE).KVConnectorMetadata()
 

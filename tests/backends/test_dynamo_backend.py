@@ -162,6 +162,14 @@ async def test_how_busy_it_is_and_what_its_model_takes() -> None:
         assert (await backend.facts("m"), await backend.facts("mock")) == (Facts(4096), Facts())
 
 
+async def test_the_size_of_the_cache_is_that_of_all_workers() -> None:
+    told = b"dynamo_frontend_inflight_requests 1\ndynamo_frontend_model_total_kv_blocks 100\n"
+    told += b"dynamo_frontend_model_kv_cache_block_size 16\n"
+    for more, size in ((b"dynamo_frontend_model_workers 2\n", 3200), (b"", None)):
+        async with WireServer(answer(told + more, kind="text/plain")) as server, dynamo(server.port) as backend:
+            assert (await backend.load()).kv_tokens == size
+
+
 async def test_metrics_that_are_not_its_own_are_an_error() -> None:
     async with WireServer(answer(b"up 1\n", kind="text/plain")) as server, dynamo(server.port) as backend:
         with pytest.raises(BackendError, match="Dynamo"):

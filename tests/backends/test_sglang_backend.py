@@ -58,6 +58,17 @@ async def test_an_older_server_tells_it_in_its_metrics_and_is_not_asked_for_load
     assert [exchange.path for exchange in server.requests] == ["/v1/loads?include=core", "/metrics", "/metrics"]
 
 
+async def test_an_older_server_tells_the_size_of_its_cache_with_its_options() -> None:
+    info = {"max_total_num_tokens": 1000, "internal_states": [{}, {}], "enable_hierarchical_cache": True}
+    told = b"sglang:num_running_reqs 3\nsglang:generation_tokens_total 70\n"
+    tiered = told + b"sglang:hicache_host_total_tokens 5000\n"
+    for metrics, size, unknown in ((told, 2000, True), (tiered, 5000, False)):
+        script = serving(server_info=answer(info), metrics=answer(metrics, kind="text/plain"))
+        async with WireServer(script) as server, sglang(server) as backend:
+            await backend.facts("m")
+            assert await backend.load() == Load(running=3, kv_tokens=size, offloads=unknown, generated=70)
+
+
 async def test_a_server_that_is_busy_or_tells_nothing_is_an_error() -> None:
     async with WireServer(answer(b"", 503)) as server, sglang(server) as backend:
         with pytest.raises(Unavailable):

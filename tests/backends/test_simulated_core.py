@@ -299,3 +299,15 @@ def test_pins_give_way_to_a_request_that_needs_their_blocks() -> None:
     assert engine.pool.held > 0
     assert run_one(engine, tokens(60, "d"), tokens(2, "o")).ended
     assert engine.counters.preemptions == 0
+
+
+def test_what_the_cache_evicted_is_loaded_from_the_slower_memory() -> None:
+    model = replace(SMALL, max_batched_tokens=64, prefill_tokens_per_second=1.0, offload_tokens_per_second=4.0)
+    for size, cached, seconds in ((0, 0, 40.0), (400, 36, 9.0 + 4.0), (16, 0, 40.0)):
+        engine = Engine(replace(model, offload_tokens=size))
+        run_one(engine, tokens(40), tokens(1, "x"))
+        for other in "bc":
+            run_one(engine, tokens(60, other), tokens(1, "x"))
+        again = engine.add(tokens(40), tokens(1, "x"))
+        [step] = run(engine)
+        assert (again.cached_tokens, step.seconds) == (cached, 1.0 + seconds)

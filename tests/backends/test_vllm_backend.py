@@ -43,6 +43,16 @@ async def test_how_busy_it_is_is_read_from_its_metrics() -> None:
     assert server.requests[0].path == "/metrics"
 
 
+async def test_the_size_of_the_cache_is_told_in_tokens_where_layers_differ_and_an_offload_tier_is_seen() -> None:
+    told = (
+        b"vllm:num_requests_running 1\nvllm:generation_tokens_total 50\n"
+        b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100",kv_cache_size_tokens="900",'
+        b'kv_offloading_size="8.0"} 1\n'
+    )
+    async with WireServer(answer(told, kind="text/plain")) as server, vllm(server) as backend:
+        assert await backend.load() == Load(running=1, kv_tokens=900, offloads=True, generated=50)
+
+
 async def test_what_an_older_server_calls_otherwise_is_found_and_what_it_does_not_say_is_not_known() -> None:
     told = (
         b'vllm:num_requests_running 1\nvllm:gpu_cache_usage_perc 0.5\nvllm:cache_config_info{num_gpu_blocks="None"} 1\n'

@@ -11,8 +11,10 @@ from batch_agent.backends.simulated import EngineModel, SimulatedBackend
 from batch_agent.messages import Usage
 from batch_agent.scheduler.admission import Admission, kv_tokens_left
 from batch_agent.scheduler.core import Scheduler, Ticket
+from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.forecast import Progress
-from batch_agent.scheduler.server import Server
+from batch_agent.scheduler.kvflow import KvParts
+from batch_agent.scheduler.server import Server, Terms
 from batch_agent.testing import run_virtual
 
 
@@ -129,6 +131,73 @@ def test_nothing_is_held_back_where_tools_take_so_long_that_the_engine_would_idl
     for _ in range(20):
         agents.start()
     assert len(agents.serve()) == 20
+
+
+def test_the_capacity_is_learnt_where_the_engine_does_not_report_it() -> None:
+    agents = Agents(kv_tokens=None)
+    agents.learn(2, turns=4)
+    started = [agents.start() for _ in range(6)]
+    for turn in range(1, 4):
+        for ticket in agents.serve():
+            agents.answer(ticket)
+        agents.now += 1.0
+        started = [(progress, agents.scheduler.request(progress, turn, agents.now)) for progress, _ in started]
+    assert agents.admission.capacity is None
+    first, *_ = agents.serve()
+    usage = Usage(prompt_tokens=4_000, completion_tokens=0, cached_tokens=10)  # it had 3,000 tokens, and was evicted
+    agents.scheduler.answered(first, 1.0, usage, agents.now)
+    assert agents.admission.capacity == 6 * 3_000  # of the contexts that were used since
+
+
+def test_a_turn_that_waits_for_its_own_endpoint_has_to_be_admitted_too() -> None:
+    home = Endpoint(None, Terms(ceiling=1), "a")
+    scheduler = Scheduler(None, None, [home, Endpoint(None, Terms(ceiling=1), "b")])
+    scheduler.use(KvParts())
+    scheduler.router.prefix.learn(100, 100.0)  # computing it again takes so long that it is worth the wait
+    scheduler.router.prefix.learn(100_000, 100_000.0)
+    first, second = Progress(1), Progress(1)
+    for progress in (first, second):
+        progress.home, progress.tokens, progress.live = home, 5_000, True
+        scheduler.start_agent()
+    held, parked = scheduler.request(first, 1, 0.0), scheduler.request(second, 1, 0.0)
+    assert scheduler.grant(0.0) is held and scheduler.grant(0.0) is None
+    seen: list[Ticket] = []
+
+    def refuse(waiting: Ticket, *_: object) -> bool:
+        seen.append(waiting)
+        return False
+
+    scheduler.admission.admit = refuse  # type: ignore[method-assign]
+    scheduler.give_back(held)
+    assert scheduler.grant(1.0) is None
+    assert seen == [parked]
+
+
+def test_a_touch_is_sent_only_if_the_context_was_evicted_and_nobody_loses_one_for_it() -> None:
+    agents = Agents(kv_tokens=10_000)
+    agents.learn(1, turns=4)
+    progress, ticket = agents.start()
+    agents.serve()
+    agents.answer(ticket)
+    admission = agents.admission
+    assert not admission.may_touch(progress, 0, agents.now)  # it is still there
+    for _ in range(10):  # agents that end leave 1,000 tokens each
+        other, turn = agents.start()
+        agents.serve()
+        agents.answer(turn)
+        agents.scheduler.end_agent(other, 1)
+    assert admission.is_evicted(progress)
+    assert admission.may_touch(progress, 0, agents.now)
+    assert not admission.may_touch(progress, 1, agents.now)  # a turn waits for a slot
+    admission.touched(progress, agents.endpoint, Usage(1_000, 0, 1))
+    assert not admission.is_evicted(progress)
+    assert (admission.counts.touches, admission.counts.touched_tokens) == (1, 1_000)
+
+
+def test_an_offload_tier_is_a_cache_of_unknown_size() -> None:
+    told = Reported(1_000)
+    told.offloads = True
+    assert kv_tokens_left(told, Server()) is None
 
 
 def test_what_other_clients_hold_of_a_cache_is_left_out() -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from batch_agent.backends.base import Backend, Load
 from batch_agent.dispatch.dispatcher import Dispatcher
@@ -26,15 +27,33 @@ Hold = Callable[[bool], None]
 logger = logging.getLogger("batch_agent")
 
 
+class LoadWatch(Protocol):
+    @property
+    def in_gaps(self) -> bool:
+        """Whether engines are read also while nothing is in flight."""
+        ...
+
+    async def read(self, endpoint: Endpoint, load: Load) -> None:
+        """An endpoint reported its load."""
+        ...
+
+
 @asynccontextmanager
-async def poll_load(backend: Backend, dispatcher: Dispatcher, ceiling: int | None, hold: Hold) -> AsyncIterator[None]:
-    """Poll the load. Calls ``hold`` with whether new agents must wait: more than ``ceiling`` requests are queued."""
+async def poll_load(
+    backend: Backend,
+    dispatcher: Dispatcher,
+    ceiling: int | None,
+    hold: Hold,
+    watch: LoadWatch | None = None,
+) -> AsyncIterator[None]:
+    """Poll the load. Calls ``hold`` with whether new agents must wait: more than ``ceiling`` requests are queued.
+    ``watch`` gets each reading."""
     if not backend.capabilities.reports_load:
         if ceiling is not None:
             logger.warning("backpressure_ceiling: %s does not report the length of its queue", backend.name)
         yield
         return
-    reading = asyncio.get_running_loop().create_task(LoadPoller(backend, dispatcher, ceiling, hold).read_on())
+    reading = asyncio.get_running_loop().create_task(LoadPoller(backend, dispatcher, ceiling, hold, watch).read_on())
     try:
         yield
     finally:
@@ -43,9 +62,16 @@ async def poll_load(backend: Backend, dispatcher: Dispatcher, ceiling: int | Non
 
 
 class LoadPoller:
-    def __init__(self, backend: Backend, dispatcher: Dispatcher, ceiling: int | None, hold: Hold) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        dispatcher: Dispatcher,
+        ceiling: int | None,
+        hold: Hold,
+        watch: LoadWatch | None = None,
+    ) -> None:
         self._backend, self._dispatcher = backend, dispatcher
-        self._ceiling, self._hold = ceiling, hold
+        self._ceiling, self._hold, self._watch = ceiling, hold, watch
         self._failures: dict[str, int] = {}  # consecutive failures, by endpoint
         self._generated: dict[str, int] = {}  # tokens at the last reading, by endpoint
         self._warned = False
@@ -60,7 +86,8 @@ class LoadPoller:
     async def _read_all(self, endpoints: list[Endpoint]) -> float:
         """Read the load of all endpoints. Returns the seconds until the next reading."""
         # With a ceiling, read also while nothing is in flight: otherwise a hold would never end.
-        asked = [each for each in endpoints if self._ceiling is not None or each.inflight]
+        always = self._ceiling is not None or (self._watch is not None and self._watch.in_gaps)
+        asked = [each for each in endpoints if always or each.inflight]
         loads = await asyncio.gather(*map(self._read, asked))
         if self._ceiling is not None:
             # An endpoint without load metrics never counts as having a long queue.
@@ -83,6 +110,8 @@ class LoadPoller:
                 endpoint.health.heard = asyncio.get_running_loop().time()
             self._generated[endpoint.name] = load.generated
         self._dispatcher.endpoints.loaded(endpoint, load)
+        if self._watch is not None:
+            await self._watch.read(endpoint, load)
         return load
 
     def _failed(self, endpoint: Endpoint, error: Exception) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from batch_agent.errors import Interrupted
 from batch_agent.events import (
     AnswerRejected,
+    CacheRead,
     DrainStarted,
     Ended,
     Event,
@@ -146,6 +147,7 @@ class Statistics:
     outages: tuple[Outage, ...] = ()  # current outages
     outage_seconds: float = 0.0  # total downtime of servers
     down_seconds: Mapping[str, float] = field(default_factory=dict)  # downtime by server
+    kv: CacheRead | None = None  # the engines' KV caches, if they report them
     schema_note: str = ""  # why the output schema is no longer sent
     stages: tuple[StageCount, ...] = ()  # of a pipeline; the other numbers are sums over them
     ended: Ended | None = None
@@ -239,19 +241,16 @@ class Metrics:
         self._down: dict[str, HealthChanged] = {}
         self._down_seconds: dict[str, float] = {}  # of outages that are over, by endpoint
         self._schema_note = ""
+        self._kv: CacheRead | None = None
         self._errors: dict[tuple[str, str], RecentError] = {}
         self._rows_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         self._takes: dict[type[Event], Callable[[Any], None]] = {
             AnswerRejected: self._answer_rejected,
-            DrainStarted: self._drain_started,
             HealthChanged: self._health_changed,
             JobFinished: self._job_finished,
             JobStarted: self._job_started,
             LimitChanged: self._limit_changed,
-            ModelChosen: self._model_chosen,
-            RunFinished: self._run_finished,
             RunStarted: self._run_started,
-            SchemaUnsupported: self._schema_unsupported,
             ToolFinished: self._tool_finished,
             ToolStarted: self._tool_started,
             TurnFailed: self._turn_failed,
@@ -260,9 +259,7 @@ class Metrics:
         }
 
     def __call__(self, event: Event) -> None:
-        take = self._takes.get(type(event))
-        if take is not None:
-            take(event)
+        self._takes.get(type(event), self._rare)(event)
 
     def statistics(self) -> Statistics:
         run, finished = self._run, self._finished
@@ -334,18 +331,18 @@ class Metrics:
             total = None if event.total is None else self._run.total + event.total
             self._run = replace(self._run, total=total)
 
-    def _run_finished(self, event: RunFinished) -> None:
-        if self._run is not None and event.run == self._run.run:
-            self._finished = event
-
-    def _model_chosen(self, event: ModelChosen) -> None:
-        self._run = self._run and replace(self._run, model=event.model)
-
-    def _schema_unsupported(self, event: SchemaUnsupported) -> None:
-        self._schema_note = event.reason
-
-    def _drain_started(self, event: DrainStarted) -> None:
-        self._draining = True
+    def _rare(self, event: Event) -> None:
+        match event:
+            case CacheRead():
+                self._kv = event
+            case DrainStarted():
+                self._draining = True
+            case ModelChosen():
+                self._run = self._run and replace(self._run, model=event.model)
+            case SchemaUnsupported():
+                self._schema_note = event.reason
+            case RunFinished() if self._run is not None and event.run == self._run.run:
+                self._finished = event
 
     def _limit_changed(self, event: LimitChanged) -> None:
         self._max_inflight = event.max_inflight

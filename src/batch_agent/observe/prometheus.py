@@ -6,11 +6,12 @@ Labels are bounded: endpoints, error types, tools and fixed values. No label nam
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from batch_agent.events import (
     AnswerRejected,
+    CacheRead,
     ContextCompacted,
     Event,
     HealthChanged,
@@ -60,6 +61,7 @@ class RunNumbers:
             AnswerRejected: self._rejected,
             ContextCompacted: self._compacted,
             HealthChanged: self._health_changed,
+            CacheRead: self._cache_read,
             RunStarted: self._run_started,
             ModelChosen: self._model_chosen,
         }
@@ -67,6 +69,7 @@ class RunNumbers:
         self._info: tuple[str, str] = ("", "")
         self._down: set[str] = set()
         self._backends: dict[str, str] = {}  # by run
+        self._caches: dict[str, CacheRead] = {}  # the latest, by run
         self.rows = Counter("batch_agent_rows_finished_total", "Rows with a result.", ("state",))
         self.resumed = Counter("batch_agent_rows_resumed_total", "Rows with a result recorded by an earlier session.")
         self.failures = Counter("batch_agent_row_failures_total", "Failed rows by type of error.", ("error_type",))
@@ -134,6 +137,9 @@ class RunNumbers:
     def _compacted(self, event: ContextCompacted) -> None:
         self.compactions.add()
 
+    def _cache_read(self, event: CacheRead) -> None:
+        self._caches[event.run] = event
+
     def page(self) -> str:
         self._count_tokens()
         return page([*self._state(), *self._counted()])
@@ -154,6 +160,7 @@ class RunNumbers:
         waiting = Gauge("batch_agent_requests_waiting", "Requests waiting for a slot.")
         waiting.set(live.waiting)
         families: list[Family] = [info, rows, waiting, *endpoint_gauges(live.endpoints)]
+        families += cache_families(self._caches.values())
         if self._began is not None:
             began = Gauge("batch_agent_run_start_time_seconds", "When the run began, in seconds since 1970.")
             began.set(self._began)
@@ -217,6 +224,32 @@ class RunNumbers:
             self._info = event.backend, event.model
         if event.run != self._own:
             self._expected[event.run] = event.total
+
+
+def cache_families(caches: Collection[CacheRead]) -> list[Family]:
+    """What the engines' KV caches hold and cost; nothing if no engine reports it."""
+    if not caches:
+        return []
+    usage = Gauge("batch_agent_kv_usage", "Part of the engines' KV caches that running requests hold, 0 to 1.")
+    told = [each.usage for each in caches if each.usage is not None]
+    if told:
+        usage.set(sum(told) / len(told))
+    capacity = Gauge("batch_agent_kv_capacity_tokens", "Tokens that the engines' KV caches hold.")
+    capacity.set(max(each.tokens or 0 for each in caches))
+    contexts = Gauge("batch_agent_kv_context_tokens", "Tokens of the contexts of admitted agents.")
+    contexts.set(sum(each.contexts for each in caches))
+    held = Gauge("batch_agent_agents_held", "Agents that wait because their contexts do not fit the KV cache.")
+    held.set(sum(each.held for each in caches))
+    waited = Counter("batch_agent_agents_held_seconds_total", "Seconds that agents waited so, all together.")
+    waited.add(sum(each.held_seconds for each in caches))
+    tokens = Counter("batch_agent_recomputed_tokens_total", "Tokens computed again because they had been evicted.")
+    tokens.add(sum(each.recomputed for each in caches))
+    seconds = Counter("batch_agent_recompute_seconds_total", "Seconds of the engines that this took.")
+    seconds.add(sum(each.recompute_seconds for each in caches))
+    touches = Counter("batch_agent_kv_touches_total", "Requests that keep contexts in the cache, by kind.", ("kind",))
+    touches.add(sum(each.touches for each in caches), "context")
+    touches.add(sum(each.kept_alive for each in caches), "prefix")
+    return [usage, capacity, contexts, held, waited, tokens, seconds, touches]
 
 
 def endpoint_gauges(endpoints: Iterable[tuple[str, Endpoint]]) -> list[Family]:

@@ -18,6 +18,7 @@ from batch_agent.observe.history import sparkline
 from batch_agent.observe.metrics import RecentError, Statistics
 from batch_agent.observe.text import clock, counted, cut, dollars, duration, harmless, rate
 from batch_agent.observe.words import (
+    cache,
     error_line,
     failing_tools,
     outage_line,
@@ -119,6 +120,8 @@ def _work_items(statistics: Statistics) -> Iterator[_Item]:
     if statistics.tool_calls:
         counts = f"{statistics.tool_shared:,} shared, {statistics.tool_cached:,} cached"
         yield "tools", f"{counted(statistics.tool_calls, 'call')}, {counts}", ""
+    if statistics.kv is not None and (text := cache(statistics.kv)):
+        yield "KV cache", text, "yellow" if statistics.kv.held else ""
     if statistics.retries:
         yield "sent again", f"{statistics.retries:,}", "yellow"
     if statistics.rejected:

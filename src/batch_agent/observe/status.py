@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from batch_agent.messages import JsonObject
 from batch_agent.observe.metrics import Statistics
+from batch_agent.observe.summary import cache_json
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.spec import BatchSpec
 from batch_agent.store.timeline import SAMPLE, Line
@@ -67,6 +68,7 @@ def status_json(
         "max_inflight": slots,
         "endpoints": [_endpoint(endpoint) for endpoint, _ in zip(endpoints, range(ENDPOINTS), strict=False)],
         "outage_seconds": round(now.outage_seconds, 1),
+        "kv": None if now.kv is None else cache_json(now.kv),
         "tools": [_tool(tool, now) for tool in tools.values() if tool.calls],
         "errors": [
             {"row": error.index, "type": error.type, "message": error.message, "count": error.count}

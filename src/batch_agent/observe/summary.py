@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from types import MappingProxyType
 
+from batch_agent.events import CacheRead
 from batch_agent.messages import JsonObject, Usage
 from batch_agent.observe.metrics import Prewarm, Statistics, ToolUse
 from batch_agent.observe.savings import savings
@@ -42,6 +44,8 @@ def summary_lines(
         lines += _labelled("limit", [_limit_line(statistics)])
     lines += _labelled("failed", _failure_lines(statistics))
     lines += _labelled("tokens", [_token_line(statistics)])
+    if statistics.kv is not None and (text := _cache_line(statistics.kv)):
+        lines += _labelled("KV", [text])
     if statistics.cost is not None:
         lines += _labelled("cost", [_cost_line(statistics)])
     if statistics.tool_calls:
@@ -93,6 +97,7 @@ def summary_json(
             "reasoning": usage.reasoning_tokens,
         },
         "prefix_hit_rate": _hit_rate(usage),
+        "kv": None if statistics.kv is None else cache_json(statistics.kv),
         "cost": None if statistics.cost is None else round(statistics.cost, 9),
         "saved": {saving.name: {"value": saving.value, "how": saving.how} for saving in savings(statistics)},
         "tool_calls": {
@@ -164,6 +169,27 @@ def _token_line(statistics: Statistics) -> str:
     if statistics.rejected:
         line += f", {counted(statistics.rejected, 'answer')} rejected and asked for again"
     return line
+
+
+def _cache_line(kv: CacheRead) -> str:
+    """What the engines' KV caches cost and what was done about it; empty if it was nothing."""
+    parts = []
+    if kv.recomputed:
+        parts.append(f"{amount(kv.recomputed)} evicted tokens computed again, {duration(kv.recompute_seconds)}")
+    if kv.held_seconds:
+        size = f" of {amount(kv.tokens)} tokens" if kv.tokens else ""
+        parts.append(
+            f"agents held back for {duration(kv.held_seconds)} in all, because their contexts did not fit a cache{size}"
+        )
+    if kv.touches:
+        parts.append(f"{counted(kv.touches, 'evicted context')} touched, {amount(kv.touched_tokens)} tokens")
+    if kv.kept_alive:
+        parts.append(f"shared prefix touched {counted(kv.kept_alive, 'time')}")
+    return "; ".join(parts)
+
+
+def cache_json(kv: CacheRead) -> JsonObject:
+    return {name: value for name, value in asdict(kv).items() if name not in ("at", "run")}
 
 
 def _cost_line(statistics: Statistics) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from batch_agent.events import CacheRead
 from batch_agent.observe.metrics import Outage, RecentError, Statistics
 from batch_agent.observe.text import amount, clock, counted, duration, harmless, rows, share
 
@@ -40,6 +41,18 @@ def tokens(statistics: Statistics) -> str:
     usage = statistics.usage
     cached = f" ({share(usage.cached_tokens, usage.prompt_tokens)} cached)" if usage.cached_tokens else ""
     return f"{amount(usage.prompt_tokens)} in{cached}, {amount(usage.completion_tokens)} out"
+
+
+def cache(kv: CacheRead) -> str:
+    """The KV caches of the engines; empty where nothing is worth a word."""
+    parts = []
+    if kv.held:
+        parts.append(f"{counted(kv.held, 'agent')} held back: contexts do not fit {amount(kv.tokens or 0)} tokens")
+    if kv.recomputed:
+        parts.append(f"{amount(kv.recomputed)} tokens recomputed ({duration(kv.recompute_seconds)})")
+    if parts and kv.usage is not None:
+        parts.insert(0, f"{kv.usage:.0%} in use")
+    return ", ".join(parts)
 
 
 def phase(statistics: Statistics) -> str:

@@ -50,6 +50,7 @@ class KvCounts:
     """What came of the engine's KV cache so far."""
 
     recomputed: int = 0  # tokens that had to be computed again because they were evicted
+    recompute_seconds: float = 0.0  # of the engines, that this took
     held_seconds: float = 0.0  # that agents were held back, all together
     touches: int = 0  # contexts that were touched while their agents waited for tools
     touched_tokens: int = 0  # computed by these
@@ -82,12 +83,22 @@ class Admission(Generic[Waiting]):
     def set_capacity(self, endpoint: Endpoint, tokens: int | None) -> None:
         working_set = self._set_of(endpoint)
         if working_set.reported != tokens:
-            working_set.reported = tokens
+            working_set.reported, working_set.ample = tokens, 0
             self._capacity_changed()
 
     def _capacity_changed(self) -> None:
         self.is_on = any(each.capacity is not None for each in self._sets.values())
         self._recheck = -inf
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that the caches hold together; None if that is known of none."""
+        return sum(each.capacity or 0 for each in self._sets.values()) or None
+
+    @property
+    def contexts(self) -> int:
+        """Tokens of the contexts of all admitted agents."""
+        return sum(tokens for each in self._sets.values() for _, tokens in each.members.values())
 
     def drop(self, endpoint: Endpoint) -> None:
         """The endpoint is gone."""
@@ -138,7 +149,7 @@ class Admission(Generic[Waiting]):
 
     def is_evicted(self, progress: Progress) -> bool:
         """Whether the agent's context has probably been evicted."""
-        if not progress.turns or not self.is_on:
+        if not progress.tokens or not self.is_on:
             return False
         sets, where = self._sets, progress.home
         home = next(iter(sets.values())) if len(sets) == 1 else None if where is None else sets.get(where)
@@ -172,7 +183,9 @@ class Admission(Generic[Waiting]):
     def go_on(self, progress: Progress, waited: float, now: float) -> None:
         """An agent is ready for its next turn, after a tool wait of some seconds. It has to be admitted again if its
         context is no longer expected in the cache."""
-        self._growth.expect(progress.turns, progress.expected - progress.tokens)
+        if self._growth.expect(progress.turns, progress.expected - progress.tokens):
+            for each in self._sets.values():
+                each.ample = 0
         home = self._home.get(progress)
         if home is None:
             return
@@ -193,7 +206,10 @@ class Admission(Generic[Waiting]):
         if progress.turns == 0 and cached:
             growth.shared = min(growth.shared, cached) if growth.shared else cached
         elif progress.turns and cached and before:
-            self.counts.recomputed += max(0, min(before, usage.prompt_tokens) - cached)
+            again = max(0, min(before, usage.prompt_tokens) - cached)
+            self.counts.recomputed += again
+            if rate := working_set.pace.rate:
+                self.counts.recompute_seconds += again / rate
             evicted = cached - growth.shared < EVICTED * (before - growth.shared)
         progress.tokens = tokens
         growth.learn(progress.turns + 1, tokens)

@@ -101,6 +101,11 @@ class TurnForecast:
         return sum(self._live)
 
     @property
+    def furthest(self) -> int:
+        """The most turns that any agent has taken."""
+        return len(self._live) - 1
+
+    @property
     def seconds_per_turn(self) -> float:
         """Mean seconds of a request; 0 before the first answer."""
         return self._turn_seconds / self._turn_count if self._turn_count else 0.0

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from math import inf
 
-from batch_agent.scheduler.forecast import Progress, TurnForecast
+from batch_agent.scheduler.forecast import FIRST_GUESS, Progress, TurnForecast
 from batch_agent.scheduler.residency import FULL, LearntCapacity, Residency
 
+MOST_AGENTS = 1 << 30
 FARTHEST = 64  # turns that are looked ahead
 NEAR = 2  # turns that are looked ahead before a member has to be admitted again
 LONG_WAIT = 5.0  # times the mean seconds of a turn: after such a tool wait a context counts half, after two a quarter
@@ -24,10 +25,11 @@ LESS, MORE, LEAST = 0.95, 0.002, 0.6  # times the margin after an eviction, what
 class ContextGrowth:
     """Mean tokens of an agent's context after each turn."""
 
-    __slots__ = ("_count", "_mean", "_step", "shared")
+    __slots__ = ("_count", "_mean", "_step", "largest", "shared")
 
     def __init__(self) -> None:
         self.shared = 0  # tokens that all agents share; they are in the cache once
+        self.largest = 0  # tokens of the largest context so far
         self._mean = [0.0]  # by turns taken
         self._count = [0]
         self._step = 0.0  # mean growth per turn, for turns that no agent has taken yet
@@ -38,6 +40,8 @@ class ContextGrowth:
 
     def learn(self, turns: int, tokens: int) -> None:
         """After ``turns`` turns an agent's context had this size."""
+        if tokens > self.largest:
+            self.largest = tokens
         if turns > FARTHEST:
             return
         while turns >= len(self._mean):
@@ -49,10 +53,13 @@ class ContextGrowth:
         if last > 1:
             self._step = (self._mean[last] - self._mean[1]) / (last - 1)
 
-    def expect(self, turns: int, more: int) -> None:
-        """The next prompt of an agent that has taken ``turns`` is longer by this. An answer replaces it."""
-        if turns and turns + 1 >= len(self._mean):
-            self._step = max(self._step, float(more))
+    def expect(self, turns: int, more: int) -> bool:
+        """The next prompt of an agent that has taken ``turns`` is longer by this. Returns whether that is more than was
+        expected. An answer replaces it."""
+        if not turns or turns + 1 < len(self._mean) or more <= self._step:
+            return False
+        self._step = float(more)
+        return True
 
     def after(self, turns: int) -> float:
         last = len(self._mean) - 1
@@ -100,6 +107,7 @@ class WorkingSet:
         "_forecast",
         "_growth",
         "_preemptions",
+        "ample",
         "learnt",
         "margin",
         "members",
@@ -112,6 +120,7 @@ class WorkingSet:
     def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
         self._growth, self._forecast = growth, forecast
         self.reported: int | None = None  # tokens that the cache holds, as the engine says; None: it does not say
+        self.ample = 0  # members that fit whatever their contexts, as far as was known at the last answer
         self.queue = 0  # requests that wait in the engine, at the last reading
         self._preemptions: int | None = None  # at the last reading
         self.learnt = LearntCapacity()
@@ -157,6 +166,7 @@ class WorkingSet:
         elif distance < FULL * self.room:  # the cache holds less than the engine says: others have the rest
             self.shrink()
         self.use(progress, tokens)
+        self.ample = self._count_ample()
         return changed
 
     def use(self, progress: Progress, tokens: int) -> None:
@@ -172,12 +182,11 @@ class WorkingSet:
             self.shrink()
         self._preemptions = total
 
-    def weight(self, progress: Progress, now: float) -> float:
-        """How much an agent's context counts, by how long it has waited for its tool."""
-        turn = self._forecast.seconds_per_turn
-        if progress.answered_at is None or not turn:
-            return 1.0
-        return float(min(1.0, 2.0 ** (1.0 - (now - progress.answered_at) / (LONG_WAIT * turn))))
+    def _count_ample(self) -> int:
+        """Returns how many contexts of the largest size fit: with fewer members nothing has to be projected."""
+        growth, room = self._growth, self.room
+        most = max(growth.largest, growth.after(2 * self._forecast.furthest + FIRST_GUESS)) - growth.shared
+        return MOST_AGENTS if room == inf else int(room / max(1.0, most))
 
     def keeps(self, progress: Progress, now: float) -> bool:
         """Whether a member goes on: the contexts that are in the cache fit for the next turns, or another member whose
@@ -198,14 +207,16 @@ class WorkingSet:
     ) -> bool:
         """Whether the members' contexts fit for the turns ahead, those ``among`` some only if that is given; with one
         more agent that has taken ``turns`` if that is given."""
-        if self.capacity is None or not self._growth.is_known:
+        if len(self.members) < self.ample or self.capacity is None or not self._growth.is_known:
             return True
+        half = LONG_WAIT * self._forecast.seconds_per_turn
         shared, after, goes_on = self._growth.shared, self._growth.after, self._forecast.goes_on
         groups: dict[int, list[float]] = {} if turns is None else {turns: [1.0, float(tokens)]}
         for progress, (taken, size) in self.members.items():
             if among is not None and progress not in among:
                 continue
-            weight = self.weight(progress, now)
+            waited = 0.0 if progress.answered_at is None else now - progress.answered_at
+            weight = 2.0 ** (1.0 - waited / half) if waited > half > 0.0 else 1.0
             group = groups.setdefault(taken, [0.0, 0.0])
             group[0] += weight
             group[1] += weight * size

@@ -7,6 +7,7 @@ About four minutes on two cores the first time (3 GB), one minute afterwards.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -62,10 +63,12 @@ def vllm_pin(folder: Path) -> AbstractContextManager[str]:
         "kv_connector": "PinConnector",
         "kv_connector_module_path": "batch_agent.vllm_pin",
         "kv_role": "kv_both",
+        "kv_connector_extra_config": {"pin_seconds": 3600},  # on a busy machine a flood of requests takes minutes
     }
     flags = ["--kv-transfer-config", json.dumps(connector), "--num-gpu-blocks-override", "80"]
     flags += ["--max-model-len", "1024", "--max-num-batched-tokens", "256"]
     source = Path(batch_agent.__file__).parents[1]
+    os.environ["BATCH_AGENT_TEST_VLLM_PYTHON"] = str(folder / "venv" / "bin" / "python")
     return vllm(folder, *flags, environ={**ENVIRON, "PYTHONPATH": str(source)})
 
 

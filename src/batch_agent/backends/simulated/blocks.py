@@ -88,3 +88,26 @@ class BlockPool:
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._idle[block] = None
+
+
+class OffloadTier:
+    """A slower memory with a copy of every block that was computed, the least recently used ones forgotten first."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size  # blocks; 0: there is none
+        self._names: OrderedDict[BlockName, None] = OrderedDict()
+
+    def store(self, name: BlockName) -> None:
+        if self.size:
+            self._names[name] = None
+            self._names.move_to_end(name)
+            if len(self._names) > self.size:
+                self._names.popitem(last=False)
+
+    def find(self, names: Sequence[BlockName]) -> int:
+        """How many of the first ``names`` it has."""
+        for count, name in enumerate(names):
+            if name not in self._names:
+                return count
+            self._names.move_to_end(name)
+        return len(names)

@@ -12,7 +12,7 @@ import hashlib
 import heapq
 from dataclasses import dataclass, field
 
-from batch_agent.backends.simulated.blocks import BlockName, BlockPool
+from batch_agent.backends.simulated.blocks import BlockName, BlockPool, OffloadTier
 from batch_agent.backends.simulated.model import EngineModel
 from batch_agent.backends.simulated.pinning import EnginePins
 from batch_agent.backends.simulated.tokens import TOKEN_BYTES, count_tokens
@@ -79,6 +79,7 @@ class Engine:
     def __init__(self, model: EngineModel) -> None:
         self.model = model
         self.pool = BlockPool(model.blocks)
+        self.offload = OffloadTier(model.offload_tokens // model.block_size)
         self.counters = Counters()
         self.running: list[Sequence] = []  # in order of precedence: the last is preempted first
         self._queue: list[tuple[tuple[int, int], Sequence]] = []  # a heap; aborted ones are skipped
@@ -133,8 +134,12 @@ class Engine:
         budget = self.model.max_batched_tokens
         preempted = self.counters.preemptions
         shares = self._continue_running(budget)
+        loaded = 0
         if self.counters.preemptions == preempted:
-            self._admit(budget - sum(share.tokens for share in shares), shares)
+            loaded = self._admit(budget - sum(share.tokens for share in shares), shares)
+        if not shares and self._waiting and self.pinning.pins.blocks:
+            self.pinning.pins.clear()  # never in the way of the only request
+            loaded = self._admit(budget, shares)
         if not shares:
             return None
         prefill = sum(share.tokens for share in shares if share.sequence.computed < share.sequence.known - 1)
@@ -143,6 +148,7 @@ class Engine:
             self.model.step_seconds
             + decoding * self.model.sequence_seconds
             + prefill / self.model.prefill_tokens_per_second
+            + loaded / self.model.offload_tokens_per_second
         )
         return Step(seconds, tuple(shares), prefill)
 
@@ -173,8 +179,8 @@ class Engine:
         self.pinning.pins.make_room(needed)
         if self._queue and not self._queue[0][1].ended:
             first = self._queue[0][1]
-            own = self._blocks_for(first.known) - len(self._prefix(first))
-            self.pinning.pins.make_room(needed + own, whole=True)
+            held = sum(1 for block in self._prefix(first) if self.pool.holders(block))
+            self.pinning.pins.make_room(needed + self._blocks_for(first.known) - held, whole=True)
 
     def _continue_running(self, budget: int) -> list[Share]:
         shares: list[Share] = []
@@ -192,29 +198,39 @@ class Engine:
             position += 1
         return shares
 
-    def _admit(self, budget: int, shares: list[Share]) -> None:
+    def _admit(self, budget: int, shares: list[Share]) -> int:
+        """Start requests of the queue. Returns the tokens that are loaded from the slower memory for them."""
+        loaded = 0
         while budget > 0 and self._queue and len(self.running) < self.model.max_num_seqs:
             sequence = self._queue[0][1]
             if sequence.ended:
                 heapq.heappop(self._queue)
                 continue
             hits = self._prefix(sequence)
-            found = len(hits) * self.model.block_size
+            offloaded = self._offloaded(sequence, len(hits))
+            found = (len(hits) + offloaded) * self.model.block_size
             tokens = min(sequence.known - found, budget)
             if not self.pool.room_for(self._blocks_for(found + tokens) - len(hits), hits):
-                return  # strict order: short requests must not starve a long one
+                return loaded  # strict order: short requests must not starve a long one
             heapq.heappop(self._queue)
-            self._start(sequence, hits)
+            self._start(sequence, hits, offloaded)
+            loaded += offloaded * self.model.block_size
             if not self._grow(sequence, tokens):
                 raise InternalError("the simulated engine admitted a request it has no KV blocks for")
             shares.append(Share(sequence, tokens))
             budget -= tokens
+        return loaded
 
-    def _start(self, sequence: Sequence, hits: list[int]) -> None:
+    def _offloaded(self, sequence: Sequence, hits: int) -> int:
+        """Blocks behind the ``hits`` that the slower memory has."""
+        usable = (sequence.known - 1) // self.model.block_size
+        return self.offload.find(sequence.names[hits:usable]) if self.offload.size and self.model.prefix_caching else 0
+
+    def _start(self, sequence: Sequence, hits: list[int], offloaded: int = 0) -> None:
         self._waiting -= 1
         self.pool.hold(hits)
         sequence.blocks, sequence.named = hits, len(hits)
-        sequence.computed = len(hits) * self.model.block_size
+        sequence.computed = (len(hits) + offloaded) * self.model.block_size
         if sequence.cached_tokens is None:  # a preempted sequence is looked up again, but counts once
             sequence.cached_tokens = sequence.computed
             self.counters.prompt_tokens += sequence.prompt_tokens
@@ -236,7 +252,9 @@ class Engine:
             # Named when scheduled, not when computed: attention of the same pass can already read them.
             full = until // self.model.block_size
             for index in range(sequence.named, full):
-                self.pool.name(sequence.blocks[index], self._name(sequence, index))
+                name = self._name(sequence, index)
+                self.pool.name(sequence.blocks[index], name)
+                self.offload.store(name)
             sequence.named = max(sequence.named, full)
         return True
 

@@ -43,6 +43,7 @@ def engine_load(engine: Engine) -> Load:
         waiting=engine.waiting,
         kv_usage=pool.held / pool.size,
         kv_tokens=pool.size * engine.model.block_size,
+        offloads=bool(engine.offload.size),
         generated=counters.generated_tokens,
         preemptions=counters.preemptions,
         prefix_queries=counters.prefix_queries,
@@ -57,6 +58,7 @@ def engine_metrics(engine: Engine) -> str:
         "block_size": str(model.block_size),
         "num_gpu_blocks": str(model.blocks),
         "enable_prefix_caching": str(model.prefix_caching),
+        "kv_offloading_size": str(model.offload_tokens or None),  # vLLM's is in GiB
     }
     source = "Prompt tokens by where their KV came from"
     ended = "Requests that ended, by reason"

@@ -34,6 +34,8 @@ class EngineModel:
     max_num_seqs: Annotated[int, Doc("sequences running at once")] = 256
     max_batched_tokens: Annotated[int, Doc("tokens one step computes; longer prompts are prefilled in chunks")] = 8_192
     kv_tokens: Annotated[int, Doc("tokens the KV cache holds; rounded down to whole blocks")] = 131_072
+    offload_tokens: Annotated[int, Doc("tokens a slower memory keeps of what the cache evicts; 0: there is none")] = 0
+    offload_tokens_per_second: Annotated[float, Doc("tokens/s that are loaded from there")] = 200_000.0
     block_size: Annotated[int, Doc("tokens per block; only full blocks are found again")] = 16
     prefix_caching: Annotated[bool, Doc("keep finished requests' blocks and find them again")] = True
     context_tokens: Annotated[int, Doc("prompt and answer of one request; more is refused with 400")] = 32_768
@@ -48,8 +50,11 @@ class EngineModel:
         for field in ("step_seconds", "sequence_seconds"):
             if not (0 <= getattr(self, field) < math.inf):
                 raise SpecError(f"{field} must be 0 or more seconds, not {getattr(self, field)}")
-        if not self.prefill_tokens_per_second > 0:
-            raise SpecError(f"prefill_tokens_per_second must be above 0, not {self.prefill_tokens_per_second}")
+        for field in ("prefill_tokens_per_second", "offload_tokens_per_second"):
+            if not getattr(self, field) > 0:
+                raise SpecError(f"{field} must be above 0, not {getattr(self, field)}")
+        if self.offload_tokens < 0:
+            raise SpecError(f"offload_tokens must be 0 or more, not {self.offload_tokens}")
         for field in ("max_num_seqs", "max_batched_tokens", "block_size", "context_tokens", "answer_tokens"):
             if getattr(self, field) < 1:
                 raise SpecError(f"{field} must be 1 or more, not {getattr(self, field)}")

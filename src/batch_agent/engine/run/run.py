@@ -35,6 +35,7 @@ from batch_agent.engine.agent.resources import Resources
 from batch_agent.engine.agent.tool_prewarm import ToolPrewarm, open_tool_prewarm
 from batch_agent.engine.agent.touches import Touches
 from batch_agent.engine.run.batch import Batch
+from batch_agent.engine.run.cache_watch import LEAST_TOKENS, CacheWatch
 from batch_agent.engine.run.clock import Clock
 from batch_agent.engine.run.delivery import Delivery
 from batch_agent.engine.run.lender import Lender, WorkerAccount
@@ -283,10 +284,12 @@ class Run(Steered, Generic[T]):
         record = await self._begin_record(prepared)
         shared.keep_rates(spec)
         hold = partial(self._backlog, "the engine's queue")
+        touches = self._touches(prepared)
+        watch = self._cache_watch(prepared, touches)
         async with (
             self._tools(prepared) as pool,
             open_tool_prewarm(spec, pool) as prewarm,
-            poll_load(prepared.backend, shared.dispatcher, spec.backpressure_ceiling, hold),
+            poll_load(prepared.backend, shared.dispatcher, spec.backpressure_ceiling, hold, watch),
             calibration(prepared.backend, shared.dispatcher, prepared.model or "", wanted=spec.calibrate_backend),
             AsyncExitStack() as extent,
         ):
@@ -317,7 +320,7 @@ class Run(Steered, Generic[T]):
                 ends_with_answer=self._loops,
                 keeps_cut_text=self._loops and prepared.schema is None and spec.truncated == "keep",
                 prewarm=prewarm,
-                touches=self._touches(prepared),
+                touches=touches if shared.dispatcher.scheduler.parts.touch else None,
                 lead=self._lead(prepared),
                 traces=shared.observers.traces,
                 hints=spec.nvext_agent_hints,
@@ -337,6 +340,7 @@ class Run(Steered, Generic[T]):
             )
             async with self._budget(), asyncio.TaskGroup() as agents:
                 self._feeder = agents.create_task(batch.feed(agents))
+            watch.tell()
 
     async def _begin_record(self, prepared: Prepared) -> Record | None:
         """Where the rows are recorded: in a session of this run's own, or as a part of the outer run's."""
@@ -378,9 +382,16 @@ class Run(Steered, Generic[T]):
     def _touches(self, prepared: Prepared) -> Touches | None:
         """What keeps contexts in the engine's cache while tools run. An engine that does so itself is left alone."""
         able, parts = prepared.backend.capabilities, self.shared.dispatcher.scheduler.parts
-        if not self._loops or not parts.touch or (able.prefills_ahead and prepared.spec.nvext_agent_hints):
+        if not self._loops or not (parts.touch or parts.keep_alive):
+            return None
+        if able.prefills_ahead and prepared.spec.nvext_agent_hints:
             return None
         return Touches(prepared.backend, self.shared.dispatcher, prepared.shapes.later)
+
+    def _cache_watch(self, prepared: Prepared, touches: Touches | None) -> CacheWatch:
+        scheduler, plan = self.shared.dispatcher.scheduler, prepared.plan
+        keeps = scheduler.parts.keep_alive and plan.prefix_tokens >= LEAST_TOKENS
+        return CacheWatch(scheduler, self._emit, self.id, self.shared.clock, plan.shared, touches if keeps else None)
 
     @asynccontextmanager
     async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:

@@ -14,7 +14,7 @@ export async function overview({ key, page, go, onNews }) {
     fill(page, head(data, live), tiles(data, live), stages(data, live, key),
       h("div", { class: "columns" },
         h("div", null, flights(data, live), tools(data, live), underWay(live, key)),
-        h("div", null, look(data, live, key), failures(data, key), endpoints(data, live), asked(data))));
+        h("div", null, look(data, live, key), failures(data, key), endpoints(data, live), cache(data, live), asked(data))));
   };
   draw();
   let loading = false;
@@ -137,6 +137,22 @@ function endpoints(data, live) {
     h("td", { class: "r" }, seconds(each.seconds_per_turn))));
   return panel("Endpoints", status.outage_seconds ? `down for ${seconds(status.outage_seconds)} in all` : null,
     table(["endpoint", "health", ["in flight", "r"], ["limit", "r"], ["per turn", "r"]], lines));
+}
+
+function cache(data, live) {
+  const status = now(data, live), kv = status && status.kv;
+  if (!kv) return null;
+  const line = (name, value, hint) => h("tr", { title: hint }, h("td", null, name), h("td", { class: "r" }, value));
+  const lines = [
+    kv.tokens ? line("capacity", `${short(kv.tokens)} tokens`, "tokens that the caches hold") : null,
+    kv.usage !== null ? line("in use", share(kv.usage, 1), "held by running requests") : null,
+    line("contexts of agents", `${short(kv.contexts)} tokens`, "of the agents that are admitted"),
+    live ? line("held back", number(kv.held), "agents whose contexts do not fit; they wait at a turn boundary") : null,
+    line("held back in all", seconds(kv.held_seconds), "of all agents together"),
+    line("recomputed", `${short(kv.recomputed)} tokens, ${seconds(kv.recompute_seconds)}`, "evicted contexts that were computed again, and the engines' time for it"),
+    kv.touches || kv.kept_alive ? line("touched", `${number(kv.touches)} contexts, prefix ${number(kv.kept_alive)} times`, "requests that only keep something in the cache") : null,
+  ].filter(Boolean);
+  return panel("KV cache", kv.held && live ? "contexts do not fit" : null, table(["", ["", "r"]], lines));
 }
 
 function tools(data, live) {

@@ -1,0 +1,95 @@
+"""What a run does with each reading of an engine's KV cache: it reports it, and keeps the shared prefix there.
+
+While agents run, each of their turns uses the prefix, and the engine keeps it. In a gap, when all agents wait for
+tools, only other clients' requests run. Before those have computed as many tokens as would evict it, the prefix is
+touched. Without other clients nothing is computed in a gap, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from batch_agent.backends.base import Load
+from batch_agent.engine.agent.touches import Touches
+from batch_agent.events import CacheRead, Sink
+from batch_agent.messages import Conversation
+from batch_agent.scheduler.core import Scheduler
+from batch_agent.scheduler.endpoint import Endpoint
+
+LEAST_TOKENS = 512  # of a prefix; one that is shorter is computed again in no time
+PART = 0.5  # of the cache's free memory: when others have computed this much, the prefix is touched
+EVERY_SECONDS = 0.9  # between two events
+
+
+class PrefixWatch:
+    """What others compute at one endpoint since the prefix was last used."""
+
+    __slots__ = ("_used_at",)
+
+    def __init__(self) -> None:
+        self._used_at: int | None = None  # tokens that the engine had computed when the prefix was last used
+
+    def is_due(self, load: Load, inflight: int) -> bool:
+        """Whether the prefix has to be used again before it is evicted."""
+        if load.kv_tokens is None or load.prefix_queries is None:
+            return False
+        computed = load.prefix_queries - (load.prefix_hits or 0) + (load.generated or 0)
+        if inflight or self._used_at is None:
+            self._used_at = computed
+            return False
+        due = computed - self._used_at >= PART * load.kv_tokens * (1.0 - (load.kv_usage or 0.0))
+        if due:
+            self._used_at = computed
+        return due
+
+
+@dataclass(slots=True)
+class CacheWatch:
+    scheduler: Scheduler
+    emit: Sink
+    run: str
+    clock: Callable[[], float]
+    shared: Conversation  # the prefix
+    keeper: Touches | None = None  # keeps the prefix in the cache; None: nobody does
+    _prefixes: dict[Endpoint, PrefixWatch] = field(default_factory=dict)
+    _usage: dict[Endpoint, float] = field(default_factory=dict)
+    _told: CacheRead | None = None
+
+    @property
+    def in_gaps(self) -> bool:
+        """Whether engines are read also while none of our requests is in flight."""
+        return self.keeper is not None
+
+    async def read(self, endpoint: Endpoint, load: Load) -> None:
+        """An endpoint reported its load."""
+        if load.kv_usage is not None:
+            self._usage[endpoint] = load.kv_usage
+        if self._told is None or self.clock() - self._told.at >= EVERY_SECONDS:
+            self.tell()
+        if self.keeper is not None:
+            watch = self._prefixes.setdefault(endpoint, PrefixWatch())
+            if watch.is_due(load, endpoint.inflight):
+                await self.keeper.keep_prefix(endpoint, self.shared)
+
+    def tell(self) -> None:
+        """Report the state of the caches, if there is one to report."""
+        admission = self.scheduler.admission
+        counts, usage = admission.counts, list(self._usage.values())
+        if not admission.enabled or not (usage or counts.recomputed):
+            return
+        self._told = CacheRead(
+            self.clock(),
+            self.run,
+            tokens=admission.capacity,
+            usage=sum(usage) / len(usage) if usage else None,
+            contexts=admission.contexts,
+            held=len(admission.held),
+            held_seconds=round(counts.held_seconds, 3),
+            recomputed=counts.recomputed,
+            recompute_seconds=round(counts.recompute_seconds, 3),
+            touches=counts.touches,
+            touched_tokens=counts.touched_tokens,
+            kept_alive=counts.kept_alive,
+        )
+        self.emit(self._told)
