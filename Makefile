@@ -65,9 +65,10 @@ test-cluster: $(CLUSTER)/.ready  ## real Redis, real Ray: a run whose processes 
 soak: $(VENV)/.ready  ## simulated runs with random faults: SEEDS=N of them, over all cores or JOBS=; or SEED=n again
 	$(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000)) $(if $(JOBS),--jobs $(JOBS))
 
-lint: $(VENV)/.ready  ## style and types
+lint: $(VENV)/.ready  ## style, words and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/words.py
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 

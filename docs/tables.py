@@ -18,11 +18,11 @@ from batch_agent.spec import OLD_NAMES, BatchSpec
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("backends", "options", "commands")))
-HEADER = ("`backend=`", "", "key from", "keeps schemas", "... beside tools", "sees", "tells its load", "options")
+HEADER = ("`backend=`", "", "key from", "structured output", "with tools", "images", "load metrics", "options")
 
 
 def able(scheme: Scheme) -> Capabilities:
-    # A fleet can what its servers can.
+    # A fleet has the capabilities of its servers.
     url: object = ["vllm://host"] if scheme.name == "fleet" else scheme.form.replace("host:port", "host:1")
     backend, _ = open_backend(url, model=None, api_key=None, environ={}, sends=False)
     return backend.capabilities

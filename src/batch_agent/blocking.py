@@ -1,7 +1,7 @@
-"""Calls that may block: a read from a pipe, a write to a stopped terminal, a function of the user's.
+"""Runs calls that may block in threads: a read from a pipe, a write to a stopped terminal, a user's function.
 
-They run in threads, so that the event loop goes on. The threads are daemons: after a second Ctrl-C the command ends
-although a read from standard input never returns.
+The event loop continues meanwhile. The threads are daemons: after a second Ctrl-C the command ends even if a read from
+standard input never returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 
 
 class _DaemonThreads(concurrent.futures.Executor):
-    """One thread per call. As an executor, so that an event loop with a clock of its own knows of the call."""
+    """One thread per call. An executor, so that an event loop with a virtual clock knows of the call."""
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()

@@ -1,7 +1,7 @@
-"""The options as ``help``, ``inspect`` and editors show them: a signature and a page of help, made from BatchSpec.
+"""The options as ``help``, ``inspect`` and editors show them: a signature and a help page, generated from BatchSpec.
 
-They are made when a method is first looked up, because whoever looks one up is about to call it or to read about it: a
-program that only imports the package does not wait for pydantic.
+They are generated when a method is first accessed, so that a program that only imports the package does not wait for
+pydantic.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Final, ForwardRef, TypeVar
 C = TypeVar("C")
 
 WIDTH = 100
-OUTPUT_SCHEMA = "type[T] | Mapping[str, JsonValue] | None"  # which has overloads of its own
+OUTPUT_SCHEMA = "type[T] | Mapping[str, JsonValue] | None"  # it has overloads of its own
 
 
 class _Decided:
-    """Stands for the default of an option where not giving it is not the same as None."""
+    """Represents the default of an option for which a missing value differs from None."""
 
     def __repr__(self) -> str:
         return "..."
@@ -30,12 +30,12 @@ LINK = re.compile(r"\[[^]]*\]\(([^)#]+)[^)]*\)")
 
 
 def plain(text: str) -> str:
-    """A description without Markdown: a link is the page it leads to."""
+    """Return a description without Markdown: a link becomes the page it points to."""
     return LINK.sub(r"docs/\1", text).replace("`", "")
 
 
 def first_sentence(text: str) -> str:
-    """The beginning of a description, as help texts of flags are written."""
+    """Return the first sentence of a description, in the style of flag help."""
     first = plain(text).partition(". ")[0].rstrip(".")
     return first[:1].lower() + first[1:]
 
@@ -56,7 +56,7 @@ class _Documented(classmethod):  # type: ignore[type-arg]
 
 
 def documented(options: type, *names: str) -> Callable[[type[C]], type[C]]:
-    """Gives these methods of a class their help. ``options`` is the TypedDict that says of what type each one is."""
+    """Generate the help of these methods. ``options`` is the TypedDict with the type of each option."""
     types = {name: _written(kind) for name, kind in options.__annotations__.items()}
 
     def decorate(kind: type[C]) -> type[C]:

@@ -3,8 +3,8 @@
     BatchAgentError
     ├── SpecError            the request is wrong; raised before any job starts (also a ValueError)
     │   └── RunRejected      the server refuses every request of this run: wrong key, unknown model, wrong path
-    ├── RunUnreachable       the server could not be reached for so long that the run was given up before any result
-    ├── JobError             one job cannot go on; lands on its result, siblings untouched
+    ├── RunUnreachable       the server was unreachable for too long; the run ended before any result
+    ├── JobError             one job failed; the error is on its result, other jobs continue
     │   ├── InputError       this row cannot be rendered            type InputError
     │   │   └── Oversized    it can never fit the model's context   type OVERSIZED
     │   ├── BackendError     Timeout · RateLimited · Unavailable · Rejected · ContextOverflow · Truncated · BadResponse
@@ -12,18 +12,18 @@
     │   │                    (the model sees these)
     │   ├── OutputError      NotJSON · Invalid
     │   ├── LimitExceeded    turns or time
-    │   ├── WorkerFailed     a worker of the user's own raised something, or returned what is not JSON
-    │   │   └── RowEnded     it asked or called something after its row had ended
-    │   ├── ReplayMismatch   the next request is not the one that the record answers
-    │   ├── RecordUnreadable the row's record is damaged, and a write was begun in it
-    │   ├── Cancelled        somebody cancelled this job alone
+    │   ├── WorkerFailed     the user's worker raised an exception, or returned a value that is not JSON
+    │   │   └── RowEnded     it called a model or a tool after its row had ended
+    │   ├── ReplayMismatch   the next request differs from the recorded one
+    │   ├── RecordUnreadable the row's record is damaged, and a tool that writes had started
+    │   ├── Cancelled        only this job was cancelled
     │   └── Interrupted      the run ended before this job did
     ├── StoreError           the run cannot be recorded; stops the run
     └── InternalError        a broken invariant
 
-Whether an error is tried again is a property of its type (``retryable``), not of the place that catches it. ``type`` is
-the stable string users see in ``AgentError.type``; ``stage`` says where in a job's life it happened. Messages are built
-by whoever raises and never contain a secret.
+Whether an error is retried is a property of its type (``retryable``), not of the code that catches it. ``type`` is the
+stable string that users see in ``AgentError.type``; ``stage`` is the stage of the job in which it happened. The code
+that raises an error writes its message, which never contains a secret.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Stage = Literal["compile", "infer", "tools", "validate", "record", "deliver", "r
 
 
 class BatchAgentError(Exception):
-    """Everything this package raises on purpose."""
+    """Base class of all errors that this package raises intentionally."""
 
 
 class SpecError(BatchAgentError, ValueError):
@@ -53,11 +53,11 @@ class SpecError(BatchAgentError, ValueError):
 
 
 class RunRejected(SpecError):
-    """The server refuses what every job of this run would send, so the run stopped before it had one result."""
+    """The server refuses what every job of this run would send, so the run stopped before its first result."""
 
 
 class RunUnreachable(BatchAgentError):
-    """The server did not answer for so long that the run ended before it had one result."""
+    """The server was unreachable for too long, so the run ended before its first result."""
 
 
 class StoreError(BatchAgentError):
@@ -69,7 +69,7 @@ class InternalError(BatchAgentError):
 
 
 class JobError(BatchAgentError):
-    """One job cannot go on. ``str(error)`` is the message for people."""
+    """One job failed. ``str(error)`` is the message for people."""
 
     stage: Stage = "run"
     type: str = "JobError"
@@ -88,7 +88,7 @@ class Oversized(InputError):
 class BackendError(JobError):
     stage = "infer"
     type = "BackendError"
-    overload: bool = False  # the server is there and has too much to do: ask less, not only later
+    overload: bool = False  # the server is up but overloaded: send fewer requests, not only later
 
     def __init__(
         self,
@@ -106,17 +106,17 @@ class BackendError(JobError):
         self.status = status
         if overload is not None:
             self.overload = overload
-        self.unreached = unreached  # nothing of the request was read: no fault of what it asked
-        self.paid_elsewhere = False  # it was another's request, which this one shared
-        self.second_hand = False  # a server that works told of it: it says nothing against that one
-        self.retry_after = retry_after  # seconds the server asks to be left alone
-        self.text = text  # what the model had said when it broke off
-        self.usage = usage  # what was computed all the same, where the server says so
-        self.quota = quota  # what the server says of its budgets, where it does
+        self.unreached = unreached  # the server has read nothing of the request, so its content is not the cause
+        self.paid_elsewhere = False  # another caller's request, shared by this one, has been charged
+        self.second_hand = False  # reported by a healthy server: no evidence against that server
+        self.retry_after = retry_after  # seconds to wait, as the server requests
+        self.text = text  # the model's text before the failure
+        self.usage = usage  # tokens used nevertheless, if the server reports them
+        self.quota = quota  # the provider's rate limits, if the server reports them
 
 
 class Timeout(BackendError):
-    """No complete answer in ``timeout_per_turn``, or no connection."""
+    """No complete answer within ``timeout_per_turn``, or no connection."""
 
     type = "TimeoutError"
     retryable = True
@@ -136,19 +136,19 @@ class Unavailable(BackendError):
 
 
 class BadResponse(BackendError):
-    """An answer that is no answer: malformed, cut off, empty, aborted by the server. ``text`` is what came of it."""
+    """An unusable answer: malformed, cut off, empty, aborted by the server. ``text`` is the part that arrived."""
 
     type = "BadResponse"
     retryable = True
 
 
 class EmptyAnswer(BadResponse):
-    """A complete answer with no text and no tool call: the model's fault, not the server's."""
+    """A complete answer without text and tool call: caused by the model, not by the server."""
 
 
 class Truncated(BackendError):
-    """The model ran into its token limit; asking again would cost the same and end the same. ``text`` is its part.
-    ``in_call`` says that a tool call was cut, so that the text is not the answer."""
+    """The answer reached the token limit; a retry would cost the same and end the same. ``text`` is the part before the
+    limit. ``in_call``: a tool call was cut, so the text is not the answer."""
 
     type = "Truncated"
 
@@ -158,7 +158,7 @@ class Truncated(BackendError):
 
 
 class Rejected(BackendError):
-    """The server understood and refused (400, 401, 403, 404, 413, 422). Never tried again."""
+    """The server understood and refused the request (400, 401, 403, 404, 413, 422). Never retried."""
 
     type = "Rejected"
 
@@ -170,7 +170,7 @@ class ContextOverflow(Rejected):
 
 
 class ToolError(JobError):
-    """What a tool raises to tell the model, politely, that a call did not work. The agent goes on."""
+    """Raised by a tool to tell the model that a call did not work. The agent continues."""
 
     stage = "tools"
     type = "ToolError"
@@ -181,7 +181,7 @@ class ToolTimeout(ToolError):
 
 
 class ToolFailed(ToolError):
-    """A tool raised something that is not a ToolError."""
+    """A tool raised an exception other than ToolError."""
 
     type = "ToolFailed"
 
@@ -199,7 +199,7 @@ class BadArguments(ToolError):
 
 
 class OutcomeUnknown(ToolError):
-    """The run was interrupted while the call, which may write, was running. It is not run again."""
+    """The run was interrupted during a call of a tool that may write. The call is not repeated."""
 
     type = "OutcomeUnknown"
 
@@ -214,7 +214,7 @@ class NotJSON(OutputError):
 
 
 class Invalid(OutputError):
-    """JSON, but not the schema's."""
+    """Valid JSON that does not fit the schema."""
 
     type = "Invalid"
 
@@ -224,37 +224,37 @@ class LimitExceeded(JobError):
 
 
 class AgentTimeout(LimitExceeded):
-    """``timeout_per_agent`` is over, waiting included."""
+    """``timeout_per_agent`` is over, including waiting time."""
 
     type = "TimeoutError"
 
 
 class WorkerFailed(JobError):
-    """A worker that is not ours raised something that is not a JobError, or returned what is not JSON."""
+    """A user's worker raised an exception other than JobError, or returned a value that is not JSON."""
 
     type = "WorkerFailed"
 
 
 class RowEnded(WorkerFailed):
-    """A worker asked or called something after its row had ended."""
+    """A worker called a model or a tool after its row had ended."""
 
 
 class ReplayMismatch(JobError):
-    """A resumed agent would ask something else than what its record answers."""
+    """A resumed agent would send another request than the recorded one."""
 
     stage = "record"
     type = "ReplayMismatch"
 
 
 class RecordUnreadable(JobError):
-    """The record of a row cannot be read, and a write was begun in it. Working on the row again could write twice."""
+    """The record of a row is unreadable, and a tool that writes had started. Repeating the row could write twice."""
 
     stage = "record"
     type = "RecordUnreadable"
 
 
 class Cancelled(JobError):
-    """This job was cancelled; the others went on."""
+    """This job was cancelled; the others continued."""
 
     type = "Cancelled"
     retryable = True
@@ -267,8 +267,8 @@ class Interrupted(JobError):
 
 
 def error_of(kind: str, message: str, stage: str, retryable: bool) -> JobError:
-    """An error as its record tells of it: of the class above that has this type and stage; where there is none, a
-    JobError that carries them."""
+    """Return a recorded error: of the class above with this type and stage; if there is none, a JobError that carries
+    them."""
     classes = (known for known in _family(JobError) if known.__module__ == __name__)
     error = next((known for known in classes if (known.type, known.stage) == (kind, stage)), JobError)(message)
     error.type, error.stage, error.retryable = kind, cast("Stage", stage), retryable
@@ -282,5 +282,5 @@ def _family(error: type[JobError]) -> Iterator[type[JobError]]:
 
 
 def error_types(error: type[JobError]) -> set[str]:
-    """The type names of an error and of all that derive from it, those of a user's own backend included."""
+    """Return the type names of an error and of all its subclasses, including those of a user's own backend."""
     return {error.type}.union(*map(error_types, error.__subclasses__()))

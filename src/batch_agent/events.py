@@ -1,11 +1,11 @@
-"""What happens in a run, as one stream of typed values. Terminal, web page, metrics and traces all read this stream.
+"""The events of a run, as one stream of typed values. Terminal, web page, metrics and traces all read this stream.
 
-``at`` is wall-clock time in seconds since 1970, which within one run never goes back. ``run`` is the run's own id, by
-which a sink of several runs tells them apart; ``index`` is the agent's in that run, ``turn`` counts its answers from 1,
-and ``call`` is a call's place in the answer that asked for it: the four of them name every call once.
+``at`` is wall-clock time in seconds since 1970, and never goes back within one run. ``run`` is the run's id, for sinks
+of several runs; ``index`` is the agent's index in that run, ``turn`` counts its answers from 1, and ``call`` is the
+position of a tool call in its answer. These four identify every call.
 
-Events carry facts and never secrets. They hold no prompt, no answer, no tool's arguments or result; but a message of an
-error says what went wrong in somebody's words, and may quote the piece of an answer that did not validate.
+Events contain facts, never secrets. They contain no prompt, answer, tool arguments or result. But an error message may
+quote the part of an answer that did not validate.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Ended = Literal["complete", "drained", "cancelled", "failed", "out of budget", "
 
 @value_type
 class RunStarted:
-    """``model`` is empty where the backend is yet to be asked for it."""
+    """``model`` is empty until the backend has been asked for it."""
 
     at: float
     run: str
     total: int | None  # None: the inputs are an iterator of unknown length
     backend: str
     model: str
-    cost_per_second: float = 0.0  # $, where the run costs by the clock
+    cost_per_second: float = 0.0  # $, if the run is paid by time
 
 
 @value_type
@@ -51,7 +51,7 @@ class JobStarted:
 
 @value_type
 class TurnStarted:
-    """The request left; the agent holds a slot from here to TurnFinished or TurnFailed."""
+    """The request was sent; the agent holds a slot from here to TurnFinished or TurnFailed."""
 
     at: float
     run: str
@@ -68,16 +68,16 @@ class TurnFinished:
     usage: Usage
     seconds: float
     first_token: float | None
-    cost: float | None = None  # $, None where no price is known
-    saved: Usage | None = None  # tokens of an answer that the response cache had
-    endpoint: str = ""  # that answered
-    model: str = ""  # as the server names it, "" if it does not
+    cost: float | None = None  # $, None if no price is known
+    saved: Usage | None = None  # tokens of an answer from the response cache
+    endpoint: str = ""  # which answered
+    model: str = ""  # the server's name for the model, or ""
 
 
 @value_type
 class TurnFailed:
-    """``retry_in`` is the wait before the same request is sent again, None when it is not. ``usage`` and ``cost`` are
-    those of an answer that was no use, where the server says what it took."""
+    """``retry_in`` is the wait before the retry; None: no retry. ``usage`` and ``cost`` are those of an unusable
+    answer, if the server reports them."""
 
     at: float
     run: str
@@ -88,13 +88,13 @@ class TurnFailed:
     retry_in: float | None
     usage: Usage | None = None
     cost: float = 0.0
-    endpoint: str = ""  # that was asked
-    seconds: float = 0.0  # from sending it to its failure
+    endpoint: str = ""  # to which the request was sent
+    seconds: float = 0.0  # from sending to the failure
 
 
 @value_type
 class AnswerRejected:
-    """The answer of a turn does not fit the output schema; the model is shown what is wrong and asked again."""
+    """The answer of a turn does not fit the output schema; the model gets the errors and answers again."""
 
     at: float
     run: str
@@ -106,8 +106,8 @@ class AnswerRejected:
 
 @value_type
 class ContextCompacted:
-    """A conversation was cut before this turn, as the answer shows it. ``before_tokens`` is what the prompt would have
-    had; of the ``after_tokens`` that it had the server still knew ``cached_tokens``."""
+    """A conversation was cut before this turn. ``before_tokens`` is the size the prompt would have had; of the actual
+    ``after_tokens``, ``cached_tokens`` were still in the server's cache."""
 
     at: float
     run: str
@@ -120,7 +120,7 @@ class ContextCompacted:
 
 @value_type
 class ToolStarted:
-    """``call_id`` is what the model called it, which need not be unique."""
+    """``call_id`` is the model's id for the call, which need not be unique."""
 
     at: float
     run: str
@@ -133,7 +133,7 @@ class ToolStarted:
 
 @value_type
 class ToolFinished:
-    """``source`` says what the call cost: run now, shared with one in flight, or taken from the cache."""
+    """``source`` says how the call was served: run now, shared with one in flight, or taken from the cache."""
 
     at: float
     run: str
@@ -170,7 +170,7 @@ class JobFinished:
 
 @value_type
 class LimitChanged:
-    """The number of model calls allowed in flight, and why it changed."""
+    """The number of model requests allowed in flight, and why it changed."""
 
     at: float
     run: str
@@ -182,7 +182,7 @@ class LimitChanged:
 @value_type
 class HealthChanged:
     """An endpoint went down, was tried, came back or was given up. ``reason`` is its latest failure; ``since`` and
-    ``next_trial`` are on the clock of ``at``, and 0 while it works."""
+    ``next_trial`` use the same clock as ``at``, and are 0 while it works."""
 
     at: float
     run: str
@@ -213,8 +213,8 @@ class CacheRead:
 
 @value_type
 class StreamingDecided:
-    """Whether answers are streamed from now on, so that tools can start early, and why. Until the first of these they
-    are, where the run may."""
+    """Whether answers are streamed from now on, so that tools can start early, and why. Before the first of these
+    events they are streamed, if the run allows it."""
 
     at: float
     run: str
@@ -224,7 +224,7 @@ class StreamingDecided:
 
 @value_type
 class SchemaUnsupported:
-    """The server was found not to keep to the output schema: it goes there no more, and answers are checked and
+    """The server was found not to enforce the output schema: it is no longer sent, and answers are validated and
     repaired. Once in a run."""
 
     at: float
@@ -234,7 +234,7 @@ class SchemaUnsupported:
 
 @value_type
 class DrainStarted:
-    """No new row starts; those under way finish."""
+    """No new row starts; running rows finish."""
 
     at: float
     run: str
@@ -242,8 +242,8 @@ class DrainStarted:
 
 @value_type
 class RunFinished:
-    """``reason`` says which limit it was, for a run that is out of budget; why, for one that is unreachable or that the
-    server refuses."""
+    """``reason``: which limit ended a run that is out of budget, or why a run is unreachable or refused by the
+    server."""
 
     at: float
     run: str

@@ -1,8 +1,8 @@
-"""Exceptions of code that is not ours (tools, validators, serializers, modules of a spec), as words.
+"""Formats exceptions of code that is not ours (tools, validators, serializers, modules of a spec).
 
-Such code may raise anything. A ``SystemExit``, ``GeneratorExit`` or stray ``CancelledError`` out of it is not meant for
-our process or our tasks, so the places that call it catch BaseException and let only a KeyboardInterrupt through, which
-is the user's. Each place decides what a failure means there; here is only how it reads.
+Such code may raise anything. Its ``SystemExit``, ``GeneratorExit`` or ``CancelledError`` is not meant for our process
+or our tasks. So callers catch BaseException and let only KeyboardInterrupt through, which comes from the user. Each
+caller decides what a failure means.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MESSAGE_CHARACTERS = 4000
 
 
 def message_of(error: BaseException) -> str:
-    """What the exception says, in text that UTF-8 can carry; nothing when asking it raises as well."""
+    """Return the exception's message, encodable as UTF-8; "" if reading it raises as well."""
     try:
         text = str(error)
     except KeyboardInterrupt:
@@ -29,7 +29,7 @@ def message_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Its type and what it says, cut, without its traceback."""
+    """Return its type and message, shortened, without its traceback."""
     message = message_of(error)
     if len(message) > MESSAGE_CHARACTERS:
         message = f"{message[:MESSAGE_CHARACTERS]} [...]"
@@ -38,10 +38,11 @@ def describe(error: BaseException) -> str:
 
 
 def name_of(function: object) -> str:
-    """The qualified name of a function, or of the class of an object that is called like one; that of a partial says
-    with what."""
+    """Return the qualified name of a function, or of the class of a callable object; that of a partial includes its
+    arguments."""
     if isinstance(function, partial):
-        with suppress(TypeError, ValueError):  # what is not JSON may be written differently in another process
+        # Values that are not JSON may be formatted differently in another process.
+        with suppress(TypeError, ValueError):
             return f"{name_of(function.func)}{json.dumps([function.args, function.keywords], sort_keys=True)}"
         return name_of(function.func)
     kind = function if isinstance(function, FunctionType) else type(function)
@@ -49,5 +50,5 @@ def name_of(function: object) -> str:
 
 
 def is_async(function: Callable[..., object]) -> bool:
-    """Whether calling it gives a coroutine: an ``async def``, or an object whose ``__call__`` is one."""
+    """Return whether calling it gives a coroutine: an ``async def``, or an object whose ``__call__`` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -1,7 +1,7 @@
-"""A job, the unit of a batch, and the result that every job ends in.
+"""A job, the unit of a batch, and the result of every job.
 
-For type checkers an ``AgentResult`` is a ``Success`` or a ``Failure``, so that a test of ``ok`` settles what ``output``
-and ``error`` are; for ``isinstance`` it is the class both have in common.
+For type checkers an ``AgentResult`` is a ``Success`` or a ``Failure``, so that a test of ``ok`` decides the types of
+``output`` and ``error``; for ``isinstance`` it is their common base class.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from batch_agent.value_type import value_type
 
 T_co = TypeVar("T_co", covariant=True)
 
-SHOWN_CHARACTERS = 100  # of an output or a message, where a result is printed
+SHOWN_CHARACTERS = 100  # of an output or a message, when a result is printed
 
 
 @value_type
 class Job:
-    """One input, compiled: what this agent says beyond what all agents share."""
+    """One input, compiled: the part of this agent's prompt that other agents do not share."""
 
     index: int
     job_id: str
     input: object
     prompt: str
-    identified: bool = False  # job_id is the input's own, not its position
-    parts: tuple[Job, ...] = ()  # it does not fit, and these are done instead and merged
+    identified: bool = False  # job_id is the input's own id, not its position
+    parts: tuple[Job, ...] = ()  # if it does not fit: these are done instead, and their answers merged
     shortened: bool = False  # its longest field was cut to fit
-    affinity: str = ""  # jobs with the same one are best done by the same endpoint
-    images: Mapping[str, Attachment] = field(default_factory=dict, compare=False)  # what marks in its prompt stand for
+    affinity: str = ""  # jobs with the same value are preferably sent to the same endpoint
+    images: Mapping[str, Attachment] = field(default_factory=dict, compare=False)  # behind the marks in its prompt
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadableRow:
-    """Stands in a batch's inputs for a row that could not be read; its job fails with ``message``, the others run."""
+    """Replaces an input that could not be read; its job fails with ``message``, the others run."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Stands in a batch's inputs for a row whose index is not the place where it comes; no two have the same."""
+    """Replaces an input whose index is not its position; indexes must be unique."""
 
     index: int
     value: object
@@ -65,7 +65,7 @@ class AgentError:
         return cls(error.stage, error.type, str(error), error.retryable)
 
     def exception(self) -> JobError:
-        """The error of the tree that this tells of, to be raised."""
+        """Return this error as an exception that can be raised."""
         return error_of(self.type, self.message, self.stage, self.retryable)
 
     def __str__(self) -> str:
@@ -74,8 +74,8 @@ class AgentError:
 
 @value_type
 class Timings:
-    """Seconds. ``queued`` is waiting for an inference slot or a retry, ``inference`` holding one, ``tool_wait`` waiting
-    for tools; ``first_token`` is of the first streamed turn."""
+    """Seconds. ``queued``: waiting for an inference slot or a retry; ``inference``: holding a slot; ``tool_wait``:
+    waiting for tools; ``first_token``: of the first streamed turn."""
 
     queued: float = 0.0
     inference: float = 0.0
@@ -95,17 +95,17 @@ class BaseResult(Generic[T_co]):
     output: T_co | None
     error: AgentError | None = None
     attempts: int = 0  # 1 plus the retries used; 0 when nothing was sent
-    turns: int = 0  # complete answers of the model
+    turns: int = 0  # complete answers from the model
     usage: Usage = field(default_factory=Usage)
     cost: float | None = None
     timings: Timings = field(default_factory=Timings)
     messages: tuple[Message, ...] = ()
     raw_text: str = ""  # the model's last text, before any parsing
-    repaired: bool = False  # the output was read from JSON that was mended or cut out of prose
+    repaired: bool = False  # the output was read from JSON that was corrected or found in prose
     truncated: bool = False  # the output is text that was cut at max_tokens
-    resumed: bool = False  # it was in the record of an earlier session; nothing was sent for it in this one
-    chunks: int = 1  # the parts that the input was done in, where it did not fit (oversized="chunk")
-    shortened: bool = False  # the input did not fit, and only its beginning was sent (oversized="truncate")
+    resumed: bool = False  # from the record of an earlier session; nothing was sent in this one
+    chunks: int = 1  # parts that the input was split into because it did not fit (oversized="chunk")
+    shortened: bool = False  # only the beginning of the input was sent because it did not fit (oversized="truncate")
     artifacts: Mapping[str, Path] = field(default_factory=dict)  # files that a worker saved, by name
 
     def __new__(
@@ -114,14 +114,14 @@ class BaseResult(Generic[T_co]):
         kind: Any = cls
         if cls is BaseResult:
             kind = Success if ok else Failure
-        # As dataclasses.replace would make it.
+        # As created by dataclasses.replace.
         elif ok is not None and issubclass(cls, Success | Failure) and ok != issubclass(cls, Success):
             raise TypeError(f"a {cls.__name__} cannot have ok={ok}; see as_failure")
         made: Self = object.__new__(kind)
         return made
 
     def as_failure(self, error: AgentError) -> Failure:
-        """The same job, when it turns out that its output cannot be used."""
+        """Return the same job as a failure, when its output turns out to be unusable."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         return Failure(**{**known, "ok": False, "output": None, "error": error})
 
@@ -136,7 +136,7 @@ class BaseResult(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Success(BaseResult[T_co]):
-    """A job that was done. ``output`` is an instance of the schema the caller gave, or text without one."""
+    """A job that succeeded. ``output`` is an instance of the given schema, or text without one."""
 
     ok: Literal[True]
     output: T_co
@@ -152,14 +152,14 @@ class Success(BaseResult[T_co]):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Failure(BaseResult[Never]):
-    """A job that was not done; ``error`` says why."""
+    """A job that failed; ``error`` says why."""
 
     ok: Literal[False]
     output: None
     error: AgentError = AgentError("run", JobError.type, "no reason was given")
 
     def unwrap(self) -> Never:
-        """Raises what happened: a JobError, of the class that ``batch_agent.errors`` has for it."""
+        """Raise the error: a JobError, of the class that ``batch_agent.errors`` has for it."""
         error = self.error.exception()
         error.add_note(f"in row {self.index}" + ("" if self.job_id == str(self.index) else f" ({self.job_id})"))
         raise error
@@ -175,7 +175,7 @@ else:
 
 
 def cut(text: str, limit: int = SHOWN_CHARACTERS) -> str:
-    """``text`` on one line of at most ``limit`` characters, whatever is not printable written out."""
+    """Return ``text`` on one line of at most ``limit`` characters, with unprintable characters escaped."""
     line = " ".join(text[: 4 * limit].split())
     if not line.isprintable():
         line = repr(line)[1:-1]
@@ -185,5 +185,5 @@ def cut(text: str, limit: int = SHOWN_CHARACTERS) -> str:
 def _shown(output: object) -> str:
     try:
         return cut(repr(output))
-    except Exception as error:  # the output's class is the user's
+    except Exception as error:  # the output's class is user code
         return f"{type(output).__name__} ({cut(describe(error))})"

@@ -1,8 +1,8 @@
-"""What travels between an agent and a model: messages, tool calls, usage, and the conversation they form.
+"""Values exchanged between an agent and a model: messages, tool calls, usage, and the conversation.
 
-The values are neutral; how they look on a wire belongs to ``backends``. A conversation only ever grows, and each wire
-keeps a view of it that grows with it: what was written stays written, so turn n+1 extends turn n byte for byte where
-the wire allows it, which is what an engine's prefix cache lives on.
+The values are independent of wires; ``backends`` translates them. A conversation only grows, and each wire keeps a view
+of it that grows too. Written parts never change, so turn n+1 extends turn n byte for byte where the wire allows it. A
+server's prefix cache depends on this.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 Role = Literal["system", "user", "assistant", "tool"]
 JsonObject = dict[str, "JsonValue"]
 
-IMAGE_TOKENS = 1000  # of a picture whose size is not known: models count a page-sized one about so
+IMAGE_TOKENS = 1000  # of a picture of unknown size: about what models count for a full page
 
 
 class Attachment:
-    """Something in a message that is not text: a path, an address (http, https), a ``data:`` URL, or bytes. ``url`` is
-    what was given, bytes as a ``data:`` URL.
+    """Content of a message that is not text: the path of a file, a URL from which the server fetches it (http, https),
+    a ``data:`` URL, or bytes. ``url`` is what was given, with bytes as a ``data:`` URL.
 
-    No dataclass, so that nobody writes its bytes out by taking it for plain data.
+    Not a dataclass, so that no code writes its bytes out as plain data.
     """
 
     __slots__ = ("_digest", "tokens", "url")
     kind = "attachment"
 
     def __init__(self, source: str | bytes | PathLike[str], *, tokens: int = IMAGE_TOKENS, digest: str = "") -> None:
-        """``tokens`` is about what a model counts it as, ``digest`` the SHA-256 of its bytes where that is known."""
+        """``tokens`` is about what a model counts for it; ``digest`` is the SHA-256 of its bytes, if known."""
         self.url = _data_url(source, "") if isinstance(source, bytes) else fspath(source)
         self.tokens = tokens
         self._digest = digest
@@ -56,8 +56,8 @@ class Attachment:
 
     @property
     def mark(self) -> str:
-        """What stands for it where text is all there is: in the record, in transcripts, in a row's identity. What it
-        shows is known by its hash."""
+        """Return the text that represents the picture in records, transcripts and row ids; it contains the picture's
+        hash."""
         if not self.is_data:
             return f"[{self.kind} {self.url}]"
         self._digest = self._digest or sha256(_data(self.url)).hexdigest()
@@ -100,7 +100,7 @@ def _data_url(data: bytes, media_type: str) -> str:
 
 
 def _data(url: str) -> bytes:
-    """The bytes of a ``data:`` URL; its text where they cannot be had."""
+    """Return the bytes of a ``data:`` URL; its text if they cannot be decoded."""
     text = url.partition(",")[2]
     try:
         return b64decode(text, validate=True)
@@ -113,17 +113,17 @@ Content = str | tuple[Part, ...]
 
 
 def content_text(content: Content) -> str:
-    """The words of a message, without its pictures."""
+    """Return the text of a message, without its pictures."""
     return content if isinstance(content, str) else "".join(part for part in content if isinstance(part, str))
 
 
 def content_shown(content: Content) -> str:
-    """The same with a mark for each picture."""
+    """Return the text with a mark for each picture."""
     return content if isinstance(content, str) else "".join(p if isinstance(p, str) else p.mark for p in content)
 
 
 def content_json(content: Content) -> JsonValue:
-    """The content in the widely understood chat form."""
+    """Return the content in the common chat format."""
     if isinstance(content, str):
         return content
     return [_part_json(part) for part in content]
@@ -139,8 +139,8 @@ def _part_json(part: Part) -> JsonValue:
 
 @value_type
 class ToolCall:
-    """A call as the model wrote it; ``arguments`` is JSON text, kept verbatim. No other call of its conversation has
-    its ``id``: the backend sees to that."""
+    """A call as the model wrote it; ``arguments`` is JSON text, kept unchanged. Its ``id`` is unique in the
+    conversation: the backend ensures that."""
 
     id: str
     name: str
@@ -158,8 +158,8 @@ class ToolSpec:
 
 @value_type
 class Sealed:
-    """What an answer holds that only its own wire can read (signatures of reasoning, ids): recorded as it is, and sent
-    back to that wire alone."""
+    """Parts of an answer that only its own wire can read (signatures of reasoning, ids): recorded unchanged, and sent
+    back only to that wire."""
 
     wire: str
     value: JsonValue
@@ -172,11 +172,11 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     reasoning: str = ""  # kept for the transcript, never sent back
-    tool_name: str = ""  # of a tool's result: whose it is
+    tool_name: str = ""  # the tool of a result
     sealed: Sealed | None = None  # of an answer
 
     def to_dict(self) -> JsonObject:
-        """The message in the widely understood chat form, as transcripts are exported."""
+        """Return the message in the common chat format, as in exported transcripts."""
         out: JsonObject = {"role": self.role, "content": content_json(self.content)}
         if self.reasoning:
             out["reasoning"] = self.reasoning
@@ -191,7 +191,7 @@ class Message:
 
     @classmethod
     def from_dict(cls, message: Mapping[str, object]) -> Self:
-        """A message in that form. Raises ValueError for one that is in another."""
+        """Return a message in that format. Raises ValueError for another format."""
         role, content = message.get("role"), message.get("content")
         if role not in get_args(Role):
             raise ValueError(f"a message needs a role, one of {', '.join(get_args(Role))} (got {role!r})")
@@ -237,7 +237,7 @@ def _call_of(call: object) -> ToolCall:
 @value_type
 class Usage:
     """Tokens as the server counted them. ``cached_tokens`` (read from its cache) and ``cache_write_tokens`` (written to
-    it for a price) are different parts of ``prompt_tokens``, ``reasoning_tokens`` of ``completion_tokens``."""
+    it at a price) are separate parts of ``prompt_tokens``; ``reasoning_tokens`` are part of ``completion_tokens``."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -257,8 +257,8 @@ class Usage:
 
 @value_type
 class Allowance:
-    """One budget of a provider, as its headers tell it: so many a minute, so many of them left, full again in so many
-    seconds."""
+    """One rate limit of a provider, from its headers: the limit per minute, what remains, and the seconds until it is
+    full again."""
 
     limit: int | None = None
     remaining: int | None = None
@@ -267,7 +267,7 @@ class Allowance:
 
 @value_type
 class Quota:
-    """What a provider says of its budgets beside an answer. ``tokens`` is both kinds together; some count each."""
+    """A provider's rate limits, sent with an answer. ``tokens`` is both kinds together; some providers count each."""
 
     requests: Allowance | None = None
     tokens: Allowance | None = None
@@ -277,33 +277,33 @@ class Quota:
 
 @value_type
 class Reply:
-    """One complete answer of a model. Anything less than complete is an error, not a Reply."""
+    """One complete answer of a model. An incomplete answer is an error, not a Reply."""
 
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
     usage: Usage = field(default_factory=Usage)
     reasoning: str = ""
-    first_token: float | None = None  # seconds from sending to the first token, where streamed
+    first_token: float | None = None  # seconds from sending to the first token, if streamed
     finish_reason: str = "stop"
-    saved: Usage | None = None  # nothing was computed: the answer was at hand, and took this when it was first given
+    saved: Usage | None = None  # set for a cached answer: what it used when it was first computed
     sealed: Sealed | None = None
     quota: Quota | None = field(default=None, compare=False)  # for the capacity of its endpoint; never recorded
-    model: str = field(default="", compare=False)  # as the server names the one that answered; never recorded
+    model: str = field(default="", compare=False)  # the server's name for the model; never recorded
 
     def message(self) -> Message:
-        """The answer as a part of its conversation."""
+        """Return the answer as a message of its conversation."""
         return Message("assistant", self.text, self.tool_calls, reasoning=self.reasoning, sealed=self.sealed)
 
 
 class View(Protocol):
-    """A conversation as one wire writes it. What it holds is the wire's affair; that it only grows is everybody's."""
+    """A conversation in the format of one wire. Its content belongs to the wire; it must only grow."""
 
     def extend(self, messages: Sequence[Message]) -> None:
-        """The conversation goes on with these."""
+        """Append these messages."""
         ...
 
     def fork(self) -> Self:
-        """The same so far, for a conversation that goes on by itself."""
+        """Return a copy for a conversation that continues separately."""
         ...
 
 
@@ -311,7 +311,7 @@ V = TypeVar("V", bound=View)
 
 
 class MessageView(ABC):
-    """The view of a wire that writes each message by itself: one piece of bytes for each."""
+    """The view of a wire that encodes each message separately: one piece of bytes for each."""
 
     __slots__ = ("pieces",)
 
@@ -330,9 +330,9 @@ class MessageView(ABC):
 
 
 class Conversation:
-    """An append-only list of messages, and the views that wires have of it.
+    """An append-only list of messages, and the wires' views of it.
 
-    ``parent`` is the part shared by all agents of a run: it is complete, and each wire writes it once for all of them.
+    ``parent`` is the part shared by all agents of a run: it is complete, and each wire encodes it once for all of them.
     """
 
     __slots__ = ("__weakref__", "_parent", "_views", "messages")
@@ -340,19 +340,19 @@ class Conversation:
     def __init__(self, messages: Iterable[Message] = (), parent: Conversation | None = None) -> None:
         self.messages: list[Message] = [*parent.messages, *messages] if parent is not None else list(messages)
         self._parent = parent
-        self._views: dict[Callable[[], View], tuple[View, int]] = {}  # with how many messages each has taken
+        self._views: dict[Callable[[], View], tuple[View, int]] = {}  # with the number of messages each has encoded
 
     @property
     def parent(self) -> Conversation | None:
-        """The part that all agents of a run share."""
+        """Return the part that all agents of a run share."""
         return self._parent
 
     def append(self, message: Message) -> None:
         self.messages.append(message)
 
     def view(self, wire: Callable[[], V]) -> V:
-        """This conversation as ``wire`` writes it. ``wire`` makes an empty view and stands for the wire: give the same
-        one each time. Only the wire's own code may look into the view, and none may change it."""
+        """Return this conversation in the format of ``wire``, a function that creates an empty view and identifies the
+        wire: pass the same one each time. Only the wire's own code may read the view, and none may change it."""
         view, taken = self._views.get(wire) or self._begin(wire)
         if taken < len(self.messages):
             view.extend(self.messages[taken:])

@@ -1,7 +1,7 @@
-"""Notes that an option of BatchSpec carries in its annotation, beside its type, its default and its description.
+"""Notes in the annotation of a BatchSpec option, beside its type, default and description.
 
-They say what an error, ``help``, the command line, pipelines and docs/options.md need to know of an option, so that
-none of them has a list of options of its own.
+Errors, ``help``, the command line, pipelines and docs/options.md are generated from them, so that none needs its own
+list of options.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ N = TypeVar("N")
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a value must be, in the words of the error about one that is not."""
+    """What a value must be, as worded in the error about an invalid one."""
 
     words: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unset:
-    """What happens when the option is not given, where its default does not say it. ``is_none`` is False where None
-    means something else."""
+    """What happens if the option is not given, when its default does not show it. ``is_none`` is False if None means
+    something else."""
 
     words: str
     is_none: bool = True
 
 
 class Scope(Enum):
-    """Where a pipeline takes the option: for the whole only, or for a stage only. Without this note, for both."""
+    """Where a pipeline accepts the option: only for the whole, or only for a stage. Without this note, for both."""
 
     WHOLE = "whole"
     STAGE = "stage"
 
 
 class Compared(Enum):
-    """Answers depend on the option: ``resume`` says how it has changed. What may hold a secret is kept as a hash."""
+    """Answers depend on the option: ``resume`` reports its changes. A value that may contain a secret is kept as a
+    hash."""
 
     VALUE = "value"
     HASH = "hash"
@@ -58,8 +59,8 @@ class FlagGroup(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Its flag for ``batch-agent run``. Without a ``help`` of its own, that is the first sentence of the description;
-    ``name`` is given where it is not the option's own."""
+    """The option's flag for ``batch-agent run``. The default ``help`` is the first sentence of the description; the
+    default ``name`` is the option's own."""
 
     metavar: str | None = None
     help: str = ""
@@ -69,7 +70,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class NotSettable:
-    """Why ``--set`` refuses the option, and what to give instead. ``in_files``: so does a spec file."""
+    """Why ``--set`` refuses the option, and what to use instead. ``in_files``: a spec file refuses it too."""
 
     reason: str
     in_files: bool = False
@@ -78,7 +79,7 @@ class NotSettable:
 Count = Annotated[int, Field(gt=0, strict=True)]
 Whole = Annotated[int, Field(strict=True)]
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # True and "1" are none
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]  # True and "1" are not numbers
 Positive = Annotated[Number, Field(gt=0)]
 Seconds = Positive
 Word = Annotated[str, StringConstraints(strict=True)]
@@ -97,18 +98,18 @@ Directory = Annotated[Word | Path | None, Allowed("a directory, or None")]
 
 
 def notes(model: type[BaseModel], kind: type[N]) -> Mapping[str, N]:
-    """The notes of this kind, by the option that carries them."""
+    """Return the notes of this kind, by option."""
     fields = model.model_fields.items()
     return {name: note for name, field in fields for note in field.metadata if isinstance(note, kind)}
 
 
 def noted(model: type[BaseModel], note: object) -> frozenset[str]:
-    """The options that carry exactly this note."""
+    """Return the options with exactly this note."""
     return frozenset(name for name, found in notes(model, type(note)).items() if found == note)
 
 
 def kinds(model: type[BaseModel], name: str) -> frozenset[object]:
-    """The types that an option may have, without checks and parameters: that of a list of texts is Sequence."""
+    """Return the types that an option may have, without checks and parameters: that of a list of texts is Sequence."""
     return frozenset(_members(model.model_fields[name].annotation))
 
 
@@ -123,8 +124,8 @@ def _members(kind: object) -> Iterator[object]:
 
 
 def check_names(model: type[BaseModel], options: Iterable[str], old_names: Mapping[str, str]) -> None:
-    """Raise SpecError for a name that is no option of ``model``. What resembles an older name is answered with the
-    option's name of today."""
+    """Raise SpecError for a name that is not an option of ``model``. For a name similar to one of ``old_names``, the
+    error suggests the current name."""
     for name in set(options) - model.model_fields.keys():
         near = difflib.get_close_matches(name, [*model.model_fields, *old_names], n=1)
         meant = [old_names.get(word, word) for word in near]
@@ -133,7 +134,7 @@ def check_names(model: type[BaseModel], options: Iterable[str], old_names: Mappi
 
 
 def explain(model: type[BaseModel], error: ValidationError, options: Mapping[str, object]) -> str:
-    """What is wrong with these options, with what is allowed."""
+    """Return what is wrong with these options, with what is allowed."""
     lines, allowed = [], notes(model, Allowed)
     for item in error.errors(include_url=False, include_input=False):
         name = str(item["loc"][0]) if item["loc"] else ""
@@ -145,7 +146,7 @@ def explain(model: type[BaseModel], error: ValidationError, options: Mapping[str
 
 
 def _kind(value: object) -> str:
-    """What was given. Numbers are shown; anything else may be a secret that got into the wrong option."""
+    """Return the kind of a given value. Only numbers are shown: anything else may be a secret in the wrong option."""
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
     kinds: dict[type, str] = {str: "text", list: "a list of something else", dict: "a mapping of something else"}

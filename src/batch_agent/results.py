@@ -1,7 +1,7 @@
-"""What a run returns: its results in input order, with what one asks of them next.
+"""What a run returns: its results in input order, with common operations on them.
 
-A ``Results`` is a list. What a whole run says of itself (time, tokens, cost, savings) is its ``summary``; tables and
-lines are those of ``batch_agent.files``.
+A ``Results`` is a list. Its ``summary`` has time, tokens, cost and savings of the whole run; ``batch_agent.files``
+writes tables and lines.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 HTML_ROWS = 20
 CELL_CHARACTERS = 200
-# What a column becomes that has cells of its type only, and one where some are missing.
+# The pandas type of a column with missing cells, by the type of its other cells.
 _PANDAS_WITH_GAPS = {"bool": "boolean", "int": "Int64"}
 _POLARS = {"bool": "Boolean", "int": "Int64", "float": "Float64", "text": "String"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Summary:
-    """How a run went; prints as the lines that the command line ends with."""
+    """How a run went; prints as the lines at the end of the command line's output."""
 
     statistics: Statistics
     tools: Mapping[str, ToolStatistics] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Summary:
 
 
 class Results(list[AgentResult[T]]):
-    """The results of a run, in input order. A list made of some of them has the summary that they add up to."""
+    """The results of a run, in input order. A list of some of them has a summary computed from those."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Results(list[AgentResult[T]]):
         output_schema: object = None,
         page: object = None,
     ) -> None:
-        """``output_schema`` is the spec's, by which outputs are written; ``page`` is the run's, served until it is
+        """``output_schema`` is the spec's, used to write outputs; ``page`` is the run's page, served until this is
         dropped."""
         super().__init__(results)
         self._summary = summary
@@ -78,17 +78,17 @@ class Results(list[AgentResult[T]]):
 
     @property
     def ok(self) -> list[Success[T]]:
-        """Those that were done."""
+        """Return the successful results."""
         return [result for result in self if isinstance(result, Success)]
 
     @property
     def failed(self) -> list[Failure]:
-        """Those that were not."""
+        """Return the failed results."""
         return [result for result in self if isinstance(result, Failure)]
 
     @property
     def outputs(self) -> list[T]:
-        """The outputs of those that were done."""
+        """Return the outputs of the successful results."""
         return [result.output for result in self.ok]
 
     @property
@@ -97,11 +97,11 @@ class Results(list[AgentResult[T]]):
 
     @property
     def cost(self) -> float | None:
-        """$ that the run cost, requests that failed included; None where no price is known."""
+        """Return the run's cost in $, including failed requests; None if no price is known."""
         return self.summary.statistics.cost
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A row per result: the columns that a CSV or Parquet file of them would have (docs/files.md)."""
+        """Return a row per result, with the columns of a CSV or Parquet file (docs/files.md)."""
         library: Any = extra("pandas", "a pandas DataFrame")
         frame: pandas.DataFrame = library.DataFrame(
             {column.name: library.Series(cells, dtype=_pandas_type(column, cells)) for column, cells in self._columns()}
@@ -109,7 +109,7 @@ class Results(list[AgentResult[T]]):
         return frame
 
     def to_polars(self) -> polars.DataFrame:
-        """The same for polars."""
+        """Return the same as a polars DataFrame."""
         library: Any = extra("polars", "a polars DataFrame")
         frame: polars.DataFrame = library.DataFrame(
             [
@@ -120,7 +120,7 @@ class Results(list[AgentResult[T]]):
         return frame
 
     def to_jsonl(self, path: str | Path) -> None:
-        """One line of JSON per result, compressed where the name ends in .gz or .zst. The file appears when it is
+        """Write one line of JSON per result, compressed if the name ends in .gz or .zst. The file appears when it is
         complete."""
         with complete_file(Path(path)) as file:
             file.writelines(self._lines())
@@ -153,7 +153,7 @@ class Results(list[AgentResult[T]]):
         return ", ".join(parts)
 
     def _repr_html_(self) -> str:
-        """The summary and the first rows, the first of those that failed among them."""
+        """Return the summary and the first rows, including the first failed ones."""
         shown = self[:HTML_ROWS]
         if self.failed and not any(result.error for result in shown):
             shown = [*shown[: HTML_ROWS // 2], *self.failed[: HTML_ROWS // 2]]
@@ -166,12 +166,12 @@ class Results(list[AgentResult[T]]):
 def with_unfinished(
     results: Iterable[AgentResult[T]], inputs: object, statistics: Statistics, id_column: str | None = None
 ) -> list[AgentResult[T]]:
-    """The results in input order, with an Interrupted one for each row that the run ended before. Rows of an iterator
-    that were not read stay without."""
+    """Return the results in input order, with an Interrupted one for each row without a result. Unread rows of an
+    iterator get none."""
     known = {result.index: result for result in results}
     if isinstance(inputs, Collection) and len(known) < len(inputs):
         reason = f"{statistics.ended}: {statistics.reason}" if statistics.reason else statistics.ended
-        error = AgentError.of(Interrupted(f"the run ended before this row was done ({reason})"))
+        error = AgentError.of(Interrupted(f"the run ended before this row finished ({reason})"))
         for index, value in enumerate(inputs):
             if index not in known:
                 known[index] = Failure(index, _job_id(index, value, id_column), value, False, None, error)
@@ -199,7 +199,7 @@ def _text(value: object) -> str:
         return value
     try:
         return repr(value)
-    except Exception:  # the value's class is the user's
+    except Exception:  # the value's class is user code
         return type(value).__name__
 
 
@@ -211,7 +211,7 @@ def _pandas_type(column: Column, cells: Sequence[object]) -> str | None:
 
 
 def _statistics(results: Sequence[AgentResult[object]]) -> Statistics:
-    """What results alone can tell of their run."""
+    """Return the statistics that results alone contain."""
     done = [result for result in results if result.error is None or result.error.type != Interrupted.type]
     costs = [result.cost for result in results if result.cost is not None]
     return Statistics(

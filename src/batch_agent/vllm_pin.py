@@ -35,7 +35,7 @@ SHARE = 0.8  # of the blocks that pins may hold
 LONGEST = 60.0  # seconds of a pin
 LONGEST_KEY, MOST_KEYS = 200, 1_000  # characters of a key, keys in one order
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-NOT_WANTED = ("FINISHED_ABORTED", "FINISHED_ERROR")  # nobody waits for the next turn of such a request
+NOT_WANTED = ("FINISHED_ABORTED", "FINISHED_ERROR")  # no agent waits for the next turn of such a request
 
 
 class EngineBlock(Protocol):

@@ -141,7 +141,7 @@ def test_a_refusal_says_why_it_refuses() -> None:
 
 
 def test_calls_that_are_announced_and_missing_are_an_error() -> None:
-    with pytest.raises(BadResponse, match="announces"):
+    with pytest.raises(BadResponse, match="has no tool call"):
         whole(TEXT, stop="tool_use")
 
 

@@ -435,7 +435,7 @@ async def test_addresses_that_are_forgotten_by_one_caller_are_there_for_the_othe
 
 @pytest.mark.parametrize("host", ["a" * 64, "x..y"])
 async def test_a_host_name_that_cannot_be_one_is_refused(host: str) -> None:
-    with pytest.raises(Rejected, match="not an address"):
+    with pytest.raises(Rejected, match="not a valid address"):
         await post(f"http://{host}/v1")
 
 
@@ -488,7 +488,7 @@ async def test_tls_through_the_tunnel_of_a_proxy(tmp_path: Path, monkeypatch: py
 async def test_a_proxy_that_makes_no_tunnel_is_named(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     async with WireServer(raw(said)) as proxy:
         monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.port}")
-        with pytest.raises(Unavailable, match="proxy of the environment") as caught:
+        with pytest.raises(Unavailable, match="proxy set in the environment") as caught:
             await post("https://model.invalid/v1")
     assert caught.value.unreached
 

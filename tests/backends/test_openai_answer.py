@@ -147,7 +147,7 @@ def test_a_provider_that_counts_cached_input_apart_costs_what_it_costs(details: 
         (said({"type": "abort"}, content="Once"), BadResponse, "abort"),
         (said("content_filter", content=""), Rejected, "content filter"),
         (said(None, content="Once"), BadResponse, "finish_reason"),
-        (said("tool_calls", content=""), BadResponse, "has none"),
+        (said("tool_calls", content=""), BadResponse, "has no tool call"),
         (said("tool_calls", tool_calls=[call(name=None)]), BadResponse, "without a name"),
         (said("tool_calls", tool_calls=["x"]), BadResponse, "tool call"),
         (said("tool_calls", tool_calls={"a": 1}), BadResponse, "not a list"),

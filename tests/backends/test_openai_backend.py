@@ -350,7 +350,7 @@ async def test_models_that_are_no_list_are_an_error() -> None:
 
 
 async def test_what_is_not_http_is_a_bad_response() -> None:
-    with pytest.raises(BadResponse, match="not HTTP"):
+    with pytest.raises(BadResponse, match="not valid HTTP"):
         await infer(raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"))
 
 

@@ -195,5 +195,5 @@ def test_options_are_true_or_false_or_texts_and_each_scheme_has_its_own() -> Non
 
 
 def test_two_keys_are_an_error() -> None:
-    with pytest.raises(SpecError, match="two keys"):
+    with pytest.raises(SpecError, match="give the key once"):
         opened({"url": "http://h", "api_key": "a"}, api_key="b")

@@ -212,7 +212,7 @@ def test_a_url_spells_the_parameters() -> None:
         ("simulated://?decode=-1", "step_seconds must be 0 or more"),
         ("simulated://?prefill=0", "must be above 0"),
         ("simulated://?policy=random", "policy: .*fcfs"),
-        ("simulated://gpu-1:8000", "is nowhere"),
+        ("simulated://gpu-1:8000", "has no host"),
     ],
 )
 def test_a_wrong_url_is_a_spec_error_that_says_what_is_allowed(url: str, complaint: str) -> None:
@@ -225,5 +225,5 @@ async def test_an_engine_that_cannot_see_refuses_an_image() -> None:
     talk = Conversation([Message("user", ("a", Image("https://host/a.png")))])
     async with SimulatedBackend() as backend:
         assert not backend.capabilities.images
-        with pytest.raises(Rejected, match="cannot be shown images"):
+        with pytest.raises(Rejected, match="does not accept images"):
             await backend.infer(ModelRequest(PLAIN, talk, "job"))

@@ -104,5 +104,5 @@ def test_a_schema_without_a_finite_value_and_a_reference_to_nowhere_are_spec_err
     endless = {"$ref": "#/$defs/n", "$defs": {"n": {"required": ["n"], "properties": {"n": {"$ref": "#/$defs/n"}}}}}
     with pytest.raises(SpecError, match="no finite value"):
         minimal_instance(endless)
-    with pytest.raises(SpecError, match="not in it"):
+    with pytest.raises(SpecError, match="unresolved reference"):
         minimal_instance({"$ref": "#/$defs/missing"})

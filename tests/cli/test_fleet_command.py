@@ -85,7 +85,7 @@ async def test_wait_ends_with_an_error_when_too_few_come_up(tmp_path: Path, nobo
     [
         (["wait"], "no hostfile: batch-agent fleet wait HOSTFILE, or set AURORA_SWARM_HOSTFILE"),
         (["wait", "nowhere.txt"], "'nowhere.txt' cannot be read"),
-        (["wait", "hosts.txt", "--min-hosts", "3"], "3 endpoints can never be up: the hostfile names 2"),
+        (["wait", "hosts.txt", "--min-hosts", "3"], "3 endpoints can never be up: the hostfile lists 2"),
         (["wait", "hosts.txt", "--output", "no/such/ready.txt"], "there is no such folder"),
         (["status", "empty.txt"], "names no endpoint"),
         (["bench", "wrong.txt"], "line 2 of the hostfile"),

@@ -17,7 +17,7 @@ from dispatch.gate import Gate
 
 OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
 GARBAGE = {
-    "not HTTP": b"\x00\x01\x02 what is this\r\n\r\n",
+    "not valid HTTP": b"\x00\x01\x02 what is this\r\n\r\n",
     "nothing": b"",
     "empty": OK + b"Content-Type: application/json\r\nContent-Length: 0\r\n\r\n",
     "HTML": OK + b"Content-Type: text/html\r\nContent-Length: 26\r\n\r\n<html>Be right back</html>",
@@ -65,7 +65,7 @@ def test_fifteen_seconds_of_broken_tls_cost_no_row(tmp_path: Path, monkeypatch: 
     @virtual_clock
     async def scenario() -> None:
         async with server() as inner, Gate(int(inner.address.rpartition(":")[2]), tls=context) as gate:
-            spoiling = asyncio.create_task(spoil(gate, GARBAGE["not HTTP"]))
+            spoiling = asyncio.create_task(spoil(gate, GARBAGE["not valid HTTP"]))
             results = await finish(f"https://localhost:{gate.port}/v1", 150, max_inflight=16)
             await spoiling
             assert gate.spoilt

@@ -101,7 +101,7 @@ class SimulatedServer:
             case "429":
                 raise RateLimited("429", status=429)
             case "garbage":
-                raise BadResponse("what came back is not HTTP")
+                raise BadResponse("what came back is not valid HTTP")
 
     def probe(self) -> Probe:
         if self.is_dead:

@@ -419,5 +419,5 @@ async def test_a_run_that_a_budget_ends_has_a_result_for_each_row_of_a_list(as_l
     if as_list:
         assert [result.job_id for result in results] == [row["id"] for row, _ in zip(rows, results, strict=True)]
         assert {result.error.message for result in results.failed} == {
-            "the run ended before this row was done (out of budget: max_wall_time, 2.5 s, is over)"
+            "the run ended before this row finished (out of budget: max_wall_time, 2.5 s, is over)"
         }

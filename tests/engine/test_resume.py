@@ -388,7 +388,7 @@ async def test_a_run_that_is_refused_says_why_it_failed(tmp_path: Path) -> None:
         await run(tmp_path, lambda _: Fail(401))
     view = RunView.of(tmp_path)
     assert (view.state, view.glance.latest.failed) == ("failed", 0)
-    assert "refusal" in str(view.facts["why"])
+    assert "every row is refused" in str(view.facts["why"])
     assert len((await run(tmp_path))[1].requests) == 3
 
 

@@ -85,8 +85,8 @@ async def test_a_server_that_ignores_schemas_is_found_out_and_its_answers_are_re
     assert all(result.ok for result in results)
     assert sum(sent) <= 2
     [told] = [event for event in events if isinstance(event, SchemaUnsupported)]
-    assert "did not keep to it" in told.reason
-    assert any("did not keep to it" in line for line in summary_lines(statistics))
+    assert "did not enforce it" in told.reason
+    assert any("did not enforce it" in line for line in summary_lines(statistics))
 
 
 async def test_a_server_that_keeps_to_schemas_is_sent_them_all_along() -> None:

@@ -73,7 +73,7 @@ async def test_a_dead_endpoint_and_one_that_hangs_have_their_reasons_and_the_oth
     ):
         dead, slow, stuck, fine = await measured(QUICK, nobody, silent.address, hangs.address, good.address)
     assert "refused" in dead.reason
-    assert slow.reason == "not one request was answered in 60 s"
+    assert slow.reason == "no request was answered within 60 s"
     assert stuck.reason == "0 answers in 5 s are too few for 2 in flight"
     assert [len(bench.steps) for bench in (dead, slow, stuck, fine)] == [0, 0, 0, 4]
     assert dead.knee is None

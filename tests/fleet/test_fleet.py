@@ -230,7 +230,7 @@ async def test_servers_join_and_leave_a_run_under_way() -> None:
 
 
 def test_no_endpoint_is_not_taken_for_the_usual_backend() -> None:
-    with pytest.raises(SpecError, match="a NoneType is no endpoint"):
+    with pytest.raises(SpecError, match="a NoneType cannot be an endpoint"):
         Fleet(["vllm://a", None])  # type: ignore[list-item]
 
 
@@ -364,10 +364,10 @@ def test_keys_are_never_shown() -> None:
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ([], "without endpoints"),
+        ([], "needs at least one endpoint"),
         ("fleet://hosts.txt", "list of endpoints"),
-        (["fleet://hosts.txt"], "not of fleets"),
-        ([["vllm://a"]], "not of fleets"),
+        (["fleet://hosts.txt"], "cannot contain a fleet"),
+        ([["vllm://a"]], "cannot be an endpoint of a fleet"),
         ([{"url": "vllm://a", "weight": 0}], "vllm://a: weight must be"),
         ([{"url": "vllm://a", "weight": "much"}], "vllm://a: weight must be"),
         ([{"url": "vllm://a", "context": "long"}], "vllm://a: context must be"),

@@ -36,9 +36,9 @@ def test_all_are_needed_unless_a_floor_is_given_and_both_floors_hold() -> None:
 
 
 def test_a_floor_out_of_reach_and_an_empty_list_are_errors() -> None:
-    with pytest.raises(SpecError, match="the hostfile names 3"):
+    with pytest.raises(SpecError, match="the hostfile lists 3"):
         needed(3, min_hosts=4)
-    with pytest.raises(SpecError, match="names none"):
+    with pytest.raises(SpecError, match="lists none"):
         needed(0)
 
 
@@ -67,7 +67,7 @@ async def test_too_few_in_time_is_told_with_reasons() -> None:
     assert len(waited.up) == 1
     reasons = [reason for _, reason in waited.missing]
     assert "refused" in reasons[0]
-    assert "names no model" in reasons[1]
+    assert "lists no model" in reasons[1]
 
 
 @virtual_clock

@@ -38,7 +38,7 @@ def test_the_summary_says_cost_and_savings_and_how_each_was_measured() -> None:
         "cost     $1.50, $0.38 a row",
         "saved    4k prompt tokens, 40 %, cached (as the server reported)",
         "7 of 12 tool calls (calls answered by one in flight or before, counted)",
-        "1:16 of slot time given back (time that agents waited for tools without a slot, summed)",
+        "1:16 of slot time released (time that agents waited for tools without a slot, summed)",
         "2 of 9 answers, 1k tokens (from the response cache, tokens as first reported)",
     ):
         assert fact in lines, fact

@@ -75,7 +75,7 @@ def test_a_server_that_is_down_is_shown_and_no_time_is_promised() -> None:
 
 def test_a_run_that_drains_counts_what_is_under_way() -> None:
     draining = dataclasses.replace(BUSY, draining=True, row_seconds=6.0, youngest=2.0)
-    assert "stopping: 78 rows under way to finish" in drawn(draining, 80)
+    assert "stopping: 78 rows still running" in drawn(draining, 80)
     assert "4.0 s left" in drawn(draining, 80)
 
 
@@ -158,6 +158,6 @@ def test_the_pace_of_a_long_run_is_kept_in_few_pieces() -> None:
 def test_every_view_names_the_stages_of_a_pipeline() -> None:
     stages = (StageCount("read", 50, 12, 1, 4), StageCount("check", None, 8, 0, 0))
     busy = dataclasses.replace(BUSY, stages=stages)
-    assert "read   12/50, 1 failed, 4 under way" in drawn(busy, 100, 24)
-    assert "(read 12/50, 1 failed, 4 under way; check 8)" in progress_line(busy)
-    assert "  stages   read: 12/50, 1 failed, 4 under way\n           check: 8" in "\n".join(summary_lines(busy))
+    assert "read   12/50, 1 failed, 4 running" in drawn(busy, 100, 24)
+    assert "(read 12/50, 1 failed, 4 running; check 8)" in progress_line(busy)
+    assert "  stages   read: 12/50, 1 failed, 4 running\n           check: 8" in "\n".join(summary_lines(busy))

@@ -71,7 +71,7 @@ class Endpoint:
         (Timeout("nothing came"), "silent"),
         (Unavailable("500", status=500), "broken"),
         (Unavailable("reset"), "broken"),
-        (BadResponse("not HTTP"), "broken"),
+        (BadResponse("not valid HTTP"), "broken"),
         (Unavailable("503", status=503, overload=True), "overloaded"),
         (RateLimited("429", status=429), "overloaded"),
         (Rejected("401", status=401), "denied"),

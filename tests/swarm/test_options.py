@@ -130,7 +130,7 @@ async def test_generate_is_asked_once_for_each_sample() -> None:
     agent = Agent()
     async with agents(agent) as endpoints, AgentPool(endpoints) as pool:
         responses = await pool.broadcast_prompt("a", n=3)
-        with pytest.raises(SpecError, match="post gives one answer"):
+        with pytest.raises(SpecError, match="post returns one answer"):
             await pool.post(0, "a", n=3)
     assert [asked.body for asked in agent.asked] == [{"prompt": "a"}] * 3
     assert len(responses) == 3
@@ -200,7 +200,7 @@ async def test_at_the_deadline_what_is_there_is_kept_and_the_rest_says_so(option
         responses = await pool.send_all(["a", "b", "c"], deadline=0.1, **options)  # type: ignore[arg-type]
         one = await pool.post(1, "b", deadline=0.05)
     assert [response.success for response in responses] == [True, False, False]
-    assert "not done by the deadline, 0.1 s" in (responses[1].error or "")
+    assert "not finished by the deadline, 0.1 s" in (responses[1].error or "")
     assert (one.success, one.agent_index) == (False, 1)
 
 

@@ -61,7 +61,7 @@ async def test_nobody_is_asked_to_sum_up_nothing() -> None:
     async with agents(agent) as endpoints, AgentPool(endpoints) as pool:
         response = await broadcast_and_reduce(pool, "hi", "{responses}")
     assert (response.success, len(agent.asked)) == (False, 1)
-    assert "none of 1 answers came" in (response.error or "")
+    assert "all 1 requests failed" in (response.error or "")
     assert "out of order" in (response.error or "")
 
 
@@ -152,7 +152,7 @@ async def test_a_tree_without_leaves_is_a_failed_response() -> None:
         nothing = await tree_reduce(pool, "{item}", "{responses}", items=[])
     assert not result.success
     assert "500" in (result.error or "")
-    assert (nothing.success, nothing.error) == (False, "no answer was left to sum up")
+    assert (nothing.success, nothing.error) == (False, "no answer was left to summarise")
 
 
 async def test_what_stands_in_the_data_is_not_taken_for_the_template() -> None:

@@ -331,5 +331,5 @@ async def test_a_number_of_the_wrong_type_is_an_error_of_the_call_too() -> None:
 
 @pytest.mark.parametrize("given", [5, ("host",), ("", 8000), ("host", 0), ("host", 99999), AgentEndpoint("host", -4)])
 def test_an_endpoint_that_is_none_is_an_error_before_anything_is_sent(given: object) -> None:
-    with pytest.raises(SpecError, match="is no endpoint"):
+    with pytest.raises(SpecError, match="is not an endpoint"):
         AgentPool([("other", 8000), given])  # type: ignore[list-item]

@@ -344,6 +344,6 @@ async def test_without_a_script_a_forced_tool_is_called(client: aiohttp.ClientSe
 async def test_a_taken_port_is_a_spec_error_that_says_so() -> None:
     async with ScriptedServer() as server:
         port = int(server.address.rpartition(":")[2])
-        with pytest.raises(SpecError, match="taken by another program"):
+        with pytest.raises(SpecError, match="in use by another program"):
             async with ScriptedServer(port=port):
                 pass

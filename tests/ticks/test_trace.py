@@ -103,7 +103,7 @@ def test_lines_that_are_none_of_a_trace_are_skipped_and_counted(
     assert play(AgentRuntime(replay=path)) == recorded
     assert "skipped 3 of 13 lines" in caplog.text and "line 1" in caplog.text
     path.write_bytes(b"nonsense\n")
-    with pytest.raises(SpecError, match="no trace of ticks"):
+    with pytest.raises(SpecError, match="not a trace of ticks"):
         AgentRuntime(replay=path)
 
 

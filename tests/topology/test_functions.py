@@ -120,7 +120,7 @@ async def test_an_async_function_fails_its_row_with_an_error_that_says_so(
     async with flow:
         await flow.finish()
     [item] = flow.collector.items
-    assert item.error is not None and "it is async, and a plain function is needed here" in item.error.message
+    assert item.error is not None and "it is async, but a plain function is needed here" in item.error.message
 
 
 @virtual_clock

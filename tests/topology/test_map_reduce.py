@@ -110,7 +110,7 @@ async def test_each_stage_has_its_own_model_tools_and_turns_and_on_result_is_the
         ({"plan_output_schema": str}, "plan_output_schema must have a field items"),
         ({"task": "Find {itm}"}, r"Did you mean \{item\}"),
         ({"task": "{answer}", "plan_output_schema": Questions}, "item, index, question, depth"),
-        ({"inputs": ["a"]}, "comes from the plan"),
+        ({"inputs": ["a"]}, "use plan_inputs"),
         ({"plan_prompt": "Plan for {topik}"}, r"plan: .*Did you mean \{topic\}"),
         ({"planner_max_turn": 3}, "plan: there is no option 'max_turn'"),
         ({"reduce_schema": 5}, "reduce: output_schema"),

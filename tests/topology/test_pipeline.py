@@ -120,7 +120,7 @@ async def test_a_key_that_is_there_twice_is_no_guess() -> None:
 @pytest.mark.parametrize(
     "pipeline, options, says",
     [
-        (Pipeline(["a"]), {}, "needs a stage that asks a model"),
+        (Pipeline(["a"]), {}, "needs a stage that calls a model"),
         (words("a").map(task="{word}"), {}, "two stages are called 'map'"),
         (words("a").map(name="b", task="{wrod}"), {}, r"Did you mean \{word\}"),
         (words("a").reduce("Sum up").map(name="b", task="{word}"), {}, "which the first input does not have"),

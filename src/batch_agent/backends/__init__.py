@@ -1,1 +1,2 @@
-"""Where inference happens: one package per wire, behind the base class in ``base``, found by URL in ``registry``."""
+"""Where inference happens: one package per wire format. ``base`` has the base class, ``registry`` finds a backend by
+URL."""

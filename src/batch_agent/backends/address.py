@@ -1,6 +1,6 @@
-"""A backend as the user gave it, taken apart: where it is, who asks, and what stands behind the question mark.
+"""A backend URL as the user gave it, parsed: host, credentials and query options.
 
-The factory of its line in ``schemes`` makes a Backend of it. What is shown of an address has no user, password or key.
+The factory in ``schemes`` creates a Backend from it. Displayed addresses never contain user, password or key.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class Address:
     headers: Mapping[str, str]
     environ: Mapping[str, str]
     sends: bool = True  # False: nothing will be sent, so a key may be missing
-    model: str | None = None  # the one that the user named beside it
-    transport: Transport | None = None  # the connections it shares with others; None: it has its own
+    model: str | None = None  # the model the user named beside the URL
+    transport: Transport | None = None  # shared connections; None: the backend has its own
 
     @property
     def name(self) -> str:
-        """For people: no user, no password, no options."""
+        """Return the URL for display: no user, password or options."""
         return f"{self.url.scheme}://{self.place}{self.url.path.rstrip('/')}"
 
     @property
     def place(self) -> str:
-        """Host and port."""
+        """Return host and port."""
         return self.url.netloc.rpartition("@")[2]
 
     @property
     def options(self) -> Mapping[str, bool]:
-        """What stands behind the question mark and is true or false."""
+        """Return the query options that are true or false."""
         values = {"true": True, "1": True, "false": False, "0": False}
         flags = {name: value.lower() for name, value in self._given.items() if name in self._scheme.options}
         for name, value in flags.items():
@@ -50,7 +50,7 @@ class Address:
         return {name: values[value] for name, value in flags.items()}
 
     def text(self, name: str) -> str | None:
-        """An option behind the question mark that is text; None where it is not given."""
+        """Return a text option of the query; None if it is missing."""
         value = self._given.get(name)
         if value == "":
             raise SpecError(f"the backend's option {name} is empty: give it a value, or leave it out")
@@ -58,7 +58,7 @@ class Address:
 
     @property
     def api(self) -> str | None:
-        """The one of OpenAI's APIs that the user wants: ``?api=chat`` or ``?api=responses``."""
+        """Return which OpenAI API the user wants: ``?api=chat`` or ``?api=responses``."""
         api = self.text("api")
         if api not in (None, "chat", "responses"):
             raise SpecError("the backend's option api must be chat or responses")
@@ -76,7 +76,7 @@ class Address:
         return SCHEMES[self.url.scheme]
 
     def seconds(self, *names: str) -> tuple[dict[str, float], Address]:
-        """Those of these options that the URL has, and the address without them."""
+        """Return these options of the URL as seconds, and the address without them."""
         given = dict(parse_qsl(self.url.query, keep_blank_values=True))
         found: dict[str, float] = {}
         for name in given.keys() & set(names):
@@ -89,13 +89,13 @@ class Address:
         return found, replace(self, url=self.url._replace(query=urlencode(given)))
 
     def key(self, variable: str = KEY_VARIABLE) -> str | None:
-        """The key that was given, else the variable's, where the URL does not bring a login of its own."""
+        """Return the given key, or else the variable's, unless the URL contains a login."""
         if self.api_key:
             return self.api_key
         return None if "@" in self.url.netloc else (self.environ.get(variable) or "").strip() or None
 
     def base_url(self, engine_port: int | None = None) -> str:
-        """The URL up to ``/v1``, login included. A path that was given is kept; engines serve ``/v1`` below theirs."""
+        """Return the URL up to ``/v1``, login included. A given path is kept; engines serve ``/v1`` below it."""
         url = self.url
         if not url.hostname:
             raise SpecError(f"the {url.scheme}:// backend has no host: give one of {FORMS}")
@@ -109,7 +109,7 @@ class Address:
 
 
 def check_known(names: Iterable[str], allowed: Iterable[str], complaint: str) -> None:
-    """SpecError for a name that is not allowed, with those that were probably meant."""
+    """Raise SpecError for an unknown name, with similar known names."""
     allowed = list(allowed)
     for name in names:
         if name not in allowed:

@@ -1,8 +1,8 @@
-"""``Backend``, the base class of everything that answers, and the values that cross that boundary.
+"""``Backend``, the base class of everything that answers requests, and the values it exchanges with the engine.
 
-A backend turns one ModelRequest into one complete Reply or raises one of the BackendErrors. It does not retry, queue,
-limit or time out: the engine does, once, for all backends. A new backend implements ``name`` and ``infer``, and
-overrides the defaults that are not true of it. A finished backend passes the suite in ``tests/backends/contract.py``.
+A backend turns one ModelRequest into one complete Reply or raises a BackendError. It does not retry, queue, limit or
+time out: the engine does that for all backends. A new backend implements ``name`` and ``infer``, and overrides the
+defaults that do not fit it. It is finished when it passes the suite in ``tests/backends/contract.py``.
 """
 
 # ruff: noqa: B027 (a method that does nothing is a default here, not a forgotten @abstractmethod)
@@ -26,32 +26,32 @@ from batch_agent.scheduler.server import Server
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do. It may learn more about its server while it is in use, so read it anew."""
+    """What a backend can do. It may learn more about its server over time, so do not keep old values."""
 
-    native_schema: bool = False  # keeps to a JSON schema that comes with the request
+    native_schema: bool = False  # enforces a JSON schema sent with the request
     schema_with_tools: bool = False  # ... also when the same request offers tools
-    schema_proven: bool = True  # False: it may or may not, so the prompt tells the schema too
-    schema_note: str = ""  # what came of it, where it was found not to
-    schema_beside_tools: bool = False  # ... also when it shows tools and forbids their use, and reads them all the same
-    streaming: bool = True  # can report tool calls while the model is still talking
-    images: bool = False  # can be shown pictures; one that cannot refuses a message with one (``text_only``)
-    documents: frozenset[str] = frozenset()  # formats of files that it takes as they are: pdf, docx, html
-    # Calls in flight when the user names no number, for a backend that knows; None: the number is found.
+    schema_proven: bool = True  # False: enforcement is uncertain, so the prompt contains the schema too
+    schema_note: str = ""  # why enforcement was found not to work
+    schema_beside_tools: bool = False  # ... also when the request shows tools and forbids calls, and still reads them
+    streaming: bool = True  # can report tool calls while the answer is still being generated
+    images: bool = False  # accepts images; otherwise a message with one is refused (``text_only``)
+    documents: frozenset[str] = frozenset()  # file formats accepted unchanged: pdf, docx, html
+    # Concurrent requests if the user gives no number and the backend knows one; None: the engine finds it.
     default_inflight: int | None = None
-    reports_load: bool = False  # ``load`` has an answer, so polling it makes sense
-    reports_context: bool = False  # ``facts`` may tell a model's context
-    patient: bool = False  # answers take hours: a turn has no time limit but the user's
-    price: float = 1.0  # the part of its provider's listed price that it asks
-    batch: bool = False  # ``infer_batch`` is one request, and faster than as many single ones
+    reports_load: bool = False  # ``load`` returns values, so polling it makes sense
+    reports_context: bool = False  # ``facts`` may return a model's context length
+    patient: bool = False  # answers take hours: a turn has no time limit except the user's
+    price: float = 1.0  # fraction of the provider's list price
+    batch: bool = False  # ``infer_batch`` is one request, faster than separate ones
     prefills_ahead: bool = False  # computes an agent's history while its tool runs, if it gets hints
-    prefix_leader: bool = False  # computes what all requests begin with once, if one of them goes ahead of the others
+    prefix_leader: bool = False  # computes a shared prefix once if one request is sent ahead of the others
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class RequestShape:
-    """What sibling requests have in common apart from their messages.
+    """What sibling requests share, apart from their messages.
 
-    Compared by identity: a run makes one or two of these, and a backend may remember what it derived from each (the
+    Compared by identity: a run creates one or two of these, and a backend may cache what it derived from each (the
     encoded head of a request body, a compiled grammar) in a WeakKeyDictionary.
     """
 
@@ -63,16 +63,16 @@ class RequestShape:
     stop: tuple[str, ...] = ()
     tools: tuple[ToolSpec, ...] = ()
     tool_choice: JsonValue = None  # "auto" | "none" | "required" | a tool's name | the wire's own object
-    schema: JsonObject | None = None  # the answer must be JSON of this schema
+    schema: JsonObject | None = None  # JSON schema that the answer must match
     schema_name: str = "answer"
     extra_body: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientBody:
-    """A request as a client of the gateway sent it, in the format of ``wire``. A backend that speaks this wire sends
-    the fields unchanged and puts the whole answer on the Reply (``sealed``); others ask with shape and conversation.
-    ``digest`` is of all that the conversation does not say, ``headers`` are those that belong to the wire."""
+    """A request as a client of the gateway sent it, in the format of ``wire``. A backend of this wire sends the fields
+    unchanged and puts the whole answer on the Reply (``sealed``); others use shape and conversation. ``digest`` covers
+    everything outside the conversation; ``headers`` are those that belong to the wire."""
 
     wire: str
     fields: JsonObject
@@ -82,73 +82,73 @@ class ClientBody:
 
 @dataclass(slots=True, eq=False)
 class ModelRequest:
-    """One turn to be taken. Whoever asks it fills in where it goes; backends change nothing of it but what it has
-    ``said``."""
+    """One turn to request. The caller fills in the endpoint; backends change only ``said``."""
 
     shape: RequestShape
     conversation: Conversation
     job_id: str
-    turns_left: int = 0  # how near the agent is to its end; fewer goes sooner
-    agent: int = 0  # its number, unique in the run; a job_id may come twice
-    endpoint: str = ""  # the name of the server it is sent to, of ``Backend.servers``
-    run: str = ""  # the id of the run; "" outside of one
-    turn: int = 0  # the answer that is asked for, from 1; the same when it is asked for again
-    tries: int = 0  # how often it was asked for before, and failed
-    pin_seconds: float = 0.0  # an engine that can should keep the context for so long after the answer
-    last: bool = False  # no tool can follow it: as far as is known, the agent ends with it
-    hints: bool = True  # a server that can plan may be told what it can expect of the agent
-    traceparent: str = ""  # the trace that it belongs to, as W3C's header says it; "": it is not traced
-    usual_tokens: int | None = None  # what answers of this run have had so far, on average
-    on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)  # a streamed answer begins
-    # The text that has come so far where the answer is streamed, for whoever gives the turn up before its end.
+    turns_left: int = 0  # how close the agent is to its end; fewer turns left go first
+    agent: int = 0  # agent number, unique in the run; a job_id may occur twice
+    endpoint: str = ""  # name of the server it is sent to, from ``Backend.servers``
+    run: str = ""  # id of the run; "" outside a run
+    turn: int = 0  # number of the requested answer, from 1; a retry has the same number
+    tries: int = 0  # failed attempts so far
+    pin_seconds: float = 0.0  # how long an engine with pins should keep the context after the answer
+    last: bool = False  # no tool call can follow: the agent is expected to end with this turn
+    hints: bool = True  # whether a scheduling server may receive hints about the agent
+    traceparent: str = ""  # W3C traceparent header; "": not traced
+    usual_tokens: int | None = None  # average tokens of this run's answers so far
+    # Called when a streamed answer begins.
+    on_begin: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+    # The text of a streamed answer so far, for a caller that cancels the turn.
     said: list[str] = field(default_factory=list, compare=False, repr=False)
-    client: ClientBody | None = field(default=None, compare=False, repr=False)  # of a request through the gateway
+    client: ClientBody | None = field(default=None, compare=False, repr=False)  # set for a request through the gateway
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy a server is, in its own words. None: it does not say."""
+    """How busy a server is, as it reports. None: not reported."""
 
     running: int = 0  # requests being computed
     waiting: int = 0  # requests in its queue
     kv_usage: float | None = None  # 0 to 1
-    kv_tokens: int | None = None  # how many its cache can hold
+    kv_tokens: int | None = None  # tokens that its cache can hold
     preemptions: int | None = None  # since it started
-    prefix_queries: int | None = None  # prompt tokens it looked for in its cache, since it started
-    prefix_hits: int | None = None  # ... and found
-    first_token_count: int | None = None  # answers begun since it started
-    first_token_seconds: float | None = None  # ... and the sum of the times that took
-    offloads: bool = False  # what is evicted is kept in a larger memory, whose size it does not say
+    prefix_queries: int | None = None  # prompt tokens looked up in its cache, since it started
+    prefix_hits: int | None = None  # ... and found there
+    first_token_count: int | None = None  # answers started since it started
+    first_token_seconds: float | None = None  # ... and the sum of their times to first token
+    offloads: bool = False  # evicted blocks are kept in a larger memory of unknown size
     generated: int | None = None  # tokens since it started
 
 
 def total_inflight(servers: Iterable[Server]) -> int | None:
-    """Requests in flight at all servers together; None if one of them has no number of its own."""
+    """Return the concurrency limit of all servers together; None if one has no limit of its own."""
     numbers = [server.default_inflight for server in servers]
     return None if None in numbers else sum(number for number in numbers if number is not None)
 
 
 class Listener(Protocol):
-    """A user of a backend whose servers come and go."""
+    """A user of a backend whose servers may join and leave."""
 
     def changed(self) -> None:
-        """Servers came or went, or something about them is known that was not."""
+        """Called when servers joined or left, or when something new is known about them."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a server says of a model. None: it does not say."""
+    """What a server reports about a model. None: not reported."""
 
     context: int | None = None  # tokens of prompt and answer together
 
 
 def text_only(message: Message) -> str:
-    """The words of a message, for a backend that cannot see: Rejected when there is a picture among them."""
+    """Return the text of a message. Raises Rejected if it has an image, for a backend without image input."""
     if isinstance(message.content, str):
         return message.content
     if attached := next((part.kind for part in message.content if isinstance(part, Attachment)), None):
-        raise Rejected(f"this backend cannot be shown {attached}s, and the conversation has one")
+        raise Rejected(f"this backend does not accept {attached}s, and the conversation has one")
     return content_text(message.content)
 
 
@@ -159,20 +159,20 @@ Answers: TypeAlias = list[Reply | BackendError]
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a server is there. "unknown": it has no page that tells."""
+    """Whether a server is up. "unknown": it has no route that shows it."""
 
     state: Literal["up", "down", "unknown"]
     reason: str = ""  # why it is down or unknown
-    models: tuple[str, ...] | None = None  # that it serves; None: it did not say
+    models: tuple[str, ...] | None = None  # the models it serves; None: not reported
 
 
 class Backend(ABC):
-    """Base class of all backends. It is entered once per run. Entering it again inside shares what is open."""
+    """Base class of all backends. A run enters it once; entering it again shares what is open."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The scheme and where it points, without credentials, for people."""
+        """Return scheme and host for display, without credentials."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -180,7 +180,7 @@ class Backend(ABC):
 
     @property
     def wires(self) -> frozenset[str]:
-        """The wires in which it takes a client's own request (``ClientBody``)."""
+        """Return the wires in which it accepts a client's own request (``ClientBody``)."""
         return frozenset()
 
     async def __aenter__(self) -> Self:
@@ -191,26 +191,26 @@ class Backend(ABC):
     ) -> None:
         pass
 
-    # Asking
+    # Requests
 
     def check(self, shape: RequestShape) -> None:
-        """Raises a SpecError for a shape that this backend could never send. Called before anything is sent."""
+        """Raise SpecError for a shape that this backend can never send. Called before anything is sent."""
 
     @abstractmethod
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
-        """The answer to one turn. With ``on_tool_call`` the answer is streamed and each tool call is reported, once, as
-        soon as it is complete. The Reply then carries those same ToolCall values, in the order they began. Cancelling
-        this coroutine ends the request on the server too."""
+        """Return the answer to one turn. With ``on_tool_call`` the answer is streamed, and each tool call is reported
+        once, as soon as it is complete. The Reply then has the same ToolCall values in the order they began. Cancelling
+        this coroutine also ends the request on the server."""
 
     async def infer_batch(self, requests: Sequence[ModelRequest]) -> Answers:
-        """The answers to one turn of each request, in their order. All requests have one shape. A request that fails is
-        an error in its own place and does not affect the others."""
+        """Return the answers to one turn of each request, in order. All requests have one shape. A failed request is an
+        error in its place and does not affect the others."""
         return await asyncio.gather(*(caught(self.infer(request)) for request in requests))
 
     async def generate_batch(self, prompts: Sequence[Prompt], shape: RequestShape | None = None) -> Answers:
-        """The answers to many single-turn conversations, in the order of the prompts; one that failed is its error. A
-        prompt is the user's text or a conversation. If ``shape`` names no model, the only one the backend serves is
-        asked. Nothing here limits or retries: for thousands of prompts, run a batch."""
+        """Return the answers to many single-turn conversations, in the order of the prompts; a failed one is its error.
+        A prompt is the user's text or a conversation. If ``shape`` names no model, the backend's only model is used.
+        Nothing here limits or retries: for thousands of prompts, run a batch."""
         if not prompts:
             return []
         shape = shape or RequestShape("")
@@ -223,32 +223,32 @@ class Backend(ABC):
             ]
         )
 
-    # What its servers are
+    # Facts about its servers
 
     async def models(self) -> list[str]:
-        """The names of the models it serves, for a user who named none."""
+        """Return the names of the served models, for a user who named none."""
         return []
 
     async def facts(self, model: str) -> Facts:
-        """What the server says of the model. Asked when a run starts, before its first request; what the server says of
-        itself, the backend remembers. Raises a BackendError if asking failed, which is never a reason to fail a row."""
+        """Return what the server reports about the model. Called when a run starts, before its first request; the
+        backend caches facts about the server itself. Raises BackendError on failure, which never fails a row."""
         return Facts()
 
     async def load(self, endpoint: str = "") -> Load | None:
-        """How busy the endpoint is now; None if it does not report that. Raises a BackendError if asking failed, which
-        is never a reason to fail a row."""
+        """Return how busy the endpoint is; None if it does not report that. Raises BackendError on failure, which never
+        fails a row."""
         return None
 
     async def probe(self, endpoint: str = "") -> Probe:
-        """Whether the endpoint's server is there, asked at no cost to it. Never raises a BackendError."""
+        """Return whether the endpoint's server is up, with a free request. Never raises BackendError."""
         return Probe("unknown")
 
     # Its servers
 
     @property
     def servers(self) -> Mapping[str, Server]:
-        """What is known of each server behind it, by the name that ``ModelRequest.endpoint`` has. All who ask a server
-        share this object."""
+        """Return what is known about each server behind it, by the name in ``ModelRequest.endpoint``. All dispatchers
+        of a server share this object."""
         return {"": self._server}
 
     @cached_property
@@ -256,37 +256,37 @@ class Backend(ABC):
         return Server(self.name)
 
     def lend(self, server: Server) -> None:
-        """Sets what is known of its only server, for a backend that is not a fleet."""
+        """Set what is known about its only server, for a backend that is not a fleet."""
         self.__dict__["_server"] = server
 
     @property
     def is_fleet(self) -> bool:
-        """True if its servers have names of their own, and may come and go."""
+        """Return whether its servers have names of their own, and may join and leave."""
         return any(self.servers)
 
     def join(self, listener: Listener) -> None:
-        """From now on ``listener`` is notified when servers come or go."""
+        """Notify ``listener`` from now on when servers join or leave."""
 
     def leave(self, listener: Listener) -> None:
-        """The opposite of ``join``."""
+        """Stop notifying ``listener``."""
 
     async def locate(self, model: str) -> None:
-        """Finds out which members serve the model, as far as they answer soon."""
+        """Find out which members serve the model, as far as they answer soon."""
 
     # Answers that take hours
 
     def keep(self, directory: Path | None) -> None:
-        """Sets where a ``patient`` backend records what it has sent, so that a resumed run finds it again. None: it
+        """Set where a ``patient`` backend records what it has sent, so that a resumed run finds it again. None: it
         records nothing. Called before the backend is entered."""
 
     def has_bought(self, request: ModelRequest) -> bool:
-        """Whether the answer was paid for already, in an earlier session or by a turn that was given up. If it turns
-        out that there is none, the request fails and is asked again."""
+        """Return whether the answer was already paid for, in an earlier session or by a cancelled turn. If the answer
+        is then missing, the request fails and is retried."""
         return False
 
 
 async def caught(asking: Awaitable[Reply]) -> Reply | BackendError:
-    """The answer, or the BackendError that was raised instead."""
+    """Return the answer, or the BackendError that was raised instead."""
     try:
         return await asking
     except BackendError as error:
@@ -294,10 +294,10 @@ async def caught(asking: Awaitable[Reply]) -> Reply | BackendError:
 
 
 async def only_model(backend: Backend) -> str:
-    """The name of the one model that the backend serves; a SpecError if there are more or none."""
+    """Return the only model that the backend serves. Raises SpecError if there are none or several."""
     names = await backend.models()
     if len(names) != 1:
-        raise SpecError(f"{backend.name} serves {', '.join(names) or 'no model'}: name one in the shape")
+        raise SpecError(f"{backend.name} serves {', '.join(names) or 'no model'}: set the model in the shape")
     return names[0]
 
 

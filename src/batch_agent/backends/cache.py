@@ -1,8 +1,8 @@
-"""CachingBackend: any backend, with its answers remembered on disk and identical requests in flight sent once.
+"""CachingBackend wraps any backend: it caches answers on disk and sends identical concurrent requests once.
 
-Only requests that would be answered the same again, at temperature 0 or with a seed; others pass through. The first who
-asks something drives the request; whoever asks the same meanwhile waits for that answer, or for that error. If the
-first is cancelled, the next one drives. So no request outlives those who want it, and nothing here starts a task.
+Only repeatable requests are cached, those at temperature 0 or with a seed; others pass through. The first caller sends
+the request. Callers with the same request meanwhile wait for that answer or error. If the first caller is cancelled,
+another one sends it. So no request outlives its callers, and nothing here starts a task.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class CachingBackend(ForwardingBackend):
         self._entered = 0
         self.once: Once | None = None  # shares answers with the other workers of a run
         self._heads: WeakKeyDictionary[RequestShape, bytes] = WeakKeyDictionary()
-        # An error is a result like any other here; None: whoever drove it was cancelled.
+        # Errors are results too; None: the caller that sent the request was cancelled.
         self._asked: dict[bytes, asyncio.Future[Reply | BackendError | None]] = {}
 
     @property
     def capabilities(self) -> Capabilities:
         return replace(self.inner.capabilities, batch=False)
 
-    infer_batch = Backend.infer_batch  # each answer is looked up by itself
+    infer_batch = Backend.infer_batch  # each answer is looked up separately
 
     async def __aenter__(self) -> Self:
         if not self._entered:
@@ -81,7 +81,7 @@ class CachingBackend(ForwardingBackend):
             return await self.inner.infer(request, on_tool_call)
         key = self._key(request)
         while (asked := self._asked.get(key)) is not None:
-            # Shielded, because a waiter that is cancelled must not cancel what the others wait for.
+            # Shielded: a cancelled waiter must not cancel the others' request.
             end = await asyncio.shield(asked)
             if isinstance(end, BackendError):
                 raise _for_another(end)
@@ -126,8 +126,8 @@ class CachingBackend(ForwardingBackend):
         return self._beside(lambda: self._store.put(key, self.name, request.shape.model, reply))
 
     def _key(self, request: ModelRequest) -> bytes:
-        """Of everything that determines the answer. The backend's name is part of it: two servers may call different
-        models by one name. Tool call ids are too, since templates may show them to the model."""
+        """Return the hash of everything that determines the answer. It includes the backend's name, because two servers
+        may use one name for different models, and tool call ids, because templates may show them to the model."""
         shape = request.shape
         head = self._heads.get(shape)
         if head is None:
@@ -145,19 +145,19 @@ class CachingBackend(ForwardingBackend):
     async def _close(self) -> None:
         if self._thread is not None:
             closing = self._beside(self._store.close)
-            self._thread.shutdown(wait=False)  # what it was given before is still done
+            self._thread.shutdown(wait=False)  # work submitted before is still done
             self._thread = None
             await asyncio.shield(closing)
 
 
 def _again(reply: Reply, on_tool_call: OnToolCall | None) -> Reply:
-    """The same answer for somebody else: it takes nothing, and its tool calls are reported as they would be."""
+    """Return the same answer for another caller: without usage, and with its tool calls reported."""
     report_calls(reply, on_tool_call)
     return replace(reply, usage=Usage(), first_token=None, saved=reply.saved or reply.usage)
 
 
 def _for_another(error: BackendError) -> BackendError:
-    """The same error for somebody else: what was computed all the same is on the account of who drove the request."""
+    """Return the same error for another caller: without usage, which the first caller has paid."""
     same = copy(error)
     same.usage, same.paid_elsewhere = None, True
     return same
@@ -186,5 +186,5 @@ def _body(message: Message) -> bytes:
     fields: list[JsonValue] = [message.role, content_json(message.content), calls, message.tool_call_id]
     if message.sealed is not None:
         fields += [message.sealed.wire, message.sealed.value]
-    # JSON on a line of its own: two lists of messages never give the same bytes.
+    # JSON on its own line: two lists of messages never produce the same bytes.
     return b"\n" + json.dumps(fields).encode()

@@ -1,9 +1,9 @@
-"""Answers of models on disk, found by what was asked: one SQLite file, shared by every run and process of a user.
+"""Cached model answers in one SQLite file, keyed by request and shared by all runs and processes of a user.
 
-Bounded in bytes; what was used least recently leaves first. Losing the file loses money, never a run: a damaged one is
-set aside and a new one begun, an answer that cannot be read is dropped, and a disk that fails in the middle of a run
-only means that answers are asked for again. A file of another release is left alone, and refused.
-All methods block, and one thread calls them; which one is the owner's affair.
+The size is bounded; the least recently used answers are deleted first. Losing the file costs money, but never fails a
+run: a damaged file is renamed and a new one is created, an unreadable answer is deleted, and a disk error during a run
+only means that requests are sent again. A file of another release is left unchanged and refused. All methods block, and
+must be called from one thread, which the owner chooses.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ VARIABLE = "BATCH_AGENT_CACHE"
 FILE = "responses.db"
 VERSION = 1
 MAX_BYTES = 1024**3
-KEPT = 0.9  # of the bound, when it was crossed: room for a while
-BUSY_SECONDS = 2.0  # to wait for another process that writes
-USED_SECONDS = 3600.0  # how exactly it is known when an answer was last used; saves a write on every hit
+KEPT = 0.9  # of the size limit, kept after it was exceeded
+BUSY_SECONDS = 2.0  # wait for another process that writes
+USED_SECONDS = 3600.0  # precision of the last-used time; saves a write on every hit
 
 logger = logging.getLogger("batch_agent")
 
@@ -39,7 +39,7 @@ CREATE TABLE responses (
 ) WITHOUT ROWID;
 CREATE INDEX responses_used ON responses (used, bytes);
 """
-# Everything that does not fit, counted from the most recently used.
+# Deletes everything beyond the size limit, counted from the most recently used.
 SHRINK = """
 DELETE FROM responses WHERE key IN (
     SELECT key FROM (SELECT key, sum(bytes) OVER (ORDER BY used DESC, key) AS filled FROM responses) WHERE filled > ?
@@ -49,7 +49,7 @@ DELETE FROM responses WHERE key IN (
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """What is kept of one model at one backend. ``used`` is when one of its answers was last used, in Unix time."""
+    """What is cached for one model at one backend. ``used``: last use of one of its answers, Unix time."""
 
     backend: str
     model: str
@@ -59,7 +59,8 @@ class CachedModel:
 
 
 def cache_file(where: bool | str | Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """The file in a directory that was named, else in ``BATCH_AGENT_CACHE``, else in the user's cache directory."""
+    """Return the cache file in the given directory, else in ``BATCH_AGENT_CACHE``, else in the user's cache
+    directory."""
     if isinstance(where, str) and not where.strip():
         raise SpecError("cache is empty: name a directory, or give True for your cache directory")
     if not isinstance(where, bool):
@@ -86,7 +87,7 @@ class ResponseStore:
         self.close()
 
     def open(self) -> None:
-        """SpecError when the place cannot be used at all."""
+        """Open the file. Raises SpecError if the location is unusable."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
@@ -137,7 +138,7 @@ class ResponseStore:
         return [CachedModel(*row) for row in rows]
 
     def prune(self, *, max_bytes: int | None = None, unused_seconds: float | None = None) -> int:
-        """How many answers left: those not used for so long, then the least recently used above ``max_bytes``."""
+        """Delete answers unused for that long, then the least recently used above ``max_bytes``. Returns how many."""
         before = self._count()
         if unused_seconds is not None:
             self._try("DELETE FROM responses WHERE used < ?", time.time() - unused_seconds)
@@ -162,7 +163,7 @@ class ResponseStore:
     def _connect(self) -> None:
         self._make_private()
         self._connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
-        with suppress(sqlite3.OperationalError):  # another process is doing the same; the file remembers it
+        with suppress(sqlite3.OperationalError):  # another process sets it now; the file keeps it
             self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = NORMAL")
         self._connection.execute("BEGIN IMMEDIATE")
@@ -172,29 +173,29 @@ class ResponseStore:
                 for statement in SCHEMA.split(";"):
                     self._connection.execute(statement)
                 self._connection.execute(f"PRAGMA user_version = {VERSION}")
-            elif version != VERSION:  # another release's, and good for that one
+            elif version != VERSION:  # of another release, and valid for it
                 raise sqlite3.NotSupportedError(f"its version is {version}, and this release reads {VERSION}")
             total = self._connection.execute("SELECT coalesce(sum(bytes), 0) FROM responses").fetchone()
         self._size_bytes = int(total[0])
 
     def _make_private(self) -> None:
-        """Answers may quote what was asked. SQLite gives the files beside it the same rights."""
+        """Make the file private: answers may quote prompts. SQLite gives its side files the same permissions."""
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         if self.path.stat().st_mode & 0o077:
-            with suppress(PermissionError):  # another user's, who shares it
+            with suppress(PermissionError):  # owned by another user who shares it
                 self.path.chmod(0o600)
 
     def _begin_anew(self, error: sqlite3.Error) -> None:
         self.close()
         aside = self.path.with_name(f"{FILE}.damaged-{time.time_ns()}")
-        logger.warning("the response cache %s cannot be read (%s): set aside as %s", self.path, error, aside.name)
+        logger.warning("the response cache %s cannot be read (%s): renamed to %s", self.path, error, aside.name)
         self.path.rename(aside)
         for ending in ("-wal", "-shm"):
             self.path.with_name(FILE + ending).unlink(missing_ok=True)
         self._connect()
 
     def _try(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
-        """The rows; none when the disk or the file fails, which is said once."""
+        """Run a statement and return its rows; none if the disk or the file fails, which is logged once."""
         if self._connection is None:
             return []
         try:
@@ -208,12 +209,13 @@ class ResponseStore:
                 self.close()
             if not self._warned:
                 self._warned = True
-                logger.warning("the response cache %s fails (%s): answers are asked for again", self.path, error)
+                logger.warning("the response cache %s fails (%s): requests are sent again", self.path, error)
             return []
 
 
 def _damaged(error: sqlite3.DatabaseError) -> bool:
-    """Apart from a lock, a full disk, a missing right: those are OperationalErrors, and the file is good."""
+    """Return whether the file is damaged. A lock, a full disk or missing permissions are OperationalErrors: the file is
+    fine."""
     return type(error) is sqlite3.DatabaseError
 
 
@@ -238,13 +240,13 @@ def encode_reply(reply: Reply) -> str:
 
 
 def decode_reply(text: str) -> Reply:
-    """As it is given a second time: nothing was computed, and ``saved`` is what it took the first time.
+    """Return a cached answer: without usage, and with the original usage as ``saved``.
 
-    Raises ValueError for what ``encode_reply`` never wrote.
+    Raises ValueError for text that ``encode_reply`` did not write.
     """
     try:
         record = json.loads(text)
-        sealed = record.get("sealed")  # answers that an earlier version kept have none
+        sealed = record.get("sealed")  # answers cached by an earlier version have none
         return Reply(
             text=record["text"],
             tool_calls=tuple(ToolCall(*call) for call in record["tool_calls"]),
@@ -254,4 +256,4 @@ def decode_reply(text: str) -> Reply:
             sealed=None if sealed is None else Sealed(*sealed),
         )
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError("a cached answer has another form") from error
+        raise ValueError("a cached answer has an unknown format") from error

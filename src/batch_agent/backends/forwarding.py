@@ -24,7 +24,7 @@ from batch_agent.scheduler.server import Server
 
 
 class ForwardingBackend(Backend):
-    """Passes everything on to ``inner``."""
+    """Forwards every call to ``inner``."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner

@@ -1,8 +1,7 @@
-"""From what a user gives as ``backend=`` and ``model=`` to a Backend and the model's name.
+"""Turns ``backend=`` and ``model=`` as the user gave them into a Backend and the model's name.
 
-``schemes`` is the table of what there is. Only the backend that is named is imported: an HTTP client or an engine is a
-good part of a start. Everything that is wrong with an address is a SpecError that says what is allowed, and none of
-them shows a password or a key.
+``schemes`` is the table of backends. Only the named backend is imported, because an HTTP client or an engine is slow to
+load. A wrong address raises a SpecError that lists what is allowed, and never shows a password or a key.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
 BACKEND_VARIABLE = "BATCH_AGENT_BACKEND"
 
 FLEET = "batch_agent.fleet.backend:Fleet"
-IN_PROCESS = ("local", "simulated")  # each backend of these is a server of its own
+IN_PROCESS = ("local", "simulated")  # each of these backends is a server of its own
 KNOWN = KnownServers()
-"""What this process knows of servers, by address: two runs that name one URL share its rate limits and its health."""
+"""What this process knows about servers, by address: two runs with one URL share its rate limits and its health."""
 
 
 def open_backend(
@@ -40,8 +39,8 @@ def open_backend(
     sends: bool = True,
     transport: Transport | None = None,
 ) -> tuple[Backend, str | None]:
-    """The backend, and the model's name without a provider before it. One that ``sends`` nothing needs no key. A
-    ``transport`` is that of others too."""
+    """Return the backend, and the model's name without a provider prefix. Without ``sends`` no key is needed.
+    ``transport`` is shared with other backends."""
     if backend is None:
         backend = environ.get(BACKEND_VARIABLE) or None
     if backend is None:
@@ -51,7 +50,7 @@ def open_backend(
         backend, api_key, headers = _read_mapping(backend, api_key)
     if isinstance(backend, str):
         scheme, url = _read_url(backend)
-        # A key of spaces is a variable that was not filled in.
+        # A key of only spaces is a variable that was not filled in.
         key = (api_key or "").strip() or None
         factory: Callable[[Address], Backend] = resolve_name(SCHEMES[scheme].factory)
         opened = factory(Address(url, key, headers, environ, sends, model=model, transport=transport))
@@ -102,7 +101,7 @@ def _read_mapping(mapping: Mapping[object, object], api_key: str | None) -> tupl
     if not isinstance(headers, Mapping) or not all(isinstance(text, str) for pair in headers.items() for text in pair):
         raise SpecError("backend's headers must be a mapping of names to texts")
     if key and api_key and key != api_key:
-        raise SpecError("there are two keys, api_key= and the one in backend: give one of them")
+        raise SpecError("give the key once: either api_key= or the one in backend")
     return url, key or api_key, headers
 
 
@@ -118,7 +117,5 @@ def _read_url(text: str) -> tuple[str, SplitResult]:
     except ValueError:
         port_is_readable = False
     if not port_is_readable:
-        raise SpecError(
-            f"the host and port of the {scheme}:// backend cannot be read: write host:port, IPv6 in brackets"
-        )
+        raise SpecError(f"the host and port of the {scheme}:// backend are invalid: write host:port, IPv6 in brackets")
     return scheme, url

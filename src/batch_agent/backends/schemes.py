@@ -1,7 +1,7 @@
-"""The table of backends: what may stand before ``://``, as data. A new backend is one line here.
+"""The table of backends by URL scheme, as data. A new backend is one line here.
 
-The registry opens what is named; messages, ``doctor`` and the tables of the documentation (``docs/tables.py``) are
-made of these lines. What each can do is not said here: its ``Capabilities`` do, and are asked.
+The registry opens the named one. Error messages, ``doctor`` and the tables of the documentation (``docs/tables.py``)
+are generated from these lines. What each can do is in its ``Capabilities``, not here.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from batch_agent.backends.openai.providers import PROVIDERS as NAMED
 KEY_VARIABLE = "BATCH_AGENT_API_KEY"
 HTTP_OPTIONS = ("native_schema",)
 ENGINE_OPTIONS = ("native_schema", "tls")
-API = ("api",)  # of those that serve both of OpenAI's
+API = ("api",)  # option of servers with both of OpenAI's APIs
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     name: str
-    factory: str  # where its Callable[[Address], Backend] is, imported only when it is named
+    factory: str  # import path of its Callable[[Address], Backend], imported only when used
     form: str  # as users write it
-    what: str  # for people, in a few words
-    key: str = ""  # the variable that its key is taken from
-    options: tuple[str, ...] = ()  # what may stand behind the question mark: true or false
-    texts: tuple[str, ...] = ()  # ... and what has another value
-    own: bool = False  # an engine that people run themselves
-    provider: bool = False  # may stand before a model's name: openai/gpt-4o
-    listed: bool = True  # named where a message says what can be given
+    what: str  # short description
+    key: str = ""  # the variable that holds its key
+    options: tuple[str, ...] = ()  # query options that are true or false
+    texts: tuple[str, ...] = ()  # query options with other values
+    own: bool = False  # a self-hosted engine
+    provider: bool = False  # may precede a model's name: openai/gpt-4o
+    listed: bool = True  # listed in messages about allowed backends
 
     @property
     def is_service(self) -> bool:
-        """Has a place of its own and needs nothing but a key."""
+        """Return whether it has a fixed address and needs only a key."""
         return bool(self.key) and self.form == f"{self.name}://"
 
 
@@ -43,7 +43,7 @@ _LINES = (
         "batch_agent.backends.local:from_address",
         "local://",
         "the embedded engine, on this machine's CPU; `local://qwen2.5-0.5b` for a model that can judge, "
-        "`local://path/to/model.gguf` for weights of your own",
+        "`local://path/to/model.gguf` for your own weights",
         texts=("threads", "kv_gb", "max_seqs", "keep"),
         own=True,
     ),

@@ -1,1 +1,1 @@
-"""Spec → plan: what all agents of a run share, and what each input becomes. Pure code."""
+"""Compiles a spec to a plan: what all agents of a run share, and how each input becomes a job. Pure code."""

@@ -1,8 +1,8 @@
-"""How many tokens a text or a picture is, roughly, and whether a job can fit the model's context at all.
+"""Estimates the tokens of a text or a picture, and whether a job can fit the model's context.
 
-The estimate is made without a tokenizer: UTF-8 bytes over four, rounded up. That is good enough to plan with and to
-stop what is hopeless; the server has the last word on the rest. What may cost money is not estimated but bounded: no
-token is shorter than a byte.
+The estimate needs no tokenizer: UTF-8 bytes divided by four, rounded up. That is good enough for planning and for
+rejecting hopeless rows; the server decides the rest. Amounts that may cost money use an upper bound instead: no token
+is shorter than a byte.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BYTES_PER_TOKEN = 4
 
 
 def size_bytes(text: str) -> int:
-    """UnicodeEncodeError for text that cannot be sent: half of a surrogate pair."""
+    """Return the bytes. Raises UnicodeEncodeError for text that cannot be sent: half of a surrogate pair."""
     return len(text) if text.isascii() else len(text.encode())
 
 
@@ -25,7 +25,7 @@ def estimate_tokens(text: str) -> int:
 
 
 def content_bytes(content: Content) -> int:
-    """As many bytes as there can be tokens at the most; a picture has as many as it usually has tokens."""
+    """Return an upper bound of the tokens, as bytes; a picture counts with its usual number of tokens."""
     if isinstance(content, str):
         return size_bytes(content)
     return sum(size_bytes(part) if isinstance(part, str) else part.tokens for part in content)
@@ -39,14 +39,14 @@ def content_tokens(content: Content) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The tokens a first request may have: the model's context less what is kept for the answer."""
+    """The token limit of a first request: the model's context minus the tokens reserved for the answer."""
 
     model_max_context: int | None
     min_response_tokens: int
 
     @property
     def room(self) -> int | None:
-        """None where the context is not known, and nothing is too long."""
+        """Return the limit; None if the context is unknown, and nothing is too long."""
         return None if self.model_max_context is None else self.model_max_context - self.min_response_tokens
 
     def check(self, tokens: int, hint: str = "") -> None:

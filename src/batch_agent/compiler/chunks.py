@@ -1,8 +1,9 @@
-"""A text that is too long, in pieces that are not: cut where the text itself has a border, with a little overlap.
+"""Splits a long text into pieces at natural borders, with a small overlap.
 
 The best border near the end of a piece is a heading, then a blank line, the end of a line, a space; a text without any
-is cut between two characters. Each piece but the first begins with the end of the one before it, so that what stands
-across a border is whole in one of the two. The pieces are about equally long: a batch waits for its longest.
+is cut between two characters. Each piece except the first starts with the end of the previous one, so that a passage
+across a border is complete in one of them. The pieces have about the same length, because a batch waits for its longest
+piece.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterator
 from batch_agent.compiler.budget import BYTES_PER_TOKEN
 
 OVERLAP = 0.04  # of a piece
-# A border of each kind, best first, and how far before the end of a piece it is still worth the room it leaves. All are
-# ASCII, so that bytes can be searched for them.
+# The kinds of border, best first, and how far before the end of a piece each is acceptable. All are ASCII, so that
+# bytes can be searched for them.
 BORDERS = (
     (re.compile(rb"[\n\f](?=#{1,6}[ \t])|\f"), 0.3),
     (re.compile(rb"\n[ \t\r]*\n"), 0.25),
@@ -24,7 +25,7 @@ BORDERS = (
 
 
 def split(text: str, most_tokens: int) -> list[str]:
-    """Pieces of at most so many tokens, as they are estimated; the text itself where it is no longer than that."""
+    """Return pieces of at most ``most_tokens`` estimated tokens; the text itself if it is short enough."""
     most = most_tokens * BYTES_PER_TOKEN
     if most < 8:
         raise ValueError("a piece has at least a few tokens")
@@ -33,7 +34,7 @@ def split(text: str, most_tokens: int) -> list[str]:
 
 
 def head(text: str, most_tokens: int) -> str:
-    """The first piece, which ends at a border."""
+    """Return the first piece, which ends at a border."""
     data = text.encode()
     most = max(0, most_tokens) * BYTES_PER_TOKEN
     return text if len(data) <= most else data[: _border(data, 0, most)].decode()
@@ -47,7 +48,7 @@ def _pieces(data: bytes, most: int) -> Iterator[tuple[int, int]]:
         if left <= most:
             yield start, len(data)
             return
-        # What is left in pieces of one length, with room for the better borders that lie behind it.
+        # Divide the rest evenly, with room for better borders further on.
         count = -(-(left - overlap) // (most - overlap))
         even = (left - overlap) // count + overlap
         end = _border(data, start, min(most, even + int(most * OVERLAP)))
@@ -56,7 +57,7 @@ def _pieces(data: bytes, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _border(data: bytes, start: int, most: int) -> int:
-    """Where the piece that begins at ``start`` ends: after the last of the best borders that its end has."""
+    """Return the end of the piece that begins at ``start``: after the last of the best borders near its end."""
     limit = start + most
     for pattern, reach in BORDERS:
         ends = [found.end() for found in pattern.finditer(data, limit - int(most * reach), limit)]
@@ -66,7 +67,8 @@ def _border(data: bytes, start: int, most: int) -> int:
 
 
 def _overlapping(data: bytes, start: int, end: int, overlap: int) -> int:
-    """Where the next piece begins: up to ``overlap`` before the end of this one, at the first line or word there."""
+    """Return the start of the next piece: up to ``overlap`` before the end of this one, at the first line or word
+    there."""
     earliest = _between_characters(data, max(start + 1, end - overlap))
     for border in (b"\n", b" "):
         found = data.find(border, earliest, end)

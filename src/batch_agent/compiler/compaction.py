@@ -1,13 +1,13 @@
-"""Which part of a conversation gives way when it outgrows the context, and what stands in its place.
+"""Decides which part of a conversation is removed when it outgrows the context, and what replaces it.
 
-A conversation is a task and exchanges: an answer with its reasoning and its calls, and what came of them. An exchange
-stays or goes as a whole, so every call that is left has its result and every result its call. The oldest go first, and
-the latest always stays. What is left out is told of at the end of the task's message: what stands before it is as it
-was, and no role follows itself that did not before. Of results that stay, old ones may be reduced to head and tail, or
+A conversation is a task and exchanges: an answer with its reasoning and tool calls, and their results. An exchange
+stays or goes as a whole, so every remaining call has its result and every result its call. The oldest go first; the
+latest always stays. A note at the end of the task's message describes what was removed, so the text before it is
+unchanged, and no two messages of one role become neighbours. Old results that stay may be reduced to head and tail, or
 to their shape.
 
-A cut is always of the whole history, and a later one includes the earlier: so a conversation changes where it is cut,
-once, and only grows until the next time.
+A cut always covers the whole history, and a later cut includes the earlier one. So a conversation changes only where it
+is cut, and only grows until the next cut.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from batch_agent.compiler.shorten import shorten
 from batch_agent.messages import Message, ToolCall, content_text
 from batch_agent.value_type import value_type
 
-THRESHOLD = 0.85  # of the context: below that nothing is cut
-TARGET = 0.5  # what a cut aims at, so that the next one is far away
-WORTH = 0.1  # of the context: a cut that frees less is not worth the cache it costs
+THRESHOLD = 0.85  # of the context: nothing is cut below that
+TARGET = 0.5  # target size of a cut, so that the next one is far away
+WORTH = 0.1  # of the context: a cut that frees less is not worth the lost cache
 
-KEPT_WHOLE = 2  # the latest exchanges, whose results are reduced only where nothing else is left
-REDUCED_TOKENS = 150  # what an old result is reduced to
-NOTE_TOKENS = 500  # kept free for the text that stands for what is left out
-CALLS_TOLD = 40  # of those that were left out, the latest
+KEPT_WHOLE = 2  # the latest exchanges, whose results are reduced only as a last resort
+REDUCED_TOKENS = 150  # size of a reduced result
+NOTE_TOKENS = 500  # reserved for the note about removed exchanges
+CALLS_TOLD = 40  # removed calls that the note lists: the latest
 CALL_TOKENS = 30
-MESSAGE_TOKENS = 4  # the marks around one
+MESSAGE_TOKENS = 4  # the markers around a message
 
 
 @value_type
 class Cut:
-    """What is left of a history. Positions are those of the agent's own messages, of which the task is the first."""
+    """What remains of a history. Positions count the agent's own messages; the task is the first."""
 
-    kept_from: int = 0  # the first exchange that stays; 0: none is left out
-    note: str = ""  # what stands for those that do not
-    reduced: Mapping[int, str] = field(default_factory=dict)  # results that stay, shorter
+    kept_from: int = 0  # the first exchange that stays; 0: none is removed
+    note: str = ""  # replaces the removed exchanges
+    reduced: Mapping[int, str] = field(default_factory=dict)  # results that stay, shortened
 
     def apply(self, own: Sequence[Message]) -> list[Message]:
         begins = first_exchange(own)
@@ -68,9 +68,9 @@ def history_tokens(messages: Sequence[Message]) -> int:
 
 
 def plan_cut(own: Sequence[Message], before: Cut, excess: int, *, told: bool) -> Cut:
-    """The cut after which a history has about ``excess`` tokens less than after the cut ``before``; its note is still
-    to be written. ``told`` says that somebody tells what was in the exchanges that are left out: then they go, and else
-    old results are reduced before that."""
+    """Return the cut that makes a history about ``excess`` tokens shorter than after the cut ``before``; its note is
+    written later. ``told``: a summary of the removed exchanges will be written, so they are removed first. Otherwise
+    old results are reduced first."""
     starts = [place for place, message in enumerate(own) if message.role == "assistant"]
     kept = [place for place in starts if place >= before.kept_from]
     if not kept:
@@ -104,7 +104,8 @@ def _reduce(
     reduced: dict[int, str],
     excess: int,
 ) -> int:
-    """Results there, from the oldest on, no longer than ``limit``, until ``excess`` is saved. What was."""
+    """Reduce results at these places to ``limit`` tokens, oldest first, until ``excess`` is saved. Returns the
+    savings."""
     saved = 0
     for place in places:
         if saved >= excess:
@@ -122,8 +123,8 @@ def left_out(own: Sequence[Message], cut: Cut) -> Sequence[Message]:
 
 
 def note(own: Sequence[Message], cut: Cut, summary: str) -> str:
-    """What the model reads at the end of its task; nothing where nothing was left out. ``summary`` is what somebody
-    wrote of it, else the calls and the beginnings of what they returned are told."""
+    """Return the note at the end of the task; "" if nothing was removed. Without a ``summary`` it lists the calls and
+    the beginnings of their results."""
     gone = left_out(own, cut)
     if not gone:
         return ""

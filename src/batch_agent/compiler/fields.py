@@ -1,11 +1,10 @@
-"""An input seen as named fields, and a field's value as text.
+"""Reads an input as named fields, and a field's value as text.
 
 An input is a dict (its keys), a string or an Image (the one field ``input``), a pydantic model or a dataclass. Text
-goes into a prompt as it is; any other value as its JSON, and one whose JSON is a string (a date, a path, an enum) as
-that string. Pictures are ``pictures``' affair.
-``user.name`` and ``items[0]`` name a place in a field's data: keys, positions, and the fields of models and
-dataclasses, never attributes or methods of anything else. Reading an input may run its author's code (serializers,
-properties, ``__iter__``): whatever that raises becomes an InputError here.
+goes into a prompt unchanged, any other value as JSON, and a value whose JSON is a string (a date, a path, an enum) as
+that string. ``pictures`` handles pictures. ``user.name`` and ``items[0]`` name a place in a field's data: keys,
+positions, and fields of models and dataclasses, never attributes or methods of anything else. Reading an input may run
+the user's code (serializers, properties, ``__iter__``): whatever it raises becomes an InputError here.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _STEP = re.compile(r"\.(\w+)|\[([^]]+)\]")
 
 
 class Unfillable(InputError):
-    """The input can be read, and lacks what the task asks of it."""
+    """The input is readable, but lacks a field that the task needs."""
 
 
 def field_names(value: object) -> tuple[str, ...]:
-    """The fields an input has, found without reading their values. InputError when it is no input at all."""
+    """Return the fields of an input without reading their values. Raises InputError for an invalid input."""
     match value:
         case str() | Image():
             return ("input",)
@@ -75,7 +74,7 @@ def fields_of(value: object) -> Mapping[str, object]:
 
 
 def value_of(fields: Mapping[str, object], name: str) -> object:
-    """The value of a field, or of the place in a field's data that the name leads to. Raises InputError."""
+    """Return the value of a field, or of the place in a field's data that the name points to. Raises InputError."""
     if name in fields:
         return fields[name]
     path = PATH.fullmatch(name)
@@ -114,7 +113,7 @@ def _inside(value: object, key: str, reached: str) -> object:
 
 
 def text_of(name: str, value: object) -> str:
-    """A field's value as it appears in a prompt: always text that UTF-8 can carry."""
+    """Return a field's value as it appears in a prompt, encodable as UTF-8."""
     try:
         if type(value) is str:
             if not value.isascii():
@@ -131,7 +130,7 @@ def text_of(name: str, value: object) -> str:
 
 
 def own_id(fields: Mapping[str, object], column: str | None = None) -> str | None:
-    """The input's own id, from ``column`` or from ``id``; None where that holds no text and no whole number."""
+    """Return the input's own id, from ``column`` or from ``id``, or None if it is neither text nor a whole number."""
     own = fields.get(ID if column is None else column)
     if (isinstance(own, str) and own) or (isinstance(own, int) and not isinstance(own, bool)):
         return str(own)
@@ -139,7 +138,7 @@ def own_id(fields: Mapping[str, object], column: str | None = None) -> str | Non
 
 
 def listed(names: Iterable[object]) -> str:
-    """Field names for a message."""
+    """Return field names for a message."""
     shown = [name for name in names if isinstance(name, str)]
     more = f", … ({len(shown)} in all)" if len(shown) > NAMES_SHOWN else ""
     return (", ".join(shown[:NAMES_SHOWN]) or "none") + more

@@ -1,8 +1,8 @@
-"""Which fields have the same value in every row, and moving the long ones of them to where they are shared.
+"""Finds fields with the same value in every row, and moves the long ones into the shared prefix.
 
-An engine's prefix cache ends at the first token that differs between two rows. A long value that all rows share but
-that stands behind one that varies would be computed for each row again, so it moves to the end of the system prompt,
-under its name, and the message says where it is. A value in front of all that varies is shared already and stays.
+A server's prefix cache ends at the first token that differs between two rows. A long value that all rows share, but
+that follows a varying one, would be computed again for each row. So it moves to the end of the system prompt, under its
+name, and the message refers to it. A value before all varying ones is already shared and stays.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from batch_agent.compiler.fields import fields_of, text_of, value_of
 from batch_agent.compiler.template import Template
 from batch_agent.errors import InputError
 
-LONG_TOKENS = 300  # below this the reference and the break with the text as written cost more than they save
+LONG_TOKENS = 300  # below this the reference costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A value that rows share: the first row's, and its text."""
+    """A value that all rows share: the first row's, and its text."""
 
     value: object
     text: str
 
     def is_that_of(self, name: str, value: object) -> bool:
-        """Whether this value of the field reads the same. InputError when it cannot be written at all."""
+        """Return whether this value of the field has the same text. Raises InputError if it has none."""
         if value is self.value or (type(value) is str and value == self.text):
             return True
         return text_of(name, value) == self.text
 
 
 def constants_of(rows: Sequence[object], names: Sequence[str]) -> dict[str, Constant]:
-    """The named fields whose text is the same in all rows that have one.
+    """Return the named fields whose text is the same in all rows that have one.
 
-    A single row shares nothing, so it has none. A row or a field that cannot be rendered fails as a result of its own
-    and does not count. A field is not looked at again after its first difference.
+    A single row shares nothing, so it has none. A row or a field that cannot be rendered fails as its own result and
+    does not count. A field is not read again after its first difference.
     """
     if len(rows) < 2:
         return {}
@@ -62,7 +62,7 @@ def _compare(fields: Mapping[str, object], undecided: list[str], seen: dict[str,
 
 
 def check_same(hoisted: Mapping[str, Constant], fields: Mapping[str, object]) -> None:
-    """InputError for a row that the hoisted values are not true of: they are what it would be sent with."""
+    """Raise InputError for a row whose values differ from the hoisted ones: it would be sent with wrong values."""
     for name, constant in hoisted.items():
         if not constant.is_that_of(name, value_of(fields, name)):
             raise InputError(
@@ -72,17 +72,17 @@ def check_same(hoisted: Mapping[str, Constant], fields: Mapping[str, object]) ->
 
 
 def hoistable(template: Template, constants: Mapping[str, Constant]) -> tuple[str, ...]:
-    """The long constant fields that stand, at least once, behind a field that varies."""
+    """Return the long constant fields that occur at least once after a varying field."""
     first_varying = next((at for at, name in enumerate(template.names) if name not in constants), len(template.names))
     behind = dict.fromkeys(template.names[first_varying:])
     return tuple(name for name in behind if name in constants and estimate_tokens(constants[name].text) >= LONG_TOKENS)
 
 
 def section(name: str, text: str) -> str:
-    """The value as it stands in the system prompt."""
+    """Return the value as it appears in the system prompt."""
     return f'<input name="{name}">\n{text}\n</input>'
 
 
 def reference(name: str) -> str:
-    """What stands in the message instead."""
+    """Return what replaces the value in the message."""
     return f'[{name}: given once, in the system prompt, as <input name="{name}">]'

@@ -1,9 +1,9 @@
-"""Tasks that are Jinja templates: ``template="jinja"``, for those who want loops and conditions.
+"""Tasks that are Jinja templates (``template="jinja"``), with loops and conditions.
 
-A template sees the row's fields as plain data (what they are as JSON), and all of them as ``row``, for names that are
-no identifiers. It runs in Jinja's sandbox and without a loader, so nothing but the row can be reached; what would
-render differently each time is taken out, because a row is known by its prompt. Values are written as everywhere: text
-as it is, anything else as JSON. A name that is missing is an error.
+A template sees the row's fields as plain data (their JSON form), and all of them as ``row``, for names that are not
+identifiers. It runs in Jinja's sandbox without a loader, so it can reach only the row. Functions with varying results
+are removed, because a row is identified by its prompt. Values are written as everywhere: text unchanged, anything else
+as JSON. A missing name is an error.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from batch_agent.foreign import describe
 
 ROW = "row"
 GLOBALS = ("namespace", "range")
-OPEN, CLOSE = "\ue000", "\ue001"  # of private use: around what was filled in, while it is being told apart
+OPEN, CLOSE = "\ue000", "\ue001"  # private-use characters that mark filled-in values while they are located
 
 
 class JinjaTemplate:
-    """A TaskTemplate. Its ``names`` are those it looks up outside itself, ``row`` among them."""
+    """A TaskTemplate. Its ``names`` are those it looks up from outside, ``row`` among them."""
 
     def __init__(self, task: str) -> None:
         self._task = task
@@ -47,7 +47,7 @@ class JinjaTemplate:
         plain = self.render(fields)
         try:
             marked = _render(_environment(_marked).from_string(self._task), self._data(fields), fields)
-        except InputError:  # it computes with what it has written
+        except InputError:  # the template computes with what it has written
             return [(plain, False)]
         pieces: list[Piece] = []
         depth = 0
@@ -59,7 +59,7 @@ class JinjaTemplate:
         return pieces if "".join(text for text, _ in pieces) == plain else [(plain, False)]
 
     def _data(self, fields: Mapping[str, object]) -> dict[str, object]:
-        """What the template asks for, and no more: a field that cannot be written harms only those who write it."""
+        """Return only the fields that the template uses: an unreadable field harms only templates that use it."""
         data: dict[str, object] = {}
         if ROW in self.names:
             data[ROW] = {name: _plain(name, value) for name, value in fields.items()}
@@ -68,7 +68,7 @@ class JinjaTemplate:
 
 class _Environment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: object, attribute: str) -> object:
-        """A row's own key wins over a method of its dict: ``{{ order.items }}`` is the order's items."""
+        """Return the row's own key before a method of its dict: ``{{ order.items }}`` is the order's items."""
         if isinstance(obj, dict) and attribute in obj:
             return obj[attribute]
         return super().getattr(obj, attribute)
@@ -105,5 +105,5 @@ def _render(template: Template, data: Mapping[str, object], fields: Mapping[str,
         return template.render(data)
     except InputError:
         raise
-    except Exception as error:  # whatever an expression of the user's meets in the data
+    except Exception as error:  # anything that the user's expression may raise
         raise Unfillable(f"the template fails: {describe(error)} (the input's fields: {listed(fields)})") from error

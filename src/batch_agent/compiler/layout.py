@@ -1,7 +1,7 @@
 """What the requests of a batch share, and what another order of their parts would cost.
 
-An engine with a prefix cache computes once what requests begin with alike. The same text behind something that differs
-is computed again for every row. So the order ``[system][tools][shared material][the row's own]`` costs least.
+An engine with a prefix cache computes a shared prefix once. The same text after a part that differs is computed again
+for every row. So the order ``[system][tools][shared material][the row's own]`` costs least.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 from batch_agent.compiler.budget import estimate_tokens
 from batch_agent.compiler.template import Piece
 
-FEW_TOKENS = 16  # not worth a word: less than a block of most prefix caches
+FEW_TOKENS = 16  # not worth a note: less than a block of most prefix caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def layout_of(prefix_tokens: int, head: str, prompts: Sequence[str], pieces: Seq
 
 
 def _alike(one: str, other: str) -> int:
-    """Tokens that two texts begin with alike."""
+    """Return the tokens of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

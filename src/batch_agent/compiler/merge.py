@@ -1,6 +1,6 @@
-"""One answer out of several: the words that ask for it, and which answers are shown together.
+"""Merges several answers into one: the prompt for it, and which answers are merged together.
 
-Answers are grouped by their tokens, in their order. A group has at least two, or merging would never end.
+Answers are grouped by tokens, in order. A group has at least two, otherwise merging would never end.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from batch_agent.compiler.budget import estimate_tokens
 
-AROUND_TOKENS = 8  # the words around one answer
+AROUND_TOKENS = 8  # the text around one answer
 INSTRUCTION = """\
 A task was given with a text that is too long to be read at once, so the text was read in parts, which overlap a \
 little, and the task was done for each part.
@@ -30,7 +30,7 @@ def merge_prompt(task: str, answers: Sequence[str]) -> str:
 
 
 def groups(answers: Sequence[str], room: int) -> list[Sequence[str]]:
-    """Answers that are merged together: as many as fit in so many tokens."""
+    """Return the groups of answers that fit into ``room`` tokens each."""
     grouped: list[list[str]] = []
     used = 0
     for answer in answers:

@@ -1,4 +1,4 @@
-"""What a server says when a request is too long for it: its context, and how much of that the prompt alone takes."""
+"""Parses what a server says when a request is too long: its context, and the tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROMPT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """In tokens; None for what it does not say."""
+    """Counts in tokens; None for what is not stated."""
 
     context: int | None = None
     prompt: int | None = None

@@ -1,7 +1,7 @@
-"""A row that does not fit the model's context: which of its fields is too long, and what is sent instead.
+"""Handles a row that does not fit the model's context: which field is too long, and what is sent instead.
 
-The longest field gives way, because it is nearly always the one text that the task is about. It is cut to its head, or
-into pieces, of which each makes a row of its own; every one of them says that it is not the whole.
+The longest field is shortened, because it is nearly always the text that the task is about. It is cut to its head, or
+into pieces, each of which becomes a request of its own. Each of them is marked as incomplete.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from batch_agent.compiler.chunks import head, split
 
 How = Literal["fail", "chunk", "truncate"]
 
-# Tokens are estimated, and some texts have more of them than others: a piece that is sized to fill the context would be
-# refused as often as not. Where there are tools, the conversation grows from there.
+# Tokens are estimates, and texts differ: a piece sized to fill the context would often be refused. With tools, the
+# conversation also grows.
 CAREFUL = 0.75
 CAREFUL_WITH_TOOLS = 0.5
-LEAST_TOKENS = 64  # a piece that is shorter says nothing
-MARK_TOKENS = 32  # the words around a piece
+LEAST_TOKENS = 64  # a shorter piece is useless
+MARK_TOKENS = 32  # the text around a piece
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """How long a row may be that is made to fit. ``max_tokens`` is what an answer may have, where that is said."""
+    """The size limit of a row that is made to fit. ``max_tokens`` is the answer's limit, if set."""
 
     how: How
     budget: Budget
@@ -34,7 +34,7 @@ class Sizing:
 
     @property
     def room(self) -> int:
-        """Tokens for a request, shared part included."""
+        """Return the token limit of a request, shared part included."""
         context, least = self.budget.model_max_context or 0, self.budget.min_response_tokens
         answer = max(least, min(self.max_tokens or 0, context // 2))
         return int((context - answer) * (CAREFUL_WITH_TOOLS if self.tools else CAREFUL))
@@ -43,8 +43,8 @@ class Sizing:
         return self.budget.room is None or tokens <= self.budget.room
 
     def cut(self, names: Sequence[str], texts: Mapping[str, str], tokens: int) -> list[dict[str, str]]:
-        """The texts of the fields (``names``, as often as they stand in the task) for each request that is sent instead
-        of the one of so many tokens. Raises Oversized where cutting the longest of them is not enough."""
+        """Return the texts of the fields for each request that replaces one of ``tokens`` tokens; ``names`` are
+        repeated as often as they occur in the task. Raises Oversized if cutting the longest field is not enough."""
         if not names:
             self.budget.check(tokens)
         name = longest(names, texts)
@@ -58,7 +58,7 @@ class Sizing:
 
 
 def longest(names: Sequence[str], texts: Mapping[str, str]) -> str:
-    """The field that takes most of the task, of at least one."""
+    """Return the field that takes the most room in the task."""
     return max(texts, key=lambda name: estimate_tokens(texts[name]) * names.count(name))
 
 

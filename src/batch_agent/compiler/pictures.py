@@ -1,8 +1,8 @@
-"""Pictures in rows: which fields hold some, and where in a row's message they go.
+"""Pictures in rows: which fields contain them, and where they appear in a row's message.
 
-While a message is made a picture is its mark, a short text that names it by its hash, so that templates, estimates and
-the record know nothing of pictures; at the end the marks give way to what they stand for. A picture that the task does
-not name stands behind it. Reading files is left to whoever compiles.
+While a message is built, a picture is represented by its mark, a short text with its hash. So templates, estimates and
+the record need not know pictures. At the end the marks are replaced by the pictures. A picture that the task does not
+mention is appended. The caller of the compiler reads the files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batch_agent.job import Job
 from batch_agent.messages import Attachment, Content, Image, Part
 
 Look = Callable[[Image], Image]
-"""A picture as it can be sent. Raises InputError for one that cannot."""
+"""Returns a picture as it can be sent. Raises InputError for one that cannot be sent."""
 
 Pictures = Mapping[str, Attachment]
 """By their marks, in the order of the row's fields."""
@@ -31,8 +31,8 @@ def has_pictures(fields: Mapping[str, object]) -> bool:
 
 
 def see(fields: Mapping[str, object], named: Collection[str], look: Look) -> tuple[Mapping[str, object], Pictures]:
-    """The fields with a mark in place of each picture, and the pictures. ``named`` are fields that hold some although
-    they do not look like it."""
+    """Return the fields with a mark in place of each picture, and the pictures. ``named`` are fields with pictures that
+    cannot be detected."""
     pictures: dict[str, Attachment] = {}
     marked: dict[str, object] = {}
     for name, value in fields.items():
@@ -47,7 +47,7 @@ def see(fields: Mapping[str, object], named: Collection[str], look: Look) -> tup
 
 
 def _images(name: str, value: object, *, named: bool) -> list[Image] | None:
-    """The pictures of a field; None where it is not one of pictures."""
+    """Return the pictures of a field; None if it has none."""
     if type(value) is Image:
         return [value]
     if isinstance(value, list | tuple) and (_all_images(value) or named):
@@ -66,12 +66,12 @@ def _all_images(values: Collection[object]) -> bool:
 
 
 def with_pictures(prompt: str, pictures: Pictures) -> str:
-    """The message with the marks of those pictures that the task does not name behind it."""
+    """Return the message with the marks of unmentioned pictures appended."""
     return "\n".join([prompt, *(mark for mark in pictures if mark not in prompt)])
 
 
 def content_of(job: Job) -> Content:
-    """What a job says, with its pictures in their places."""
+    """Return a job's message, with its pictures in their places."""
     parts: list[Part] = [job.prompt]
     for mark, image in job.images.items():
         parts = [piece for part in parts for piece in _split(part, mark, image)]

@@ -1,7 +1,7 @@
-"""BatchSpec → Plan: what all agents of a run share, and how each input becomes a job.
+"""Compiles a BatchSpec to a Plan: what all agents of a run share, and how each input becomes a job.
 
-A plan is pure: it reads a list of inputs where it was given one, and never touches an iterator. Whoever reads the
-inputs shows the plan the first one with ``check_first`` and turns each into a Job with ``job``.
+A plan is pure: it may read a list of inputs, but never an iterator. The caller that reads the inputs passes the first
+one to ``check_first`` and turns each into a Job with ``job``.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ def _unread(document: Document) -> DocumentContent:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a run would send, for people. All token counts are estimates."""
+    """What a run would send, for display. All token counts are estimates."""
 
     rows: int | None
     hoisted: tuple[str, ...]
     system: str
     first_prompt: str
-    first_pieces: tuple[Piece, ...]  # the same, with what was filled in told apart
+    first_pieces: tuple[Piece, ...]  # the same, with filled-in values marked
     prefix_tokens: int  # the same for all rows, tools included
-    own_tokens: int  # the mean of what a row adds, over the sample
+    own_tokens: int  # average tokens that a row adds, over the sample
     layout: Layout
     unusable: tuple[str, ...]  # why rows of the sample would fail before any request
-    warning: str | None  # what is probably not meant
+    warning: str | None  # a likely mistake
 
 
 class Plan:
-    """What the agents of a run share, and how an input becomes a job. Made by ``compile_plan``.
+    """What the agents of a run share, and how an input becomes a job. Created by ``compile_plan``.
 
-    ``system`` is the shared system text, ``own_system`` the same before anything was hoisted into it, ``shared`` the
-    conversation each agent's own starts from; ``hoisted`` names the fields that moved there; ``total`` is the number of
-    inputs where it is known; ``warning`` says, once the first input was seen, what is probably not meant.
+    ``system``: the shared system text; ``own_system``: the same before hoisting; ``shared``: the conversation that
+    every agent starts from; ``hoisted``: the fields that moved there; ``total``: the number of inputs, if known;
+    ``warning``: a likely mistake, set once the first input was seen.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Plan:
         self._hoisted = hoisted
         self.total = total
         self._spec = spec
-        self._template = template  # None until an iterator's first item has been seen
-        self._unhoisted = unhoisted  # None where it is the same
+        self._template = template  # None until an iterator's first item was seen
+        self._unhoisted = unhoisted  # None if it is the same
         self._head = head
         self._shared_tokens = estimate_tokens(system) + tool_tokens
         self._sizing = sizing
@@ -105,39 +105,39 @@ class Plan:
         self.warning = warning
 
     def check_first(self, first: object) -> None:
-        """Settle, on the first input that can be read, which braces of the task are fields. SpecError when one is
-        missing there."""
+        """Decide with the first readable input which braces of the task are fields. Raises SpecError if one is missing
+        there."""
         if self._template is None and not isinstance(first, UnreadableRow):
             self._template = _parse(self._spec, first)
             self._head = self._template.head
             self.warning = _unused(self._template, _own(self._spec, first), self.total, self._spec.id_column)
 
     def fit(self, context: int) -> None:
-        """The model's context, learnt after the plan was made: what does not fit it is cut as the spec says."""
+        """Set the model's context, learnt after the plan was made. Rows that do not fit are cut as the spec says."""
         self._sizing = replace(self._sizing, budget=replace(self._sizing.budget, model_max_context=context))
 
     @property
     def prefix_tokens(self) -> int:
-        """About how many tokens all first requests begin with: system, tools, the task up to what varies."""
+        """Return the estimated tokens that all first requests share: system, tools, the task up to the first field."""
         return self._shared_tokens + estimate_tokens(self._head)
 
     def shows(self, value: object) -> bool:
-        """Whether an input has pictures, so that making a job of it may read files."""
+        """Return whether an input has pictures, so that creating its job may read files."""
         if type(value) is dict and has_pictures(value):
             return True
         return bool(self._named_images) or isinstance(value, Image) or self.reads(value)
 
     def reads(self, value: object) -> bool:
-        """Whether an input has a document, which takes time to read."""
+        """Return whether an input has a document, which takes time to read."""
         return self._spec.document_column is not None or (type(value) is dict and document_in(value) is not None)
 
     def job(self, index: int, value: object) -> Job:
-        """One input, rendered. Raises InputError or Oversized, which concern this input alone."""
+        """Return one input as a job. Raises InputError or Oversized, which concern only this input."""
         if isinstance(value, UnreadableRow):
             raise InputError(value.message)
         template = self._template
         if template is None:
-            raise InternalError("a job was asked for before the plan saw the first input")
+            raise InternalError("job() was called before check_first()")
         value, fields, images = self._seen(value)
         check_same(self._hoisted, fields)
         prompt, own = with_pictures(template.render(fields), images), own_id(fields, self._spec.id_column)
@@ -168,7 +168,7 @@ class Plan:
         return replace(job, parts=tuple(parts))
 
     def _seen(self, value: object) -> tuple[object, Mapping[str, object], Pictures]:
-        """Returns the input, with the text of its document where it has one; its fields, with a mark in place of each
+        """Return the input, with the text of its document if it has one; its fields, with a mark in place of each
         attachment; and the attachments."""
         fields, attached = fields_of(value), dict[str, Attachment]()
         if self._spec.document_column is not None:
@@ -176,14 +176,14 @@ class Plan:
         if (document := document_in(fields)) is not None:
             fields, attached = filled(fields, self._read(document))
             value = {**fields, TEXT: document} if attached else fields
-        if not self._named_images and not has_pictures(fields):  # nearly always
+        if not self._named_images and not has_pictures(fields):  # the usual case
             return value, fields, attached or NO_PICTURES
         fields, pictures = see(fields, self._named_images, self._look)
         return value, fields, {**attached, **pictures}
 
     def merging(self, job: Job, answers: Sequence[str]) -> list[Job]:
-        """What is asked to make one answer of those to the parts of a job: all of them in one message, or, where they
-        do not fit, some in each of several, whose answers are merged in turn."""
+        """Return the jobs that merge the answers to a job's parts: one message with all of them, or several messages if
+        they do not fit, whose answers are merged in turn."""
         template = self._template
         assert isinstance(template, Template)
         texts = _texts(template, self._seen(job.input)[1])
@@ -199,20 +199,21 @@ class Plan:
         return self._shared_tokens + estimate_tokens(prompt)
 
     def question(self, job: Job) -> str:
-        """The job's prompt as it reads when nothing is hoisted: two jobs ask the same when these are the same, however
-        their runs were compiled."""
+        """Return the job's prompt as it reads without hoisting: jobs with equal questions ask the same, however their
+        runs were compiled."""
         if self._spec.worker is not None:
             return _whole_row(job.input, job.images)
         return job.prompt if self._unhoisted is None else self.asks(job.input)[1]
 
     def asks(self, value: object) -> tuple[str | None, str]:
-        """An input's own id and its question, for those who only compare. Raises InputError."""
+        """Return an input's own id and its question, for comparison. Raises InputError."""
         template = self._unhoisted or self._template
         if isinstance(value, UnreadableRow) or template is None:
             raise InputError("this input asks nothing")
         value, fields, images = self._seen(value)
         sent = self._template
-        if self._sizing.how == "truncate" and isinstance(sent, Template):  # what was cut off is no part of the question
+        # Text that was cut off is not part of the question.
+        if self._sizing.how == "truncate" and isinstance(sent, Template):
             own = _texts(sent, fields)
             tokens = self._tokens(_fill(sent, own))
             if not self._sizing.fits(tokens):
@@ -222,7 +223,7 @@ class Plan:
         return own_id(fields, self._spec.id_column), with_pictures(template.render(fields), images)
 
     def describe(self, sample: Sequence[object]) -> Description:
-        """The plan for people; ``sample`` is the first inputs, as many as one cares to render."""
+        """Return the plan for display; ``sample`` is the first inputs to render."""
         prompts: list[str] = []
         pieces: Sequence[Piece] = ()
         unusable: list[str] = []
@@ -258,7 +259,7 @@ def compile_plan(
     look: Look = lambda image: image,
     read: Read = _unread,
 ) -> Plan:
-    """``inject_schema`` is False when the backend takes the schema natively; ``look`` makes pictures ready to send,
+    """Compile the spec. ``inject_schema`` is False if the backend enforces the schema; ``look`` prepares pictures,
     ``read`` reads documents."""
     inputs = _checked_inputs(spec.inputs)
     system = _system_text(spec, schema if inject_schema else None)
@@ -279,12 +280,12 @@ def compile_plan(
         template = _parse(spec, readable[0])
         warning = _unused(template, _own(spec, readable[0]), len(inputs), spec.id_column)
         head = template.head
-        if isinstance(template, Template):  # what other languages do with a value cannot be done with a reference
+        if isinstance(template, Template):  # only our own templates can replace a value by a reference
             varies = {*spec.images, *((TEXT, PAGES) if _has_document(spec, readable[0]) else ())}
             constants = constants_of(readable, [name for name in template.names if name not in varies])
-            if not spec.no_hoist and spec.worker is None:  # a worker has its whole prompt
+            if not spec.no_hoist and spec.worker is None:  # a worker sees its whole prompt
                 moved = {name: constants[name] for name in hoistable(template, constants)}
-                if sizing.how != "fail":  # what is to be cut stays in its row
+                if sizing.how != "fail":  # a field that may be cut stays in its row
                     moved = {
                         name: moved[name] for name in moved if estimate_tokens(moved[name].text) < sizing.room // 2
                     }
@@ -320,12 +321,12 @@ def _checked_inputs(inputs: object) -> Iterable[object] | AsyncIterable[object]:
 
 
 def _whole_row(value: object, images: Iterable[str]) -> str:
-    """What tells the rows of a worker apart: all that they hold, since it reads what it likes."""
+    """Return all fields of a worker's row as text, which identifies it: the worker may read any of them."""
     return "\n".join([to_json(value, fallback=str, inf_nan_mode="constants").decode(), *sorted(images)])
 
 
 def _affinity(name: str, fields: Mapping[str, object]) -> str:
-    """A row without the field belongs nowhere."""
+    """Return the row's affinity key; "" without the field."""
     try:
         return text_of(name, value_of(fields, name))
     except Unfillable:
@@ -333,7 +334,7 @@ def _affinity(name: str, fields: Mapping[str, object]) -> str:
 
 
 def _without(texts: Mapping[str, str], images: Pictures) -> dict[str, str]:
-    """Those that are not the marks of pictures, which a row has as they were given."""
+    """Return the texts without the marks of pictures, which a row has in their original form."""
     return {name: text for name, text in texts.items() if not any(mark in text for mark in images)}
 
 
@@ -346,7 +347,7 @@ def _fill(template: Template, texts: Mapping[str, str]) -> str:
 
 
 def _parse(spec: BatchSpec, first: object) -> TaskTemplate:
-    """The task, as the first input can fill it. A first input that cannot be written at all fails by itself later."""
+    """Parse the task with the first input. If that input is unreadable, it fails as its own row later."""
     try:
         names = field_names(first)
     except InputError as error:
@@ -393,7 +394,8 @@ def _jinja(task: str) -> TaskTemplate:
 
 
 def _unused(template: TaskTemplate, fields: Collection[str], total: int | None, id_column: str | None) -> str | None:
-    """An id names a row, and rows without fields ask for several answers to one question."""
+    """Return a warning if the task uses no field. An id only names a row, and rows without fields ask the same question
+    repeatedly."""
     own = [name for name in fields if name != (id_column or ID)]
     if template.names or not own or total == 1:
         return None
@@ -424,5 +426,5 @@ def tool_tokens(tool: ToolSpec) -> int:
 
 
 def tool_text(tool: ToolSpec) -> str:
-    """What a model is told of it, about as long as it is told it."""
+    """Return a text about as long as the model's description of the tool."""
     return tool.name + tool.description + to_json(tool.parameters).decode()

@@ -1,8 +1,8 @@
-"""What a run's tokens, or its hours, cost.
+"""Computes what a run's tokens, or its hours, cost.
 
-Prices come from the spec, else from the table of the optional package ``genai-prices``, which knows the public
-providers by their address. Nothing is guessed: a server that the table does not know has no price, whatever its model
-is called. The table is read once, into plain numbers, because its own arithmetic is too slow for every call.
+Prices come from the spec, or else from the table of the optional package ``genai-prices``, which knows public providers
+by their address. Nothing is guessed: a server that is not in the table has no price, whatever its model is called. The
+table is read once into plain numbers, because its own arithmetic is too slow for every call.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Either ``tiers`` of token prices, the dearest last, or ``per_second`` for servers that cost by the clock."""
+    """Either ``tiers`` of token prices, most expensive last, or ``per_second`` for servers paid by time."""
 
-    source: str  # for people: whose prices these are
+    source: str  # origin of the prices, for display
     tiers: tuple[Rates, ...] = ()
     per_second: float = 0.0
 
     def times(self, factor: float) -> Prices:
-        """The same at a discount."""
+        """Return the prices at a discount."""
         tiers = tuple(
             Rates(factor * t.input, factor * t.cached, factor * t.cache_write, factor * t.output, t.above)
             for t in self.tiers
@@ -68,7 +68,7 @@ class Prices:
         return Prices(f"{factor:g} x {self.source}", tiers, self.per_second)
 
     def cost(self, usage: Usage) -> float:
-        """$ of one call's tokens; the size of its prompt decides the tier."""
+        """Return the $ of one call's tokens; the size of its prompt decides the tier."""
         rates = None
         for tier in self.tiers:
             if rates is None or usage.prompt_tokens > tier.above:
@@ -81,7 +81,7 @@ class Prices:
 
 
 def find_prices(given: Mapping[str, float] | None, *, model: str | None, backend: str) -> Prices | None:
-    """The prices of this model at this backend; None when nobody knows them. SpecError when those given are wrong."""
+    """Return the prices of this model at this backend; None if unknown. Raises SpecError for invalid given prices."""
     if given is not None:
         return _given(given)
     return None if model is None else _from_table(model, backend)
@@ -101,7 +101,7 @@ def _given(given: Mapping[str, float]) -> Prices:
         return Prices(f"${given['gpu_hour']:g} per GPU-hour on {gpus:g}", per_second=given["gpu_hour"] * gpus / HOUR)
     if "gpus" in given or not {"input", "output"} <= tokens:
         raise SpecError(f"prices: give {FORMS}")
-    # Where no other price is given, all of a prompt costs the same.
+    # Without other prices, all prompt tokens cost the same.
     fresh = given["input"]
     rates = Rates(fresh, given.get("cached", fresh), given.get("cache_write", fresh), given["output"])
     return Prices("the prices given", (rates,))
@@ -109,10 +109,10 @@ def _given(given: Mapping[str, float]) -> Prices:
 
 def _from_table(model: str, backend: str) -> Prices | None:
     try:
-        from genai_prices.data_snapshot import get_snapshot  # half a second to import, and optional
+        from genai_prices.data_snapshot import get_snapshot  # optional, and takes half a second to import
     except ImportError:
         return None
-    # Providers are told by the host; of an address like openai://api.openai.com the scheme is ours.
+    # Providers are identified by host; the scheme of openai://api.openai.com is ours.
     address = "https://" + backend.partition("://")[2]
     try:
         provider, info = get_snapshot().find_provider_model(model, None, None, address)
@@ -155,7 +155,7 @@ def _tiers(fresh: object, cached: object, cache_write: object, output: object) -
 
 
 def _rate(price: object, start: int) -> float:
-    """The table's price for prompts just above ``start``: a number, or a base and what replaces it in higher tiers."""
+    """Return the table's price for prompts just above ``start``: a number, or a base price with higher tiers."""
     rate = getattr(price, "base", price)
     for tier in getattr(price, "tiers", ()):
         if tier.start <= start:

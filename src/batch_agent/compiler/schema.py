@@ -1,10 +1,10 @@
-"""A user's output schema, resolved once: the JSON schema that a model is shown, and the exact check of an answer.
+"""A user's output schema, resolved once: the JSON schema for the model, and the exact validation of an answer.
 
-Types (pydantic models, dataclasses, TypedDicts, ``list[T]``, unions, Literals …) are pydantic's business; a JSON schema
-given as a dict is checked by a JSON schema validator. Both say what is wrong as ``path: message`` lines. Tolerance
-towards text that is not quite JSON is left to ``outputs``.
+pydantic handles types (pydantic models, dataclasses, TypedDicts, ``list[T]``, unions, Literals …); a JSON schema
+validator checks a schema given as a dict. Both report errors as ``path: message`` lines. ``outputs`` handles text that
+is not quite JSON.
 
-User schemas run their author's code. Whatever a validator of theirs raises becomes Invalid here, in one place.
+User schemas run the user's code. Whatever their validators raise becomes Invalid here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCALARS = frozenset(("string", "integer", "number", "boolean", "null"))
 
 
 class Reader(Protocol[T_co]):
-    """The exact check; raises NotJSON, Invalid, or whatever the user's own code raises."""
+    """Exact validation; raises NotJSON, Invalid, or whatever the user's own code raises."""
 
     def from_json(self, data: bytes) -> T_co: ...
     def from_python(self, value: object) -> T_co: ...
@@ -43,7 +43,7 @@ class Reader(Protocol[T_co]):
 
 
 class OutputSchema(Generic[T_co]):
-    """What each answer must be. ``json_schema`` is for models and backends, ``name`` for wires that want one."""
+    """What each answer must be. ``json_schema`` is for models and backends, ``name`` for wires that require one."""
 
     __slots__ = ("_reader", "json_schema", "json_text", "name")
 
@@ -56,7 +56,7 @@ class OutputSchema(Generic[T_co]):
 
     @classmethod
     def of(cls, value: object) -> OutputSchema[object] | None:
-        """None, and ``str``, mean text without a schema."""
+        """Return the schema of ``value``. None and ``str`` mean text without a schema."""
         if value is None or value is str:
             return None
         if isinstance(value, str) or inspect.isroutine(value):
@@ -70,12 +70,12 @@ class OutputSchema(Generic[T_co]):
 
     @property
     def is_scalar(self) -> bool:
-        """Whether an answer is a bare string, number, boolean or null, never an object or array."""
+        """Return whether an answer is a plain string, number, boolean or null, never an object or array."""
         options = self.json_schema.get("anyOf", [self.json_schema])
         return isinstance(options, list) and all(map(_is_scalar, options))
 
     def validate_json(self, text: str | bytes) -> T_co:
-        """Exact. Raises NotJSON or Invalid."""
+        """Validate exactly. Raises NotJSON or Invalid."""
         try:
             data = text.encode() if isinstance(text, str) else text
         except UnicodeEncodeError as error:
@@ -83,11 +83,11 @@ class OutputSchema(Generic[T_co]):
         return _guarded(self._reader.from_json, data)
 
     def validate_python(self, value: object) -> T_co:
-        """Exact, for a value that is already parsed. Raises Invalid."""
+        """Validate a parsed value exactly. Raises Invalid."""
         return _guarded(self._reader.from_python, value)
 
     def to_plain(self, value: object) -> object:
-        """A value of this schema as what JSON can hold. Raises whatever the user's own serializers raise."""
+        """Return a value of this schema as plain JSON data. Raises whatever the user's own serializers raise."""
         return self._reader.to_plain(value)
 
 
@@ -102,14 +102,14 @@ class _TypeReader(Generic[T]):
         return self._adapter.validate_python(value)
 
     def to_plain(self, value: object) -> object:
-        # A validator may have made something else of the value than its type says, which is then written as it is.
+        # A validator may have returned another type than declared; it is then written as it is.
         plain: object = self._adapter.dump_python(cast(T, value), mode="json", warnings=False)
         return plain
 
 
 class _JsonSchemaReader:
     def __init__(self, schema: JsonObject) -> None:
-        import jsonschema_rs  # here, because few runs have such a schema and every start would wait for it
+        import jsonschema_rs  # imported here, because few runs need it and it is slow to load
 
         # The mask keeps whole answers out of the messages.
         self._validator = jsonschema_rs.validator_for(schema, validate_formats=True, retriever=_no_retrieval, mask=MASK)
@@ -123,7 +123,8 @@ class _JsonSchemaReader:
 
     def from_python(self, value: object) -> JsonValue:
         errors = [
-            # Where the message does not speak of the value, it names a property, and the value is all around it.
+            # If the message does not mention the value, it names a property, and the value would be everything around
+            # it.
             _line(error.instance_path, error.message, _got(error.instance) if MASK in error.message else "")
             for error in self._validator.iter_errors(value)
         ]
@@ -174,7 +175,7 @@ def _explained(error: ValidationError, value: object) -> OutputError:
         return _not_json(details[0]["msg"].removeprefix("Invalid JSON: "), value)
     return Invalid(
         _lines(
-            # A missing field's input is everything around it, which says nothing.
+            # The input of a missing field is everything around it, which does not help.
             _line(item["loc"], item["msg"], "" if item["type"] == "missing" else _got(item["input"]))
             for item in details
         )
@@ -208,7 +209,7 @@ def _shown(value: object) -> str:
 
 def _unusable(error: BaseException) -> str:
     message = message_of(error).split("\n\n", 1)[0].rstrip(".")
-    if isinstance(error, PydanticSchemaGenerationError):  # goes on with advice to pydantic's own users
+    if isinstance(error, PydanticSchemaGenerationError):  # the rest is advice to pydantic's own users
         message = message.partition(". Set `arbitrary_types_allowed")[0]
         return message.replace("Unable to generate pydantic-core schema for", "there is no JSON schema for")
     return message or type(error).__name__

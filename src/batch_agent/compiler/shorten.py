@@ -1,4 +1,4 @@
-"""A text in fewer tokens: its head and tail; or, where it is structured data, its shape."""
+"""Shortens a text: to head and tail or, for structured data, to its shape."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pydantic_core import from_json, to_json
 
 from batch_agent.compiler.budget import BYTES_PER_TOKEN, estimate_tokens
 
-HEAD = 2 / 3  # of what is left: a text says first what it is
+HEAD = 2 / 3  # of what is left: the start of a text is the most informative
 SHOWN_ITEMS = 2
 SHOWN_CHARACTERS = 80
 DEEPEST = 6
 
 
 def shorten(text: str, most_tokens: int) -> str:
-    """About ``most_tokens`` of a text that has more; others are left as they are."""
+    """Return about ``most_tokens`` of a longer text; shorter ones are unchanged."""
     if estimate_tokens(text) <= most_tokens:
         return text
     if text.lstrip()[:1] in ("{", "["):
@@ -34,7 +34,7 @@ def _ends(text: str, most_tokens: int) -> str:
 
 
 def _shape_of(text: str) -> str | None:
-    """The data with its long lists and texts cut, marked as such; None for what is no JSON."""
+    """Return the data with long lists and texts cut, and marked as such; None if it is not JSON."""
     try:
         value = from_json(text)
     except ValueError:

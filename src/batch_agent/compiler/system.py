@@ -1,7 +1,7 @@
-"""The system prompt as it is sent: the user's words, without a session's preamble, with the schema once.
+"""The system prompt as it is sent: the user's text without a session preamble, and with the schema once.
 
-Some clients put header-like lines that change with every session in front of their system prompt. They would make the
-prefix of each run its own, so they go; the same words further down are content and stay.
+Some clients put header-like lines that change with every session before their system prompt. They would give each run
+another prefix, so they are removed; the same lines further down are content and stay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DECODER = json.JSONDecoder()
 
 
 def strip_preamble(system: str) -> str:
-    """Without the ``x-anthropic-*:`` and ``x-amz-*:`` lines it starts with, and the blank lines after them."""
+    """Return the text without leading ``x-anthropic-*:`` and ``x-amz-*:`` lines and the blank lines after them."""
     return _PREAMBLE.sub("", system)
 
 
@@ -31,12 +31,12 @@ def schema_instruction(json_text: str) -> str:
 
 
 def carries_schema(text: str, schema: JsonObject) -> bool:
-    """Whether the text has the schema in it already, as JSON in any layout."""
+    """Return whether the text already contains the schema, as JSON in any layout."""
     return any(value == schema for value in _objects(text))
 
 
 def _objects(text: str) -> Iterator[object]:
-    """The outermost JSON objects in a text."""
+    """Yield the outermost JSON objects in a text."""
     at = text.find("{")
     while at >= 0:
         try:

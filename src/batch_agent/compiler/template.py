@@ -1,19 +1,18 @@
-"""The task template: which braces are fields, which are text, and filling them.
+"""The task template: decides which braces are fields and which are text, and fills the fields.
 
-A brace pair is a field when what stands between is an identifier, ``{path}``, a place in a field's data,
-``{user.name}`` or ``{items[0]}``, or exactly the name of a field of the first input, ``{First Name}``. One that the
-input does not have is an error, because it is nearly always a misspelling. So are words that resemble a field's name,
-but for case, spaces or a few letters: ``{first name}``, ``{ path }``, ``{Frist Name}``. Every other brace is text:
-``{"a": {"b": 1}}``, ``{}``, ``{a: b}``, ``{ x }`` without a field ``x`` are sent as written.
+A brace pair is a field if it contains an identifier, ``{path}``, a place in a field's data, ``{user.name}`` or
+``{items[0]}``, or exactly the name of a field of the first input, ``{First Name}``. A field that the input does not
+have is an error, because it is nearly always a misspelling. So are words that differ from a field's name only in case,
+spaces or a few letters: ``{first name}``, ``{ path }``, ``{Frist Name}``. Every other brace is text: ``{"a": {"b":
+1}}``, ``{}``, ``{a: b}``, ``{ x }`` without a field ``x`` are sent as written.
 
 Doubled braces stand for single ones, as in ``str.format``: ``{{"a": 1}}`` and ``{{other}}`` are literal. Braces count
-as doubled when two adjacent ones open and two adjacent ones close the same stretch, or when neither of two adjacent
-ones has a partner. So the ``}}`` that closes two nested JSON objects stays two braces. Values are inserted once and
-never looked at: a brace in a value is text.
+as doubled if two adjacent ones open and two adjacent ones close the same range, or if neither of two adjacent ones has
+a partner. So the ``}}`` that closes two nested JSON objects stays two braces. Values are inserted once and never
+parsed: a brace in a value is text.
 
-What another template language would have filled in is an error, not text: ``{{ text }}`` where ``text`` is a field,
-``{stars:>5}``, ``{text!r}``, ``{% for … %}``. So a template that ``str.format`` accepts means the same here or is
-refused.
+A construct of another template language is an error, not text: ``{{ text }}`` if ``text`` is a field, ``{stars:>5}``,
+``{text!r}``, ``{% for … %}``. So a template that ``str.format`` accepts means the same here or is refused.
 """
 
 from __future__ import annotations
@@ -28,29 +27,29 @@ from batch_agent.compiler.fields import PATH, listed, text_of, value_of
 from batch_agent.errors import SpecError
 
 _BRACE = re.compile(r"[{}]")
-# What str.format reads after a field's name: a conversion, a format or both. Other words after a colon are text.
+# What str.format accepts after a field's name: a conversion, a format or both. Other words after a colon are text.
 _FORMAT = re.compile(r"(![rsa])?(:(.?[<>=^])?[-+ ]?z?#?0?\d*[,_]?(\.\d+)?[bcdeEfFgGnosxX%]?)?")
-_WORDS = re.compile(r"[^\n\"'`:;,=<>{}]{1,80}")  # what may be a name; JSON and code have other characters too
+_WORDS = re.compile(r"[^\n\"'`:;,=<>{}]{1,80}")  # possible names; JSON and code contain other characters too
 _BETWEEN = re.compile(r"[\W_]+")
-RESEMBLES = 0.8  # of the letters, from which on two names of LEAST letters are taken for one misspelt
+RESEMBLES = 0.8  # share of equal letters above which a name of at least LEAST letters counts as misspelt
 LEAST = 4
 Partners = dict[int, int | None]
-Piece = tuple[str, bool]  # a stretch of a prompt, and whether it was filled in
+Piece = tuple[str, bool]  # a part of a prompt, and whether it was filled in
 
 
 class TaskTemplate(Protocol):
-    """A task, ready for rows. ``names`` are what it takes from them, ``head`` is what stands in front of the first."""
+    """A task, ready for rows. ``names`` are the fields it uses, ``head`` is the text before the first one."""
 
     @property
     def names(self) -> Collection[str]: ...
     @property
     def head(self) -> str: ...
     def render(self, fields: Mapping[str, object]) -> str:
-        """One row's message. Raises InputError."""
+        """Return one row's message. Raises InputError."""
         ...
 
     def pieces(self, fields: Mapping[str, object]) -> Sequence[Piece]:
-        """The same, with what was filled in told apart."""
+        """Return the same in pieces, with filled-in values marked."""
         ...
 
 
@@ -63,7 +62,7 @@ class Template:
 
     @classmethod
     def parse(cls, text: str, fields: Collection[str]) -> Template:
-        """SpecError for a name in braces that is not one of ``fields``, those of the first input."""
+        """Parse a task. Raises SpecError for a name in braces that is not in ``fields``, those of the first input."""
         partners = _partners(text)
         kept, dropped = _doubled(text, partners)
         _refuse_doubled_fields(text, partners, kept, fields)
@@ -88,7 +87,7 @@ class Template:
         return cls(tuple(literals), tuple(names))
 
     def fill(self, values: Sequence[str]) -> str:
-        """The text with one value for each of ``names``, in their order."""
+        """Return the text with one value for each of ``names``, in order."""
         parts = [""] * (2 * len(self.names) + 1)
         parts[::2] = self.literals
         parts[1::2] = values
@@ -111,7 +110,7 @@ class Template:
             yield literal, False
 
     def bind(self, values: Mapping[str, str]) -> Template:
-        """The template with some fields filled in for good."""
+        """Return the template with some fields filled in permanently."""
         literals, names = [self.literals[0]], []
         for name, literal in zip(self.names, self.literals[1:], strict=True):
             if name in values:
@@ -123,7 +122,7 @@ class Template:
 
 
 def _partners(text: str) -> Partners:
-    """Each brace's position, in order, with the position of the brace it opens or closes, if there is one."""
+    """Return the position of each brace, in order, with the position of its partner, if any."""
     partners: Partners = {}
     open_at: list[int] = []
     for match in _BRACE.finditer(text):
@@ -138,7 +137,7 @@ def _partners(text: str) -> Partners:
 
 
 def _doubled(text: str, partners: Partners) -> tuple[set[int], set[int]]:
-    """The braces that stand for a literal brace, and those that go because they only double one."""
+    """Return the braces that stand for a literal brace, and those that only double one and are dropped."""
     kept: set[int] = set()
     dropped: set[int] = set()
     for at, partner in partners.items():
@@ -156,7 +155,8 @@ def _doubled(text: str, partners: Partners) -> tuple[set[int], set[int]]:
 
 
 def _refuse_doubled_fields(text: str, partners: Partners, kept: set[int], fields: Collection[str]) -> None:
-    """``{{ text }}`` is how other languages fill in a field. Doubled once more it is an escape: ``{{{{text}}}}``."""
+    """Refuse ``{{ text }}``, which fills a field in other languages. Doubled once more it is an escape:
+    ``{{{{text}}}}``."""
     for at in sorted(kept):
         close = partners[at]
         if close is None or text[at] != "{" or text[at - 1 : at] == "{":
@@ -173,7 +173,7 @@ def _refuse_doubled_fields(text: str, partners: Partners, kept: set[int], fields
 
 
 def _refuse_half_doubled(text: str, at: int, close: int, lone: Collection[int]) -> None:
-    """``{{text}`` and ``{text}}``, where the brace that is too many belongs to nothing."""
+    """Refuse ``{{text}`` and ``{text}}``, where one brace has no partner."""
     if at - 1 in lone or close + 1 in lone:
         written = text[at - (at - 1 in lone) : close + 1 + (close + 1 in lone)]
         raise SpecError(f"task has {written}: write {text[at : close + 1]} to fill in the field")
@@ -198,7 +198,8 @@ def _is_field(name: str, fields: Collection[str]) -> bool:
 
 
 def _nearest(name: str, fields: Collection[str], cutoff: float) -> str:
-    """The field that is called like that but for case, spaces and marks; else one with mostly the same letters."""
+    """Return the field with this name except for case, spaces and punctuation; else one with mostly the same
+    letters."""
     plain = {_plain(field): field for field in fields}
     if (same := plain.get(_plain(name))) is not None and _plain(name):
         return same

@@ -1,8 +1,8 @@
-"""TypedDicts of ``typing`` in a form that pydantic takes on every supported Python.
+"""Converts ``typing`` TypedDicts to a form that pydantic accepts on every supported Python.
 
-Before Python 3.12 a ``typing.TypedDict`` does not keep what pydantic needs of it, and pydantic refuses the class; the
-one of ``typing_extensions`` does. They are the same at run time, a dict, so a schema made of the first kind is rebuilt
-of the second: the class itself, its fields, and the arguments of ``list[…]``, unions and the like.
+Before Python 3.12 a ``typing.TypedDict`` lacks data that pydantic needs, and pydantic refuses the class; that of
+``typing_extensions`` works. Both are dicts at run time, so a schema of the first kind is rebuilt with the second: the
+class itself, its fields, and the arguments of ``list[…]``, unions and the like.
 """
 
 from __future__ import annotations

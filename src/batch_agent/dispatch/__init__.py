@@ -1,1 +1,1 @@
-"""The only way to ask a model: slots, routing, timing, retries, outages, hedging and budgets."""
+"""Sends every model request: slots, routing, timeouts, retries, outages, hedging and budgets."""

@@ -1,4 +1,4 @@
-"""One timer for the alarms of many endpoints, so that no timer looks at all of them."""
+"""One timer for the alarms of all endpoints, so that a timer never scans every endpoint."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from batch_agent.scheduler.endpoint import Endpoint
 
 
 class Alarms:
-    """``ring`` is called with the endpoints that are due. An alarm that comes too early is harmless: ``ring`` sets the
-    next one."""
+    """Calls ``ring`` with the endpoints whose alarm is due. An early alarm is harmless: ``ring`` sets the next one."""
 
     def __init__(self, ring: Callable[[list[Endpoint]], None]) -> None:
         self._ring = ring
         self._heap: list[tuple[float, int, Endpoint]] = []
-        self._set: dict[Endpoint, float] = {}  # when each is due; other entries of an endpoint are stale
+        self._set: dict[Endpoint, float] = {}  # due time of each endpoint; other heap entries of it are stale
         self._numbers = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
@@ -26,7 +25,7 @@ class Alarms:
         return endpoint in self._set
 
     def set(self, endpoint: Endpoint, due: float) -> None:
-        """Set the alarm, unless an earlier one is set."""
+        """Set the alarm, unless an earlier one is already set."""
         if due < self._set.get(endpoint, inf):
             self._set[endpoint] = due
             self._numbers += 1

@@ -1,5 +1,8 @@
-"""Budgets by the minute (``scheduler.rates``) made awaitable: a request that has its slot waits until they have room
-for it, and what it took is settled when it has ended."""
+"""Awaitable rate limits (``scheduler.rates``).
+
+A request that holds its slot waits until the limits of its endpoint have room. When it ends, its real usage replaces
+the estimate.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from batch_agent.scheduler.rates import SLACK, Rates
 
 
 class Budgets:
-    """``arm`` sets the alarm of an endpoint; ``serve`` is called when it rings."""
+    """``arm`` sets the alarm of an endpoint; ``serve`` is called when the alarm rings."""
 
     def __init__(self, arm: Callable[[Endpoint], None]) -> None:
         self._arm = arm
         self._mark: RateMark | None = None
-        self.short: dict[asyncio.Future[None], None] = {}  # those who wait for a budget, with their slots, in order
+        self.short: dict[asyncio.Future[None], None] = {}  # requests that hold a slot and wait for a rate limit
 
     def keep(self, mark: RateMark, endpoints: Iterable[Endpoint]) -> None:
-        """Keep the user's rate limits over a kill: what an earlier session may have used counts."""
+        """Keep the user's rate limits across a kill: requests of an earlier session count too."""
         if self._mark is mark:  # runs inside a run share it
             return
         self._mark = mark
@@ -33,7 +36,7 @@ class Budgets:
                 self._arm(endpoint)
 
     def begin(self, ticket: Ticket) -> None:
-        """A request has its slot at an endpoint with rate limits."""
+        """Count a request that got its slot at an endpoint with rate limits."""
         endpoint = ticket.endpoint
         assert endpoint is not None and endpoint.server.rates is not None
         if self._mark is not None:
@@ -42,7 +45,7 @@ class Budgets:
         self._arm(endpoint)
 
     async def afford(self, ticket: Ticket, expect: Callable[[], Usage]) -> None:
-        """Until the endpoint's budgets have room for what the request is expected to take; ``settle`` must follow."""
+        """Wait until the endpoint's rate limits have room for the expected usage. ``settle`` must follow."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         rates = endpoint.server.rates
@@ -58,12 +61,12 @@ class Budgets:
                 await turn
             finally:
                 self.short.pop(turn, None)
-            lease = rates.reserve(counted, expect(), _now())  # answers since may have told that it takes less
+            lease = rates.reserve(counted, expect(), _now())  # answers since then may have lowered the estimate
         ticket.lease = lease
 
     def leaves(self, ticket: Ticket) -> None:
-        """The request is sent now. It is counted again if it waited since it was counted, for a budget or in a stalled
-        event loop."""
+        """Note that the request is sent now. It is counted again if it waited after the first count, for a rate limit
+        or because the event loop stalled."""
         endpoint, now = ticket.endpoint, _now()
         assert endpoint is not None
         if ticket.lease is not None and endpoint.server.rates is not None and now > ticket.sent_at + SLACK:
@@ -72,7 +75,7 @@ class Budgets:
                 self._mark.mark()
 
     def settle(self, ticket: Ticket, used: Usage | None = None, *, asked: bool = True) -> None:
-        """What the request took of the budgets; None where nobody knows. ``asked``: the endpoint has seen it."""
+        """Replace the reserved amount by what the request used; None: unknown. ``asked``: the endpoint received it."""
         lease, endpoint = ticket.lease, ticket.endpoint
         if lease is None or endpoint is None or endpoint.server.rates is None:
             return

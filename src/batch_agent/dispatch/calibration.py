@@ -1,7 +1,7 @@
-"""The numbers of calls in flight that ``calibrate_backend`` found, remembered by endpoint and model.
+"""The concurrency limits that ``calibrate_backend`` found, remembered by endpoint and model.
 
-One small JSON file in the cache directory. Losing it costs a ramp, so nothing here raises: one that cannot be read is
-left out of account with a warning, and written anew with what is found next. What is a month old is found again.
+One small JSON file in the cache directory. Losing it only costs a new ramp, so nothing here raises: an unreadable
+file is ignored with a warning and rewritten by the next calibration. Entries expire after a month.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from batch_agent.scheduler.limit_search import CALIBRATING, LimitSearch
 
 FILE = "capacity.json"
 MONTH = 30 * 86_400.0  # seconds
-MOST_ENTRIES = 1000  # the latest are kept
+MOST_ENTRIES = 1000  # the newest are kept
 
 logger = logging.getLogger("batch_agent")
 
 
 class CalibrationFile:
-    """All methods block."""
+    """Reads and writes the file. All methods block."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = calibration_file() if path is None else path
 
     def get(self, endpoints: Iterable[str], model: str) -> dict[str, int]:
-        """Of those that are known."""
+        """Return the remembered limit of each endpoint that has one."""
         known, since = self._read(), time.time() - MONTH
         entries = {endpoint: known.get(_key(endpoint, model)) for endpoint in endpoints}
         return {endpoint: entry[0] for endpoint, entry in entries.items() if entry is not None and entry[1] > since}
@@ -47,7 +47,7 @@ class CalibrationFile:
         document = {key: {"inflight": knee, "at": at} for key, (knee, at) in latest.items()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Under its final name it is a whole one, whoever else writes.
+            # An atomic rename: the file is always complete, even with several writers.
             handle, draft = tempfile.mkstemp(dir=self._path.parent, prefix=FILE)
             try:
                 with os.fdopen(handle, "w") as file:
@@ -56,7 +56,7 @@ class CalibrationFile:
             finally:
                 Path(draft).unlink(missing_ok=True)
         except OSError as error:
-            logger.warning("what calibrate_backend found cannot be kept: %s", error)
+            logger.warning("cannot save what calibrate_backend found: %s", error)
 
     def _read(self) -> dict[str, tuple[int, float]]:
         try:
@@ -65,7 +65,7 @@ class CalibrationFile:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            logger.warning("%s cannot be read: calibrate_backend begins anew", self._path)
+            logger.warning("cannot read %s: calibrate_backend measures again", self._path)
             return {}
 
 
@@ -77,7 +77,7 @@ def calibration_file() -> Path:
 
 @asynccontextmanager
 async def calibration(backend: Backend, dispatcher: Dispatcher, model: str, *, wanted: bool) -> AsyncIterator[None]:
-    """Each endpoint begins at its knee, or with the ramp that finds it; what was found by the end is remembered."""
+    """Start each endpoint at its remembered limit, or with a ramp that finds it. Save what was found at the end."""
     if not wanted:
         yield
         return

@@ -1,7 +1,7 @@
-"""What to make of a cancellation: whose it is, and when it counts.
+"""How to treat a CancelledError: decide who requested it, and when to apply it.
 
-Foreign code may let a CancelledError of its own escape, from something it waited for that was cancelled. Taken for
-ours, it would end a task in silence and lose what the task was doing.
+Foreign code may raise a CancelledError of its own, because something it awaited was cancelled. If we took that for
+our own cancellation, the task would end silently and lose its work.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import asyncio
 
 
 def cancelled_by_us() -> bool:
-    """Whether a CancelledError caught now was meant for the running task."""
+    """Return whether a CancelledError caught now was requested for the running task."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 async def outlast(task: asyncio.Task[None]) -> None:
-    """Until it is done. A cancellation meanwhile is for afterwards."""
+    """Wait until the task is done. A cancellation that arrives meanwhile is raised afterwards."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -28,7 +28,7 @@ async def outlast(task: asyncio.Task[None]) -> None:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The failure itself, out of the groups that task groups wrap around it."""
+    """Return the first real error inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

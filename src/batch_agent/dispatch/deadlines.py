@@ -2,8 +2,8 @@
 
 A deadline cancels the task that entered it, as ``asyncio.timeout`` does, and turns that cancellation into TimeoutError.
 Unlike ``asyncio.timeout`` it knows when the event loop stalled: answers that arrived during a stall have not been read
-yet, so a timer that fires late grants the lateness again. A deadline at the very end of a stall is not late; so each
-expires one turn of the loop after its timer, when what has arrived by then has been handed on.
+yet, so a timer that fires late extends the deadline by the lateness. A deadline at the end of a stall is not late.
+So each deadline expires one turn of the loop after its timer, once everything that has arrived was delivered.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from types import TracebackType
 from typing import Self
 
 LATE = 0.25  # seconds after which a timer counts as late
-MOST_EXTENSIONS = 10  # of one deadline: a loop that is always late must not keep it open for ever
-FEW = 4096  # entries that are never looked through
+MOST_EXTENSIONS = 10  # of one deadline: a loop that is always late must not keep it open forever
+FEW = 4096  # entries: a smaller heap is never compacted
 
 
 class Deadline:
-    """``with deadline:`` around what may take too long; entered once, by the task that waits."""
+    """A time limit: ``with deadline:`` around the slow part. Entered once, by the task that waits."""
 
     __slots__ = ("_cancelling", "_deadlines", "_extensions", "_task", "expired", "when")
 
     def __init__(self, deadlines: Deadlines, when: float) -> None:
         self._deadlines = deadlines
-        self.when = when  # of the event loop's clock
+        self.when = when  # on the event loop's clock
         self.expired = False
         self._task: asyncio.Task[object] | None = None
         self._cancelling = 0
@@ -61,7 +61,7 @@ class Deadline:
             self._task.cancel()
 
     def _extend(self, seconds: float) -> bool:
-        """False when it was extended often enough."""
+        """Extend the deadline. Returns False if it was already extended too often."""
         self._extensions += 1
         self.when += seconds
         return self._extensions <= MOST_EXTENSIONS
@@ -71,14 +71,14 @@ class Deadlines:
     __slots__ = ("_compact_at", "_heap", "_loop", "_number", "_timer")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Deadline]] = []  # entries of a deadline that has moved or ended are stale
-        self._compact_at = FEW  # entries; stale ones would else stay until their time, thousands a second
+        self._heap: list[tuple[float, int, Deadline]] = []  # entries of a moved or ended deadline are stale
+        self._compact_at = FEW  # entries; without this, stale ones stay until their time, thousands a second
         self._loop: asyncio.AbstractEventLoop | None = None
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def after(self, seconds: float | None) -> Deadline:
-        """A deadline so many seconds from now; None: never, until it is rescheduled."""
+        """Return a deadline that many seconds from now. None means no limit until it is rescheduled."""
         return Deadline(self, inf if seconds is None else asyncio.get_running_loop().time() + seconds)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What becomes of a row whose request failed, once that can be decided.
+"""Decides what happens to a row whose request failed, once there is enough evidence.
 
-A row with retries left goes on at once. One whose retries are used up waits here until its undecided failures are
-decided: by another row's answer, by an endpoint that goes down, or by a probe if no other row can tell.
+A row with retries left is retried at once. A row without retries left waits here until its undecided failures are
+decided: by another row's answer, by an endpoint that goes down, or by a probe if no other row can give evidence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batch_agent.scheduler.endpoint import Endpoint
 
 
 class Decisions:
-    """``start_probe`` probes an endpoint, and returns None if it cannot be probed. ``few_rows`` says whether too few
+    """``start_probe`` probes an endpoint and returns None if it cannot be probed. ``few_rows`` returns whether too few
     rows are left to tell a bad row from a bad endpoint."""
 
     def __init__(
@@ -28,20 +28,20 @@ class Decisions:
         pump: Callable[[], None],
     ) -> None:
         self._endpoints, self._start_probe, self._few_rows, self._pump = endpoints, start_probe, few_rows, pump
-        self.waiting: dict[Ticket, tuple[asyncio.Future[bool], int]] = {}  # with how many failures were undecided
-        self.under_way = 0  # rows whose own failures are undecided
+        self.waiting: dict[Ticket, tuple[asyncio.Future[bool], int]] = {}  # with the number of undecided failures
+        self.under_way = 0  # rows whose own failures are still undecided
 
     async def step(
         self, ticket: Ticket, attempt: Attempt, verdict: Verdict, max_retries: int, *, retryable: bool, wait: bool
     ) -> Step:
-        """What becomes of the row. With ``wait`` off, as far as that is known now. Raises Interrupted when the run is
-        over."""
+        """Return what happens to the row. Without ``wait``, decide with the evidence so far. Raises Interrupted when
+        the run is over."""
         endpoint, row = ticket.endpoint, ticket.row
         assert endpoint is not None
         is_unclear = self._is_unclear(ticket)
         step = next_step(row, max_retries, retryable=retryable, move=verdict.move)
         if wait and not endpoint.given_up and (verdict.hears_probe or step == "wait" or is_unclear):
-            self.under_way += not is_unclear  # a row that was denied tells nothing about failures
+            self.under_way += not is_unclear  # a denied row is no evidence about failures
             try:
                 step = await self._decide(ticket, endpoint, attempt, verdict, max_retries, retryable)
             finally:
@@ -61,11 +61,11 @@ class Decisions:
         max_retries: int,
         retryable: bool,
     ) -> Step:
-        """The step once there is evidence for it."""
+        """Wait for evidence, then return the next step."""
         row, history, alone = ticket.row, endpoint.server.history, False
         if verdict.hears_probe:
             is_up = await self._ask_probe(attempt, endpoint)
-            alone = is_up and verdict.alone and self._few_rows()  # others may have come meanwhile
+            alone = is_up and verdict.alone and self._few_rows()  # more rows may have arrived meanwhile
             if alone:
                 history.contradict(attempt)
         while not endpoint.given_up:
@@ -87,7 +87,7 @@ class Decisions:
         return "retry"
 
     async def _ask_probe(self, attempt: Attempt, endpoint: Endpoint) -> bool:
-        """Whether the endpoint is up, as far as a probe can tell. Notes that the row has crashed it."""
+        """Return whether a probe finds the endpoint up. Records that the row has crashed it, if so."""
         row = attempt.row
         can_crash = attempt.outcome == "broken" and attempt.sound and (attempt.trial or row.suspect)
         probing = self._start_probe(endpoint)
@@ -101,7 +101,7 @@ class Decisions:
         return False
 
     async def _decided(self, ticket: Ticket) -> bool:
-        """Wait for evidence. True: nobody is left to give it."""
+        """Wait for evidence. Returns True if no other row can provide it."""
         decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.waiting[ticket] = decided, ticket.row.undecided
         try:
@@ -115,7 +115,7 @@ class Decisions:
         return ticket.endpoint.server.refusals.is_unclear(ticket.progress)
 
     def wake(self) -> None:
-        """Wake the rows about which something was decided."""
+        """Wake the rows whose failures were decided."""
         for ticket, (decided, undecided) in tuple(self.waiting.items()):
             assert ticket.endpoint is not None
             row = ticket.row
@@ -129,7 +129,7 @@ class Decisions:
                 decided.set_exception(over)
 
     def nobody_else(self) -> None:
-        """No row will be sent, as far as is known: wake the rows about which no request in flight can tell."""
+        """Called when no further row will be sent: wake the rows that no request in flight can give evidence for."""
         for ticket, (decided, _) in tuple(self.waiting.items()):
             assert ticket.endpoint is not None
             told_by = [each for each in self._endpoints if ticket.row in each.server.history.open]

@@ -1,10 +1,10 @@
-"""The one way to ask a model.
+"""The only way to send a request to a model.
 
-``ask`` takes one question to its answer: it waits for a slot, keeps rate limits and budget, sends the request under a
-time limit, learns from how it ended, and sends it again where that is right. Runs, summaries, hedges, ticks, swarms and
-the proxy are its callers. Nowhere else is a slot held, a request timed or a retry decided.
+``ask`` takes one question to its answer: it waits for a slot, applies rate limits and budget, sends the request under
+a time limit, learns from the outcome, and retries when that is right. Runs, summaries, hedges, ticks, swarms and the
+proxy call it. No other code holds a slot, times a request or decides a retry.
 
-A slot is held for the request alone. Between two attempts it is given back.
+A slot is held only while the request is in flight, and is released between two attempts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SILENT = Observer()
 
 
 class ModelCall:
-    """A ModelRequest as a question to one backend."""
+    """One ModelRequest to one backend, as a Question."""
 
     __slots__ = ("backend", "on_tool_call", "request")
 
@@ -63,7 +63,7 @@ class ModelCall:
         except Truncated as cut:
             if request.client is None:
                 raise
-            # A client names its own token limit, and reads in the answer that it was reached.
+            # A gateway client sets its own token limit, and reads in the answer that the limit was reached.
             reply = Reply(cut.text, usage=cut.usage or Usage(), finish_reason="length")
         except BackendError as error:
             error.text = error.text or self.text
@@ -76,25 +76,25 @@ class ModelCall:
         return reply
 
     def check(self, reply: Reply) -> None:
-        """Raises a BackendError for an answer that is of no use."""
+        """Raise a BackendError if the answer is unusable."""
 
     def lost(self) -> None:
-        """Another request answered it."""
+        """Called when another request was answered first."""
 
     def again(self) -> ModelCall:
-        """The same for another endpoint; tools are started by the first request alone."""
+        """Return the same question for another endpoint. Only the first request may start tools early."""
         return ModelCall(self.backend, replace(self.request, said=[]))
 
 
 class _Together(Question):
-    """Several questions as one. ``answers`` are those of the latest attempt."""
+    """Several questions sent as one request. ``answers`` are those of the latest attempt."""
 
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
         self.answers: Replies = ()
 
     async def send(self, endpoint: str) -> Reply:
-        """What they took together. Raises one of their errors if all failed."""
+        """Return their total usage. Raises one of their errors if all failed."""
         self.answers = ()
         self.answers = answers = await self._questions.send(endpoint)
         replies = [answer for answer in answers if isinstance(answer, Reply)]
@@ -105,8 +105,8 @@ class _Together(Question):
 
 
 class Dispatcher:
-    """One backend's endpoints for one run, or for runs that share them. ``max_inflight`` is at all endpoints together,
-    ``terms`` are those of each. With ``trust_probes`` an outage is over when a probe finds the endpoint up."""
+    """The endpoints of one backend, for one run or for runs that share them. ``max_inflight`` limits all endpoints
+    together, ``terms`` each of them. With ``trust_probes`` an outage is over when a probe finds the endpoint up."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class Dispatcher:
         self.slots = Slots(self.scheduler, self.endpoints)
         self.endpoints.start(self.slots)
         self.spending: Spending | None = None
-        self.follower: Following | None = None  # of a backend whose servers come and go
-        self.reading = asyncio.Lock()  # held by whoever polls the load of the endpoints
-        self.over: tuple[Ended, str] | None = None  # how and why the run ended that could not go on
-        self._impatient: set[Ticket] = set()  # those that do not wait out an outage
+        self.follower: Following | None = None  # for a backend whose servers may change
+        self.reading = asyncio.Lock()  # held by the task that polls the load of the endpoints
+        self.over: tuple[Ended, str] | None = None  # outcome and reason, once the run cannot continue
+        self._impatient: set[Ticket] = set()  # tickets that do not wait out an outage
         self._tools_waited_for: set[asyncio.Future[None]] = set()
         self._chance: Callable[[], float] = random.random
 
@@ -142,7 +142,7 @@ class Dispatcher:
         return Endpoint(server.lent_to(get_ident()), self.terms_of(server), name)
 
     def terms_of(self, server: Server) -> Terms:
-        """A server that brings a number of its own keeps it, unless the user gave one."""
+        """Return the terms for the server. Its own concurrency limit is kept unless the user set one."""
         if self.terms.given or server.default_inflight is None:
             return self.terms
         return replace(self.terms, ceiling=server.default_inflight, start=None)
@@ -158,8 +158,8 @@ class Dispatcher:
         progress: Progress | None = None,
         observer: Observer = SILENT,
     ) -> Reply:
-        """The complete answer, or the BackendError that could not be helped. ``ticket`` is a claim that was made
-        already; else ``progress`` makes one. With neither it is no agent's turn, and goes after those that are."""
+        """Return the complete answer, or raise the final BackendError. ``ticket`` is an existing claim for a slot;
+        otherwise ``progress`` makes one. A request with neither belongs to no agent and runs after all turns."""
         loop = asyncio.get_running_loop()
         queued = loop.time()
         if ticket is None:
@@ -211,8 +211,8 @@ class Dispatcher:
             await self.slots.again(ticket, delay)
 
     async def ask_many(self, questions: Questions, policy: Policy) -> Replies:
-        """The answers to questions that are one request, with one slot; one that failed is an error in its own place.
-        Raises the BackendError of a request that failed as a whole."""
+        """Send several questions as one request in one slot. Returns an answer or an error for each.
+        Raises BackendError if the whole request failed."""
         together = _Together(questions)
         try:
             await self.ask(together, policy)
@@ -222,7 +222,7 @@ class Dispatcher:
         return together.answers
 
     async def attempt(self, question: Question, ticket: Ticket, policy: Policy) -> Reply:
-        """Send the question once, with the slot that the ticket holds, and learn from the answer."""
+        """Send the question once in the slot that the ticket holds, and learn from the outcome."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         began = asyncio.get_running_loop().time()
@@ -239,7 +239,7 @@ class Dispatcher:
         except asyncio.CancelledError:
             if cancelled_by_us():
                 raise
-            raise Unavailable(f"{self.name} gave the call up: something it waited for was cancelled") from None
+            raise Unavailable(f"{self.name} abandoned the call: something it awaited was cancelled") from None
         finally:
             self.endpoints.flights.end(ticket)
         if reply.saved is None:
@@ -249,7 +249,7 @@ class Dispatcher:
         return reply
 
     async def _hold(self, ticket: Ticket, policy: Policy) -> None:
-        """Wait for the slot; not while every endpoint is down, if an outage is not waited out."""
+        """Wait for the slot. Raises while every endpoint is down, if the policy does not wait out outages."""
         if policy.wait_out and (policy.wait_until is None or ticket.state == "held"):
             await self.slots.hold(ticket)
             return
@@ -289,7 +289,7 @@ class Dispatcher:
         return self._is_patient(policy) or not self._is_down(ticket)
 
     def _delay(self, ticket: Ticket, verdict: Verdict, error: BackendError) -> float:
-        """Seconds until the request joins the queue again."""
+        """Return the seconds until the request joins the queue again."""
         endpoint, failures = ticket.endpoint, max(1, ticket.row.failures)
         assert endpoint is not None
         if endpoint.given_up or endpoint.health.is_down or verdict.at_once:
@@ -307,13 +307,13 @@ class Dispatcher:
     def _too_late(self, ticket: Ticket, began: float, policy: Policy) -> str:
         seconds = asyncio.get_running_loop().time() - began
         if ticket.recalled:
-            return f"{self.name} was taken back after {seconds:.3g} s, to be sent elsewhere or later"
+            return f"{self.name} did not answer within {seconds:.3g} s; the request was cancelled and is sent again"
         if ticket.trial:
-            return f"{self.name} gave no complete answer in {seconds:.3g} s, on trial after an outage"
+            return f"{self.name} gave no complete answer within {seconds:.3g} s in the first request after an outage"
         option = policy.timeout_option and f"{policy.timeout_option}, "
         return f"{self.name} gave no complete answer in {option}{policy.timeout or seconds:g} s"
 
-    # Outages, for those who do not wait
+    # Outages, for requests that do not wait
 
     def _is_patient(self, policy: Policy) -> bool:
         until = policy.wait_until
@@ -350,7 +350,7 @@ class Dispatcher:
         return self.slots.feed(on_close)
 
     def start_agent(self, progress: Progress) -> Ticket:
-        """A new agent, with its claim for its first turn made now, so that the room it takes is seen to be taken."""
+        """Register a new agent and claim the slot of its first turn now, so that the room it takes is counted."""
         self.scheduler.start_agent()
         progress.live = True
         return self.slots.claim(progress, 0)
@@ -360,7 +360,7 @@ class Dispatcher:
         self.slots.pump()
 
     async def wait_for_tools(self, ended: asyncio.Future[None]) -> None:
-        """Wait until the tools have ended; the end of the run's time interrupts that."""
+        """Wait until the tools have ended. Raises if the run's time limit ends first."""
         self._tools_waited_for.add(ended)
         try:
             await ended
@@ -370,28 +370,28 @@ class Dispatcher:
     # Control
 
     def pause(self) -> None:
-        """Send nothing until ``resume``; requests in flight finish."""
+        """Send nothing until ``resume``. Requests in flight finish."""
         self.slots.pause(True)
 
     def resume(self) -> None:
         self.slots.pause(False)
 
     def refuse(self, why: str) -> None:
-        """Grant no slot any more: requests in flight finish, unless their endpoint is down."""
+        """Grant no more slots. Requests in flight finish, unless their endpoint is down."""
         self.slots.refuse(why, self.endpoints.budgets.short)
         self.endpoints.interrupt(self.slots.refusal)
 
     def refuse_now(self, why: str) -> None:
-        """The same; and agents that wait for their tools do not wait any longer."""
+        """Like ``refuse``, and also end agents that wait for their tools."""
         self.refuse(why)
         for ended in tuple(self._tools_waited_for):
             if not ended.done():
                 ended.set_exception(Interrupted(self.slots.refusal))
 
     def _end(self, ended: Ended, why: str) -> None:
-        """No endpoint is left to ask."""
+        """End the run: no endpoint is usable any more."""
         self.over = (ended, why)
-        self.refuse(f"the run ended before this job was done: {why}")
+        self.refuse(f"the run ended before this job finished: {why}")
 
     def set_backlogged(self, backlogged: bool) -> None:
         if backlogged != self.scheduler.backlogged:
@@ -408,12 +408,12 @@ class Dispatcher:
         self.grow(max_inflight)
 
     def grow(self, max_inflight: int | None) -> None:
-        """Change the total over all endpoints; what each may have stays."""
+        """Change the limit over all endpoints. The limit of each endpoint stays."""
         self.scheduler.max_inflight = max_inflight
         self.slots.pump()
 
     def add(self, name: str, server: Server) -> Endpoint:
-        """One more server, from now on."""
+        """Add a server from now on."""
         endpoint = self._endpoint(name, server)
         self.endpoints.attach(endpoint)
         self.scheduler.add(endpoint)
@@ -421,14 +421,14 @@ class Dispatcher:
         return endpoint
 
     def retune(self, endpoint: Endpoint) -> None:
-        """What the backend says of the server has changed."""
+        """Apply a change in what the backend reports about the server."""
         terms, capacity = self.terms_of(endpoint.server), endpoint.capacity
         if capacity.search is None and not self.terms.given and terms.ceiling != capacity.ceiling:
             capacity.resize(terms.ceiling)
         self.scheduler.touch(endpoint)
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Send nothing more there; what a dead endpoint has in flight is taken back."""
+        """Send nothing more to the endpoint. If it is down, its requests in flight are cancelled and retried."""
         self.scheduler.leave(endpoint)
         if endpoint.inflight:
             self.endpoints.leave(endpoint)

@@ -1,7 +1,7 @@
-"""The endpoints of a dispatcher over time: what attempts say about them, trials, probes, silence, the end of patience.
+"""Tracks the endpoints of a dispatcher over time: verdicts on attempts, trials, probes, silence, final outages.
 
 This file applies the verdicts of ``scheduler.blame`` and turns the due times of ``scheduler.health`` into timers. A
-trial begins with a probe. While other endpoints work, it goes no further if the probe fails; else a row follows.
+trial starts with a probe. If the probe fails while other endpoints work, no row is sent; otherwise a row follows.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from batch_agent.dispatch.slots import Slots
     from batch_agent.events import Ended
 
-NEVER_REACHED = 30.0  # seconds after which an endpoint is given up that no request has ever reached
-SECOND_LOOK = 0.25  # seconds after which silence is looked at again
+NEVER_REACHED = 30.0  # seconds after which an endpoint that was never reached is given up
+SECOND_LOOK = 0.25  # seconds after which silence is checked again
 
 OnHealth = Callable[[Endpoint, float], None]
 OnLimit = Callable[[Endpoint, str], None]
@@ -39,8 +39,8 @@ OnOver = Callable[["Ended", str], None]
 
 
 class EndpointMonitor:
-    """``on_over`` is told how and why the run ends when no endpoint is left. ``max_outage`` None waits for ever for an
-    endpoint that has answered, ``inf`` also for one that never did."""
+    """Calls ``on_over`` with outcome and reason when no endpoint is left. ``max_outage=None`` waits without limit for
+    an endpoint that has answered before, ``inf`` also for one that never answered."""
 
     _slots: Slots  # set by ``start``
 
@@ -55,12 +55,12 @@ class EndpointMonitor:
     ) -> None:
         self._scheduler, self._all, self._router = scheduler, scheduler.endpoints, scheduler.router
         self._max_outage = inf if max_outage is None else max_outage
-        self._max_silence = inf if max_outage == inf else min(self._max_outage, NEVER_REACHED)  # before the first word
+        self._max_silence = inf if max_outage == inf else min(self._max_outage, NEVER_REACHED)  # before a first answer
         self._on_health, self._on_limit, self._on_over = on_health, on_limit, on_over
-        self.trust_probes = False  # the caller probes, and an endpoint that is found up needs no trial
-        self._unreachable: list[Endpoint] = []  # given up because nothing worked any more
-        self._seen: dict[Endpoint, str] = {}  # the health that was last reported
-        self._quiet: dict[Endpoint, float] = {}  # since when it has said nothing, at the first look
+        self.trust_probes = False  # the caller probes; an endpoint found up needs no trial
+        self._unreachable: list[Endpoint] = []  # given up because no endpoint worked
+        self._seen: dict[Endpoint, str] = {}  # the health last reported
+        self._quiet: dict[Endpoint, float] = {}  # time of the last byte, as seen at the first check
         self._alarms = Alarms(self._look)
         self.flights = Flights(scheduler.router, self._pump)
         self.budgets = Budgets(self.arm)
@@ -73,7 +73,7 @@ class EndpointMonitor:
             self.attach(endpoint)
 
     def attach(self, endpoint: Endpoint) -> None:
-        """Share what is known of the server with its other dispatchers."""
+        """Share what is known about the server with its other dispatchers."""
         endpoint.is_hungry = lambda: self._slots.is_hungry
         endpoint.on_change = self._changed_by_others
 
@@ -101,7 +101,7 @@ class EndpointMonitor:
             self.arm(endpoint)
 
     def released(self, ticket: Ticket) -> None:
-        """The ticket has given its slot back."""
+        """Called when the ticket has released its slot."""
         if ticket.lease is not None:
             self.budgets.settle(ticket)
         if ticket.trial and ticket.endpoint is not None:
@@ -139,12 +139,12 @@ class EndpointMonitor:
         if ticket.recalled:
             outcome = "recalled"
         if outcome == "overloaded" and is_spent(error.quota):
-            outcome = "recalled"  # it is known when there will be more: neither side is to blame
+            outcome = "recalled"  # a rate limit with a known end: neither side is at fault
         if outcome == "silent" and ticket.trial and not health.is_down:
-            outcome = "recalled"  # the endpoint has come back, and the time limit of a trial is not the row's
+            outcome = "recalled"  # the endpoint is back; a trial's time limit is not the row's fault
         left = server.inflight - 1
         if outcome == "overloaded" and not left and not isinstance(error, RateLimited) and not error.retry_after:
-            outcome = "broken"  # a lone request cannot be too many: the server, or this row, has another problem
+            outcome = "broken"  # one request alone cannot be too many: the server or this row has another problem
         attempt = Attempt(ticket.row, ticket.sent_at, now, outcome, ticket.trial, ticket.sound, left)
         others, few = self._router.others_work(endpoint) and ticket.pinned is None, self._slots.few_rows
         verdict = judge(attempt, server.history, is_down=health.is_down, others_healthy=others, few_rows=few)
@@ -170,7 +170,7 @@ class EndpointMonitor:
             if not ticket.trial:
                 return
         elif outcome == "silent" and endpoint.capacity.search is not None and not health.is_down:
-            # The number that we found ourselves was too high: requests wait in the server's queue.
+            # The limit that we found ourselves was too high: requests wait in the server's queue.
             self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, endpoint.server.inflight))
         if not health.is_down:
             health.fail(str(error), now)
@@ -186,7 +186,7 @@ class EndpointMonitor:
             self.probe(endpoint)
 
     def scope(self, ticket: Ticket, error: BackendError) -> str:
-        """Whom a refusal concerns: ``confirm`` asks for the same request once more. May end the run."""
+        """Return which rows a refusal concerns; ``confirm`` means: send the same request once more. May end the run."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         if not isinstance(error, Rejected) or isinstance(error, ContextOverflow) or ticket.chore:
@@ -195,21 +195,21 @@ class EndpointMonitor:
         refusals, confirmed = endpoint.server.refusals, ticket.row.denials > 1
         scope = refusals.scope(ticket.progress, error.status, str(error), ticket.sent_at, left, confirmed=confirmed)
         if scope == "all":
-            self._give_up(endpoint, "failed", f"the run stopped at a refusal that concerns every row: {error}")
+            self._give_up(endpoint, "failed", f"the run stopped because every row is refused: {error}")
         return scope
 
     # The end
 
     def idle(self) -> None:
-        """No row will be sent that could tell whose fault a failure was."""
+        """Called when no further row will be sent that could show which side caused a failure."""
         self.decisions.nobody_else()
 
     def spare(self) -> None:
-        """Every turn has its slot, and slots stay idle."""
+        """Called when every turn has its slot and slots stay idle."""
         self.flights.even_out(_now())
 
     def interrupt(self, why: str) -> None:
-        """Nothing more is sent: rows that wait are interrupted, requests at endpoints that are down are taken back."""
+        """Send nothing more: interrupt waiting rows and cancel requests at endpoints that are down."""
         self.decisions.interrupt(Interrupted(why))
         self.flights.recall_down(_now())
 
@@ -224,7 +224,7 @@ class EndpointMonitor:
     # What is known of endpoints
 
     def loaded(self, endpoint: Endpoint, load: Reading) -> None:
-        """The server told how busy it is."""
+        """Apply a load reading of the server."""
         self._say(endpoint, endpoint.capacity.loaded(load, endpoint.server.inflight))
         self._scheduler.admission.read(endpoint, load)
         self._wake(endpoint)
@@ -252,7 +252,7 @@ class EndpointMonitor:
         self._slots.pump()
 
     def _changed_by_others(self, endpoint: Endpoint) -> None:
-        """Another dispatcher freed a slot of the server, or found it down or back."""
+        """Called when another dispatcher released a slot of the server, or found it down or up again."""
         if endpoint.health.state not in ("suspect", self._seen.get(endpoint, "healthy")):
             was_down = self._seen.get(endpoint) == "down"
             self._report(endpoint, _now())
@@ -274,7 +274,7 @@ class EndpointMonitor:
             self._comes_up(endpoint, now)
 
     def _comes_up(self, endpoint: Endpoint, now: float) -> None:
-        """The health is good already."""
+        """Apply a recovery. The health is already set to good."""
         for other in self.flights.at(endpoint):
             if other.heard_at:
                 self.flights.keep(other)
@@ -284,7 +284,7 @@ class EndpointMonitor:
         self._report(endpoint, now)
         self._scheduler.rejoin()
         unreachable, self._unreachable = self._unreachable, []
-        for lost in unreachable:  # it was given up together with this one, and may be back too
+        for lost in unreachable:  # given up together with this one, and may be up again too
             lost.given_up = ""
             self._scheduler.touch(lost)
             self.arm(lost)
@@ -293,14 +293,14 @@ class EndpointMonitor:
         self._wake(endpoint)
 
     def _overloaded(self, endpoint: Endpoint, ticket: Ticket, error: BackendError, now: float) -> None:
-        """Halve what is in flight, and hold everything back until the server accepts more."""
+        """Halve the limit, and send nothing until the server accepts requests again."""
         server, wait = endpoint.server, error.retry_after or 0.0
         if server.refused_since is None:
             server.refused_since = now
         if server.inflight > 1:
             self._say(endpoint, endpoint.capacity.overloaded(ticket.generation, server.inflight, wait, now))
         else:
-            # Even a lone request is refused: this says nothing about how many the server takes when it accepts again.
+            # Even one request alone is refused: this says nothing about how many the server takes later.
             endpoint.capacity.restart(server.most_in_flight)
             if not wait and not endpoint.health.is_down:
                 endpoint.health.reason = str(error)
@@ -315,7 +315,7 @@ class EndpointMonitor:
             self._lose_patience(endpoint, f"the server refuses every request: {error}")
 
     def _goes_down(self, endpoint: Endpoint, now: float) -> None:
-        """The health is down already."""
+        """Apply an outage. The health is already set to down."""
         endpoint.server.history.go_down()
         endpoint.server.go_down()
         self._scheduler.touch(endpoint)
@@ -334,12 +334,12 @@ class EndpointMonitor:
         self.arm(endpoint)
 
     def not_sent(self, ticket: Ticket) -> None:
-        """The request could not be made. If it was a trial, the next one is."""
+        """Called when the request could not be sent. If it was a trial, the next row becomes the trial."""
         if ticket.trial and ticket.endpoint is not None:
             self._try_next(ticket.endpoint)
 
     def _try_next(self, endpoint: Endpoint) -> None:
-        """Let the next row be the trial."""
+        """Make the next row the trial."""
         endpoint.health.trial_over()
         endpoint.health.ready = True
         self.arm(endpoint)  # the row may have to wait
@@ -347,7 +347,7 @@ class EndpointMonitor:
             self._router.trials.append(endpoint)
 
     def _lose_patience(self, endpoint: Endpoint, why: str) -> None:
-        """An endpoint is given up only when no other works; until then it is probed now and then."""
+        """Give the endpoint up if no other one works. Otherwise it is probed from time to time."""
         if not endpoint.given_up and not self._router.others_work(endpoint):
             self._unreachable.append(endpoint)
             self._give_up(endpoint, "unreachable", why)
@@ -364,7 +364,7 @@ class EndpointMonitor:
     # Time
 
     def arm(self, endpoint: Endpoint) -> None:
-        """Set the alarm for what is due at the endpoint first."""
+        """Set the alarm for what is due first at the endpoint."""
         now = _now()
         self._alarms.set(endpoint, min((due for due in self._dues(endpoint) if due > now), default=inf))
 
@@ -382,8 +382,8 @@ class EndpointMonitor:
         return server.held_until, self._silent_at(endpoint) if endpoint.inflight else inf, ramp_at, free_at
 
     def _silent_at(self, endpoint: Endpoint) -> float:
-        """When an endpoint has been silent for too long. If too little is known of it, its siblings' usual time
-        counts."""
+        """Return the time at which the endpoint counts as silent. With too little data about it, the usual time of the
+        other endpoints counts."""
         if endpoint.health.silent_at < inf or endpoint.health.patient or not self._router.others_work(endpoint):
             return endpoint.health.silent_at
         return endpoint.health.heard + self._router.longest_silence
@@ -411,14 +411,14 @@ class EndpointMonitor:
             if now >= health.trial_ends:
                 self._wait_beside(endpoint, now)
         elif health.state == "down":
-            # Before the first trial nothing was tried.
+            # Nothing was tried before the first trial.
             if (health.trials or server.held_until) and now >= self._patience_ends(endpoint):
                 self._lose_patience(endpoint, endpoint.health.what_was_tried(now, self._max_outage))
             if now >= health.next_trial and not (endpoint.given_up or self.trust_probes) and self._probes:
                 health.try_now(now, probing=True)
                 self.probe(endpoint)
         elif endpoint.inflight and not self.budgets.short and now >= self._silent_at(endpoint):
-            if self._quiet.get(endpoint) != health.heard:  # answers that came while the loop stalled are read first
+            if self._quiet.get(endpoint) != health.heard:  # after a stall of the loop, read pending answers first
                 self._quiet[endpoint] = health.heard
                 self._alarms.set(endpoint, now + SECOND_LOOK)
             elif self._router.others_work(endpoint):
@@ -428,7 +428,7 @@ class EndpointMonitor:
 
     def _is_silent(self, endpoint: Endpoint, now: float, why: str = "") -> None:
         endpoint.health.go_down(now, silent=True)
-        endpoint.health.reason = why or f"{endpoint.inflight} requests are in flight, and nothing came back for long"
+        endpoint.health.reason = why or f"{endpoint.inflight} requests are in flight, and no answer has arrived"
         self._goes_down(endpoint, now)
         if not self._router.others_work(endpoint):
             self.flights.recall_oldest(endpoint, now)
@@ -436,7 +436,7 @@ class EndpointMonitor:
             self.flights.recall_all(endpoint, now)
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Take back what an endpoint that leaves has in flight, if it is down; find out, if that is not known."""
+        """Cancel the requests of an endpoint that leaves if it is down. Probe it if its state is unknown."""
         if not endpoint.health.is_down:
             self.probe(endpoint)
         elif self._router.others_work(endpoint):
@@ -445,11 +445,11 @@ class EndpointMonitor:
     # Probes
 
     def probe(self, endpoint: Endpoint) -> asyncio.Task[Probe] | None:
-        """Ask the endpoint whether it is there; what it says is applied when it comes."""
+        """Probe the endpoint. The result is applied when it arrives."""
         return self._probes.start(endpoint)
 
     def found(self, endpoint: Endpoint, found: Probe) -> None:
-        """Apply what a probe of the endpoint has found."""
+        """Apply the result of a probe."""
         health, now = endpoint.health, _now()
         health.reached = health.reached or found.state == "up"
         if health.is_down and found.state != "down" and self.trust_probes:
@@ -476,15 +476,15 @@ class EndpointMonitor:
         self._wake(endpoint)
 
     def _is_slow(self, endpoint: Endpoint, now: float) -> None:
-        """The endpoint is up although it was silent."""
+        """Handle an endpoint that was silent but answers probes."""
         if endpoint.health.is_silent(endpoint.server.inflight, now) and self._router.others_work(endpoint):
-            self._is_silent(endpoint, now)  # it answers probes, and no request that siblings would have answered
+            self._is_silent(endpoint, now)  # it answers probes, but not requests that others would have answered
             return
         endpoint.health.heard = now
         self.arm(endpoint)
 
     def _wait_beside(self, endpoint: Endpoint, now: float) -> None:
-        """The trial takes longer than usual. It goes on if it may, while others are tried."""
+        """Handle a trial that takes longer than usual: it continues if allowed, while other rows are tried."""
         ticket = self.flights.patient(endpoint)
         if ticket is not None and not ticket.overdue:
             ticket.overdue = True

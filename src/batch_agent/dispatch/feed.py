@@ -1,4 +1,4 @@
-"""A run's way to start agents: it waits here until the dispatcher has room for another."""
+"""How a run starts agents: it waits here until the dispatcher has room for another one."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ if TYPE_CHECKING:
 
 
 class Feed:
-    """Several runs may share a dispatcher; each has a feed of its own. ``on_close`` is called when nothing new is to
-    start."""
+    """One per run; several runs may share a dispatcher. ``on_close`` is called when no new agent may start."""
 
     def __init__(self, slots: Slots, on_close: Callable[[], None]) -> None:
         self._slots = slots
         self._on_close = on_close
-        self.closed = False  # no new agents, ever
-        self.ended = False  # every input was read
-        self.rows: int | None = None  # still to be started; None: unknown
-        self.channel: RowChannel[object] | None = None  # set when its rows come from runs that share this dispatcher
+        self.closed = False  # no new agents from now on
+        self.ended = False  # all inputs were read
+        self.rows: int | None = None  # rows still to be started; None: unknown
+        self.channel: RowChannel[object] | None = None  # set when the rows come from runs that share this dispatcher
         self.room: asyncio.Future[None] | None = None
-        self.reading = False  # it waits for its next input
+        self.reading = False  # waits for its next input
 
     async def wait_room(self) -> bool:
-        """Wait until another agent may start. False: none will."""
+        """Wait until another agent may start. Returns False if none will."""
         while not self.closed:
             if self._slots.scheduler.has_room(asyncio.get_running_loop().time()):
                 return True
@@ -36,23 +35,23 @@ class Feed:
         return False
 
     def take_from(self, channel: RowChannel[object]) -> None:
-        """Rows that are not there yet are not counted: they come from rows that are."""
+        """Take rows from a channel. Rows not there yet are not counted: they come from rows that are counted."""
         self.channel, self.rows = channel, 0
 
     @property
     def is_hungry(self) -> bool:
-        """It would start another agent if there was a slot."""
+        """Return whether another agent would start if a slot were free."""
         if self.closed or self.ended or self.reading:
             return False
         return self.channel is None or self.channel.waiting > 0
 
     @property
     def is_fed(self) -> bool:
-        """No agent will start, as far as is known now."""
+        """Return whether no further agent will start, as far as is known now."""
         return self.ended or self.reading or (self.channel is not None and self.room is None)
 
     def set_reading(self, reading: bool) -> None:
-        """Whether it waits for its next input, which may depend on results of this run."""
+        """Set whether the feed waits for its next input, which may depend on results of this run."""
         self.reading = reading
         if reading and self._slots.waits:
             asyncio.get_running_loop().call_soon(self._slots.look_ahead)  # if it has to wait
@@ -66,7 +65,7 @@ class Feed:
         self._slots.look_ahead()
 
     def close(self) -> None:
-        """Nothing new starts; agents under way go on."""
+        """Start no new agents. Running agents continue."""
         if not self.closed:
             self.closed = True
             self.wake()

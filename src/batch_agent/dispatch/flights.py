@@ -1,8 +1,8 @@
-"""The requests in flight of one dispatcher: their time limits, and those that are taken back.
+"""The requests in flight of one dispatcher: their time limits, and which of them are recalled.
 
-A request is taken back when its endpoint went down or is silent, when a trial needs its slot, and at the end of a batch
-when a much slower endpoint still has it while others idle. It then ends as a timeout that is nobody's fault, and is
-sent again.
+A request is recalled (cancelled, and sent again) in three cases: its endpoint went down or is silent; a trial needs its
+slot; or, at the end of a batch, a much slower endpoint still works on it while others are idle. It then ends as a
+timeout that is charged to no side.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from batch_agent.scheduler.core import Ticket
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.routing import Router
 
-COMPUTED, QUEUED = 1.5, 0.6  # times what an idle endpoint takes, that a request must still take to be moved there
-SLOWER = 1.25  # times what an idle endpoint takes: its answers wait in a queue
-SHORTEST_TAIL = 0.05  # seconds between two looks at the end of a batch
-STREAM_SILENCE = 3.0  # seconds without a byte, after which an answer that has begun is taken back
-SHORTEST_GAIN = 0.1  # seconds that moving a request must save: less may be a delay of our own event loop
-# Times the usual seconds, and seconds at the least, after which an endpoint that never answered loses its requests.
+# A request moves to an idle endpoint if its remaining time is more than this many times what that endpoint takes.
+COMPUTED, QUEUED = 1.5, 0.6
+SLOWER = 1.25  # times what an idle endpoint takes: then answers wait in a queue
+SHORTEST_TAIL = 0.05  # seconds between two checks at the end of a batch
+STREAM_SILENCE = 3.0  # seconds without a byte after which an answer that has begun is recalled
+SHORTEST_GAIN = 0.1  # seconds that a move must save at least: less may be a delay of our own event loop
+# An endpoint that never answered loses its requests after this factor of the usual time, and at least these seconds.
 UNKNOWN_FACTOR, UNKNOWN_SECONDS = 3.0, 0.5
 
 
 class Flights:
-    """``look_again`` is called when the end of a batch is to be looked at again."""
+    """Calls ``look_again`` when the end of a batch has to be checked again."""
 
     def __init__(self, router: Router, look_again: Callable[[], None]) -> None:
         self._router, self._look_again = router, look_again
         self._at: dict[Endpoint, dict[Ticket, Deadline]] = {}
-        self._patient: dict[Endpoint, Ticket] = {}  # the trial that is waited for beside the next ones
+        self._patient: dict[Endpoint, Ticket] = {}  # the trial that continues beside later ones
         self._deadlines = Deadlines()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -41,8 +42,7 @@ class Flights:
             self._timer.cancel()
 
     def begin(self, ticket: Ticket, seconds: float | None) -> Deadline:
-        """The time limit of one request; ``end`` must follow. A trial has to be answered in the time that the endpoint
-        usually takes."""
+        """Return the time limit of one request; ``end`` must follow. A trial must be answered within the usual time."""
         endpoint = ticket.endpoint
         assert endpoint is not None
         deadline = self._deadlines.after(self._trial_seconds(ticket, endpoint, seconds) if ticket.trial else seconds)
@@ -53,7 +53,7 @@ class Flights:
         return deadline
 
     def _trial_seconds(self, ticket: Ticket, endpoint: Endpoint, seconds: float | None) -> float | None:
-        """Time limit of a trial. While other endpoints work, it is not waited for longer than they may be silent."""
+        """Return the time limit of a trial. While other endpoints work, it is at most their allowed silence."""
         health, limit = endpoint.health, inf if seconds is None else seconds
         trial = health.trial_seconds(ticket.sent_at)
         if trial is not None and self._patient.setdefault(endpoint, ticket) is ticket:
@@ -65,7 +65,7 @@ class Flights:
         return None if limit == inf else limit
 
     def within(self, seconds: float) -> Deadline:
-        """A time limit for a part of a request."""
+        """Return a time limit for a part of a request."""
         return self._deadlines.after(seconds)
 
     def end(self, ticket: Ticket) -> None:
@@ -79,21 +79,21 @@ class Flights:
             del self._patient[endpoint]
 
     def at(self, endpoint: Endpoint) -> Collection[Ticket]:
-        """The requests that are in flight there."""
+        """Return the requests in flight at the endpoint."""
         return tuple(self._at.get(endpoint, ()))
 
     def has(self, ticket: Ticket) -> bool:
-        """Whether its request was sent, and has not ended."""
+        """Return whether the ticket's request was sent and has not ended."""
         return ticket.endpoint is not None and ticket in self._at.get(ticket.endpoint, ())
 
     def patient(self, endpoint: Endpoint) -> Ticket | None:
-        """The trial that may be waited for beside the next ones."""
+        """Return the trial that may continue beside later ones."""
         return self._patient.get(endpoint)
 
-    # Taking back
+    # Recalls
 
     def recall(self, ticket: Ticket, at: float) -> None:
-        """Take the request back at that time, if it is not answered before."""
+        """Recall the request at that time, if it is not answered before."""
         assert ticket.endpoint is not None
         deadline = self._at[ticket.endpoint][ticket]
         if not deadline.expired:
@@ -103,14 +103,14 @@ class Flights:
             deadline.reschedule(min(deadline.when, at))
 
     def heard(self, ticket: Ticket, now: float) -> None:
-        """A piece of its answer was passed on. From now on it is taken back only if no more comes for a while."""
+        """Note that a piece of the answer arrived. From now on only a pause without data recalls the request."""
         assert ticket.endpoint is not None
         ticket.heard_at = now
         if ticket.recalled:
             self._at[ticket.endpoint][ticket].reschedule(now + STREAM_SILENCE)
 
     def keep(self, ticket: Ticket) -> None:
-        """Do not take it back after all. An answer that has begun has no time limit."""
+        """Cancel a pending recall. An answer that has begun has no time limit."""
         assert ticket.endpoint is not None
         ticket.recalled = False
         self._at[ticket.endpoint][ticket].reschedule(inf)
@@ -120,13 +120,13 @@ class Flights:
             self.recall(ticket, now)
 
     def recall_down(self, now: float) -> None:
-        """Take back everything at endpoints that are down."""
+        """Recall all requests at endpoints that are down."""
         for endpoint in tuple(self._at):
             if endpoint.health.is_down:
                 self.recall_all(endpoint, now)
 
     def recall_oldest(self, endpoint: Endpoint, now: float) -> None:
-        """Take back one request from before the outage, to be the trial: all slots may be theirs."""
+        """Recall one request from before the outage, so that a trial gets its slot."""
         began = endpoint.health.down_since
         waiting = [ticket for ticket in self.at(endpoint) if ticket.sent_at < began and not ticket.recalled]
         if waiting:
@@ -135,7 +135,7 @@ class Flights:
     # The end of a batch
 
     def even_out(self, now: float) -> None:
-        """Slots stay idle: take back what a much slower endpoint still has, once for each turn, and look again soon."""
+        """Recall requests of a much slower endpoint while slots are idle, once per turn. Schedule the next check."""
         if self._timer is not None:
             return
         best = self._router.best()
@@ -161,20 +161,20 @@ class Flights:
         self._look_again()
 
     def _seconds_left(self, endpoint: Endpoint, ticket: Ticket, place: int, fast: float, now: float) -> float:
-        """What a request is still expected to take where it is: by the usual time, and by its place in the server's
-        queue. Each is corrected for what moving it costs: one that is being computed has come further than one that is
-        in the queue."""
+        """Return the seconds that the request is still expected to take where it is, from the usual time and from its
+        place in the server's queue. Each is corrected for the cost of moving: a request being computed has made more
+        progress than a queued one."""
         waited, server = now - ticket.sent_at, endpoint.server
         if server.seconds:
             queued = place * server.gap / QUEUED if server.seconds > SLOWER * fast else 0.0
             return max((server.seconds - waited) / COMPUTED, queued)
-        # Twice as long after each move: between two that have never answered, one may be slow and the other dead.
+        # The wait doubles with each move: of two endpoints that never answered, one may be slow and the other dead.
         patience = max(UNKNOWN_SECONDS, UNKNOWN_FACTOR * self._router.usual) * 2.0 ** min(ticket.moves, 30)
         return inf if waited > patience else 0.0
 
 
 def _may_move(ticket: Ticket) -> bool:
-    """Once, but as often as needed from endpoints that have never answered."""
+    """Return whether the request may be moved: once, or without limit from endpoints that have never answered."""
     assert ticket.endpoint is not None
     moved = ticket.moves > 0 and ticket.endpoint.server.seconds > 0
     return not (ticket.trial or ticket.pinned or moved or ticket.recalled or ticket.heard_at)

@@ -1,7 +1,7 @@
-"""A request that takes too long, sent to another endpoint too: the first good answer counts, the other is ended.
+"""Hedging: a slow request is sent to a second endpoint too. The first good answer wins, the other is cancelled.
 
-Off unless ``Policy.hedge`` is set. The second request has a slot of its own, pays like any request, and is never sent
-to the same endpoint. If it fails, that is not charged to the row.
+Off unless ``Policy.hedge`` is set. The second request has its own slot, is paid like any request, and never goes to the
+same endpoint. Its failure is not charged to the row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 async def hedged(dispatcher: Dispatcher, question: Question, ticket: Ticket, policy: Policy) -> Reply:
-    """The first answer. Raises the error of the first request if neither was answered."""
+    """Return the first answer. Raises the error of the first request if neither was answered."""
     loop = asyncio.get_running_loop()
     first = loop.create_task(dispatcher.attempt(question, ticket, policy))
     racers = [first]
@@ -54,7 +54,7 @@ async def _winner(
             if not isinstance(error, BackendError | Interrupted):
                 raise error
         if first.done() and not dispatcher.endpoints.flights.has(other):
-            break  # it may wait for the slot or the budget that the first still holds
+            break  # it may wait for the slot or budget that the first request still holds
     return first.result()
 
 
@@ -73,5 +73,5 @@ async def _second(dispatcher: Dispatcher, question: Question, first: Ticket, tic
             raise
     finally:
         if call is not None:
-            call.fail()  # what the answer cost is on the account of the turn
+            call.fail()  # the cost of the answer is already on the turn's account
         dispatcher.slots.release(ticket)

@@ -1,8 +1,7 @@
-"""How busy the engines are, asked once a second and handed to the capacity of each endpoint.
+"""Reads the load of the engines once a second and passes it to the capacity of each endpoint.
 
-Nothing depends on an answer: a reading that fails or hangs is one that did not come, and after a few of those the
-answers of the rows alone have to tell. Runs that share a dispatcher share the readings: one of them reads, and the next
-takes over when it is done.
+Readings are optional: one that fails or hangs is skipped, and after a few failures the capacity is learnt from answers
+alone. Runs that share a dispatcher share the readings: one of them polls, and another takes over when it ends.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from batch_agent.foreign import describe
 from batch_agent.scheduler.endpoint import Endpoint
 
 FIRST_SECONDS, READ_SECONDS = 0.3, 1.0  # before the first reading, and between two
-LONGEST_SECONDS = 2.0  # that one may take
-ENDPOINTS_A_SECOND = 50  # of a large fleet each is read less often
-FAILURES = 3  # in a row, after which an engine counts as one that does not tell
+LONGEST_SECONDS = 2.0  # for one reading
+ENDPOINTS_A_SECOND = 50  # in a large fleet each endpoint is read less often
+FAILURES = 3  # in a row, after which the engine counts as one without load metrics
 
 Hold = Callable[[bool], None]
 logger = logging.getLogger("batch_agent")
@@ -47,11 +46,11 @@ async def poll_load(
     hold: Hold,
     watch: LoadWatch | None = None,
 ) -> AsyncIterator[None]:
-    """``hold`` is told whether new agents are to wait, because more than ``ceiling`` requests are in the queue.
-    ``watch`` is given each reading."""
+    """Poll the load. Calls ``hold`` with whether new agents must wait: more than ``ceiling`` requests are queued.
+    ``watch`` gets each reading."""
     if not backend.capabilities.reports_load:
         if ceiling is not None:
-            logger.warning("backpressure_ceiling: %s does not tell how long its queue is", backend.name)
+            logger.warning("backpressure_ceiling: %s does not report the length of its queue", backend.name)
         yield
         return
     reading = asyncio.get_running_loop().create_task(LoadPoller(backend, dispatcher, ceiling, hold, watch).read_on())
@@ -73,7 +72,7 @@ class LoadPoller:
     ) -> None:
         self._backend, self._dispatcher = backend, dispatcher
         self._ceiling, self._hold, self._watch = ceiling, hold, watch
-        self._failures: dict[str, int] = {}  # in a row, by endpoint
+        self._failures: dict[str, int] = {}  # consecutive failures, by endpoint
         self._generated: dict[str, int] = {}  # tokens at the last reading, by endpoint
         self._warned = False
 
@@ -85,13 +84,13 @@ class LoadPoller:
                 await asyncio.sleep(await self._read_all(endpoints))
 
     async def _read_all(self, endpoints: list[Endpoint]) -> float:
-        """Seconds until the next time."""
-        # Where new agents may have to wait, also while there is nothing in flight: else nobody would ever end that.
+        """Read the load of all endpoints. Returns the seconds until the next reading."""
+        # With a ceiling, read also while nothing is in flight: otherwise a hold would never end.
         always = self._ceiling is not None or (self._watch is not None and self._watch.in_gaps)
         asked = [each for each in endpoints if always or each.inflight]
         loads = await asyncio.gather(*map(self._read, asked))
         if self._ceiling is not None:
-            # Of an endpoint that does not tell nobody knows that its queue is long.
+            # An endpoint without load metrics never counts as having a long queue.
             self._hold(bool(loads) and all(load is not None and load.waiting > self._ceiling for load in loads))
         return READ_SECONDS * max(1.0, len(asked) / ENDPOINTS_A_SECOND)
 
@@ -100,7 +99,7 @@ class LoadPoller:
             async with asyncio.timeout(LONGEST_SECONDS):
                 load = await self._backend.load(endpoint.name)
                 if load is None:
-                    raise Unavailable("it does not report its load")
+                    raise Unavailable("no load metrics")
         except Exception as error:
             self._failed(endpoint, error)
             return None
@@ -122,4 +121,4 @@ class LoadPoller:
         endpoint.capacity.unread()
         if not self._warned:
             self._warned = True
-            logger.warning("%s does not tell how busy it is: %s", self._backend.name, describe(error))
+            logger.warning("%s does not report its load: %s", self._backend.name, describe(error))

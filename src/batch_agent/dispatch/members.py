@@ -1,4 +1,4 @@
-"""A dispatcher that follows the servers of its backend as they come and go."""
+"""Keeps a dispatcher up to date with the servers of its backend, which may join and leave."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from batch_agent.scheduler.server import Server
 
 
 class Following:
-    """A Listener to its backend, for one dispatcher."""
+    """Listens to the backend for one dispatcher."""
 
     def __init__(self, backend: Backend, dispatcher: Dispatcher) -> None:
         self._backend, self._dispatcher = backend, dispatcher
         self._models: set[str] = set()
 
     def use(self, models: Iterable[str]) -> None:
-        """These models are asked too: servers that are known to serve only others are not used."""
+        """Add models that are requested. Servers known to serve only other models are not used."""
         self._models.update(models)
         self.changed()
 
@@ -50,7 +50,7 @@ class Following:
 
 @contextmanager
 def following(backend: Backend, dispatcher: Dispatcher) -> Iterator[Following | None]:
-    """Follow the backend's servers; None for a backend whose servers stay. The first of several runs that share a
+    """Follow the backend's servers; yields None if they cannot change. The first of several runs that share a
     dispatcher follows for all of them."""
     if not backend.is_fleet or dispatcher.follower is not None:
         yield dispatcher.follower

@@ -1,4 +1,4 @@
-"""How one request is asked, and who is told how it went."""
+"""How one request is sent, and who observes its attempts."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ Replies: TypeAlias = Sequence[Reply | JobError]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """``timeout`` is seconds for one attempt, ``hedge`` seconds after which another endpoint is asked too."""
+    """``timeout``: seconds for one attempt. ``hedge``: seconds after which a second endpoint is asked too."""
 
     max_retries: int = 3
     _: KW_ONLY
     wait_out: bool = True  # wait while every endpoint is down; False: fail at once with Unavailable
-    wait_until: float | None = None  # of the event loop's clock, from when on no outage is waited out; None: never
+    wait_until: float | None = None  # loop time after which no outage is waited out; None: no limit
     timeout: float | None = None
-    timeout_option: str = ""  # what the caller's user calls it, for the message
+    timeout_option: str = ""  # the user's name for the timeout, for the error message
     hedge: float | None = None
-    wanted: Callable[[], bool] | None = None  # whether the answer is still worth a retry; None: it is
+    wanted: Callable[[], bool] | None = None  # whether the answer is still worth a retry; None: always
 
 
 class Question(Protocol):
-    """One thing to ask of any endpoint. A class derived from it has these defaults, and writes ``send``."""
+    """One thing to ask of any endpoint. Subclasses implement ``send``; the other methods have defaults."""
 
     @property
     def request(self) -> ModelRequest | None:
-        """What is priced; None for a request that costs nothing."""
+        """Return the request that is priced; None if it costs nothing."""
         return None
 
     @property
     def text(self) -> str:
-        """What has come of a streamed answer so far."""
+        """Return the part of a streamed answer that has arrived."""
         return ""
 
     async def send(self, endpoint: str) -> Reply:
-        """Sends it once. Raises BackendError."""
+        """Send the question once. Raises BackendError."""
         ...
 
     def lost(self) -> None:
-        """Another request answered it."""
+        """Called when another request was answered first."""
         return
 
     def again(self) -> Question:
-        """The same question as a second request beside the first."""
+        """Return the same question for a second request beside the first."""
         return self
 
 
@@ -57,21 +57,21 @@ class Questions(Protocol):
     """Several things to ask in one request."""
 
     async def send(self, endpoint: str) -> Replies:
-        """The answers in order; one that failed is an error in its own place. Raises BackendError when the request as a
-        whole failed."""
+        """Return the answers in order, with an error in place of each that failed. Raises BackendError if the whole
+        request failed."""
         ...
 
 
 class Observer:
-    """Told of each attempt. The default ignores it."""
+    """Called for each attempt. The default does nothing."""
 
     __slots__ = ()
 
     def sent(self, queued: float) -> None:
-        """An attempt is sent, after so many seconds in the queue."""
+        """An attempt is sent, after ``queued`` seconds in the queue."""
 
     def failed(self, error: BackendError, seconds: float, cost: float | None, delay: float | None) -> None:
-        """It failed. ``delay`` is seconds until it is sent again; None: it is not."""
+        """An attempt failed. ``delay``: seconds until the retry; None means no retry."""
 
     def answered(self, reply: Reply, seconds: float, cost: float | None) -> None:
-        """It was answered."""
+        """An attempt was answered."""

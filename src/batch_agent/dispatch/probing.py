@@ -1,4 +1,4 @@
-"""Probes of endpoints: a free request that tells whether a server is there, under a time limit."""
+"""Probes: free requests with a time limit that show whether a server is up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROBE_SECONDS = 2.0
 
 
 class Probed(Protocol):
-    """What is asked about its endpoints: a Backend, or less."""
+    """The part of a Backend that probes need."""
 
     @property
     def name(self) -> str: ...
@@ -25,8 +25,8 @@ class Probed(Protocol):
 
 
 async def probe(backend: Probed, endpoint: str) -> Probe:
-    """The endpoint's state; never raises. No answer in time means that it is down, unless the event loop stalled: then
-    the probe is made again."""
+    """Return the endpoint's state; never raises. No answer in time means down, unless the event loop stalled: then the
+    probe is repeated."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     found = await _probe(backend, endpoint)
@@ -43,24 +43,24 @@ async def _probe(backend: Probed, endpoint: str) -> Probe:
         return Probe("down", f"no answer to a probe in {PROBE_SECONDS:g} s")
     except BackendError as error:
         return Probe("down", str(error))
-    except Exception as error:  # a backend of the user's own
+    except Exception as error:  # a user's own backend may raise anything
         return Probe("unknown", describe(error))
 
 
 class Probes:
-    """The probes under way of one dispatcher, one at a time for each endpoint. ``found`` is told what each has found.
-    Without a ``backend`` there are none."""
+    """The running probes of one dispatcher, at most one per endpoint. Calls ``found`` with each result. Without a
+    ``backend`` there are none."""
 
     def __init__(self, backend: Probed | None, found: Callable[[Endpoint, Probe], None]) -> None:
         self._backend, self._found = backend, found
         self._tasks: dict[Endpoint, asyncio.Task[Probe]] = {}
 
     def __bool__(self) -> bool:
-        """Whether endpoints can be probed."""
+        """Return whether endpoints can be probed."""
         return self._backend is not None
 
     def start(self, endpoint: Endpoint) -> asyncio.Task[Probe] | None:
-        """The probe of this endpoint, started if none is under way; None if it cannot be probed."""
+        """Return the probe of this endpoint, started unless one is running; None if it cannot be probed."""
         if endpoint not in self._tasks and self._backend is not None:
             self._tasks[endpoint] = asyncio.get_running_loop().create_task(self._probe(self._backend, endpoint))
         return self._tasks.get(endpoint)

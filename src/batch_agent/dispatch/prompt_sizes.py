@@ -1,7 +1,7 @@
-"""How large prompts are: in bytes, and in tokens as far as a server has counted their beginnings.
+"""Sizes of prompts: in bytes, and in tokens as far as a server has counted a prefix of them.
 
-A prompt grows from turn to turn, and begins like those of all other rows. So most of it was counted before: as the
-prompt of the turn before, or in the shortest prompt that any row had so far.
+A prompt grows from turn to turn, and starts with the same prefix as all other rows. So most of it was counted before:
+in the previous turn, or in the shortest prompt of any row so far.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from batch_agent.compiler.plan import tool_text
 from batch_agent.messages import Conversation, Message, Usage
 from batch_agent.scheduler.budget import Counted
 
-MESSAGE_BYTES = 16  # a role, an id and the marks that a template writes around a message or a call
+MESSAGE_BYTES = 16  # a role, an id and the markers that a chat template adds per message or call
 
 
 @dataclass(slots=True, eq=False)
 class _Shape:
-    """What is known of the requests of one shape."""
+    """What is known about requests of one shape."""
 
-    size: int  # bytes, beside the messages
-    shared: WeakKeyDictionary[Conversation, Counted]  # what all rows begin with
-    latest: WeakKeyDictionary[Conversation, Counted]  # of each conversation, its latest prompt
+    size: int  # bytes, without the messages
+    shared: WeakKeyDictionary[Conversation, Counted]  # the prefix that all rows share
+    latest: WeakKeyDictionary[Conversation, Counted]  # the latest prompt of each conversation
 
 
 class PromptSizes:
@@ -37,7 +37,7 @@ class PromptSizes:
         return self._shape(request.shape).size + sum(map(_message_bytes, request.conversation.messages))
 
     def known(self, request: ModelRequest) -> Counted | None:
-        """The longest beginning of its prompt that was counted before."""
+        """Return the longest prefix of the prompt that was counted before."""
         shape, conversation = self._shape(request.shape), request.conversation
         found = shape.latest.get(conversation)
         if found is None and conversation.parent is not None:
@@ -45,11 +45,11 @@ class PromptSizes:
         return found
 
     def learn(self, request: ModelRequest, prompt_bytes: int, usage: Usage) -> None:
-        """``prompt_bytes`` is what the prompt had when it was sent."""
+        """Learn from an answer. ``prompt_bytes`` is the size of the prompt when it was sent."""
         if not usage.prompt_tokens:
             return
         shape, conversation = self._shape(request.shape), request.conversation
-        # Reasoning is sent back on some wires, sealed, and then counts as prompt.
+        # Some wires send encrypted reasoning back; it then counts as prompt.
         shape.latest[conversation] = Counted(prompt_bytes, usage.prompt_tokens + usage.reasoning_tokens)
         if (parent := conversation.parent) is not None:
             least = shape.shared.get(parent)
@@ -76,6 +76,6 @@ def _message_bytes(message: Message) -> int:
 
 
 def _shape_bytes(shape: RequestShape) -> int:
-    """Tools, and a schema that the server keeps: providers write it into the prompt too."""
+    """Return the bytes of the tools and of the schema. Providers write an enforced schema into the prompt too."""
     schema = 0 if shape.schema is None else len(to_json(shape.schema))
     return schema + sum(size_bytes(tool_text(tool)) for tool in shape.tools)

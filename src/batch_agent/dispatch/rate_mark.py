@@ -1,8 +1,8 @@
-"""Rate limits over a kill and a resume: until when an earlier session of a run may have sent requests.
+"""Rate limits across a kill and a resume: until when an earlier session of the run may have sent requests.
 
-What was sent in the last minute is known to a process and lost with it. So a run with a rate limit of the user's keeps
-a file in its run directory whose modification time lies ahead of every request: it is set at most once a second,
-before a request is sent. A session that resumes the run takes the minute up to that time as used up.
+A process that is killed forgets what it sent in the last minute. So a run with a user's rate limit keeps a file in its
+run directory whose modification time is later than every request sent. The time is updated before a request, at most
+once a second. A resumed session treats the minute before that time as used up.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from batch_agent.scheduler.rates import MINUTE, SLACK
 from batch_agent.store.private import private
 
 FILE = "rates.time"
-AHEAD = 1.0  # seconds for which one mark covers the requests to come
+AHEAD = 1.0  # seconds of future requests that one update covers
 
 
 class RateMark:
-    """Made when a session begins: what is there already is of earlier ones. One for all backends of a run."""
+    """Created when a session begins: an existing file is from earlier sessions. One for all backends of a run."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE
@@ -30,11 +30,11 @@ class RateMark:
             self._before = 0.0
 
     def seconds_left(self) -> float:
-        """Seconds until every request of earlier sessions is more than a minute old; 0 if all are."""
+        """Return the seconds until every request of earlier sessions is over a minute old; 0 if all are."""
         return min(MINUTE + SLACK + AHEAD, max(0.0, self._before + MINUTE + SLACK - time.time()))
 
     def mark(self) -> None:
-        """Called before a request is sent."""
+        """Update the file if needed. Called before a request is sent."""
         now = time.time()
         if now < self._covered and now > self._covered - 2 * AHEAD:
             return

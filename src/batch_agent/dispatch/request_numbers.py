@@ -1,6 +1,6 @@
-"""The numbers of a program that asks models without a run, for Prometheus: the proxy and the server of ticks.
+"""Prometheus metrics of programs that send requests without a run: the proxy and the ticks server.
 
-They have the names that a run's numbers have (``observe/prometheus.py``), so one dashboard shows both.
+The metrics have the same names as those of a run (``observe/prometheus.py``), so one dashboard shows both.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from batch_agent.observe.prometheus import endpoint_gauges
 
 
 class RequestNumbers(Observer):
-    """The observer of every request of a program."""
+    """Counts every request of a program, as its observer."""
 
     def __init__(self) -> None:
         self._retries = Counter("batch_agent_retries_total", "Requests sent again, by type of error.", ("error_type",))
         self._failed = Counter(
-            "batch_agent_turn_failures_total", "Turns that were given up, by type of error.", ("error_type",)
+            "batch_agent_turn_failures_total", "Turns that failed, by type of error.", ("error_type",)
         )
-        self._tokens = Counter("batch_agent_tokens_total", "Tokens by kind, as far as they are known.", ("kind",))
-        self._queued = Histogram("batch_agent_queue_duration_seconds", "Time that a request waited for a slot.")
-        self._answered = Histogram("batch_agent_turn_duration_seconds", "Time of a request that was answered.")
+        self._tokens = Counter("batch_agent_tokens_total", "Tokens by kind, where the server reports them.", ("kind",))
+        self._queued = Histogram("batch_agent_queue_duration_seconds", "Seconds a request waited for a slot.")
+        self._answered = Histogram("batch_agent_turn_duration_seconds", "Seconds from sending a request to its answer.")
 
     def sent(self, queued: float) -> None:
         self._queued.observe(queued)
@@ -43,9 +43,9 @@ class RequestNumbers(Observer):
             self._tokens.add(usage.completion_tokens, "output")
 
     def families(self, dispatchers: Iterable[tuple[str, Dispatcher]]) -> list[Family]:
-        """All numbers of this moment. ``dispatchers`` come with the names of their backends."""
+        """Return all metrics as of now. ``dispatchers`` come with the names of their backends."""
         known = list(dispatchers)
-        waiting = Gauge("batch_agent_requests_waiting", "Requests that wait for a slot.")
+        waiting = Gauge("batch_agent_requests_waiting", "Requests waiting for a slot.")
         waiting.set(sum(dispatcher.scheduler.waiting for _, dispatcher in known))
         endpoints = [(each.name or name, each) for name, of in known for each in of.scheduler.endpoints]
         counted = (self._retries, self._failed, self._tokens, self._queued, self._answered)

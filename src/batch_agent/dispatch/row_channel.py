@@ -1,4 +1,4 @@
-"""Rows that one part of a pipeline puts and another takes, while both are at work."""
+"""A channel of rows between two stages of a pipeline that run at the same time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
 
-FULL = 16  # rows that wait before a source or a function makes more
+FULL = 16  # rows waiting at most before a source or a function pauses
 
 
 class RowChannel(Generic[T]):
@@ -22,7 +22,7 @@ class RowChannel(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """Rows that were put and not taken."""
+        """Return the number of rows that were put and not yet taken."""
         return len(self._rows)
 
     def put(self, row: T) -> None:
@@ -30,13 +30,13 @@ class RowChannel(Generic[T]):
         self._wake_taker()
 
     def close(self) -> None:
-        """Either side may close: after that nothing is put, and nothing is waited for."""
+        """Close the channel. Either side may do it; afterwards nothing is put and no one waits."""
         self._closed = True
         self._wake_taker()
         self._wake_putters()
 
     async def room(self) -> bool:
-        """Waits until fewer than ``FULL`` rows wait. False if the channel is closed."""
+        """Wait until fewer than ``FULL`` rows are waiting. Returns False if the channel is closed."""
         while len(self._rows) >= FULL and not self._closed:
             putter = asyncio.get_running_loop().create_future()
             self._putters.append(putter)
@@ -44,7 +44,7 @@ class RowChannel(Generic[T]):
         return not self._closed
 
     async def take_all(self) -> list[T]:
-        """Waits for a row; returns all that are there. Empty at the end."""
+        """Wait for a row and return all rows that are there; empty at the end."""
         await self._wait()
         rows = list(self._rows)
         self._rows.clear()

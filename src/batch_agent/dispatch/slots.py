@@ -1,6 +1,6 @@
-"""The scheduler's decisions made awaitable: requests wait here for a slot, feeds wait here for room.
+"""Makes the scheduler awaitable: requests wait here for a slot, feeds wait here for room.
 
-All state that decides is in ``scheduler``; this file maps tickets to futures and time to ``loop.call_at``.
+All deciding state is in ``scheduler``. This file maps tickets to futures and times to ``loop.call_at``.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from batch_agent.scheduler.forecast import Progress
 
 
 class Watcher(Protocol):
-    """Told what becomes of slots."""
+    """Receives what happens to slots."""
 
     @property
     def deciding(self) -> int:
-        """Rows whose request failed and of which it is not known whose fault that is."""
+        """Return the number of rows with a failed request for which it is not yet decided which side is at fault."""
         ...
 
     @property
     def waits(self) -> bool:
-        """Whether a row waits for evidence."""
+        """Return whether a row waits for evidence."""
         ...
 
     def sent(self, ticket: Ticket) -> None:
-        """The ticket has its slot."""
+        """Called when the ticket gets its slot."""
         ...
 
     def released(self, ticket: Ticket) -> None:
-        """It has given it back."""
+        """Called when the ticket has released its slot."""
         ...
 
     def idle(self) -> None:
-        """No row will be sent, as far as is known: only what is in flight can still decide something."""
+        """Called when no further row will be sent: only requests in flight can still give evidence."""
         ...
 
     def spare(self) -> None:
-        """At the end of the batch: every turn has its slot, and slots stay idle."""
+        """Called at the end of the batch, when every turn has its slot and slots stay idle."""
         ...
 
 
@@ -55,18 +55,18 @@ class Slots:
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._sleepers: dict[asyncio.Future[None], None] = {}
         self._feeds: list[Feed] = []
-        self._fed = False  # there was a feed: what comes is known by it
+        self._fed = False  # a feed was opened: it knows how many rows will come
         self._alarm: asyncio.TimerHandle | None = None  # for turns that have waited long enough for their endpoint
-        self.stopped = False  # no request is sent any more, whoever holds a slot
-        self.refusal = ""  # why no slot is granted any more
-        self._paused_by: set[str] = set()  # why no slot is granted for now
+        self.stopped = False  # no request is sent any more, even by holders of a slot
+        self.refusal = ""  # reason why no slot is granted any more
+        self._paused_by: set[str] = set()  # reasons why no slot is granted for now
 
     # Slots
 
     def claim(
         self, progress: Progress, turns: int, *, avoid: Endpoint | None = None, pinned: Endpoint | None = None
     ) -> Ticket:
-        """Join the queue for a slot; it may be granted at once. Follow it with ``hold``, or ``release`` it."""
+        """Join the queue for a slot, which may be granted at once. Follow it with ``hold`` or ``release``."""
         ticket = self.scheduler.request(progress, turns, asyncio.get_running_loop().time(), pinned)
         if avoid is not None:
             ticket.avoid = frozenset({avoid})
@@ -74,8 +74,8 @@ class Slots:
         return ticket
 
     async def hold(self, ticket: Ticket) -> None:
-        """Wait until the slot is granted. Cancelled while waiting, the claim is withdrawn. Raises Interrupted when no
-        slot will be granted any more."""
+        """Wait until the slot is granted. A cancellation withdraws the claim. Raises Interrupted if no slot will be
+        granted any more."""
         try:
             if ticket.state != "held":
                 if self.refusal:
@@ -83,7 +83,7 @@ class Slots:
                 waiter = asyncio.get_running_loop().create_future()
                 self._waiters[ticket] = waiter
                 await waiter
-            if self.stopped:  # the cancellation of this task is on its way
+            if self.stopped:  # the cancellation of this task is pending
                 await asyncio.get_running_loop().create_future()
         except BaseException:
             self._waiters.pop(ticket, None)
@@ -91,7 +91,7 @@ class Slots:
             raise
 
     def release(self, ticket: Ticket) -> None:
-        """Give the slot back, or withdraw the claim. Doing it twice is harmless."""
+        """Release the slot or withdraw the claim. A second call is harmless."""
         held = ticket.state == "held"
         self.scheduler.give_back(ticket)
         if held:
@@ -101,7 +101,7 @@ class Slots:
         self.pump()
 
     def reject(self, ticket: Ticket, error: JobError) -> None:
-        """It waits for a slot, and does not get one."""
+        """End the wait for a slot with an error."""
         waiter = self._waiters.pop(ticket, None)
         if waiter is not None and not waiter.done():
             self.scheduler.give_back(ticket)
@@ -145,7 +145,7 @@ class Slots:
         self.look_ahead()
 
     def look_ahead(self) -> None:
-        """What is still to come has changed."""
+        """Update the scheduler with the number of rows still to come."""
         rows: int | None = 0 if self._fed else None
         for feed in self._feeds:
             rows = None if rows is None or feed.rows is None else rows + feed.rows
@@ -158,17 +158,17 @@ class Slots:
 
     @property
     def waits(self) -> bool:
-        """Whether a row waits for evidence of whose fault its failures are."""
+        """Return whether a row waits for evidence about its failures."""
         return self._watcher.waits
 
     @property
     def few_rows(self) -> bool:
-        """Too few rows are left to tell a bad row from a bad endpoint."""
+        """Return whether too few rows are left to tell a bad row from a bad endpoint."""
         return self.scheduler.busy + self._watcher.deciding < SEVERAL and self.all_fed
 
     @property
     def is_hungry(self) -> bool:
-        """Whether another slot would be used now."""
+        """Return whether another slot would be used now."""
         scheduler, most = self.scheduler, self.scheduler.max_inflight
         if scheduler.paused or self.refusal or (most is not None and scheduler.inflight >= most):
             return False
@@ -182,15 +182,15 @@ class Slots:
     # Control
 
     def drain(self) -> None:
-        """Nothing new starts; agents under way go on."""
+        """Start no new agents. Running agents continue."""
         self.scheduler.closed = True
         for feed in tuple(self._feeds):
             feed.close()
         self.pump()
 
     def refuse(self, why: str, others: Iterable[asyncio.Future[None]] = ()) -> None:
-        """No slot is granted any more: requests in flight finish; whoever waits for a slot, or for one of ``others``,
-        is Interrupted."""
+        """Grant no more slots. Requests in flight finish. Tasks that wait for a slot or for one of ``others`` get
+        Interrupted."""
         self.refusal = self.refusal or why
         for waiter in (*self._waiters.values(), *self._sleepers, *others):
             if not waiter.done():
@@ -199,20 +199,20 @@ class Slots:
         self.drain()
 
     def stop(self) -> None:
-        """The run is being left: from now on no request is sent, whoever holds a slot."""
+        """Send no request from now on, even from holders of a slot: the run is being closed."""
         self.stopped = True
         self.drain()
 
     def pause(self, paused: bool) -> None:
-        """While paused no request is sent; those in flight finish."""
+        """Send no request while paused. Requests in flight finish."""
         self.set_paused_by("the user", paused)
 
     def set_short_of_budget(self, short: bool) -> None:
-        """While a request waits for others to be settled, no other gets a slot: it would only wait behind it."""
+        """Grant no slot while a request waits for others to settle: the next would only wait behind it."""
         self.set_paused_by("the budget", short)
 
     def set_paused_by(self, reason: str, paused: bool) -> None:
-        """No slot is granted while there is a reason."""
+        """Add or remove a reason for granting no slots."""
         if paused != (reason in self._paused_by):
             self._paused_by ^= {reason}
             self.scheduler.paused = bool(self._paused_by)
@@ -234,7 +234,7 @@ class Slots:
                 self._watcher.sent(ticket)
             if now < scheduler.due < inf:  # one that is overdue waits for a slot, not for the clock
                 self._set_alarm(scheduler.due)
-        # The youngest first: they work on others' results, and bring the whole to its end.
+        # The newest first: later stages work on earlier results, and finish the pipeline.
         hungry = [feed for feed in reversed(self._feeds) if feed.room is not None]
         if hungry and scheduler.has_room(asyncio.get_running_loop().time()):
             for feed in hungry:

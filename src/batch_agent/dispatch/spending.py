@@ -1,12 +1,12 @@
-"""What calls cost, and whether the next one may be made: ``scheduler.budget`` made awaitable.
+"""Tracks what calls cost and decides whether the next one may be sent: an awaitable ``scheduler.budget``.
 
-A call is reserved here after it has its slot and before it is sent. If it does not fit beside those in flight it
-waits for them to settle, in order, and meanwhile no other request gets a slot. A call that does not fit with nothing in
-flight ends its agent as Interrupted and the run starts no more agents: that is what out of budget means. Calls in
-flight are never cut off by a limit.
+A call reserves its cost here after it got its slot and before it is sent. If it does not fit beside the calls in
+flight, it waits in order until they settle, and no other request gets a slot meanwhile. A call that does not fit with
+nothing in flight means that the run is out of budget: its agent ends as Interrupted, and no more agents start. A limit
+never cancels calls in flight.
 
-A recorded run sends a call only when its lease covers it (``scheduler.budget``). Each commit of the journal writes the
-lease anew, so a call waits for a commit of its own only where the calls before it have not been answered yet.
+A recorded run sends a call only when its lease covers it (``scheduler.budget``). Each commit of the journal renews the
+lease, so a call waits for a commit of its own only while earlier calls are still unanswered.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ class Call:
     prices: Prices | None
     request: ModelRequest
     prompt_bytes: int = 0
-    amount: Amount = NOTHING  # reserved for it
-    bought: bool = False  # in an earlier session, whose ledger has it
-    share: float = 0.0  # of the run's seconds, when it began
+    amount: Amount = NOTHING  # reserved for the call
+    bought: bool = False  # paid in an earlier session, whose ledger contains it
+    share: float = 0.0  # share of the run's seconds, when the call began
     settled: bool = False
 
     def settle(self, usage: Usage, *, cached: bool = False) -> float | None:
-        """The answer is there. Its cost in $, if that is known."""
+        """Settle an answered call. Returns its cost in $, if known."""
         return self.spending.settle(self, usage, cached=cached)
 
     def fail(self, error: BackendError | None = None) -> float | None:
-        """The request broke off or was cancelled. Nothing happens if it is settled already."""
+        """Settle a call that failed or was cancelled. Does nothing if it is already settled."""
         return None if self.settled else self.spending.fail(self, error)
 
 
 class Spending:
-    """``on_short`` is told whether a request waits for others to be settled. ``on_exhausted`` is told, once, which
-    limit ended the run. ``on_time_up`` is called when that is a limit on time: from then on every request is refused,
-    and agents that wait for something else first should end with ``refusal()``."""
+    """``on_short`` is called with whether a request waits for others to settle. ``on_exhausted`` is called once with
+    the limit that ended the run. ``on_time_up`` is called if that is a time limit: every later request is refused, and
+    agents that wait for something else should end with ``refusal()``."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class Spending:
         on_exhausted: Callable[[str], None],
         on_time_up: Callable[[], None] | None = None,
     ) -> None:
-        self.exhausted = ""  # which limit, for people
-        self.refused = 0  # calls that a limit kept from being sent
+        self.exhausted = ""  # the exhausted limit, in words
+        self.refused = 0  # calls that a limit prevented
         self._prices = prices
         self._on_short = on_short
         self._on_exhausted = on_exhausted
         self._on_time_up = on_time_up
         self._per_second = prices.per_second if prices is not None else 0.0
-        # What costs by the clock is limited by the clock.
+        # A cost by the hour is limited through time.
         max_cost = None if self._per_second else spec.max_cost
         self._ledger = Ledger(max_tokens=spec.max_total_tokens, max_cost=max_cost)
         self._counting = spec.max_total_tokens is not None or max_cost is not None
@@ -86,7 +86,7 @@ class Spending:
         self._time_limit = ""
         self._estimator = Estimator()
         self._sizes = PromptSizes()
-        self._measuring = False  # somebody asks what calls will take
+        self._measuring = False  # an observer needs estimates of calls
         self._shares = TimeShare()
         self._prices_of: WeakKeyDictionary[RequestShape, Prices | None] = WeakKeyDictionary()
         self._waiters: deque[tuple[Call, asyncio.Future[None]]] = deque()
@@ -95,18 +95,18 @@ class Spending:
         self._before = NOTHING
         self._commit: Callable[[], None] | None = None
         self._claimed = NOTHING  # spent when a lease was last claimed
-        self._next_lease = NOTHING  # the lease of the commit that is on its way
-        self._broken: StoreError | None = None  # why no lease can be had any more
+        self._next_lease = NOTHING  # the lease of the pending commit
+        self._broken: StoreError | None = None  # reason why no lease can be obtained any more
         self._started: float | None = None
         self._closed: float | None = None
 
     @property
     def per_second(self) -> float:
-        """What the run costs by the clock, $ a second."""
+        """Return the cost of running time, in $ per second."""
         return self._per_second
 
     def so_far(self) -> tuple[int, float | None]:
-        """Tokens and $ spent since the start; None where no price is known."""
+        """Return tokens and $ spent since the start; None if no price is known."""
         spent = self._ledger.spent - self._before
         if self._per_second:
             return spent.tokens, self._seconds() * self._per_second
@@ -120,8 +120,8 @@ class Spending:
     def start(
         self, spent: Amount = NOTHING, learnt: Learnt | None = None, commit: Callable[[], None] | None = None
     ) -> None:
-        """The clock starts; ``spent`` is what earlier sessions of the run spent, ``learnt`` what they know of calls.
-        ``commit`` asks the journal of a recorded run for a commit, and with it for a new lease."""
+        """Start the clock. ``spent``: cost of earlier sessions of the run; ``learnt``: their call statistics.
+        ``commit`` requests a commit of the journal of a recorded run, and with it a new lease."""
         if learnt is not None:
             self._estimator.start(learnt)
         self._started = asyncio.get_running_loop().time()
@@ -139,7 +139,7 @@ class Spending:
             self._timer = asyncio.get_running_loop().call_later(seconds, self._stop_the_clock)
 
     def close(self) -> None:
-        """The clock stops."""
+        """Stop the clock."""
         self._closed = asyncio.get_running_loop().time()
         if self._timer is not None:
             self._timer.cancel()
@@ -147,7 +147,7 @@ class Spending:
     # As the journal sees it
 
     def lease(self) -> tuple[int, float] | None:
-        """The lease that goes with the commit that begins now, in tokens and $ of this session; None: there is none."""
+        """Return the lease for the commit that begins now, in tokens and $ of this session; None: none is needed."""
         ledger = self._ledger
         if ledger.lease is None:
             return None
@@ -155,7 +155,7 @@ class Spending:
         template = Usage(prompt_tokens=0 if known else LEASED_TEMPLATE_TOKENS)
         more = _amount(template, None if self._prices is None else self._prices.cost(template))
         lease = self._next_lease = ledger.next_lease(self._awaited(), more)
-        # Either may be on disk until the commit is done.
+        # Until the commit is done, the disk may hold either lease.
         ledger.lease = Amount(min(lease.tokens, ledger.lease.tokens), min(lease.cost, ledger.lease.cost))
         own = lease - self._before
         return own.tokens, own.cost
@@ -195,7 +195,7 @@ class Spending:
         return self._estimator.learnt if self._estimator.learnt[0] else None
 
     def leased(self, error: StoreError | None = None) -> None:
-        """The commit with the latest lease is on disk, or nothing will be any more."""
+        """Called when the commit with the latest lease is on disk, or with the error that ended all commits."""
         if self._ledger.lease is None:
             return
         self._broken = error
@@ -204,7 +204,7 @@ class Spending:
         self._serve()
 
     def _awaited(self, most: int | None = None) -> Amount:
-        """What the calls that wait take, as far as they fit the limits; at most so many of them."""
+        """Return the sum of the waiting calls, of at most ``most``, as far as they fit the limits."""
         total = NOTHING
         for call, turn in islice(self._waiters, most):
             if not turn.done():
@@ -217,20 +217,20 @@ class Spending:
     # Calls
 
     def set_prices(self, shapes: Iterable[RequestShape], prices: Prices | None) -> None:
-        """Sets what requests of these shapes cost: those of a run inside may go to another model."""
+        """Set the prices for requests of these shapes. A nested run may use another model."""
         for shape in shapes:
             self._prices_of[shape] = prices
 
     def reserve_nowait(self, request: ModelRequest) -> Call | None:
-        """The reservation of a request that need not wait for others; None: use ``reserve``."""
+        """Return a reservation if the request need not wait; None: use ``reserve``."""
         if self._counting or self.time_is_up or self._per_second:
             return None
         prices = self._prices_of.get(request.shape, self._prices)
         return Call(self, prices, request, self._sizes.prompt_bytes(request) if self._measuring else 0)
 
     async def reserve(self, request: ModelRequest, *, bought: bool = False) -> Call:
-        """Wait until the request fits the budget. Raises Interrupted when it does not. ``bought``: an earlier session
-        has paid for its answer, and its ledger has it."""
+        """Wait until the request fits the budget. Raises Interrupted if it never will. ``bought``: an earlier session
+        paid for the answer, and its ledger contains it."""
         prices = self._prices_of.get(request.shape, self._prices)
         call = Call(self, prices, request, self._sizes.prompt_bytes(request), bought=bought)
         if self._counting and not bought:
@@ -242,22 +242,21 @@ class Spending:
         return call
 
     def settle(self, call: Call, usage: Usage, *, cached: bool = False) -> float | None:
-        """The answer is there. What it cost, in $, where that is known."""
+        """Settle an answered call. Returns its cost in $, if known."""
         cost = call.prices.cost(usage) if call.prices is not None else None
         spent = _amount(usage, cost)
         if not cached:
-            self._estimator.learn(call.prompt_bytes, usage)  # also while nobody asks: a budget may become known
+            self._estimator.learn(call.prompt_bytes, usage)  # also without an observer: a budget may be set later
             if call.prompt_bytes:
                 self._sizes.learn(call.request, call.prompt_bytes, usage)
-            if self._counting and not spent.tokens:  # a server that counts nothing must not make a budget endless
+            if self._counting and not spent.tokens:  # a server that reports no usage must not make a budget endless
                 spent = call.amount
         seconds = self._finish(call, spent)
         return seconds * self._per_second if self._per_second else cost
 
     def fail(self, call: Call, error: BackendError | None = None) -> float | None:
-        """The request broke off or was cancelled. One that was refused or never arrived costs nothing, nor does one
-        that another request has paid for. What anything else cost is mostly unknown: then its reservation counts as
-        spent."""
+        """Settle a failed or cancelled call. A call that was refused, never arrived, or that another request paid for
+        costs nothing. In all other cases the cost is mostly unknown, and the reservation counts as spent."""
         if error is not None and error.usage is not None:
             return self.settle(call, error.usage)
         free = error is not None and (error.status is not None or error.unreached or error.paid_elsewhere)
@@ -282,13 +281,13 @@ class Spending:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled() and turn.exception() is None:  # granted in the moment it was given up
+            if not turn.cancelled() and turn.exception() is None:  # granted in the moment in which it was cancelled
                 self._ledger.settle(call.amount, NOTHING)
             self._serve()
             raise
 
     def _serve(self) -> None:
-        """Answer the calls that wait, in order, as far as that is possible now."""
+        """Answer the waiting calls in order, as far as possible now."""
         waiters, lacks = self._waiters, ""
         while waiters and not lacks:
             call, turn = waiters[0]
@@ -298,12 +297,12 @@ class Spending:
         self._on_short(lacks == "room")
 
     def _answer(self, call: Call, turn: asyncio.Future[None]) -> Literal["", "room", "lease"]:
-        """Grant or refuse a call that waits. Returns what it has to wait for, if it can be neither."""
+        """Grant or refuse a waiting call. Returns what it must wait for, if neither is possible yet."""
         if self.time_is_up:
             turn.set_exception(self.refusal())
             return ""
         in_flight, others = self._ledger.in_flight, self._ledger.others_open != NOTHING
-        # Now, because calls that ended meanwhile have told something.
+        # Computed now, because calls that ended meanwhile improved the estimate.
         amount = self._bound(call, alone=not (in_flight or others))
         limit = self._ledger.short(amount)
         if limit and in_flight:
@@ -325,7 +324,7 @@ class Spending:
         return ""
 
     def expect(self, request: ModelRequest) -> Usage:
-        """What the call takes at the most, as far as that can be told: for limits by the minute."""
+        """Return the most that the call is expected to use, for rate limits."""
         self._measuring = True
         return self._estimator.most(self._sizes.prompt_bytes(request), request.shape.max_tokens)
 
@@ -335,7 +334,7 @@ class Spending:
         return _amount(most, call.prices.cost(most) if call.prices is not None else None)
 
     def refusal(self) -> Interrupted:
-        """What an agent ends with whose next call comes after the run's time is up."""
+        """Return the error of an agent whose next call comes after the run's time limit."""
         return self._refused(self._time_limit)
 
     def _refused(self, limit: str) -> Interrupted:
@@ -358,6 +357,6 @@ class Spending:
 
 
 def _amount(usage: Usage, cost: float | None) -> Amount:
-    """A server may count what it read from its cache apart, and then report more of that than of the prompt."""
+    """Return the tokens and cost of a call. A server may report more cached tokens than prompt tokens."""
     prompt = max(usage.prompt_tokens, usage.cached_tokens + usage.cache_write_tokens)
     return Amount(prompt + usage.completion_tokens, cost or 0.0)

@@ -1,8 +1,8 @@
-"""Which requests of a proxy belong together, and where they are sent.
+"""Decides which requests of a proxy belong together, and where they are sent.
 
-A new conversation begins at the home of its key, the same in every proxy, unless another endpoint is less busy. It
-stays where it was answered, unless that is clearly busier than another: one beginning which all requests share does not
-keep the others idle.
+A new conversation starts at the home endpoint of its key, the same in every proxy, unless another one is less busy. It
+stays at the endpoint that answered it, unless that one is clearly busier than another. So a prefix that all requests
+share does not leave the other endpoints idle.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pydantic import JsonValue
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.routing import Router
 
-FEW = 8  # requests in flight that never make an endpoint too busy for a conversation that it knows
-BUSIER = 2.0  # times as busy as the least busy one is too busy
-MOST_KEYS = 100_000  # of which the last endpoint is remembered
-BEGINNING_CHARS = 1024  # of a first message
+FEW = 8  # with at most this many requests in flight an endpoint is never too busy for its conversations
+BUSIER = 2.0  # an endpoint this many times as busy as the least busy one is too busy
+MOST_KEYS = 100_000  # keys whose last endpoint is remembered
+BEGINNING_CHARS = 1024  # used of a first message
 SESSION_HEADER = "X-Session-Id"
 KEY_FIELDS = ("prompt_cache_key", "user")
 
 
 class Homes:
-    """The endpoints where keys were last sent to."""
+    """Remembers the endpoint to which each key was last sent."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -39,21 +39,21 @@ class Homes:
                 self._last.popitem(last=False)
 
     def find(self, key: str, model: str) -> Endpoint | None:
-        """The endpoint that a request should go to, if it has a slot."""
+        """Return the endpoint for a request, if it has a slot."""
         router = self._router
         best = router.best(model)
         if not key:
             return best
         last, few, busier = self._last.get(key), FEW, BUSIER
         if last is None or not router.works(last) or not router.serves(last, model):
-            last, few, busier = router.home(key, model), 0, 1.0  # it is nowhere yet
+            last, few, busier = router.home(key, model), 0, 1.0  # a new conversation
         if last is None or best is None:
             return last
         return last if _busy(last) <= max(few, busier * _busy(best)) else best
 
 
 def _busy(endpoint: Endpoint) -> float:
-    """Requests in flight with one more, by weight."""
+    """Return the requests in flight with one more, divided by weight."""
     return (endpoint.inflight + 1) / endpoint.server.weight
 
 

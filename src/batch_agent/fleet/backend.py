@@ -4,7 +4,7 @@ The engine grants each turn one of the fleet's endpoints (``scheduler.routing``)
 owns its servers. They share one transport, are entered on first use, join and leave (``add``, ``remove``, a hostfile
 that changes), and their slots are shared by all runs that use them.
 
-A capability of the fleet is one that every server has: a run builds its requests once, for all of them.
+The fleet has a capability only if every server has it: a run builds its requests once for all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from batch_agent.scheduler.server import Server
 logger = logging.getLogger("batch_agent")
 
 ASK_SECONDS = 2.0  # for the other servers to list their models, once one of them has
-INSIDE = ("vllm", "sglang", "dynamo", "http")  # schemes of servers in the cluster, never asked through a proxy
+INSIDE = ("vllm", "sglang", "dynamo", "http")  # schemes of servers inside the cluster, never reached through a proxy
 TRAITS = tuple(each.name for each in fields(Traits))
 
 Given = str | AgentEndpoint | Mapping[str, object] | Backend
@@ -53,7 +53,7 @@ Given = str | AgentEndpoint | Mapping[str, object] | Backend
 
 class Fleet(Backend):
     """``endpoints`` are URLs, hostfile lines, mappings with a ``url`` (and ``api_key``, ``headers``, ``model``,
-    ``context``, ``weight``), or Backends. ``api_key`` and ``headers`` are for those that bring none of their own."""
+    ``context``, ``weight``), or Backends. ``api_key`` and ``headers`` apply to endpoints without their own."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class Fleet(Backend):
         self._loop, self._users = OneLoop("fleet"), 0
         self._hostfile: Hostfile | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()  # of servers that have left
+        self._closing: set[asyncio.Task[None]] = set()  # closing servers that have left
         if isinstance(endpoints, str):
             raise SpecError("a fleet is given a list of endpoints; for a hostfile write fleet://hosts.txt")
         for given in endpoints:
             self._register(self._make(given))
         if not self._servers:
-            raise SpecError("a fleet without endpoints has nobody to ask: give at least one")
+            raise SpecError("a fleet needs at least one endpoint")
         places = [server.name.partition("://")[2] for server in self._servers.values()]
         shown = places if len(places) <= 3 else [*places[:2], f"{len(places) - 2} more"]
         self._name = name or f"fleet://{','.join(shown)}"
@@ -123,7 +123,7 @@ class Fleet(Backend):
 
     @property
     def wires(self) -> frozenset[str]:
-        """Those that all of its servers take."""
+        """Return the wires that all of its servers accept."""
         wires = [server.backend.wires for server in self._present]
         return frozenset.intersection(*wires) if wires else frozenset()
 
@@ -160,7 +160,7 @@ class Fleet(Backend):
         context: int | None = None,
         weight: float | None = None,
     ) -> str:
-        """Adds a server, also to the runs under way, and returns its name."""
+        """Add a server, also to running runs. Returns its name."""
         self._check_loop()
         server = self._make(url, {"model": model, "context": context, "weight": weight})
         self._register(server)
@@ -168,28 +168,28 @@ class Fleet(Backend):
         return server.name
 
     def remove(self, url: str) -> None:
-        """Removes a server: it gets no more requests, and is closed when it has answered those it has. ``url`` is what
-        it was added with, or its name."""
+        """Remove a server: it gets no more requests, and is closed when its last one is answered. ``url`` is what it
+        was added with, or its name."""
         self._check_loop()
         gone = [server for server in self._present if url in (server.address, server.name)]
         if not gone:
             raise SpecError(f"the fleet has no endpoint {url.rpartition('@')[2]!r}")
         if len(gone) == len(self._present):
-            raise SpecError("the last endpoint of a fleet cannot be removed: add another before")
+            raise SpecError("the last endpoint of a fleet cannot be removed: add another one first")
         self._remove(gone)
         self._tell()
 
     def _make(self, given: Given, traits: Mapping[str, object] | None = None) -> FleetServer:
-        """Returns a server that is not yet part of the fleet. SpecError for what cannot be one."""
+        """Return a server that is not yet part of the fleet. Raises SpecError for invalid input."""
         tags = {name: value for name, value in (traits or {}).items() if value is not None}
         if isinstance(given, AgentEndpoint):
             tags = {**given.tags, **tags}
             given = given.address
         if isinstance(given, str):
             given = {"url": given}
-        if isinstance(given, list | tuple | None):  # elsewhere a fleet, and the usual backend
+        if isinstance(given, list | tuple | None):  # valid as backend=, but not as a member of a fleet
             what = type(given).__name__
-            raise SpecError(f"a {what} is no endpoint of a fleet, which is made of servers, not of fleets: give a URL")
+            raise SpecError(f"a {what} cannot be an endpoint of a fleet: give the URL of a server")
         key, transport = None, self._outside
         if isinstance(given, Mapping):
             address = str(given.get("url"))
@@ -199,7 +199,7 @@ class Fleet(Backend):
             key = None if own.get("api_key") else self._api_key
             scheme = address.partition("://")[0].lower()
             if scheme == "fleet":
-                raise SpecError("a fleet is made of servers, not of fleets: list their endpoints")
+                raise SpecError("a fleet cannot contain a fleet: list its endpoints")
             transport = self._inside if scheme in INSIDE else self._outside
         backend, _ = open_backend(
             given, model=None, api_key=key, environ=self._environ, sends=self._sends, transport=transport
@@ -211,8 +211,8 @@ class Fleet(Backend):
         return FleetServer(address if isinstance(given, Mapping) else backend.name, backend.name, backend, read)
 
     def _register(self, server: FleetServer) -> None:
-        """Makes the server part of the fleet, under a name that no other has: engines in this process are named alike,
-        and a server that was removed may still be at work."""
+        """Add the server to the fleet under a unique name: in-process engines share one name, and a removed server may
+        still be working."""
         name, number = server.name, 1
         while server.name in self._servers:
             number += 1
@@ -232,7 +232,7 @@ class Fleet(Backend):
             task.add_done_callback(self._closing.discard)
 
     def _follow(self, hosts: Sequence[AgentEndpoint]) -> None:
-        """Applies a new content of the hostfile. Requests under way stay where they are."""
+        """Apply a new version of the hostfile. Running requests stay where they are."""
         kept, gone, lines = changes(self._present, hosts)
         new = [self._make(host) for host in lines]  # raises before anything has changed
         traits = [(server, Traits.read(host.tags)) for server, host in kept]
@@ -247,7 +247,7 @@ class Fleet(Backend):
             logger.info("the hostfile has changed: %s endpoints joined, %s left, %s were updated", *counts)
             self._tell()
 
-    # Runs that share it
+    # Runs that share the fleet
 
     def join(self, listener: Listener) -> None:
         self._listeners[listener] = None
@@ -262,7 +262,7 @@ class Fleet(Backend):
     # A Backend
 
     def _bind(self) -> None:
-        """Takes the running event loop. SpecError if the fleet is in use in another one."""
+        """Bind to the running event loop. Raises SpecError if the fleet is in use in another loop."""
         if self._loop.bind():
             self._forget_loop()
 
@@ -271,7 +271,7 @@ class Fleet(Backend):
             self._forget_loop()
 
     def _forget_loop(self) -> None:
-        """Drops what belongs to an event loop that is closed."""
+        """Drop the state of a closed event loop."""
         self._users = 0
         self._listeners.clear()
         self._closing.clear()
@@ -342,7 +342,7 @@ class Fleet(Backend):
                 self._let_go(server)
 
     async def models(self) -> list[str]:
-        """Returns the models of all servers together, without those that take much longer than the first to say."""
+        """Return the models of all servers, without servers that take much longer than the first to answer."""
         answers = await self._ask(self._present)
         if not any(isinstance(answer, list) for answer in answers.values()):
             raise next(answer for answer in answers.values() if isinstance(answer, BackendError))
@@ -362,7 +362,7 @@ class Fleet(Backend):
             self._tell()
 
     async def _ask(self, servers: Sequence[FleetServer]) -> dict[str, list[str] | BackendError]:
-        """Asks all servers at once for their models."""
+        """Request the models of all servers at once."""
         answers: dict[str, list[str] | BackendError] = {}
 
         async def ask(server: FleetServer) -> None:
@@ -398,7 +398,7 @@ class Fleet(Backend):
         return await server.backend.probe()
 
     async def load(self, endpoint: str = "") -> Load | None:
-        """Returns how busy the endpoint is; without one, the sum over all servers. None if that is not reported."""
+        """Return the load of the endpoint, or the sum over all servers. None if it is not reported."""
         if not endpoint:
             return await self._whole_load()
         server = self._servers.get(endpoint)
@@ -423,13 +423,13 @@ def _sum(loads: Sequence[Load]) -> Load | None:
     for each in fields(Load):
         known = [value for load in loads if (value := getattr(load, each.name)) is not None]
         sums[each.name] = sum(known) if known else None
-    if sums["kv_usage"] is not None:  # a share: its mean says more
+    if sums["kv_usage"] is not None:  # a fraction: use the mean
         sums["kv_usage"] /= sum(load.kv_usage is not None for load in loads)
     return Load(**sums)
 
 
 def from_address(address: Address) -> Fleet:
-    """``fleet://hosts.txt?role=worker``: a path, and tags that select."""
+    """Create the fleet of ``fleet://hosts.txt?role=worker``: a path, and tags that select."""
     path = unquote(address.url.netloc + address.url.path)
     if not path:
         raise SpecError("fleet:// names no hostfile: write fleet://hosts.txt or fleet:///path/to/hosts.txt")

@@ -1,8 +1,8 @@
 """Measures the throughput of each server with different numbers of requests in flight.
 
-All requests are of one size and share no prefix. A step is measured from the end of its first wave of answers, which
-began all at once, to its last answer, so that neither its start nor its end counts. The knee is the smallest number in
-flight that brings nearly the highest throughput.
+All requests have the same size and share no prefix. The first wave of answers started all at once, so a step is
+measured from the end of that wave to its last answer; neither its start nor its end counts. The knee is the smallest
+number of requests in flight with nearly the highest throughput.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Step:
-    """One number of requests in flight, for a while."""
+    """The measurement of one number of requests in flight."""
 
     inflight: int
     answers: list[Answer] = field(default_factory=list)  # in the order of arrival
@@ -49,7 +49,7 @@ class Step:
 
     @property
     def _first(self) -> int:
-        """The size of the first wave; 0 if too few answers came after it."""
+        """Return the size of the first wave; 0 if too few answers came after it."""
         return self.inflight if len(self.answers) >= 2 * self.inflight else 0
 
     @property
@@ -58,7 +58,7 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None if nothing was answered, or the server does not count tokens."""
+        """Return the rate; None if nothing was answered, or the server does not count tokens."""
         return self._rate(sum(answer.usage.completion_tokens for answer in self.answers[self._first :]))
 
     def _rate(self, total: int) -> float | None:
@@ -99,11 +99,11 @@ def knee(rates: Mapping[int, float | None]) -> int | None:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     steps: Sequence[int] = STEPS
-    seconds: float = 20.0  # a step
+    seconds: float = 20.0  # per step
     tokens_in: int = TOKENS_IN
     tokens_out: int = TOKENS_OUT
     model: str | None = None
-    parallel: int = 4  # endpoints at a time
+    parallel: int = 4  # endpoints measured at a time
 
 
 class Driver:
@@ -111,7 +111,7 @@ class Driver:
 
     def __init__(self, backend: Backend, endpoint: AgentEndpoint, model: str, wanted: Wanted) -> None:
         self._backend, self._endpoint, self._words = backend, endpoint, wanted.tokens_in
-        self._seed = os.urandom(8).hex()  # so that no prompt of an earlier bench is in the server's cache
+        self._seed = os.urandom(8).hex()  # prompts differ from those of an earlier bench, which may be cached
         self._tokens_in = wanted.tokens_in
         self._numbers = count()
         self._shape = RequestShape(model, max_tokens=wanted.tokens_out, extra_body={"ignore_eos": True})
@@ -136,11 +136,11 @@ class Driver:
         conversation = Conversation([Message("user", " ".join(words))])
         try:
             return (await self._backend.infer(ModelRequest(self._shape, conversation, f"bench-{number}"))).usage
-        except Truncated as cut:  # as intended
+        except Truncated as cut:  # intended
             return cut.usage or Usage()
 
     async def keep(self, inflight: int, seconds: float) -> Step:
-        """Keeps so many requests in flight for so long, then cancels those under way."""
+        """Keep that many requests in flight for ``seconds``, then cancel the unfinished ones."""
         step, clock = Step(inflight), asyncio.get_running_loop().time
         began = clock()
 
@@ -185,7 +185,7 @@ async def bench_all(
             except (BackendError, SpecError) as error:
                 one.reason = without_address(str(error), one.endpoint)
             except TimeoutError:
-                one.reason = f"not one request was answered in {FIRST_SECONDS:g} s"
+                one.reason = f"no request was answered within {FIRST_SECONDS:g} s"
             if one.reason:
                 stepped(one)
 
@@ -204,7 +204,7 @@ async def _bench(bench: Bench, wanted: Wanted, stepped: Callable[[Bench], None],
             bench.tokens_in = await driver.size()
         for inflight in wanted.steps:
             step = await driver.keep(inflight, wanted.seconds)
-            if len(step.answers) < inflight:  # not one wave; with more in flight there would be even fewer
+            if len(step.answers) < inflight:  # less than one wave: more requests in flight would not help
                 bench.reason = (
                     f"{len(step.answers):,} answers in {wanted.seconds:g} s are too few for {inflight} in flight"
                 )

@@ -1,7 +1,7 @@
-"""Follows a hostfile while it changes.
+"""Follows a hostfile as it changes.
 
-A new content is read and checked as a whole before any of it is applied. A content with an error changes nothing, and
-is warned of once.
+A new version is read and checked as a whole before any of it is applied. A version with an error changes nothing and is
+logged once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from batch_agent.fleet.hostfile import AgentEndpoint, parse_hosts, read_text
 
 logger = logging.getLogger("batch_agent")
 
-WATCH_SECONDS = 2.0  # between two looks at a hostfile
-SETTLE_SECONDS = 0.1  # a content must stay the same for this long: it may be half written
+WATCH_SECONDS = 2.0  # between two checks of a hostfile
+SETTLE_SECONDS = 0.1  # the file must stay unchanged for this long: it may be half written
 
 Select = Mapping[str, Sequence[str]]
 
@@ -28,7 +28,7 @@ class Hostfile:
 
     def __init__(self, path: str | Path, select: Select | None = None) -> None:
         self.path, self.select = Path(path), select or {}
-        self._text: str | None = None  # the latest content that was read
+        self._text: str | None = None  # the latest text that was read
 
     @property
     def text(self) -> str:
@@ -36,7 +36,7 @@ class Hostfile:
         return self._text or ""
 
     def read(self) -> list[AgentEndpoint]:
-        """Returns the selected endpoints, one at least. SpecError for a file that a fleet cannot use."""
+        """Return the selected endpoints, at least one. Raises SpecError for a file that a fleet cannot use."""
         self._text = read_text(self.path)
         return self._parse(self._text)
 
@@ -51,7 +51,7 @@ class Hostfile:
         return chosen
 
     async def follow(self, apply: Callable[[Sequence[AgentEndpoint]], None]) -> NoReturn:
-        """Calls ``apply`` with the endpoints of each new content. ``apply`` changes all or raises SpecError."""
+        """Call ``apply`` with the endpoints of each new version. ``apply`` changes all or raises SpecError."""
         said = ""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
@@ -61,12 +61,12 @@ class Hostfile:
                     self._text = text
                     apply(self._parse(text))
             except SpecError as error:
-                if str(error) != said:  # a file that stays unreadable is tried at every look
+                if str(error) != said:  # a file that stays unreadable is checked again each time
                     logger.warning("%s; the endpoints stay as they were", error)
                 said = str(error)
 
     async def _settled(self) -> str | None:
-        """Returns the content; None while it is being written."""
+        """Return the text; None while it is being written."""
         text = await asyncio.to_thread(read_text, self.path)
         if text == self._text:
             return text
@@ -85,8 +85,8 @@ T = TypeVar("T", bound=Known)
 def changes(
     known: Iterable[T], hosts: Iterable[AgentEndpoint]
 ) -> tuple[list[tuple[T, AgentEndpoint]], list[T], list[AgentEndpoint]]:
-    """Returns what is kept, each with its line as it is now; what is gone; and the lines that are new. Lines are
-    matched by address, those of one address in their order."""
+    """Return the kept items with their current lines, the removed items, and the new lines. Lines are matched by
+    address, several of one address in order."""
     left: dict[str, list[AgentEndpoint]] = {}
     for host in hosts:
         left.setdefault(host.address, []).append(host)

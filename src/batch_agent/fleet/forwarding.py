@@ -1,6 +1,6 @@
-"""One request of a proxy's client as a question to the dispatcher: sent to an endpoint, its answer passed back.
+"""One request of a proxy's client, as a question to the dispatcher: sent to an endpoint, its answer passed back.
 
-The request may go elsewhere as long as its client has seen no byte of an answer.
+The request may move to another endpoint until its client has received the first byte of an answer.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from batch_agent.messages import Reply
 from batch_agent.scheduler.core import Ticket
 
 CONNECT_SECONDS = 5.0
-LONGEST_HOLD = 10.0  # seconds that an endpoint is left alone, if it asks for more
+LONGEST_HOLD = 10.0  # the longest pause of an endpoint, even if it requests more
 ELSEWHERE = frozenset({429, 502, 503, 504})  # statuses of an overloaded server
-MOST_REFUSED = 2  # endpoints that may refuse a request for load; the answer of the last stands
+MOST_REFUSED = 2  # endpoints that may refuse a request for load; the last answer is final
 MOST_REFUSAL_BYTES = 1024 * 1024
 HOP_BY_HOP = frozenset(
     ("connection", "expect", "host", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection")
@@ -34,7 +34,7 @@ HOP_BY_HOP = frozenset(
 
 
 class Forward(Question):
-    """``ticket`` is the claim that the request was made for, ``answer`` what the client gets."""
+    """``ticket`` is the request's claim for a slot, ``answer`` what the client gets."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class Forward(Question):
         self._headers = passing(request.headers, {"content-length"})
         self._refused = 0
         self.answer: web.StreamResponse | None = None
-        self.begun = False  # the client has seen something of the answer
+        self.begun = False  # the client has received a part of the answer
         self.complete = False
 
     @property
     def can_move(self) -> bool:
-        """Whether another endpoint may be asked."""
+        """Return whether another endpoint may be tried."""
         endpoint = self._ticket.endpoint
         if self.begun or endpoint is None or self._refused >= MOST_REFUSED:
             return False
@@ -81,8 +81,8 @@ class Forward(Question):
         return Reply("")
 
     async def _pass(self, upstream: Upstream, faults: Faults) -> None:
-        """Pass the request on and its answer back. Raises a TransportError if the endpoint failed, and a BackendError
-        for an answer that is not the client's, or says nothing good of the endpoint."""
+        """Forward the request and return its answer. Raises a TransportError if the endpoint failed, and a BackendError
+        for an answer that the client must not get, or that is bad evidence about the endpoint."""
         async with self._open(upstream) as response:
             chunk = await response.read_some()
             upstream.heard = _now()
@@ -100,7 +100,7 @@ class Forward(Question):
             self.complete = True
             if response.status >= 500:
                 error = Unavailable(f"{faults.where} answered {response.status}", status=response.status)
-                error.second_hand = True  # the server works, and what it took says nothing about its speed
+                error.second_hand = True  # the server works, but this answer says nothing about its speed
                 raise error
 
     def _open(self, upstream: Upstream) -> OpenResponse:
@@ -116,7 +116,7 @@ class Forward(Question):
         )
 
     async def _refuse(self, response: OpenResponse, chunk: bytes, faults: Faults) -> None:
-        """Raise the refusal, and keep its answer for a client that nobody else answers."""
+        """Raise the refusal. Its answer is kept for the client, in case no other endpoint answers."""
         body = bytearray(chunk)
         while chunk and len(body) < MOST_REFUSAL_BYTES:
             chunk = await response.read_some()
@@ -129,7 +129,7 @@ class Forward(Question):
         raise error
 
     async def _write(self, answer: web.StreamResponse, chunk: bytes | None) -> None:
-        """Write the head of the answer, or a chunk. A client that is gone is no failure of the endpoint."""
+        """Write the head of the answer, or a chunk. A client that left is not a failure of the endpoint."""
         try:
             if chunk is None:
                 await answer.prepare(self._request)
@@ -144,7 +144,7 @@ class ClientGone(Exception):
 
 
 def passing(headers: MultiMapping[str], own: Collection[str] = ()) -> CIMultiDict[str]:
-    """Returns the headers without those for the next hop only: the known ones, those named in Connection, ``own``."""
+    """Return the headers without hop-by-hop ones: the standard ones, those named in Connection, and ``own``."""
     named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
     dropped = HOP_BY_HOP | named | set(own)
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)

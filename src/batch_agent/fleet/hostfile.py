@@ -1,4 +1,4 @@
-"""Reads hostfiles: one endpoint a line, as people and batch systems write them.
+"""Reads hostfiles: one endpoint per line, as people and batch systems write them.
 
     gpu-1                        # port 8000
     gpu-2   8001   role=worker   node=r1
@@ -7,9 +7,8 @@
     https://models.example.org/team
     sglang://gpu-4
 
-Fields are separated by TABs or spaces. PBS and Slurm list a host once per core or task, so a repeated bare host is one
-endpoint; a line with a port or a tag is always an endpoint of its own. A line that cannot be read is an error with its
-number, never a guess.
+Fields are separated by tabs or spaces. PBS and Slurm list a host once per core or task, so a repeated bare host is one
+endpoint; a line with a port or a tag is always a separate endpoint. An invalid line is an error with its number.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a user says of a server: its model, its context in tokens, its share of the requests."""
+    """What the user states about a server: its model, its context in tokens, its share of the requests."""
 
     model: str | None = None
     context: int | None = None
@@ -45,7 +44,7 @@ class Traits:
 
     @classmethod
     def read(cls, tags: Mapping[str, object]) -> Traits:
-        """Reads ``model``, ``context`` and ``weight`` of the tags. ValueError for a value that cannot be meant."""
+        """Read ``model``, ``context`` and ``weight`` of the tags. Raises ValueError for an invalid value."""
         model, context, weight = tags.get("model") or None, tags.get("context"), tags.get("weight")
         if context is not None and (not str(context).isdecimal() or int(str(context)) < 1):
             raise ValueError(f"context must be a whole number of tokens above 0, not {context!r}")
@@ -60,7 +59,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class AgentEndpoint:
-    """One server's address. ``scheme`` is the one of its line, "" for a plain host."""
+    """The address of one server. ``scheme`` is the one of its line, "" for a plain host."""
 
     host: str
     port: int
@@ -70,30 +69,30 @@ class AgentEndpoint:
 
     @property
     def place(self) -> str:
-        """Host and port, as a URL has them."""
+        """Return host and port, as in a URL."""
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def url(self) -> str:
-        """Its HTTP address."""
+        """Return its HTTP address."""
         if self.scheme in ("http", "https") and self.port == PORTS[self.scheme]:
             return f"{self.scheme}://{self.place.rpartition(':')[0]}{self.path}"
         return f"{'https' if self.scheme == 'https' else 'http'}://{self.place}{self.path}"
 
     @property
     def address(self) -> str:
-        """Its address as ``backend=`` takes it. A plain host is a vLLM server."""
+        """Return its address for ``backend=``. A plain host is a vLLM server."""
         return self.url if self.scheme in ("http", "https") else f"{self.scheme or 'vllm'}://{self.place}{self.path}"
 
     @property
     def api(self) -> str:
-        """The base URL of its API, the same as the backends use: with ``/v1`` unless the line gave a path."""
+        """Return the base URL of its API, as the backends use it: with ``/v1`` unless the line has a path."""
         is_engine = self.scheme not in ("http", "https")
         return self.url + ("/v1" if not self.path or (is_engine and not self.path.endswith("/v1")) else "")
 
     @property
     def line(self) -> str:
-        """Its line in a hostfile. ``parse_hosts`` reads the same endpoint from it."""
+        """Return its line in a hostfile. ``parse_hosts`` reads the same endpoint from it."""
         place = self.place if ":" in self.host else f"{self.host}\t{self.port}"
         return "\t".join(
             [self.address if self.scheme else place, *(f"{key}={value}" for key, value in self.tags.items())]
@@ -101,12 +100,12 @@ class AgentEndpoint:
 
 
 def parse_hostfile(path: str | Path) -> list[AgentEndpoint]:
-    """Returns the endpoints of a file, in its order. SpecError for a file that cannot be read."""
+    """Return the endpoints of a file, in order. Raises SpecError for an unreadable file."""
     return parse_hosts(read_text(path), str(path))
 
 
 def read_text(path: str | Path) -> str:
-    """Returns the text of a hostfile. SpecError for a file that cannot be read."""
+    """Return the text of a hostfile. Raises SpecError for an unreadable file."""
     source = KEPT_HOSTFILES.get()
     if source is not None and (kept := source(str(path))) is not None:
         return kept
@@ -118,7 +117,7 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_hosts(text: str, source: str, *, check_traits: bool = False) -> list[AgentEndpoint]:
-    """Returns the endpoints of a hostfile's text; errors name ``source`` and the line. With ``check_traits`` the tags
+    """Return the endpoints in a hostfile's text; errors name ``source`` and the line. With ``check_traits`` the tags
     ``context`` and ``weight`` must have values that a fleet can use."""
     found: list[AgentEndpoint] = []
     bare: set[str] = set()
@@ -141,14 +140,14 @@ def parse_hosts(text: str, source: str, *, check_traits: bool = False) -> list[A
 
 
 def _read(fields: list[str]) -> AgentEndpoint:
-    """Reads one line. A ValueError says what is wrong with it."""
+    """Read one line. Raises ValueError with the reason."""
     first, rest = fields[0], fields[1:]
     own_port = None
     if rest and "=" not in rest[0]:
         own_port = _port(rest.pop(0))
     scheme, host, port, path = _read_url(first) if "://" in first else ("", *_read_place(first, own_port), "")
     if port is not None and own_port is not None:
-        raise ValueError(f"it names two ports, {port} and {own_port}")
+        raise ValueError(f"it has two ports, {port} and {own_port}")
     port = port if port is not None else own_port
     return AgentEndpoint(host, port if port is not None else PORTS.get(scheme, DEFAULT_PORT), _tags(rest), scheme, path)
 
@@ -160,28 +159,28 @@ def _read_url(text: str) -> tuple[str, str, int | None, str]:
         raise ValueError(f"there is no scheme {scheme!r}; write {FORMS}")
     url = urlsplit(f"{scheme}://{rest}")
     if url.query or url.fragment:
-        raise ValueError("an address ends with its path")
+        raise ValueError("nothing may follow the path of an address")
     host, port = _read_place(url.netloc, None)
     return scheme, host, port, url.path.rstrip("/")
 
 
 def _read_place(text: str, own_port: int | None) -> tuple[str, int | None]:
-    """Returns the host, and the port if there is one. An error never repeats a login."""
+    """Return the host, and the port if there is one. An error never repeats a login."""
     if "@" in text:
-        raise ValueError("a hostfile holds no logins; give the key as api_key=")
+        raise ValueError("a hostfile must not contain logins; give the key as api_key=")
     if text.startswith("["):
         host, closed, rest = text[1:].partition("]")
         if not closed or (rest and not rest.startswith(":")):
-            raise ValueError(f"{text!r} is no address; write [v6]:8001")
+            raise ValueError(f"{text!r} is not an address; write [v6]:8001")
         return _v6(host), _port(rest[1:]) if rest else None
     if text.count(":") > 1:
         if own_port is None:
-            raise ValueError(f"where the port of {text!r} begins is not clear; write [v6]:8001")
+            raise ValueError(f"the port of {text!r} is ambiguous; write [v6]:8001")
         return _v6(text), None
     host, colon, port = text.partition(":")
     if not _NAME.fullmatch(host):
-        hint = "; list the nodes one a line (scontrol show hostnames)" if "[" in host else f"; write {FORMS}"
-        raise ValueError(f"{host!r} is no host name{hint}")
+        hint = "; list one node per line (scontrol show hostnames)" if "[" in host else f"; write {FORMS}"
+        raise ValueError(f"{host!r} is not a host name{hint}")
     return host, _port(port) if colon else None
 
 
@@ -189,7 +188,7 @@ def _v6(text: str) -> str:
     try:
         IPv6Address(text)
     except AddressValueError:
-        raise ValueError(f"{text!r} is no IPv6 address") from None
+        raise ValueError(f"{text!r} is not an IPv6 address") from None
     return text
 
 
@@ -204,8 +203,8 @@ def _tags(fields: list[str]) -> dict[str, str]:
     for pair in fields:
         key, sign, value = pair.partition("=")
         if not sign or not key:
-            raise ValueError(f"{pair!r} is no tag; write key=value")
+            raise ValueError(f"{pair!r} is not a tag; write key=value")
         if key in tags:
-            raise ValueError(f"the tag {key!r} comes twice")
+            raise ValueError(f"the tag {key!r} is given twice")
         tags[key] = value
     return tags

@@ -1,4 +1,4 @@
-"""An object that keeps sockets or tasks belongs to one event loop at a time: this is where that is checked."""
+"""Checks that an object with sockets or tasks is used in one event loop at a time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from batch_agent.errors import SpecError
 
 
 class OneLoop:
-    """The event loop that ``what`` is in use in."""
+    """The event loop in which ``what`` is used."""
 
     def __init__(self, what: str) -> None:
         self._what = what
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()  # two threads may come at the same time
+        self._lock = threading.Lock()  # two threads may call at the same time
 
     def bind(self) -> bool:
-        """Takes the running loop. SpecError if another one has it. True if the one that had it was closed: what it left
-        is void."""
+        """Bind to the running loop. Raises SpecError if another loop uses it. Returns True if the previous loop was
+        closed: its state is invalid."""
         loop = asyncio.get_running_loop()
         with self._lock:
             void = self._release_from(loop)
@@ -26,7 +26,7 @@ class OneLoop:
             return void
 
     def check(self) -> bool:
-        """The same without taking a loop; also where none is running."""
+        """Check like ``bind`` without binding; also works when no loop is running."""
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:

@@ -1,4 +1,5 @@
-"""Probes many servers at once: whether each is up, which models it serves, how busy it is. Sockets are bounded."""
+"""Probes many servers at once: whether each is up, which models it serves, how busy it is. The number of sockets is
+limited."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.fleet.told import Told, read_told, tokens_per_second
 
 MOST_SOCKETS = 1024
-OTHER_FILES = 100  # open files of this process that are left for other uses
+OTHER_FILES = 100  # open files of this process reserved for other uses
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The state of one endpoint at one time. ``reason`` says why it is not up."""
+    """The state of one endpoint at one time. ``reason``: why it is not up."""
 
     endpoint: AgentEndpoint
     up: bool
@@ -38,7 +39,7 @@ class Look:
 
 
 class Prober:
-    """Entered while in use. Servers get the key of the environment."""
+    """Probes servers with the key of the environment. Enter it before use."""
 
     def __init__(self, *, environ: Mapping[str, str] = os.environ) -> None:
         self._api_key = (environ.get(KEY_VARIABLE) or "").strip() or None
@@ -59,12 +60,12 @@ class Prober:
         await self._entered.aclose()
 
     async def probe(self, endpoint: AgentEndpoint) -> tuple[Probe, Entries]:
-        """Returns whether the server is up, and its list of models. The reason leaves out the endpoint's address."""
+        """Return whether the server is up, and its list of models. The reason omits the endpoint's address."""
         async with self._turns:
             return await self._probe(endpoint)
 
     async def look(self, endpoint: AgentEndpoint) -> Look:
-        """Returns the endpoint's state with what it reports at ``/metrics``."""
+        """Return the endpoint's state, with what it reports at ``/metrics``."""
         async with self._turns:
             probe, _ = await self._probe(endpoint)
             if probe.state == "down":
@@ -78,7 +79,7 @@ class Prober:
     async def _probe(self, endpoint: AgentEndpoint) -> tuple[Probe, Entries]:
         try:
             probe, entries = await probe_models(await self._client(endpoint))
-        except SpecError as error:  # a proxy of the environment that cannot be used
+        except SpecError as error:  # an unusable proxy in the environment
             return Probe("down", str(error)), {}
         return replace(probe, reason=without_address(probe.reason, endpoint)), entries
 
@@ -87,7 +88,7 @@ class Prober:
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 text = await client.send(client.route("GET", "/metrics", beside=True)) or b""
-        except (BackendError, TimeoutError):  # a server without it
+        except (BackendError, TimeoutError):  # a server without metrics
             return None
         return read_told(text.decode("utf-8", "replace"))
 
@@ -101,12 +102,12 @@ class Prober:
 
 
 def without_address(words: str, endpoint: AgentEndpoint) -> str:
-    """Returns an error's message without the endpoint's address, for a line that begins with it."""
+    """Return an error's message without the endpoint's address, for a line that starts with it."""
     return re.sub(rf"\b(GET|POST) {re.escape(endpoint.url)}", "", words).strip()
 
 
 def most_sockets() -> int:
-    """Returns how many sockets probes may use: the limit of this process, less what else it needs."""
+    """Return how many sockets probes may use: the limit of this process, minus what else it needs."""
     try:
         import resource
     except ImportError:  # Windows
@@ -116,7 +117,7 @@ def most_sockets() -> int:
 
 
 def with_rates(looks: Iterable[Look], earlier: Mapping[AgentEndpoint, Look]) -> list[Look]:
-    """Returns the looks with tokens per second, for those that have an earlier look."""
+    """Return the looks with tokens per second, for those with an earlier look."""
     rated = []
     for look in looks:
         before = earlier.get(look.endpoint)

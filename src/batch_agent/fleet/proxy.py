@@ -1,7 +1,7 @@
-"""One address for many servers: passes each request to the endpoint that the dispatcher grants, and its answer back.
+"""A proxy: one address for many servers. It forwards each request to the endpoint that the dispatcher grants.
 
-A request goes elsewhere as long as its client has seen no byte of an answer. A client that leaves ends its request on
-the server. Keys and all other end-to-end headers pass through.
+A request may move to another endpoint until its client has received the first byte of an answer. When a client leaves,
+its request on the server is cancelled. Keys and all other end-to-end headers pass through.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from batch_agent.scheduler.ordering import LAST
 logger = logging.getLogger("batch_agent")
 
 MAX_INFLIGHT = 256  # at each endpoint
-MOST_RETRIES = 2  # of a request that servers break off: it may be what breaks them
-MOST_ENCODINGS = 4  # of a path, one inside the other
+MOST_RETRIES = 2  # of a request that several servers break off: the request itself may be the cause
+MOST_ENCODINGS = 4  # layers of encoding of a path
 PARENT = re.compile(r"(^|[/\\])\.\.([/\\;?#\s\0]|$)")  # a .. in a decoded path, as lenient servers read it
 
 
@@ -60,11 +60,11 @@ async def serve_proxy(
     patience: float = PATIENCE_SECONDS,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Serves until cancelled; ``ready`` gets the URL once requests can come. A taken port is a SpecError. A request
+    """Serve until cancelled. ``ready`` gets the URL once requests can arrive. A port in use raises SpecError. A request
     that sends no byte for ``patience`` seconds before it is complete is dropped."""
     if not is_loopback(host):
         logger.warning(
-            "the proxy listens on %s: everybody who can reach the port can use the endpoints. It asks for no key, and "
+            "the proxy listens on %s: everyone who can reach the port can use the endpoints. It requires no key, and "
             "the keys that clients send cross the network unencrypted",
             host or "all addresses",
         )
@@ -92,7 +92,7 @@ class Proxy:
         self._numbers = RequestNumbers()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer what is the proxy's own, and pass everything else below /v1 on."""
+        """Answer the proxy's own routes, and forward everything else below /v1."""
         path = request.path
         if request.method == "GET":
             if path == "/health":
@@ -105,7 +105,7 @@ class Proxy:
                 return json_response({"object": "list", "data": [*models]})
         if path.startswith("/v1/"):
             return await self._forward(request)
-        return _refusal(404, f"{path} is not served here: there are /v1/…, /health, /status and /metrics")
+        return _refusal(404, f"{path} does not exist: the routes are /v1/…, /health, /status and /metrics")
 
     def _health(self) -> web.Response:
         up = self._upstreams.up
@@ -120,19 +120,19 @@ class Proxy:
         return json_response({"up": self._upstreams.up, "waiting": waiting, "endpoints": [*endpoints]})
 
     def _metrics(self) -> str:
-        """What Prometheus reads."""
+        """Return the text for Prometheus."""
         requests = Counter("batch_agent_proxy_requests_total", "Requests sent to an endpoint.", ("endpoint",))
-        failures = Counter("batch_agent_proxy_failures_total", "Requests that an endpoint failed.", ("endpoint",))
+        failures = Counter("batch_agent_proxy_failures_total", "Requests that failed at an endpoint.", ("endpoint",))
         for upstream in self._upstreams.present:
             requests.add(upstream.requests, upstream.endpoint.name)
             failures.add(upstream.failures, upstream.endpoint.name)
         return page([requests, failures, *self._numbers.families([(self._upstreams.name, self._dispatcher)])])
 
-    # What it passes on
+    # Forwarding
 
     async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
         if _leads_out(request.rel_url.raw_path):
-            return _refusal(400, "the path leads out of /v1")
+            return _refusal(400, "the path leaves /v1")
         try:
             body = await read_body(request, self._patience)
         except BodyRefused as error:
@@ -155,20 +155,20 @@ class Proxy:
         return forward.answer or web.Response()
 
     def _failed(self, request: web.BaseRequest, forward: Forward, error: BackendError) -> web.StreamResponse:
-        """What the client of a request gets that no endpoint has answered well."""
+        """Return what the client gets for a request without a good answer."""
         if forward.answer is not None and (forward.complete or not forward.begun):
             return forward.answer
         if forward.begun:
             if request.transport is not None:
-                request.transport.abort()  # so that the client does not take it for the end
-            return web.Response()  # it goes nowhere
+                request.transport.abort()  # so that the client does not take it for a complete answer
+            return web.Response()  # never sent
         if not self._upstreams.up:
             return _refusal(503, self._upstreams.outage, {"Retry-After": "1"})
         return _refusal(502, f"no endpoint answered: {error}")
 
 
 def _leads_out(path: str) -> bool:
-    """Whether the path has a ``..``, in any encoding that a server might decode."""
+    """Return whether the path has a ``..``, in any encoding that a server might decode."""
     for _ in range(MOST_ENCODINGS):
         decoded = unquote(path)
         if decoded == path:
@@ -178,6 +178,6 @@ def _leads_out(path: str) -> bool:
 
 
 def _refusal(status: int, words: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    """An error in the form of OpenAI's API."""
+    """Return an error in the format of OpenAI's API."""
     error: JsonObject = {"message": words, "type": "proxy_error", "param": None, "code": status}
     return json_response({"error": error}, status, headers)

@@ -1,4 +1,4 @@
-"""One server of a fleet: its backend, what the user said of it, and its requests under way."""
+"""One server of a fleet: its backend, what the user stated about it, and its running requests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from batch_agent.scheduler.server import Server
 
 @dataclass(slots=True, eq=False)
 class FleetServer:
-    """``address`` is what the user gave, ``name`` is unique in the fleet. The backend is entered on first use."""
+    """``address`` is as the user gave it; ``name`` is unique in the fleet. The backend is entered on first use."""
 
     address: str
     name: str
     backend: Backend
     traits: Traits = field(default_factory=Traits)
-    found: frozenset[str] | None = None  # the models that the server lists; None: not known
+    found: frozenset[str] | None = None  # the models that the server lists; None: unknown
     inflight: int = 0
     leaving: bool = False
     entered: bool = False
@@ -30,7 +30,7 @@ class FleetServer:
 
     @property
     def known(self) -> Server:
-        """What is known of the server, with what the fleet was given for it."""
+        """Return what is known about the server, with the traits given to the fleet."""
         known = self.backend.servers[""]
         usual = self.backend.capabilities.default_inflight
         known.default_inflight = None if usual is None else max(1, round(usual * self.traits.weight))
@@ -54,5 +54,5 @@ class FleetServer:
                 await self.backend.__aexit__(None, None, None)
 
     def forget_loop(self) -> None:
-        """Drops what belongs to an event loop that is closed."""
+        """Drop the state of a closed event loop."""
         self.entered, self.inflight, self._entering = False, 0, asyncio.Lock()

@@ -1,6 +1,6 @@
 """Reads the ``/metrics`` of any engine: vLLM, SGLang or Dynamo. Pure.
 
-An address does not say which engine listens there, so the metric names of all of them are looked for.
+An address does not show which engine it is, so the metric names of all engines are tried.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ GENERATED = (
     "sglang:generation_tokens_total",
     "dynamo_frontend_output_sequence_tokens_sum",
 )
-# Metric, label and label values of errors: those of the web framework under vLLM and SGLang, of vLLM's engine, of
-# Dynamo's frontend.
+# Metric, label and label values of errors: of the web framework of vLLM and SGLang, of vLLM's engine, of Dynamo's
+# frontend.
 ERRORS = (
     ("http_requests_total", "status", ("5xx", "500", "502", "503", "504")),
     ("vllm:request_success_total", "finished_reason", ("error",)),
@@ -35,7 +35,7 @@ NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What an engine reports; None for what it does not. Tokens and errors count from the server's start."""
+    """What an engine reports; None for what it does not report. Tokens and errors count from the server's start."""
 
     load: Load
     generated_tokens: int | None = None
@@ -48,7 +48,7 @@ class Told:
 
 
 def read_told(text: str) -> Told | None:
-    """Returns what the text of ``/metrics`` reports; None if it is no engine's."""
+    """Return what the text of ``/metrics`` reports; None if it is not from an engine."""
     metrics = Exposition(text, NAMES)
     running, waiting = metrics.count(*RUNNING), metrics.count(*WAITING) or 0
     if running is None:
@@ -67,7 +67,7 @@ def read_told(text: str) -> Told | None:
 
 
 def _errors(metrics: Exposition) -> int | None:
-    """Returns the number of answers that were the server's fault."""
+    """Return the number of answers with a server error."""
     for name, label, wrong in ERRORS:
         if samples := metrics.samples(name):
             return int(sum(sample.value for sample in samples if sample.labels.get(label) in wrong))
@@ -75,7 +75,7 @@ def _errors(metrics: Exposition) -> int | None:
 
 
 def tokens_per_second(before: Told, after: Told, seconds: float) -> float | None:
-    """Returns the rate between two readings; None if the server does not count, or was restarted meanwhile."""
+    """Return the rate between two readings; None if the server does not count, or was restarted in between."""
     first, second = before.generated_tokens, after.generated_tokens
     if first is None or second is None or second < first or seconds <= 0:
         return None

@@ -1,7 +1,8 @@
-"""The endpoints of a proxy: the hostfile's lines as servers of a dispatcher, and the probes that tell how they are.
+"""The endpoints of a proxy: the hostfile's lines as servers of a dispatcher, and the probes that check them.
 
-The dispatcher puts an endpoint down and grants slots; here each endpoint is probed every few seconds, sooner while it
-is down, or when it has requests and sends no byte. An endpoint is down until its first probe has come back.
+The dispatcher marks endpoints as down and grants slots. Each endpoint is probed here every few seconds, more often
+while it is down, or when it has requests and sends no byte. An endpoint counts as down until its first probe has
+returned.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ logger = logging.getLogger("batch_agent")
 LOOK_SECONDS = 10.0  # between two probes of an endpoint that is up
 SILENCE_SECONDS = 3.0  # without a byte from an endpoint with requests, after which it is probed
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 5.0  # between two probes of an endpoint that is down
-FIRST_LOOK_SECONDS = 1.0  # for the first probes, before the first request is let in
+FIRST_LOOK_SECONDS = 1.0  # for the first probes, before the first request is accepted
 TICK_SECONDS = 0.5
-MOST_PROBES = 256  # that begin in one tick
-MISSES = 3  # probes without an answer after which an endpoint that sends bytes is down all the same
+MOST_PROBES = 256  # started in one tick
+MISSES = 3  # probes without an answer after which an endpoint counts as down although it sends bytes
 
 
 @dataclass(slots=True, eq=False)
 class Upstream:
-    """One endpoint, and what went through it."""
+    """One endpoint, and its statistics."""
 
     host: AgentEndpoint
     endpoint: Endpoint
-    models: Entries | None = None  # that it lists; None: not known
-    heard: float = 0.0  # when it last sent a byte, or got a request while it had none
+    models: Entries | None = None  # that it lists; None: unknown
+    heard: float = 0.0  # when it last sent a byte, or got its first request
     probed: float = -inf  # when it was last probed
-    misses: int = 0  # probes in a row without an answer
-    seen_up: bool | None = None  # as it was last logged; None: it was never up
+    misses: int = 0  # consecutive probes without an answer
+    seen_up: bool | None = None  # as last logged; None: it was never up
     requests: int = 0
     failures: int = 0
 
@@ -68,12 +69,12 @@ class Upstream:
 
 
 class Upstreams:
-    """``max_inflight`` is each endpoint's, times its weight."""
+    """``max_inflight`` applies to each endpoint, times its weight."""
 
     def __init__(self, hosts: Sequence[AgentEndpoint], max_inflight: int, prober: Prober) -> None:
         self._max_inflight = max_inflight
         self._prober = prober
-        self._known: dict[str, Upstream] = {}  # by the name of the endpoint; with those that leave
+        self._known: dict[str, Upstream] = {}  # by endpoint name, including those that are leaving
         servers: dict[str, Server] = {}
         for host in hosts:
             servers[_free_name(host, servers)] = self._server(host)
@@ -89,7 +90,7 @@ class Upstreams:
 
     @property
     def present(self) -> list[Upstream]:
-        """Those of the hostfile, in the order they came."""
+        """Return the endpoints of the hostfile, in the order they were added."""
         return [upstream for upstream in self._known.values() if not upstream.endpoint.leaving]
 
     @property
@@ -98,7 +99,7 @@ class Upstreams:
 
     @property
     def models(self) -> list[JsonObject]:
-        """Those of all endpoints that are up, each once."""
+        """Return the models of all endpoints that are up, without duplicates."""
         up = [upstream.models or {} for upstream in self.present if upstream.endpoint.is_working]
         return list({name: entry for models in up for name, entry in models.items()}.values())
 
@@ -108,7 +109,7 @@ class Upstreams:
     # The hostfile
 
     def follow(self, hosts: Iterable[AgentEndpoint]) -> None:
-        """Apply a new content. Requests under way stay where they are."""
+        """Apply a new version. Running requests stay where they are."""
         kept, gone, new = changes(self.present, hosts)
         updated = [(upstream, host) for upstream, host in kept if upstream.host.tags != host.tags]
         for upstream, host in updated:
@@ -134,13 +135,14 @@ class Upstreams:
 
     def _begin(self, host: AgentEndpoint, endpoint: Endpoint) -> None:
         self._known[endpoint.name] = Upstream(host, endpoint)
-        endpoint.health.patient = True  # requests of all kinds pass: how long others took says nothing
+        endpoint.health.patient = True  # requests differ in kind: how long others took is no evidence
         self.dispatcher.endpoints.found(endpoint, Probe("down"))
-        endpoint.capacity.resize(endpoint.capacity.ceiling)  # this was no outage, after which it is filled step by step
+        # Not an outage, after which it would be filled step by step.
+        endpoint.capacity.resize(endpoint.capacity.ceiling)
         endpoint.health.reason = "no probe has been answered yet"
 
     def _set_traits(self, upstream: Upstream) -> None:
-        """Set what the hostfile's line and the server say of the endpoint."""
+        """Apply what the hostfile's line and the server state about the endpoint."""
         traits, server = Traits.read(upstream.host.tags), upstream.endpoint.server
         server.weight, server.default_inflight = traits.weight, self._limit(traits)
         if traits.model is not None:
@@ -152,7 +154,7 @@ class Upstreams:
     # Probes
 
     async def watch(self) -> NoReturn:
-        """Probe each endpoint when its time has come."""
+        """Probe each endpoint when it is due."""
         while True:
             now = asyncio.get_running_loop().time()
             due = sorted((each for each in self.present if self._is_due(each, now)), key=lambda each: each.probed)
@@ -161,7 +163,7 @@ class Upstreams:
             await asyncio.sleep(TICK_SECONDS)
 
     async def look(self) -> None:
-        """Return when every endpoint was probed once, or has had its time for that."""
+        """Return when every endpoint was probed once, or its time for that is over."""
         first = [self.dispatcher.endpoints.probe(upstream.endpoint) for upstream in self.present[:MOST_PROBES]]
         await asyncio.wait([task for task in first if task is not None], timeout=FIRST_LOOK_SECONDS)
 
@@ -174,15 +176,15 @@ class Upstreams:
         return now - upstream.probed >= pause
 
     def _is_silent(self, upstream: Upstream, now: float) -> bool:
-        """Whether it has requests and sends nothing, while another endpoint is up that could take them."""
+        """Return whether it has requests and sends nothing, while another endpoint is up that could take them."""
         quiet = upstream.endpoint.inflight and now - upstream.heard >= SILENCE_SECONDS
         return bool(quiet) and self.dispatcher.scheduler.router.others_work(upstream.endpoint)
 
     async def probe(self, endpoint: str = "") -> Probe:
-        """Whether the endpoint is up. One that fails a probe while it sends bytes may just be busy."""
+        """Return whether the endpoint is up. One that fails a probe while it sends bytes may just be busy."""
         upstream = self._known.get(endpoint)
         if upstream is None:
-            return Probe("down", "it has left the hostfile")
+            return Probe("down", "it was removed from the hostfile")
         upstream.probed = asyncio.get_running_loop().time()
         found, models = await self._prober.probe(upstream.host)
         if found.state != "down":
@@ -206,14 +208,14 @@ class Upstreams:
 
     @property
     def outage(self) -> str:
-        """Why no request can be answered."""
+        """Return the reason why no request can be answered."""
         present = self.present
         first = f"{present[0].host.place}: {present[0].endpoint.health.reason}"
         return f"none of the {len(present)} endpoints is up; the first of them: {first}"
 
 
 def _free_name(host: AgentEndpoint, taken: Collection[str]) -> str:
-    """The address, so that a key has the same home in every proxy; a line that comes twice has a number too."""
+    """Return the address, so that a key has the same home in every proxy; a repeated line gets a number."""
     name, number = host.address, 1
     while name in taken:
         number += 1

@@ -1,6 +1,6 @@
 """Waits until enough servers of a fleet are up.
 
-All are probed at once, and those that are not ready again and again: each has a task that ends when it is up.
+All are probed at once, and again until they are ready: each has a task that ends when it is up.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from batch_agent.fleet.hostfile import AgentEndpoint
 from batch_agent.fleet.probe import Prober
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 2.0  # seconds between two probes of one endpoint
-PROBES_PER_SECOND = 500  # at most: the pauses of a large fleet are longer
-SETTLE_SECONDS = 1.0  # for probes under way when enough are up: a floor does not leave out servers that are up too
+PROBES_PER_SECOND = 500  # at most: in a large fleet each is probed less often
+SETTLE_SECONDS = 1.0  # for running probes once enough are up, so that other servers that are up count too
 
 
 @dataclass(slots=True)
 class Waited:
-    """Which endpoints are up, by their place in the list: an endpoint may be listed twice."""
+    """Which endpoints are up, by position in the list: an endpoint may be listed twice."""
 
     endpoints: Sequence[AgentEndpoint]
     needed: int
     up: set[int] = field(default_factory=set)
-    reasons: dict[int, str] = field(default_factory=dict)  # why others are not, once they were probed
+    reasons: dict[int, str] = field(default_factory=dict)  # why others are not up, once probed
 
     @property
     def enough(self) -> bool:
@@ -35,7 +35,7 @@ class Waited:
 
     @property
     def asked(self) -> bool:
-        """Whether every endpoint was probed at least once."""
+        """Return whether every endpoint was probed at least once."""
         return len(self.up) + len(self.reasons) == len(self.endpoints)
 
     @property
@@ -52,11 +52,12 @@ class Waited:
 
 
 def needed(total: int, min_hosts: int | None = None, min_fraction: float | None = None) -> int:
-    """Returns how many of ``total`` must be up: all, or what the floors require. SpecError for one out of reach."""
+    """Return how many of ``total`` must be up: all, or what the floors require. Raises SpecError if it is
+    impossible."""
     if not total:
-        raise SpecError("there is no endpoint to wait for: the hostfile names none")
+        raise SpecError("there is no endpoint to wait for: the hostfile lists none")
     if min_hosts is not None and min_hosts > total:
-        raise SpecError(f"{min_hosts} endpoints can never be up: the hostfile names {total}")
+        raise SpecError(f"{min_hosts} endpoints can never be up: the hostfile lists {total}")
     if min_hosts is None and min_fraction is None:
         return total
     part = 1 if min_fraction is None else math.ceil(min_fraction * total - 1e-9)
@@ -66,7 +67,7 @@ def needed(total: int, min_hosts: int | None = None, min_fraction: float | None 
 async def wait_until_ready(
     waited: Waited, prober: Prober, timeout: float, changed: Callable[[Waited], None] = lambda waited: None
 ) -> None:
-    """Returns when enough are up or the time is over. ``waited`` is kept up to date, and given to ``changed``."""
+    """Return when enough are up or the time is over. ``waited`` is kept up to date and passed to ``changed``."""
     news = asyncio.Event()
 
     async def watch(place: int) -> None:

@@ -1,1 +1,1 @@
-"""One loopback address that speaks the wires agent frameworks speak; what it is asked counts as a row's model calls."""
+"""A loopback server with the wires of agent frameworks. Requests to it count as a row's model calls."""

@@ -1,4 +1,4 @@
-"""The dialect of ``/v1/chat/completions``: requests read, answers written. Pure."""
+"""The dialect of ``/v1/chat/completions``: reads requests, writes answers. Pure."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _tools(body: JsonObject, lost: list[str]) -> Iterator[ToolSpec]:
 
 
 def _tool_choice(choice: JsonValue) -> JsonValue:
-    """A word, or a tool's name."""
+    """Return a keyword, or a tool's name."""
     if choice is None or isinstance(choice, str):
         return choice
     function = mapping_of(mapping_of(choice, "tool_choice").get("function"), "tool_choice")
@@ -199,7 +199,7 @@ def _seed(value: JsonValue) -> int | None:
 
 
 def _deltas(message: JsonObject) -> Iterator[JsonObject]:
-    """The fields of a message, one after the other."""
+    """Yield the fields of a message, one after another."""
     yield {"role": "assistant", "content": ""}
     for name, value in message.items():
         if name == "tool_calls":

@@ -1,7 +1,7 @@
-"""A client's request as the engine asks it, and the checks that all dialects share. Pure.
+"""A client's request in the engine's form, and the checks that all dialects share. Pure.
 
-A request is read into a RequestShape and messages, whatever the backend speaks: prices, limits and the record need
-them. ``lost`` names what the messages cannot hold. Such a request can still be forwarded in its own wire format.
+A request is read into a RequestShape and messages, whatever the backend's wire is: prices, limits and the record need
+them. ``lost`` names what messages cannot represent. Such a request can still be forwarded in its own wire format.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pydantic import JsonValue
 from batch_agent.backends.base import ClientBody, RequestShape
 from batch_agent.messages import Content, Image, JsonObject, Message, Part, Reply
 
-# Fields that change how a request is delivered or accounted, and not what is asked.
+# Fields that affect how a request is delivered or accounted, but not its meaning.
 DELIVERY = frozenset(
     ("stream", "stream_options", "metadata", "user", "prompt_cache_key", "safety_identifier", "client_metadata")
 ) | {"service_tier", "store"}
-CONVERSATION = frozenset({"messages", "input", "system", "instructions"})  # what is read into messages
-KINDS = 256  # of request that are remembered
+CONVERSATION = frozenset({"messages", "input", "system", "instructions"})  # read into messages
+KINDS = 256  # request kinds that are cached
 BESIDE = DELIVERY | CONVERSATION
-BILLING = "x-anthropic-billing-header:"  # the start of a system block that differs from session to session
+BILLING = "x-anthropic-billing-header:"  # start of a system block that differs from session to session
 
 
 class BadRequest(Exception):
-    """The client's request is wrong. ``param`` is the field to blame."""
+    """The client's request is invalid. ``param`` is the invalid field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -37,60 +37,61 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What an answer carries beside the model's words."""
+    """What an answer contains beside the model's text."""
 
-    name: str  # unique to the question
+    name: str  # unique to the request
     created: int  # seconds since the epoch
     model: str
 
 
 class ClientDialect(Protocol):
-    """One wire format as a server speaks it."""
+    """One wire format, from the server's side."""
 
     @property
     def wire(self) -> str:
-        """The name that backends give the same wire."""
+        """Return the backends' name for the same wire."""
         ...
 
     def read_kind(self, body: JsonObject, model: str) -> RequestKind:
-        """All but the conversation; ``model`` is asked if the request names none. Raises BadRequest."""
+        """Return everything except the conversation; ``model`` is the default model. Raises BadRequest."""
         ...
 
     def read_messages(self, body: JsonObject, lost: list[str]) -> list[Message]:
-        """The conversation; ``lost`` gets what messages cannot hold. Raises BadRequest."""
+        """Return the conversation; adds to ``lost`` what messages cannot represent. Raises BadRequest."""
         ...
 
     def document(self, reply: Reply, request: ClientRequest, envelope: Envelope) -> JsonObject:
-        """The whole answer as one JSON document."""
+        """Return the whole answer as one JSON document."""
         ...
 
     def events(self, document: JsonObject, request: ClientRequest) -> Iterator[bytes]:
-        """The same answer as server-sent events."""
+        """Yield the same answer as server-sent events."""
         ...
 
     def error(self, status: int, message: str, param: str | None = None) -> JsonObject:
-        """An error document."""
+        """Return an error document."""
         ...
 
     def error_event(self, status: int, message: str) -> bytes:
-        """The same inside a stream that has begun."""
+        """Return the error as an event inside a stream that has begun."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestKind:
-    """What requests have in common that differ in their conversations alone."""
+    """What requests share that differ only in their conversations."""
 
     shape: RequestShape
-    lost: Sequence[str] = ()  # what the shape does not say, and a backend of another wire could not be asked
-    custom_tools: frozenset[str] = frozenset()  # that take text in place of arguments
-    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # tools' own names, by what they are called
+    lost: Sequence[str] = ()  # what the shape cannot represent, and only a backend of the same wire supports
+    custom_tools: frozenset[str] = frozenset()  # tools that take text instead of arguments
+    # Tools' original names, by the name shown to the model.
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class ClientRequest:
-    """``body`` is the request as it came. ``head`` is the digest of everything that is asked beside the messages, the
-    same in every session. If messages do not hold all that was said, which is then ``lost``, it covers all of it."""
+    """``body`` is the request as it arrived. ``head`` is the digest of everything beside the messages, the same in
+    every session. If messages cannot represent everything (see ``lost``), it covers the whole request."""
 
     dialect: ClientDialect
     body: JsonObject
@@ -114,13 +115,13 @@ class ClientRequest:
 
 
 class RequestReader:
-    """Reads requests, and remembers their kinds: an agent sends the same tools with every request."""
+    """Reads requests, and caches their kinds: an agent sends the same tools with every request."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, RequestKind] = {}
 
     def read(self, dialect: ClientDialect, body: JsonObject, model: str) -> ClientRequest:
-        """The request; ``model`` is asked if it names none. Raises BadRequest."""
+        """Return the request; ``model`` is the default model. Raises BadRequest."""
         head = _digest(dialect, body, BESIDE)
         kind = self._known.get(head)
         if kind is None:
@@ -149,7 +150,7 @@ def is_billing(block: JsonValue) -> bool:
 
 
 def objects(value: JsonValue, where: str) -> list[JsonObject]:
-    """A list of objects; empty if it is missing."""
+    """Return a list of objects; empty if it is missing."""
     if value is None:
         return []
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
@@ -158,7 +159,7 @@ def objects(value: JsonValue, where: str) -> list[JsonObject]:
 
 
 def mapping_of(value: JsonValue, where: str) -> JsonObject:
-    """An object; empty if it is missing."""
+    """Return an object; empty if it is missing."""
     if value is None:
         return {}
     if isinstance(value, dict):
@@ -167,7 +168,7 @@ def mapping_of(value: JsonValue, where: str) -> JsonObject:
 
 
 def string(value: JsonValue, where: str) -> str:
-    """A text; empty if it is missing."""
+    """Return a text; empty if it is missing."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -176,7 +177,7 @@ def string(value: JsonValue, where: str) -> str:
 
 
 def whole(body: Mapping[str, JsonValue], *names: str) -> int | None:
-    """The first of these fields that is there, as a positive number."""
+    """Return the first of these fields that is present, as a positive integer."""
     for name in names:
         value = body.get(name)
         if value is not None:
@@ -194,7 +195,7 @@ def number(body: Mapping[str, JsonValue], name: str) -> float | None:
 
 
 def texts(value: JsonValue, where: str) -> tuple[str, ...]:
-    """A text or a list of texts."""
+    """Return a text or a list of texts, as a tuple."""
     if value is None:
         return ()
     given = [value] if isinstance(value, str) else value
@@ -204,7 +205,7 @@ def texts(value: JsonValue, where: str) -> tuple[str, ...]:
 
 
 def image_of(value: JsonValue, where: str) -> Image:
-    """A picture: an object with a ``url``, or the URL itself. A path on this machine is refused."""
+    """Return a picture from an object with a ``url``, or from the URL itself. A path on this machine is refused."""
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str) or not url.startswith(("http://", "https://", "data:")):
         raise BadRequest(f"{where} must have an http, https or data URL", where)
@@ -212,7 +213,7 @@ def image_of(value: JsonValue, where: str) -> Image:
 
 
 def joined(parts: Sequence[Part]) -> Content:
-    """Parts as content: a plain text if there is no picture among them."""
+    """Return parts as content: plain text if there is no picture among them."""
     if any(isinstance(part, Image) for part in parts):
         return tuple(parts)
     return "".join(part for part in parts if isinstance(part, str))
@@ -227,7 +228,7 @@ def sse(value: JsonValue, event: str = "") -> bytes:
 
 
 def own_document(reply: Reply, wire: str) -> JsonObject | None:
-    """The whole answer of a server that was asked in the client's own wire format."""
+    """Return the whole answer of a server with the client's own wire format; None for other servers."""
     sealed = reply.sealed
     if sealed is not None and sealed.wire == f"{wire} document" and isinstance(sealed.value, dict):
         return sealed.value

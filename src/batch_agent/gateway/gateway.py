@@ -1,8 +1,9 @@
-"""The gateway: an HTTP server on loopback through which programs ask as a row, each with the key of its row.
+"""The gateway: an HTTP server on loopback. Programs send model requests through it as part of a row, with the row's
+key.
 
-A request is read in its dialect, asked through the row (``RowAccess.answer``: slot, order, outages, budget, record) and
-answered in the same dialect. An answer is sent once it is complete and recorded, streams included: so a retry never
-repeats words that a client has read, and a client never has an answer that a resumed run would not know.
+A request is read in its dialect, sent through the row (``RowAccess.answer``: slot, order, outages, budget, record) and
+answered in the same dialect. An answer, even a streamed one, is sent only when it is complete and recorded. So a retry
+never repeats text that a client has read, and a client never has an answer that a resumed run would not know.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from batch_agent.outputs.surrogates import read_json
 MAX_BODY_BYTES = 64 * 1024 * 1024
 PATIENCE_SECONDS = 30.0
 LISTING_SECONDS = 5.0  # for a server to list its models
-FINAL = {"x-should-retry": "false"}  # what clients of OpenAI and Anthropic read beside the status
-RETRIED = frozenset({401, 403, 408, 409, 425, 429})  # statuses that mean something else here, or that clients retry
+FINAL = {"x-should-retry": "false"}  # clients of OpenAI and Anthropic read this beside the status
+RETRIED = frozenset({401, 403, 408, 409, 425, 429})  # statuses that have another meaning here, or that clients retry
 CHAT = ChatDialect()
 DIALECTS: dict[str, ClientDialect] = {
     "/chat/completions": CHAT,
@@ -62,34 +63,34 @@ DIALECTS: dict[str, ClientDialect] = {
 
 
 class RowAccess(Protocol):
-    """The row that a key stands for."""
+    """The row that a key belongs to."""
 
     @property
     def model(self) -> str:
-        """The run's model, for a request that names none."""
+        """Return the run's model, the default for requests."""
         ...
 
     @property
     def wires(self) -> frozenset[str]:
-        """The wires in which the backend takes a request as it is."""
+        """Return the wires in which the backend accepts a request unchanged."""
         ...
 
     async def models(self) -> Sequence[str]: ...
 
     async def answer(self, request: ClientRequest) -> Reply:
-        """The recorded answer. Raises JobError or SpecError."""
+        """Return the recorded answer. Raises JobError or SpecError."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Guest:
     row: RowAccess
-    tasks: set[asyncio.Task[object]] = field(default_factory=set)  # its requests under way
-    answers: dict[str, Message] = field(default_factory=dict)  # those that call tools, by the id of their first call
+    tasks: set[asyncio.Task[object]] = field(default_factory=set)  # its running requests
+    answers: dict[str, Message] = field(default_factory=dict)  # answers with tool calls, by the id of their first call
 
 
 class Gateway:
-    """Entered, it listens. ``admit`` gives a row its key, ``dismiss`` ends the key and its requests."""
+    """Listens while entered. ``admit`` gives a row its key, ``dismiss`` ends the key and its requests."""
 
     def __init__(self, *, patience: float = PATIENCE_SECONDS, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._patience, self._max_body_bytes = patience, max_body_bytes
@@ -110,7 +111,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Up to and without ``/v1``."""
+        """Return the address up to and without ``/v1``."""
         return self._server.url
 
     def admit(self, row: RowAccess) -> str:
@@ -124,7 +125,7 @@ class Gateway:
             task.cancel()
 
     def env(self, key: str) -> dict[str, str]:
-        """The address and the key under the names that clients read."""
+        """Return the environment variables with address and key that clients read."""
         return {
             "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_KEY": key,
@@ -137,7 +138,7 @@ class Gateway:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
-        while path.startswith("/v1/"):  # some clients add it to an address that has it
+        while path.startswith("/v1/"):  # some clients append it to an address that already has it
             path = path[3:]
         dialect = DIALECTS.get(path.rstrip("/"), CHAT)
         if not names_loopback(request):
@@ -148,12 +149,12 @@ class Gateway:
         if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
             return await self._models(guest.row, path.removeprefix("/models").strip("/"))
         if path.rstrip("/") not in DIALECTS:
-            return _refusal(dialect, 404, f"{request.path} is not served here")
+            return _refusal(dialect, 404, f"{request.path} does not exist")
         if request.method != "POST":
-            return _refusal(dialect, 405, f"{request.path} takes POST")
+            return _refusal(dialect, 405, f"{request.path} accepts only POST")
         try:
             if "Content-Encoding" in request.headers:
-                raise BodyRefused(415, "compressed bodies are not taken here")
+                raise BodyRefused(415, "compressed bodies are not accepted")
             body = await read_body(request, self._patience, self._max_body_bytes)
         except BodyRefused as error:
             return await answer_unread(request, _refusal(dialect, error.status, str(error)))
@@ -163,7 +164,7 @@ class Gateway:
                 return json_response({"input_tokens": _estimated_tokens(asked)})
             if asked.lost and dialect.wire not in guest.row.wires:
                 lost = "; ".join(dict.fromkeys(asked.lost))
-                raise BadRequest(f"the run's backend has another wire format, which cannot say this: {lost}")
+                raise BadRequest(f"the run's backend has another wire format, which cannot represent: {lost}")
         except BadRequest as error:
             return _refusal(dialect, 400, str(error), error.param)
         if betas := request.headers.get("anthropic-beta"):
@@ -219,7 +220,7 @@ class Gateway:
 async def _fail_late(
     response: web.StreamResponse, request: web.BaseRequest, asked: ClientRequest, failure: tuple[int, str]
 ) -> web.StreamResponse:
-    """A failure after the response has begun with status 200: an event, or a connection that breaks off."""
+    """Report a failure after the response has begun with status 200: with an event, or by breaking the connection."""
     if asked.stream:
         await response.write(asked.dialect.error_event(*failure))
     elif request.transport is not None:
@@ -233,7 +234,7 @@ def _key(request: web.BaseRequest) -> str:
 
 
 def _estimated_tokens(asked: ClientRequest) -> int:
-    """Tokens of a prompt without a tokenizer. A picture counts as one of usual size."""
+    """Return the estimated tokens of a prompt. A picture counts with its usual size."""
     tools = sum(estimate_tokens(tool_text(tool)) for tool in asked.shape.tools)
     calls = sum(estimate_tokens(call.name + call.arguments) for said in asked.messages for call in said.tool_calls)
     return tools + calls + sum(content_tokens(said.content) for said in asked.messages)
@@ -250,8 +251,8 @@ def _document(body: bytes) -> JsonObject:
 
 
 def _as_answered(message: Message, answers: Mapping[str, Message]) -> Message:
-    """An answer that comes back, as the model gave it: with what only its wire can read, and its arguments verbatim, so
-    that a server finds it in its cache."""
+    """Return an answer in a request as the model originally gave it: with the parts that only its wire can read, and
+    with unchanged arguments, so that the server's prefix cache matches."""
     known = answers.get(message.tool_calls[0].id) if message.tool_calls else None
     return known if known is not None and _said(known) == _said(message) else message
 
@@ -261,7 +262,7 @@ def _said(message: Message) -> object:
 
 
 def _status(error: BatchAgentError) -> int:
-    """The status of a failed request. None of them is one that clients try again, if trying again cannot help."""
+    """Return the status for a failed request: one that clients do not retry, if a retry cannot help."""
     match error:
         case Interrupted():
             return 402
@@ -282,6 +283,6 @@ def _refusal(dialect: ClientDialect, status: int, words: str, param: str | None 
 
 
 def _card(name: str) -> JsonObject:
-    """A model as both APIs list it."""
+    """Return a model's entry in the list, valid for both APIs."""
     openai: JsonObject = {"id": name, "object": "model", "created": 0, "owned_by": "batch-agent"}
     return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}

@@ -1,6 +1,6 @@
-"""The HTTP server of the gateway and of the fleet's proxy: listening, limits, half-sent requests, clients that leave.
+"""The HTTP server of the gateway and of the fleet's proxy: listening, limits, incomplete requests, clients that leave.
 
-What a request means is its handler's. A handler is cancelled when its client closes the connection.
+The handler interprets requests. It is cancelled when its client closes the connection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class BodyRefused(Exception):
-    """The body of a request is too large, or stops coming: ``status`` is 413 or 408."""
+    """The body of a request is too large (``status`` 413) or stopped arriving (408)."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -35,8 +35,8 @@ class BodyRefused(Exception):
 
 
 class HttpServer:
-    """Entered, it listens and has a ``url``. A taken port is a SpecError. A request that sends no byte for ``patience``
-    seconds before its headers are complete is dropped."""
+    """Listens while entered, and has a ``url``. A port in use raises SpecError. A request that sends no byte for
+    ``patience`` seconds before its headers are complete is dropped."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class HttpServer:
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        # Compressed bodies pass as they are. The timeout is also that of a request's headers.
+        # Compressed bodies pass unchanged. The timeout also applies to a request's headers.
         server = web.Server(
             self._handler,
             handler_cancellation=True,
@@ -67,7 +67,7 @@ class HttpServer:
         except OSError as error:
             await runner.cleanup()
             if error.errno == errno.EADDRINUSE:
-                raise SpecError(f"{host}:{port} is taken by another program: choose another port") from None
+                raise SpecError(f"{host}:{port} is in use by another program: choose another port") from None
             raise SpecError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
         place = f"[{host}]" if ":" in host else host
         self.url = f"http://{place}:{runner.addresses[0][1]}"
@@ -81,14 +81,14 @@ class HttpServer:
 
 
 async def read_body(request: web.BaseRequest, patience: float, most: int = MAX_BODY_BYTES) -> bytes:
-    """The body of a request. Raises BodyRefused if it has more than ``most`` bytes, or none come for ``patience``
-    seconds."""
+    """Return the body of a request. Raises BodyRefused if it has more than ``most`` bytes, or if none arrive for
+    ``patience`` seconds."""
     if not request.can_read_body:
         return b""
     too_large = BodyRefused(413, f"the body is larger than {most // 1024**2} MiB")
     if (request.content_length or 0) > most:
         raise too_large
-    if request.content.is_eof():  # it came with the headers, as small ones do
+    if request.content.is_eof():  # it came with the headers, as small bodies do
         return request.content.read_nowait()
     body, clock = bytearray(), asyncio.get_running_loop().time
     try:
@@ -111,14 +111,14 @@ def is_loopback(host: str) -> bool:
 
 
 def names_loopback(request: web.BaseRequest) -> bool:
-    """Whether the Host header names this machine: a web page that was made to resolve to it names another."""
+    """Return whether the Host header names this machine: a web page whose name resolves to it sends another name."""
     host = request.headers.get("Host", "")
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name in LOOPBACK or is_loopback(name)
 
 
 async def answer_unread(request: web.BaseRequest, answer: web.Response) -> web.Response:
-    """Answers a request that was not read to its end. If no more of it comes, the connection is closed at once."""
+    """Answer a request that was not read completely. If no more of it arrives, the connection is closed at once."""
     if answer.status == 408:
         await answer.prepare(request)
         await answer.write_eof()

@@ -1,4 +1,4 @@
-"""The dialect of Anthropic's ``/v1/messages``: requests read, answers written. Pure."""
+"""The dialect of Anthropic's ``/v1/messages``: reads requests, writes answers. Pure."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def _event(value: JsonObject) -> bytes:
 
 
 def _system(system: JsonValue) -> Iterator[Message]:
-    """One message, because chat templates take no more. A line that differs from session to session is left out: it
-    would keep a server from finding the prefix in its cache."""
+    """Yield one system message, because chat templates accept only one. A line that differs from session to session is
+    removed: it would break the server's prefix cache."""
     if isinstance(system, str):
         text = system
     else:
@@ -139,7 +139,7 @@ def _system(system: JsonValue) -> Iterator[Message]:
 
 
 def _messages(message: JsonObject, lost: list[str]) -> Iterator[Message]:
-    """The results of tools come first, as they stand in the request."""
+    """Yield the messages; tool results come first, as in the request."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise BadRequest(f"a message has the role {role!r}: it must be user or assistant", "messages")
@@ -168,7 +168,7 @@ def _messages(message: JsonObject, lost: list[str]) -> Iterator[Message]:
 
 
 def _parts(block: JsonObject, lost: list[str]) -> list[Part]:
-    """Text and pictures of one block."""
+    """Return text and pictures of one block."""
     match block.get("type"):
         case "text":
             return [string(block.get("text"), "text")]
@@ -202,7 +202,7 @@ def _tools(body: JsonObject, lost: list[str]) -> Iterator[ToolSpec]:
             raise BadRequest("a tool has no name", "tools")
         if isinstance(schema, dict):
             yield ToolSpec(name, string(tool.get("description"), "description"), schema)
-        elif not str(tool.get("type")).startswith(SERVER_TOOLS):  # other models never learn of those
+        elif not str(tool.get("type")).startswith(SERVER_TOOLS):  # not available to other models
             lost.append(f"the tool {name} of the type {tool.get('type')!r}")
 
 
@@ -226,7 +226,7 @@ def _blocks(reply: Reply) -> Iterator[JsonObject]:
 
 
 def _opened(block: JsonObject) -> tuple[JsonObject, Sequence[JsonObject]]:
-    """A block as it begins, and what follows."""
+    """Return the start of a block, and the events that follow."""
     match block.get("type"):
         case "text":
             return {**block, "text": ""}, [{"type": "text_delta", "text": block.get("text")}] if block["text"] else []
@@ -241,7 +241,7 @@ def _opened(block: JsonObject) -> tuple[JsonObject, Sequence[JsonObject]]:
 
 
 def _written_usage(usage: Usage) -> JsonObject:
-    """``input_tokens`` is what neither came from the cache nor went into it."""
+    """Return the usage; ``input_tokens`` excludes tokens read from or written to the cache."""
     return {
         "input_tokens": max(0, usage.prompt_tokens - usage.cached_tokens - usage.cache_write_tokens),
         "cache_read_input_tokens": usage.cached_tokens,

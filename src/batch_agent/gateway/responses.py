@@ -1,4 +1,4 @@
-"""The dialect of ``/v1/responses``: answers written, whole or as numbered events. Pure."""
+"""The dialect of ``/v1/responses``: writes answers, whole or as numbered events. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULTS: JsonObject = {"metadata": {}, "parallel_tool_calls": True, "tool_choic
 
 
 class ResponsesDialect(ChatDialect):
-    """Errors have the form of the chat dialect's."""
+    """Errors have the same format as in the chat dialect."""
 
     wire = "responses"
 
@@ -102,7 +102,7 @@ def _events(document: JsonObject) -> Iterator[JsonObject]:
 
 
 def _inside(item: JsonObject) -> tuple[JsonObject, Sequence[JsonObject]]:
-    """An item as it begins, and the events that fill it."""
+    """Return the start of an item, and the events that fill it."""
     begun = {**item, "status": "in_progress"} if "status" in item else item
     match item.get("type"):
         case "message":

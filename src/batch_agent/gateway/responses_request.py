@@ -1,7 +1,6 @@
-"""Requests of ``/v1/responses`` read into messages. Pure.
+"""Reads requests of ``/v1/responses`` into messages. Pure.
 
-A conversation is a list of items there. What a model said and called in one answer are several items; in the messages
-they are one.
+There a conversation is a list of items. Text and calls of one answer are several items, but one message.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from batch_agent.gateway.client_request import (
 from batch_agent.messages import Content, JsonObject, Message, Part, Role, ToolCall, ToolSpec
 
 ROLES: dict[JsonValue, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-TEXT_TOOL: JsonObject = {  # how a tool that takes text looks to a model that knows functions only
+TEXT_TOOL: JsonObject = {  # a tool with text input, as shown to a model that knows only functions
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The whole input of the tool, as plain text."}},
     "required": ["input"],
@@ -57,7 +56,7 @@ def custom_tools(body: JsonObject) -> frozenset[str]:
 
 
 def namespaces(body: JsonObject) -> dict[str, tuple[str, str]]:
-    """Namespace and name of tools that have one, by the name that the model knows them by."""
+    """Return namespace and name of tools that have one, by the name shown to the model."""
     spaces = [tool for tool in objects(body.get("tools"), "tools") if tool.get("type") == "namespace"]
     pairs = [
         (str(space.get("name")), str(tool.get("name")))
@@ -72,7 +71,7 @@ def _qualified(space: str, name: str) -> str:
 
 
 def _flat(body: JsonObject) -> Iterator[tuple[JsonObject, str]]:
-    """All tools with the names that the model knows them by."""
+    """Yield all tools with the names shown to the model."""
     for tool in objects(body.get("tools"), "tools"):
         name = string(tool.get("name"), "name")
         if tool.get("type") == "namespace":
@@ -83,9 +82,9 @@ def _flat(body: JsonObject) -> Iterator[tuple[JsonObject, str]]:
 
 
 def stored(body: JsonObject) -> list[str]:
-    """Fields that refer to something stored at a server."""
+    """Return the fields that refer to something stored on a server."""
     names = ("previous_response_id", "conversation", "prompt")
-    return [f"{name}, which refers to something stored at a server" for name in names if body.get(name) is not None]
+    return [f"{name}, which refers to data stored on a server" for name in names if body.get(name) is not None]
 
 
 def read_items(body: JsonObject, lost: list[str]) -> list[Message]:
@@ -130,7 +129,7 @@ def _add(messages: list[Message], item: JsonObject, lost: list[str]) -> None:
 
 
 def _go_on(messages: list[Message], text: Content = "", reasoning: str = "", call: ToolCall | None = None) -> None:
-    """Add to the model's latest answer; begin one if the latest message is not its own."""
+    """Add to the model's latest answer; start one if the latest message is not the model's."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     if last is None or (text and (last.content or last.tool_calls)) or (reasoning and last.tool_calls):
         messages.append(Message("assistant", text, () if call is None else (call,), reasoning=reasoning))
@@ -171,7 +170,7 @@ def _tools(body: JsonObject, lost: list[str]) -> Iterator[ToolSpec]:
             yield ToolSpec(name, description, parameters)
         elif kind == "custom":
             yield ToolSpec(name, _with_grammar(tool, description), TEXT_TOOL)
-        elif not kind.startswith(SERVER_TOOLS):  # other models never learn of those
+        elif not kind.startswith(SERVER_TOOLS):  # not available to other models
             lost.append(f"a tool of the type {kind!r}")
 
 
@@ -181,7 +180,7 @@ def _with_grammar(tool: JsonObject, description: str) -> str:
 
 
 def _tool_choice(choice: JsonValue) -> JsonValue:
-    """A word, or a tool's name."""
+    """Return a keyword, or a tool's name."""
     if choice is None or isinstance(choice, str):
         return choice
     return string(mapping_of(choice, "tool_choice").get("name"), "tool_choice") or "auto"

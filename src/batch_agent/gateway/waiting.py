@@ -1,8 +1,8 @@
-"""Signs of life for a client whose answer takes long.
+"""Keep-alive data for a client whose answer takes long.
 
-A server that is down is waited for, and a client must not give up meanwhile. After a few seconds the response is begun:
-a stream gets comments, a JSON document gets spaces before its first brace. Both are ignored by every reader. An answer
-that comes sooner has the status that it deserves.
+If a server is down, the request waits, and the client must not time out meanwhile. After a few seconds the response
+starts: a stream gets comments, a JSON document gets spaces before its first brace; every reader ignores both. An answer
+that comes sooner gets its proper status.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Self
 
 from aiohttp import web
 
-FIRST_SECONDS = 15.0  # before the response is begun without an answer
+FIRST_SECONDS = 15.0  # before the response starts without an answer
 EVERY_SECONDS = 10.0
 COMMENT, SPACE = b": keep-alive\n\n", b" "
 
 
 class Waiting:
-    """Entered while the answer is awaited. ``response`` is the one that was begun, if any."""
+    """Entered while the answer is pending. ``response`` is the one that was started, if any."""
 
     __slots__ = ("_over", "_request", "_streamed", "_task", "_timer", "response")
 

@@ -1,1 +1,1 @@
-"""Events outward: counts, the terminal, the summary of a run."""
+"""Outputs made from events: statistics, the terminal, the summary of a run, metrics and traces."""

@@ -1,7 +1,7 @@
-"""Keeps a view up to date while a run goes on.
+"""Keeps a view up to date during a run.
 
-The numbers are taken on the event loop, a few times a second; drawing happens beside it, because a stopped terminal or
-a full pipe must not stop the agents. A view that fails is switched off: a lost picture is no reason to lose the run.
+Statistics are read on the event loop a few times a second. Drawing happens in a thread, because a stopped terminal or a
+full pipe must not stop the agents. A view that fails is switched off; the run continues.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Display:
         return self
 
     def begin(self) -> None:
-        """For those who find out on the way that there is something to show; ``__aexit__`` ends it all the same."""
+        """Start showing, for callers that decide later to show something; ``__aexit__`` ends it in any case."""
         try:
             self._view.__enter__()
         except OSError:
@@ -44,7 +44,7 @@ class Display:
             self._timer.cancel()
         if self._drawing is not None:
             await asyncio.wait([self._drawing], timeout=PATIENCE)
-        if self._finished_drawing():  # a view that still draws holds its terminal; the process is about to end
+        if self._finished_drawing():  # a view that still draws keeps its terminal; the process is about to end
             with suppress(OSError):
                 self._view.__exit__(*exception)
 
@@ -64,7 +64,7 @@ class Display:
 
 
 def with_expected(statistics: Statistics, expected: int | None) -> Statistics:
-    """The same with a total, where the run itself could not know one."""
+    """Return the statistics with a total, if the run itself could not know it."""
     if statistics.total is not None or expected is None:
         return statistics
     return dataclasses.replace(statistics, total=max(expected, statistics.done))

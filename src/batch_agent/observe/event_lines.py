@@ -1,7 +1,7 @@
 """A sink that writes each event as a line of JSON, ``{"event": "TurnFinished", …}``; docs/events.md lists them.
 
-Lines gather in memory and are written in a thread, so that a slow disk does not slow a run. A file that cannot be
-written is given up with a warning.
+Lines are collected in memory and written in a thread, so that a slow disk does not slow a run. If the file cannot be
+written, writing stops with a warning.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from batch_agent.events import Event
 
 logger = logging.getLogger("batch_agent")
 
-MOST_WAITING = 100_000  # events; more are dropped while the disk does not keep up
+MOST_WAITING = 100_000  # events; more are dropped while the disk is too slow
 AT_ONCE = 1000  # events in one write
 PATIENCE = 5.0  # seconds that the end of a run waits for the disk
 
 
 def event_json(event: Event) -> bytes:
-    """One event as a line, without its end."""
+    """Return one event as a line, without its line end."""
     return to_json({"event": type(event).__name__, **dataclasses.asdict(event)}, inf_nan_mode="null")
 
 
 class EventLines:
-    """``close`` writes what is left."""
+    """``close`` writes the remaining events."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -57,7 +57,7 @@ class EventLines:
             self._dropped += MOST_WAITING
         self._writer.join(PATIENCE)
         if self._dropped:
-            logger.warning("%s: %d events were dropped, because the disk did not keep up", self._path, self._dropped)
+            logger.warning("%s: %d events were dropped, because the disk was too slow", self._path, self._dropped)
 
     def _write_all(self) -> None:
         with self._file as file:

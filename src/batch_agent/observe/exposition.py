@@ -1,7 +1,7 @@
-"""Prometheus's text format, version 0.0.4: counters, gauges and histograms, and the page that shows them. Pure.
+"""Writes Prometheus text, version 0.0.4: counters, gauges and histograms, and the page with them. Pure.
 
-Each family keeps at most ``MOST_SERIES`` combinations of labels. Further ones are counted under the label value
-``other``, because the names of models and tools come from outside and must not fill a time-series database.
+Each family has at most ``MOST_SERIES`` combinations of labels. Further ones are counted under the label value
+``other``: names of models and tools come from outside and must not fill a time-series database.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_SERIES = 100
 OTHER = "other"
 MOST_LABEL_CHARACTERS = 200
-# Seconds: from a cached answer to a batch that takes an hour.
+# Seconds: from a cached answer to a batch of an hour.
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 3600.0)
 
 Labels = tuple[str, ...]
 
 
 class Family:
-    """One metric: its name, its help and the names of its labels."""
+    """One metric: its name, help text and label names."""
 
     kind: Literal["counter", "gauge", "histogram"]
 
@@ -29,7 +29,7 @@ class Family:
         self.name, self.text, self.labels = name, text, labels
 
     def samples(self) -> Iterator[tuple[str, str, float]]:
-        """Each line's suffix of the name, its labels as they are written, and its value."""
+        """Yield each line's name suffix, its labels as written, and its value."""
         raise NotImplementedError
 
 
@@ -51,7 +51,7 @@ class Values(Family):
 
 
 class Counter(Values):
-    """Only grows. Its name ends in ``_total``."""
+    """A number that only grows. Its name ends in ``_total``."""
 
     kind = "counter"
 
@@ -106,7 +106,7 @@ class Histogram(Family):
 
 
 def page(families: Iterable[Family]) -> str:
-    """The text that a scrape gets. A family without a sample is left out."""
+    """Return the text for a scrape. A family without samples is left out."""
     lines: list[str] = []
     for family in families:
         samples = [f"{family.name}{suffix}{labels} {_number(value)}" for suffix, labels, value in family.samples()]
@@ -117,7 +117,7 @@ def page(families: Iterable[Family]) -> str:
 
 
 def written(names: Labels, values: Labels) -> str:
-    """Labels as a sample shows them."""
+    """Return labels as written in a sample."""
     pairs = (f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True))
     return f"{{{','.join(pairs)}}}" if names else ""
 

@@ -1,7 +1,7 @@
-"""How many rows were done when, over the whole run, in memory that does not grow with it.
+"""Counts finished rows over the whole run, in constant memory.
 
-Time is cut into equal pieces; when there are too many of them, every two become one. So a run of a minute is told by
-the second, and one of a night by the minute or so.
+Time is divided into equal intervals; when there are too many, each pair is merged. So a run of a minute is shown by the
+second, and one of a night by the minute or so.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ MARKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Rows done in each piece of a run, from its beginning; the last piece may have only begun."""
+    """Rows finished in each interval of a run, from its start; the last interval may be incomplete."""
 
     rows: tuple[int, ...] = ()
-    seconds: float = 1.0  # that a piece lasts
+    seconds: float = 1.0  # of one interval
 
 
 class History:
@@ -28,7 +28,7 @@ class History:
         self._seconds = 1.0
 
     def add(self, elapsed: float) -> None:
-        """A row that was done so many seconds after the beginning."""
+        """Count a row that finished ``elapsed`` seconds after the start."""
         self._reach(elapsed)
         self._rows[-1] += 1
 
@@ -45,7 +45,7 @@ class History:
 
 
 def sparkline(pace: Pace, width: int) -> str:
-    """One mark for each of the last ``width`` pieces, high where much was done."""
+    """Return one mark for each of the last ``width`` intervals, higher for more rows."""
     rows = pace.rows[max(0, len(pace.rows) - width) :] if width > 0 else ()
     most = max(rows, default=0)
     return "".join(" " if not count else MARKS[(len(MARKS) - 1) * count // most] for count in rows)

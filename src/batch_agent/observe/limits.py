@@ -1,4 +1,4 @@
-"""How the number of calls in flight changed and why, in a few steps: what grew for one reason is one of them."""
+"""How the number of concurrent requests changed and why, in a few steps: changes with one reason are one step."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from batch_agent.events import LimitChanged
 
-KEPT = 16  # steps; the first ones of a long run are forgotten
+KEPT = 16  # steps; the first ones of a long run are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class LimitStep:
-    """From one number of calls in flight to another; None is no limit."""
+    """A change of the concurrency limit; None is no limit."""
 
     before: int | None
     after: int | None

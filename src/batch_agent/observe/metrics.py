@@ -1,7 +1,7 @@
-"""Counts of a run, kept from its events and read at any moment as one frozen Statistics.
+"""Statistics of a run, computed from its events and readable at any time as one frozen Statistics.
 
-Every event of every agent passes through here, so an event costs a few attribute updates and no more; memory is bounded
-by the agents alive, not by the rows of the batch. How the numbers look on a screen belongs to the other modules here.
+Every event of every agent passes here, so an event costs only a few attribute updates. Memory is bounded by the running
+agents, not by the rows of the batch. Other modules here display the numbers.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from batch_agent.observe.history import History, Pace
 from batch_agent.observe.limits import Limits, LimitStep
 from batch_agent.observe.stage_counts import StageCount
 
-WINDOW = 30  # seconds over which the recent rate is taken
+WINDOW = 30  # seconds over which the recent rate is computed
 RECENT_ERRORS = 5
 MESSAGE_CHARACTERS = 500
-TOOLS = 64  # that are counted by name: a model may invent any number of names
+TOOLS = 64  # counted by name: a model may invent any number of names
 
 
 @dataclass(frozen=True, slots=True)
 class RecentError:
-    """An error and how often it came with these very words. ``index`` is the row it was last seen on; ``retried`` says
-    that the request was going to be sent again."""
+    """An error and how often it occurred with this text. ``index`` is the latest row with it; ``retried``: the request
+    will be sent again."""
 
     index: int
     type: str
@@ -58,7 +58,7 @@ class RecentError:
 
 @dataclass(frozen=True, slots=True)
 class RecentResult:
-    """A row that is done, in a few words: its output, or its error."""
+    """A finished row in a few words: its output, or its error."""
 
     index: int
     ok: bool
@@ -68,7 +68,7 @@ class RecentResult:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A tool's calls that are over. ``seconds`` are those of the ones that ran, summed."""
+    """The finished calls of a tool. ``seconds`` is the sum over calls that ran."""
 
     calls: int = 0
     failed: int = 0
@@ -77,18 +77,18 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """A server that does not answer. Seconds."""
+    """A server that does not answer. Times in seconds."""
 
     endpoint: str
     lasted: float
-    next_trial: float  # from now; 0 while one is on its way
+    next_trial: float  # from now; 0 during a trial
     reason: str  # its latest failure
 
 
 @dataclass(frozen=True, slots=True)
 class Prewarm:
-    """Tool calls that were ``begun`` before a model asked for them, those that one then asked for (``hits``), and calls
-    that had to run although they could have been begun before (``misses``)."""
+    """Tool calls that were ``begun`` before a model requested them, those that were then requested (``hits``), and
+    calls that could have been started early but were not (``misses``)."""
 
     begun: int
     hits: int
@@ -101,7 +101,7 @@ class Prewarm:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """A run at one moment. Every agent alive is in exactly one of ``running`` (holds an inference slot),
+    """A run at one moment. Every running agent is in exactly one of ``running`` (holds an inference slot),
     ``waiting_on_tools``, ``backing_off`` (will repeat a failed request) and ``queued``."""
 
     backend: str = ""
@@ -110,8 +110,8 @@ class Statistics:
     started: int = 0
     done: int = 0
     ok: int = 0
-    interrupted: int = 0  # begun, and not done when the run ended: they have not failed
-    resumed: int = 0  # a part of those done: they came from the record of an earlier session
+    interrupted: int = 0  # started, but unfinished when the run ended: they have not failed
+    resumed: int = 0  # part of the finished rows: from the record of an earlier session
     failures: Mapping[str, int] = field(default_factory=dict)  # by AgentError.type
     running: int = 0
     waiting_on_tools: int = 0
@@ -120,38 +120,38 @@ class Statistics:
     turns: int = 0
     retries: int = 0
     usage: Usage = field(default_factory=Usage)
-    cost: float | None = None  # $; None where no price is known
+    cost: float | None = None  # $; None if no price is known
     cache_hits: int = 0  # turns that the response cache answered
-    saved: Usage = field(default_factory=Usage)  # what those took when they were first answered
+    saved: Usage = field(default_factory=Usage)  # their usage when they were first answered
     tool_runs: int = 0
     tool_shared: int = 0
     tool_cached: int = 0
     tool_errors: int = 0
-    prewarm: Prewarm | None = None  # where calls are begun before a model asks for them
+    prewarm: Prewarm | None = None  # set if calls are started before a model requests them
     tools: Mapping[str, ToolUse] = field(default_factory=dict)
-    rejected: int = 0  # answers that did not validate, and were asked for again
+    rejected: int = 0  # answers that failed validation and were requested again
     last_rejected: RecentError | None = None
-    inference_seconds: float = 0.0  # slot-seconds of the turns that are over
+    inference_seconds: float = 0.0  # slot-seconds of finished turns
     tool_wait_seconds: float = 0.0  # agent-seconds without a slot while a tool was running
     elapsed: float = 0.0
     recent_rate: float = 0.0  # rows of this session per second
     pace: Pace = field(default_factory=Pace)
-    row_seconds: float | None = None  # that a row takes from start to end, the mean of this session
-    youngest: float = 0.0  # seconds since the latest row began
+    row_seconds: float | None = None  # average seconds per row in this session
+    youngest: float = 0.0  # seconds since the latest row started
     draining: bool = False  # no new row starts
     peak_running: int = 0
     max_inflight: int | None = None
-    limits: tuple[LimitStep, ...] = ()  # how that changed, and why
-    recent_errors: tuple[RecentError, ...] = ()  # the latest last
-    recent_results: tuple[RecentResult, ...] = ()  # the latest last; for whoever sees results to fill in
-    outages: tuple[Outage, ...] = ()  # of now
-    outage_seconds: float = 0.0  # that a server was down, all outages together
-    down_seconds: Mapping[str, float] = field(default_factory=dict)  # the same by server
+    limits: tuple[LimitStep, ...] = ()  # how the limit changed, and why
+    recent_errors: tuple[RecentError, ...] = ()  # latest last
+    recent_results: tuple[RecentResult, ...] = ()  # latest last; filled in by the code that sees results
+    outages: tuple[Outage, ...] = ()  # current outages
+    outage_seconds: float = 0.0  # total downtime of servers
+    down_seconds: Mapping[str, float] = field(default_factory=dict)  # downtime by server
     kv: CacheRead | None = None  # the engines' KV caches, if they report them
-    schema_note: str = ""  # why the output schema is not sent any more
-    stages: tuple[StageCount, ...] = ()  # of a pipeline, whose sums the other numbers are
+    schema_note: str = ""  # why the output schema is no longer sent
+    stages: tuple[StageCount, ...] = ()  # of a pipeline; the other numbers are sums over them
     ended: Ended | None = None
-    reason: str = ""  # which limit ended a run that is out of budget, or why it could not go on
+    reason: str = ""  # which limit ended the run, or why it could not continue
 
     @property
     def failed(self) -> int:
@@ -163,7 +163,7 @@ class Statistics:
 
     @property
     def fresh(self) -> int:
-        """Rows done in this session."""
+        """Return the rows finished in this session."""
         return self.done - self.resumed
 
     @property
@@ -172,7 +172,7 @@ class Statistics:
 
     @property
     def left(self) -> int | None:
-        """Rows that this session is still to do; None where nobody knows."""
+        """Return the rows that this session still has to do; None if unknown."""
         if self.draining:
             return self.alive
         return None if self.total is None else max(0, self.total - self.done)
@@ -183,18 +183,18 @@ class Statistics:
 
     @property
     def eta(self) -> float | None:
-        """Seconds to go at the recent rate; None while nothing can be said."""
+        """Return the seconds left at the recent rate; None if unknown."""
         rate, left = self.recent_rate or self.overall_rate, self.left
         if left is None or not rate or self.ended or self.outages:
             return None
         by_rate = left / rate
         if left > self.alive or self.row_seconds is None:
             return by_rate
-        # Every row that is left has begun: it takes no longer than a row takes.
+        # All remaining rows have started, so they need at most the time of one row.
         return min(by_rate, max(0.0, self.row_seconds - self.youngest))
 
 
-# Where a live agent is. Plain ints that index the counts: this is the hot path.
+# The state of a running agent. Plain ints that index the counts: this is the hot path.
 _QUEUED, _RUNNING, _WAITING, _BACKING_OFF = range(4)
 
 
@@ -205,11 +205,11 @@ class _Agent:
         self.state = _QUEUED
         self.began = self.since = at
         self.tools_open = 0
-        self.turns_open = 0  # more than one where a row is done in parts
+        self.turns_open = 0  # more than one if a row is processed in parts
 
 
 class Metrics:
-    """A Sink. ``clock`` must be the one that the events' ``at`` is read from."""
+    """A Sink. ``clock`` must be the clock of the events' ``at``."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -220,7 +220,7 @@ class Metrics:
         self._started = self._done = self._ok = self._resumed = self._interrupted = 0
         self._failures: dict[str, int] = {}
         self._counts = [0, 0, 0, 0]  # agents in each state
-        self._seconds = [0.0, 0.0, 0.0, 0.0]  # spent in each state, by all agents, until they left it
+        self._seconds = [0.0, 0.0, 0.0, 0.0]  # total seconds in each state
         self._peak_running = 0
         self._turns = self._retries = 0
         self._prompt = self._cached = self._completion = self._reasoning = self._cache_writes = 0
@@ -321,11 +321,11 @@ class Metrics:
         return {_server(name, self._run): lasted for name, lasted in seconds.items()}
 
     def spent(self) -> tuple[int, float | None]:
-        """Tokens and $ of the turns so far; None where no price is known."""
+        """Return tokens and $ of the turns so far; None if no price is known."""
         return self._prompt + self._completion, self._cost
 
     def _run_started(self, event: RunStarted) -> None:
-        """The first is the run whose statistics these are; the rows of runs inside it are added to its own."""
+        """Handle a run's start. The first one is this run; rows of runs inside it are added."""
         if self._run is None:
             self._run, self._began = event, event.at
         elif self._run.total is not None:
@@ -386,7 +386,7 @@ class Metrics:
             self._pay(event.usage, event.cost or None)
         agent = self._agents.get((event.run, event.index))
         if agent is not None:
-            agent.tools_open = 0  # what the broken answer had already asked for is abandoned
+            agent.tools_open = 0  # calls requested by the broken answer are abandoned
             self._answered(agent, _QUEUED if event.retry_in is None else _BACKING_OFF, event.at)
         if event.retry_in is not None:
             self._retries += 1
@@ -430,10 +430,10 @@ class Metrics:
 
     def _job_finished(self, event: JobFinished) -> None:
         if event.error is not None and event.error.type == Interrupted.type:
-            self._interrupted += 1  # it has not failed: it is not done
+            self._interrupted += 1  # not finished, but not failed
         else:
             self._row_done(event)
-        # A row that never became an agent (it did not fit, say) has a result all the same.
+        # A row that never became an agent (too long, for example) still has a result.
         if (agent := self._agents.pop((event.run, event.index), None)) is not None:
             self._move(agent, _QUEUED, event.at)
             self._counts[_QUEUED] -= 1
@@ -451,7 +451,7 @@ class Metrics:
             self._work_done(event)
 
     def _work_done(self, event: JobFinished) -> None:
-        """A row of this session: what rates and times left are made of."""
+        """Count a row of this session for rates and remaining time."""
         agent, elapsed = self._agents.get((event.run, event.index)), event.at - self._began
         if agent is not None and event.turns:
             self._row_seconds += event.at - agent.began
@@ -470,7 +470,7 @@ class Metrics:
         agent.state, agent.since = state, at
 
     def _answered(self, agent: _Agent, state: int, at: float) -> None:
-        """A turn of the agent is over; another may be in flight, of another part of its row."""
+        """Handle the end of an agent's turn; another part of its row may still have one in flight."""
         agent.turns_open = max(0, agent.turns_open - 1)
         if not agent.turns_open:
             self._move(agent, state, at)

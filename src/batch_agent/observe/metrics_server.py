@@ -17,7 +17,7 @@ MOST_PORT = 65535
 
 
 def read_place(value: int | str) -> tuple[str, int]:
-    """The host and port of ``metrics_port``. Raises SpecError."""
+    """Return host and port of ``metrics_port``. Raises SpecError."""
     host, _, port = str(value).rpartition(":")
     if not port.isdecimal() or int(port) > MOST_PORT or (isinstance(value, str) and ":" in value and not host):
         raise SpecError(f"metrics_port: must be a port from 0 to {MOST_PORT}, or HOST:PORT (got {value!r})")
@@ -26,8 +26,8 @@ def read_place(value: int | str) -> tuple[str, int]:
 
 @asynccontextmanager
 async def serve_metrics(place: int | str, page: Callable[[], str]) -> AsyncIterator[str]:
-    """Serves the page while entered; the URL is what it yields. Raises SpecError if the port is taken."""
-    from aiohttp import web  # only a run with metrics waits for this import
+    """Serve the page while entered; yields the URL. Raises SpecError if the port is in use."""
+    from aiohttp import web  # imported only by a run with metrics
 
     host, port = read_place(place)
     app = web.Application()
@@ -47,7 +47,7 @@ async def serve_metrics(place: int | str, page: Callable[[], str]) -> AsyncItera
 
 
 def metrics_handler(page: Callable[[], str]) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """A handler of aiohttp that answers with the page."""
+    """Return an aiohttp handler that answers with the page."""
 
     async def metrics(request: web.Request) -> web.Response:
         return metrics_response(page())

@@ -1,6 +1,6 @@
-"""A run as it goes, in a notebook: one output that is redrawn in place and ends as the summary.
+"""Progress of a run in a notebook: one output that is redrawn in place and becomes the summary.
 
-A kernel is told what to show by IPython, which is imported by whoever runs in one and by nobody else.
+IPython displays it; it is imported only inside a kernel.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from batch_agent.observe.metrics import Statistics
 from batch_agent.observe.terminal import progress_line
 from batch_agent.observe.words import error_line, outage_line
 
-# A text for each MIME type, and whether it takes the place of what was shown before.
+# A text for each MIME type, and whether it replaces the previous output.
 Publish: TypeAlias = Callable[[Mapping[str, str], bool], None]
 
 
 def publisher() -> Publish:
-    """Shows in the cell that runs; one output for as long as it is called."""
+    """Return a function that shows output in the running cell; all its calls share one output."""
     publish = import_module("IPython.display").publish_display_data
     name = secrets.token_hex(8)
 
@@ -47,14 +47,14 @@ class NotebookView:
         self._publish(_page(statistics), True)
 
     def conclude(self, summary: str) -> None:
-        """The run is over: its summary in the place of its progress."""
+        """Show the summary in place of the progress."""
         self._publish({"text/plain": summary, "text/html": f"<pre>{html.escape(summary)}</pre>"}, True)
 
 
 def _page(statistics: Statistics) -> dict[str, str]:
     troubles = [*map(outage_line, statistics.outages), *map(error_line, reversed(statistics.recent_errors))]
     line = progress_line(statistics)
-    # Without a value a browser shows that something is alive.
+    # Without a value a browser shows an indeterminate bar.
     value = f' max="{statistics.total}" value="{statistics.done}"' if statistics.total else ""
     shown = "".join(f"<br>{html.escape(text)}" for text in (line, *troubles))
     bar = f'<progress style="width: 100%"{value}></progress>'

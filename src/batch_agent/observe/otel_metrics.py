@@ -1,7 +1,7 @@
-"""The two metrics of the conventions for generative AI, ``gen_ai.client.token.usage`` and ``….operation.duration``.
+"""The two metrics of the GenAI conventions, ``gen_ai.client.token.usage`` and ``….operation.duration``.
 
-They are counted here and handed to the SDK's exporter at intervals: recording each turn with the SDK would cost more
-than all other watching together.
+They are counted here and passed to the SDK's exporter at intervals: recording each turn with the SDK would cost more
+than all other observation together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ABOUT = {
     TOKENS: ("{token}", "Number of input and output tokens used."),
     DURATION: ("s", "GenAI operation duration."),
 }
-INTERVAL = 60.0  # seconds, where OTEL_METRIC_EXPORT_INTERVAL does not say otherwise
+INTERVAL = 60.0  # seconds, unless OTEL_METRIC_EXPORT_INTERVAL is set
 
 Key = tuple[str, str, str]  # the metric, the run, and the type of token or of error
 
@@ -52,13 +52,13 @@ class _Series:
 
 
 class OtelMetrics:
-    """A sink. ``close`` exports for the last time, and may block for as long as the exporter does."""
+    """A sink. ``close`` exports for the last time, and may block as long as the exporter does."""
 
     def __init__(self, exporter: MetricExporter, resource: Resource, environ: Mapping[str, str]) -> None:
         self._exporter, self._resource = exporter, resource
         self._series: dict[Key, _Series] = {}
         self._common: dict[str, dict[str, str | int]] = {}  # by run
-        self._usual: dict[str, list[_Series]] = {}  # by run, those of an answer
+        self._usual: dict[str, list[_Series]] = {}  # by run, the series of an answer
         self._began = time.time_ns()
         self._over = threading.Event()
         self._interval = _seconds(environ.get("OTEL_METRIC_EXPORT_INTERVAL", ""))

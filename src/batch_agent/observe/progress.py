@@ -1,7 +1,7 @@
-"""Progress for programs: which view suits the place where one runs, when it begins, and what it ends in.
+"""Progress for programs: which view fits the environment, when it starts, and how it ends.
 
-Where nobody said whether to show it, a terminal or a notebook shows a run that takes longer than a moment; pipes, files
-and tests see nothing. A view writes to standard error or to the notebook, never to standard output.
+By default, a terminal or a notebook shows a run that takes longer than a moment; pipes, files and tests show nothing. A
+view writes to standard error or to the notebook, never to standard output.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Self, TextIO
 from batch_agent.observe.display import Display
 from batch_agent.observe.metrics import Statistics
 
-MOMENT = 1.5  # seconds after which a run is shown to those who did not ask for it
+MOMENT = 1.5  # seconds after which a run is shown by default
 DUMB = ("", "dumb", "unknown")  # values of TERM
 
 
 class Progress:
-    """``wanted``: True shows a run from its start, as lines where there is no terminal; False never; None where it
-    suits."""
+    """``wanted``: True shows a run from its start, as lines without a terminal; False never; None shows it where it
+    fits."""
 
     def __init__(self, wanted: bool | None, statistics: Callable[[], Statistics]) -> None:
         self._wanted, self._statistics = wanted, statistics
@@ -46,13 +46,13 @@ class Progress:
             await self._display.__aexit__(*exception)
 
     def conclude(self, summary: str) -> None:
-        """The run's summary, where its progress was shown. In a notebook its first line: results are shown with it."""
+        """Show the run's summary, if its progress was shown; in a notebook only its first line: results show it."""
         if self._conclude is not None:
             with suppress(OSError):
                 self._conclude(summary)
 
     def _begin(self) -> None:
-        """Only now is it looked at who has the terminal, and are the packages that draw imported."""
+        """Start the view. Only now is the terminal checked, and the drawing packages are imported."""
         from batch_agent.observe.notebook import NotebookView, publisher
         from batch_agent.observe.terminal import LiveView, PlainView, View
 
@@ -70,7 +70,7 @@ class Progress:
 
 
 def show_address(address: str) -> None:
-    """Say where a run's page is: as a link in a notebook, else on standard error."""
+    """Show the address of a run's page: as a link in a notebook, else on standard error."""
     if _in_notebook():
         from batch_agent.observe.notebook import publisher
 
@@ -88,28 +88,28 @@ def _suits() -> bool:
 
 
 def _in_notebook() -> bool:
-    """Whether this process is a kernel. IPython on a terminal is a terminal."""
+    """Return whether this process is a kernel. IPython on a terminal is a terminal."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
 def _has_terminal() -> bool:
-    """Whether the terminal is there for a view alone. At the other end of a pipe there may be somebody who writes to
-    the same terminal, and they would paint over each other."""
+    """Return whether a view may use the terminal alone. At the other end of a pipe another program may write to the
+    same terminal, and both would overwrite each other."""
     return sys.stderr.isatty() and os.environ.get("TERM", "") not in DUMB and not _is_pipe(sys.stdout)
 
 
 def _is_pipe(stream: TextIO | None) -> bool:
     try:
         return stream is not None and stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
-    except (OSError, ValueError):  # closed, or not of the operating system
+    except (OSError, ValueError):  # closed, or not a file of the operating system
         return False
 
 
 def _taken(stream: TextIO) -> bool:
-    """Whether a live display, of another run or of the user's own, has the terminal: rich then stands in for its
-    stream. Two of them would tear each other."""
+    """Return whether a live display, of another run or the user's own, uses the terminal: rich then replaces its
+    stream. Two live displays would overwrite each other."""
     return type(stream).__module__ == "rich.file_proxy"
 
 

@@ -1,6 +1,6 @@
-"""The numbers of a run for Prometheus: counters and histograms from its events, gauges read when they are asked for.
+"""The metrics of a run for Prometheus: counters and histograms from its events, gauges read at a scrape.
 
-Labels are bounded: endpoints, types of error, tools and fixed words. No label ever names a row.
+Labels are bounded: endpoints, error types, tools and fixed values. No label names a row.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ DOWN = ("down", "on trial")
 
 @dataclass(frozen=True, slots=True)
 class LiveNumbers:
-    """What is read at a scrape. ``endpoints`` come with the names to show. ``waiting`` is the number of requests
-    without a slot, ``journal_lag`` the age in seconds of the oldest record that is not yet on disk."""
+    """Values read at a scrape. ``endpoints`` come with display names. ``waiting``: requests without a slot;
+    ``journal_lag``: age in seconds of the oldest record that is not yet on disk."""
 
     endpoints: Iterable[tuple[str, Endpoint]] = ()
     waiting: int = 0
@@ -42,7 +42,8 @@ class LiveNumbers:
 
 
 class RunNumbers:
-    """A sink. ``own`` is the id of a run whose rows are no work: the one row of a pipeline, which is its stages."""
+    """A sink. ``own`` is the id of a run whose rows do not count: the one row of a pipeline, which consists of its
+    stages."""
 
     def __init__(self, live: Callable[[], LiveNumbers] = LiveNumbers, own: str = "") -> None:
         self._live, self._own = live, own
@@ -50,7 +51,7 @@ class RunNumbers:
         self._started = self._ended = 0
         self._cost_per_second = 0.0
         self._began: float | None = None
-        # By the type of event: nothing is looked up twice for the many that are not counted.
+        # By event type, so that uncounted events cost one look-up.
         self._handlers: dict[type, Callable[..., None]] = {
             TurnFinished: self._turn_finished,
             TurnFailed: self._turn_failed,
@@ -70,11 +71,11 @@ class RunNumbers:
         self._backends: dict[str, str] = {}  # by run
         self._caches: dict[str, CacheRead] = {}  # the latest, by run
         self.rows = Counter("batch_agent_rows_finished_total", "Rows with a result.", ("state",))
-        self.resumed = Counter("batch_agent_rows_resumed_total", "Rows whose result an earlier session recorded.")
+        self.resumed = Counter("batch_agent_rows_resumed_total", "Rows with a result recorded by an earlier session.")
         self.failures = Counter("batch_agent_row_failures_total", "Failed rows by type of error.", ("error_type",))
-        self.turns = Counter("batch_agent_turns_total", "Complete answers of models.", ("endpoint",))
+        self.turns = Counter("batch_agent_turns_total", "Complete answers from models.", ("endpoint",))
         self.failed_turns = Counter(
-            "batch_agent_turn_failures_total", "Turns that were given up, by type of error.", ("error_type",)
+            "batch_agent_turn_failures_total", "Turns that failed, by type of error.", ("error_type",)
         )
         self.retries = Counter("batch_agent_retries_total", "Requests sent again, by type of error.", ("error_type",))
         self.rejected = Counter(
@@ -87,18 +88,18 @@ class RunNumbers:
             "without reasoning.",
             ("kind",),
         )
-        self.saved = Counter("batch_agent_saved_tokens_total", "Tokens of answers that the response cache had.")
+        self.saved = Counter("batch_agent_saved_tokens_total", "Tokens of answers from the response cache.")
         self.cost = Counter("batch_agent_cost_dollars_total", "Cost of the turns, where prices are known.")
         self.tools = Counter(
             "batch_agent_tool_calls_total",
-            "Tool calls by outcome and by what they cost.",
+            "Tool calls by outcome and by how they were served.",
             ("tool", "outcome", "source"),
         )
-        self.outages = Counter("batch_agent_outages_total", "Times that an endpoint went down.", ("endpoint",))
+        self.outages = Counter("batch_agent_outages_total", "Number of times an endpoint went down.", ("endpoint",))
         self.first_token = Histogram(
             "batch_agent_time_to_first_token_seconds", "Time to the first token of streamed answers."
         )
-        self.turn_time = Histogram("batch_agent_turn_duration_seconds", "Time of a request that was answered.")
+        self.turn_time = Histogram("batch_agent_turn_duration_seconds", "Seconds from sending a request to its answer.")
         self.tool_time = Histogram("batch_agent_tool_duration_seconds", "Time of a tool call.", ("tool",))
         self.row_time = Histogram("batch_agent_row_duration_seconds", "Time of a row from its start to its result.")
 
@@ -147,16 +148,16 @@ class RunNumbers:
         return (value for value in vars(self).values() if isinstance(value, Family))
 
     def _state(self) -> list[Family]:
-        """The gauges of this moment."""
+        """Return the current gauges."""
         live = self._live()
         info = Gauge("batch_agent_run_info", "The run: always 1.", ("version", "backend", "model"))
         info.set(1, __version__, *self._info)
-        rows = Gauge("batch_agent_rows", "Rows that are not done, by state.", ("state",))
+        rows = Gauge("batch_agent_rows", "Unfinished rows, by state.", ("state",))
         rows.set(self._started - self._ended, "running")
         known = [total for total in self._expected.values() if total is not None]
         if len(known) == len(self._expected):
             rows.set(max(0, sum(known) - self._started), "waiting")
-        waiting = Gauge("batch_agent_requests_waiting", "Requests that wait for a slot.")
+        waiting = Gauge("batch_agent_requests_waiting", "Requests waiting for a slot.")
         waiting.set(live.waiting)
         families: list[Family] = [info, rows, waiting, *endpoint_gauges(live.endpoints)]
         families += cache_families(self._caches.values())
@@ -185,7 +186,7 @@ class RunNumbers:
             self.cost.add(cost)
 
     def _count_tokens(self) -> None:
-        """The kinds of tokens, of which none is a part of another."""
+        """Count the kinds of tokens, which do not overlap."""
         prompt, completion, cached, writes, reasoning = self._usage
         kinds = {
             "input": prompt - cached - writes,
@@ -252,7 +253,7 @@ def cache_families(caches: Collection[CacheRead]) -> list[Family]:
 
 
 def endpoint_gauges(endpoints: Iterable[tuple[str, Endpoint]]) -> list[Family]:
-    """Requests in flight, the limit and the health of each endpoint."""
+    """Return the requests in flight, the limit and the health of each endpoint."""
     inflight = Gauge("batch_agent_endpoint_in_flight", "Requests in flight at an endpoint.", ("endpoint",))
     limit = Gauge("batch_agent_endpoint_limit", "Requests that may be in flight at an endpoint.", ("endpoint",))
     up = Gauge("batch_agent_endpoint_up", "1 if the endpoint gets requests, 0 if it is down.", ("endpoint",))

@@ -1,7 +1,7 @@
-"""What the timeline of a run is made of, kept from its events: spans of turns and tool calls, changes, live rows.
+"""Collects the timeline of a run from its events: spans of turns and tool calls, changes, live rows.
 
-Each event costs a few updates. Spans and changes gather here until ``take`` hands them over; their form is documented
-in docs/view.md.
+Each event costs a few updates. Spans and changes are collected until ``take`` returns them; docs/view.md documents
+their format.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from batch_agent.events import (
 from batch_agent.messages import JsonObject
 from batch_agent.store.timeline import Line
 
-WAITING = 20_000  # spans that may wait to be taken
+WAITING = 20_000  # spans that may wait
 MESSAGE_CHARACTERS = 300
-OF_ENDPOINTS = LimitChanged, HealthChanged  # heard of all runs
+OF_ENDPOINTS = LimitChanged, HealthChanged  # from all runs
 QUEUED, RUNNING, TOOLS, BACKING_OFF = "queued", "running", "tools", "backing off"
 
 
 class LiveRow:
-    """A row under way. ``ready`` is when its agent was ready for the next turn; ``backoff`` is the part of the wait
-    since then that was a pause after a failure."""
+    """A running row. ``ready``: when its agent was ready for the next turn; ``backoff``: the part of the wait since
+    then that was a pause after a failure."""
 
     __slots__ = ("backoff", "began", "job_id", "ready", "sent", "since", "state", "tools", "turn")
 
@@ -44,8 +44,8 @@ class LiveRow:
         self.began = self.since = self.ready = at
         self.state = QUEUED
         self.turn = 0
-        self.sent: list[float] = []  # requests in flight: more than one where a row is done in parts
-        self.tools: dict[tuple[int, int], float] = {}  # running calls, by turn and place
+        self.sent: list[float] = []  # requests in flight: more than one if a row is processed in parts
+        self.tools: dict[tuple[int, int], float] = {}  # running calls, by turn and position
         self.backoff = 0.0
 
     def move(self, state: str, at: float) -> None:
@@ -53,7 +53,7 @@ class LiveRow:
 
 
 class Recorder:
-    """A sink. Rows and spans are those of ``run``; changes of limits and health are those of all runs it hears."""
+    """A sink. Rows and spans belong to ``run``; changes of limits and health are those of all observed runs."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -76,13 +76,13 @@ class Recorder:
         }
 
     def take(self) -> tuple[list[Line], list[Line]]:
-        """The changes and the spans since the last time."""
+        """Return the changes and the spans since the last call."""
         changes, self._changes = self._changes, []
         spans, self._spans = self._spans, []
         return changes, spans
 
     def live(self, limit: int) -> list[JsonObject]:
-        """The rows under way that began first."""
+        """Return the oldest running rows."""
         rows: list[JsonObject] = []
         for index, row in self.rows.items():
             if len(rows) == limit:

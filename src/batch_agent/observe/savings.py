@@ -1,4 +1,4 @@
-"""What a run did not have to pay for, each with how it was measured."""
+"""What a run saved, with the way each saving was measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Saving:
 
 
 def savings(statistics: Statistics) -> list[Saving]:
-    """Those that are not zero."""
+    """Return the savings that are not zero."""
     return [saving for saving in _all(statistics) if saving.value > 0]
 
 
@@ -40,7 +40,7 @@ def _all(statistics: Statistics) -> Iterator[Saving]:
     yield Saving(
         "slot_seconds",
         round(statistics.tool_wait_seconds, 1),
-        f"{duration(statistics.tool_wait_seconds)} of slot time given back",
+        f"{duration(statistics.tool_wait_seconds)} of slot time released",
         "time that agents waited for tools without a slot, summed",
     )
     tokens = statistics.saved.prompt_tokens + statistics.saved.completion_tokens

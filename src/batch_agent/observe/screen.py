@@ -1,8 +1,8 @@
-"""The live view of one moment, drawn to fit: a few lines on a small terminal, and on a large one what else is worth
-knowing: the pace, recent results, failures by type, tools by time.
+"""The live view at one moment, drawn to fit: a few lines on a small terminal; on a large one also the pace, recent
+results, failures by type and tools by time.
 
-Nothing is torn: items go to the next line as a whole, and a text that is too long ends between two words. Text of
-users, models and servers is never taken for markup.
+Items are never split: they move to the next line as a whole, and a long text ends between two words. Text of users,
+models and servers is never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from batch_agent.observe.words import (
 
 GAP = 3  # between two items of a line
 NARROWEST_BAR = 8
-WIDE, HIGH = 120, 30  # from here on there is room for more
-SPARE_LINES = 4  # of a high terminal: for the prompt, and for what is printed meanwhile
+WIDE, HIGH = 120, 30  # from this size on there is room for more
+SPARE_LINES = 4  # of a high terminal: for the prompt and other output
 SHORTEST_PANEL = 3
 
 
 class Screen:
-    """A renderable that asks the terminal how large it is whenever it is drawn."""
+    """A renderable that reads the terminal's size whenever it is drawn."""
 
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
@@ -80,7 +80,7 @@ def _bar(statistics: Statistics, width: int) -> Iterator[Table | Text]:
         yield from _items([(word, "", "cyan") for word in words], width)
         return
     total = statistics.total
-    # Without a total the bar only shows that something is alive.
+    # Without a total the bar is indeterminate.
     bar = ProgressBar(
         total=float(total or 1),
         completed=float(statistics.done),
@@ -129,7 +129,7 @@ def _work_items(statistics: Statistics) -> Iterator[_Item]:
 
 
 def _items(items: Iterator[_Item] | Sequence[_Item], width: int) -> list[Text]:
-    """Side by side, and below each other where the terminal is narrow; an item itself is not torn."""
+    """Return the items side by side, or below each other on a narrow terminal; an item is never split."""
     lines: list[Text] = []
     for label, value, style in items:
         item = Text(no_wrap=True, overflow="crop")
@@ -144,11 +144,11 @@ def _items(items: Iterator[_Item] | Sequence[_Item], width: int) -> list[Text]:
 
 
 def _notes(statistics: Statistics, width: int) -> Iterator[Text]:
-    """What a person should know now."""
+    """Yield notes that need attention now."""
     if waiting_for := phase(statistics):
         yield _line(f"  {waiting_for} ({clock(statistics.elapsed)})", width, "bold cyan")
     if statistics.draining and not statistics.ended:
-        yield _line(f"  stopping: {counted(statistics.alive, 'row')} under way to finish", width, "bold yellow")
+        yield _line(f"  stopping: {counted(statistics.alive, 'row')} still running", width, "bold yellow")
     for outage in statistics.outages:
         yield _line(f"  {outage_line(outage)}: {harmless(outage.reason)}", width, "bold yellow")
     for tool in failing_tools(statistics):
@@ -162,7 +162,7 @@ def _error(error: RecentError, width: int) -> Text:
 
 
 def _panels(statistics: Statistics, width: int, room: int) -> list[Text]:
-    """Two columns below the rest: results and pace on the left, failures and tools on the right."""
+    """Return two columns below the rest: results and pace on the left, failures and tools on the right."""
     left = (width - GAP) * 3 // 5
     right = width - GAP - left
     pace = statistics.pace

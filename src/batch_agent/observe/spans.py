@@ -1,8 +1,8 @@
-"""A sink that makes spans of events, after the conventions for generative AI.
+"""A sink that converts events to spans, following the GenAI conventions.
 
 ``invoke_workflow`` is the run, ``invoke_agent`` a row, ``chat MODEL`` a turn with all its attempts, ``execute_tool
-NAME`` a tool call. What happens in a row is kept until the row ends, because a row that fails is exported although it
-was not sampled. How a span is exported is not this module's affair.
+NAME`` a tool call. Events of a row are kept until the row ends, because a failed row is exported even if it was not
+sampled. Exporting is done elsewhere.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from batch_agent.observe.trace_ids import (
     trace_of_run,
 )
 
-MOST_EVENTS = 2000  # of one row that are kept
+MOST_EVENTS = 2000  # kept of one row
 MOST_MESSAGE_CHARACTERS = 1000
-# Providers by the scheme of the backend, where the conventions have a name of their own.
+# Provider names of the conventions, by the scheme of the backend, if they differ.
 PROVIDERS = {
     "azure": "azure.ai.openai",
     "bedrock": "aws.bedrock",
@@ -53,7 +53,7 @@ Attributes = dict[str, Value]
 
 @dataclass(slots=True)
 class Marked:
-    """Something that happened inside a span."""
+    """An event inside a span."""
 
     name: str
     at: float
@@ -72,18 +72,18 @@ class SpanRecord:
     ended: float
     attributes: Attributes
     kind: Literal["internal", "client"] = "internal"
-    error: str | None = None  # the message of what it failed with
+    error: str | None = None  # error message of a failed span
     marks: list[Marked] = field(default_factory=list)
-    link: tuple[int, int] | None = None  # another trace's span
+    link: tuple[int, int] | None = None  # a span of another trace
 
 
 Told = TurnFinished | TurnFailed | ToolFinished | AnswerRejected
 SELDOM = frozenset((JobFinished, RunStarted, ModelChosen, RunFinished))
-TOLD = frozenset(get_args(Told))  # what is kept of a row until it ends
+TOLD = frozenset(get_args(Told))  # events that are kept until the row ends
 
 
 class _Workflow:
-    """A run under way."""
+    """A running run."""
 
     __slots__ = ("began", "common", "failed", "model", "ok", "parent", "trace")
 
@@ -94,8 +94,8 @@ class _Workflow:
 
 
 class RowSpans:
-    """``export`` takes the spans of a row, or a run, that are to be sent. ``around`` is the caller's span, of which the
-    run is a part: its trace and its own id. ``own`` is the id of a run whose rows are no work."""
+    """``export`` gets the spans of a row, or a run, to be sent. ``around`` is the caller's span that contains the run:
+    its trace and its id. ``own`` is the id of a run whose rows do not count."""
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class RowSpans:
     ) -> None:
         self._export, self._sampler, self._around, self._own = export, sampler, around, own
         self._runs: dict[str, _Workflow] = {}
-        self._rows: dict[tuple[str, int], list[Told]] = {}  # what was told of those under way
-        self._outermost: tuple[int, int] | None = None  # the trace and span of the first run
+        self._rows: dict[tuple[str, int], list[Told]] = {}  # events of running rows
+        self._outermost: tuple[int, int] | None = None  # trace and span of the first run
         self._contents: dict[tuple[str, int], Attributes] = {}
 
     def describe(self, run: str, index: int, attributes: Attributes) -> None:
-        """Further attributes of a row that is about to end."""
+        """Set further attributes of a row that is about to end."""
         self._contents[run, index] = attributes
 
     def __call__(self, event: Event) -> None:
@@ -202,7 +202,7 @@ class RowSpans:
 
 
 class _RowMaker:
-    """The spans of a row's turns and tool calls."""
+    """Builds the spans of a row's turns and tool calls."""
 
     def __init__(self, run: _Workflow, ended: JobFinished, told: Sequence[Told]) -> None:
         self.spans: list[SpanRecord] = []
@@ -210,7 +210,7 @@ class _RowMaker:
         self._id, self._index = ended.run, ended.index
         trace = trace_of(ended.run, ended.index)
         self._place = trace, span_of_row(trace)
-        self._turns: dict[int, tuple[float, list[Marked]]] = {}  # whose first attempt failed
+        self._turns: dict[int, tuple[float, list[Marked]]] = {}  # turns whose first attempt failed
         self._used: set[int] = set()
         for event in told:
             self._take(event)
@@ -271,20 +271,20 @@ class _RowMaker:
         self.spans.append(SpanRecord(name, trace, span, row, began, event.at, attributes, error=error))
 
     def _new(self, span: int) -> int:
-        """The id. Agents that work on parts of one row count their turns alike: only the first keeps it."""
+        """Return the id. Agents on parts of one row number their turns alike: only the first keeps its id."""
         span = (randbits(64) or 1) if span in self._used else span
         self._used.add(span)
         return span
 
 
 def provider_of(backend: str) -> str:
-    """The conventions' name of whoever serves the model, from the backend's name."""
+    """Return the conventions' name of the model's provider, from the backend's name."""
     scheme = backend.partition("://")[0]
     return PROVIDERS.get(scheme, scheme) or "unknown"
 
 
 def server_of(place: str) -> Mapping[str, str | int]:
-    """``server.address`` and ``server.port`` of an endpoint; nothing if it has no address."""
+    """Return ``server.address`` and ``server.port`` of an endpoint; empty if it has no address."""
     try:
         url = urlsplit(place if "://" in place else f"//{place}")
         host, port = url.hostname, url.port

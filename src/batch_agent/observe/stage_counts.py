@@ -21,10 +21,10 @@ class StageCount:
 
     @property
     def words(self) -> str:
-        """``12/50, 1 failed, 4 under way``."""
+        """``12/50, 1 failed, 4 running``."""
         parts = [f"{self.done:,}" if self.total is None else f"{self.done:,}/{self.total:,}"]
         parts += [f"{self.failed:,} failed"] if self.failed else []
-        parts += [f"{self.alive:,} under way"] if self.alive else []
+        parts += [f"{self.alive:,} running"] if self.alive else []
         parts += [f"{self.failed_before:,} failed before it"] if self.failed_before else []
         return ", ".join(parts)
 

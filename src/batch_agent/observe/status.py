@@ -1,4 +1,4 @@
-"""A run at one moment as one JSON object: what ``control status`` prints and the page shows."""
+"""A run at one moment as one JSON object, for ``control status`` and the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.store.timeline import SAMPLE, Line
 from batch_agent.tools.latency import ToolStatistics
 
-ENDPOINTS = 256  # that are listed
+ENDPOINTS = 256  # maximum listed
 LIMITS = ("max_cost", "max_total_tokens", "max_wall_time")
 
 
@@ -107,7 +107,7 @@ def _tool(tool: ToolStatistics, statistics: Statistics) -> JsonObject:
 
 
 def sample_line(statistics: Statistics, endpoints: Iterable[Endpoint], slots: int | None, at: float) -> Line:
-    """One sample of the timeline."""
+    """Return one sample of the timeline."""
     now, usage = statistics, statistics.usage
     by_name: JsonObject = {
         endpoint.name: [endpoint.inflight, endpoint.capacity.limit, endpoint.health.state]

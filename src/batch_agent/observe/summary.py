@@ -1,4 +1,4 @@
-"""What is said when a run is over: the same facts as lines for people and as one JSON object for programs."""
+"""The summary at the end of a run: the same facts as text lines and as one JSON object."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_TOOLS: Mapping[str, ToolStatistics] = MappingProxyType({})
 def summary_lines(
     statistics: Statistics, *, output: str = "", tools: Mapping[str, ToolStatistics] = NO_TOOLS
 ) -> list[str]:
-    """``output`` says where the results are; ``tools`` are what the run's tools came to."""
+    """Return the lines. ``output`` is where the results are; ``tools`` has the statistics of the run's tools."""
     lines = [_headline(statistics)]
     lines += _labelled("stages", [f"{stage.name}: {stage.words}" for stage in statistics.stages])
     for name, use in statistics.tools.items():
@@ -116,7 +116,7 @@ def summary_json(
 
 
 def _hit_rate(usage: Usage) -> float | None:
-    """Of all prompt tokens, the part that the server found in its cache; None where it never told of one."""
+    """Return the fraction of prompt tokens that the server found in its cache; None if it never reported any."""
     return round(usage.cached_tokens / usage.prompt_tokens, 4) if usage.cached_tokens else None
 
 
@@ -137,7 +137,7 @@ def _headline(statistics: Statistics) -> str:
 
 
 def _limit_line(statistics: Statistics) -> str:
-    """The latest changes of the number of calls in flight."""
+    """Return the latest changes of the concurrency limit."""
     shown = statistics.limits[-SHOWN_LIMITS:]
     return ("…; " if len(shown) < len(statistics.limits) else "") + "; ".join(map(str, shown))
 
@@ -213,7 +213,7 @@ def _prewarm_json(prewarm: Prewarm) -> JsonObject:
 
 
 def _tool_words(statistics: Statistics, tools: Mapping[str, ToolStatistics]) -> list[str]:
-    """Why tools failed, the most frequent reason of each; then what declaring them would have saved."""
+    """Return why tools failed, the most frequent reason of each; then what declaring them would have saved."""
     failing = [
         f"{counted(use.failed, 'call')} of {name} failed{_reason(tools.get(name))}"
         for name, use in _failing(statistics)

@@ -1,7 +1,7 @@
-"""OpenTelemetry: exports the spans and metrics of a run with the SDK, where it is installed and wanted.
+"""OpenTelemetry: exports the spans and metrics of a run with the SDK, if it is installed and enabled.
 
-Nothing of the SDK is imported before that is known. Export happens in the SDK's own threads, from bounded queues: a
-collector that is away loses spans and slows nothing. Standard variables (``OTEL_…``) say where and how.
+The SDK is imported only then. Export happens in the SDK's own threads, from bounded queues: an unreachable collector
+loses spans, but slows nothing down. The standard variables (``OTEL_…``) configure it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from batch_agent.observe.otel_metrics import OtelMetrics
 
-MEASURED = frozenset((TurnFinished, TurnFailed, RunStarted, ModelChosen))  # what the metrics are made of
-QUEUE = 16_384  # spans that may wait for the collector, where OTEL_BSP_MAX_QUEUE_SIZE does not say otherwise
+MEASURED = frozenset((TurnFinished, TurnFailed, RunStarted, ModelChosen))  # events that the metrics need
+QUEUE = 16_384  # spans that may wait for the collector, unless OTEL_BSP_MAX_QUEUE_SIZE is set
 
 
 class Traces:
-    """What the agents of a run need: the ids that go with their requests and calls, and where their results go."""
+    """What the agents of a run need: ids for their requests and calls, and a receiver for their results."""
 
     def __init__(self, sampler: RowSampler, spans: RowSpans, *, content: bool) -> None:
         from opentelemetry.context import attach, detach
@@ -43,14 +43,14 @@ class Traces:
         self._attach, self._detach, self._context = attach, detach, _context_maker()
 
     def of_turn(self, run: str, index: int, turn: int) -> str:
-        """The traceparent of a request."""
+        """Return the traceparent of a request."""
         trace = trace_of(run, index)
         return traceparent(trace, span_of_turn(trace, turn), sampled=self._sampler.keeps(trace, index))
 
     @contextmanager
     def calling(self, run: str, index: int, turn: int, call_id: str) -> Iterator[None]:
-        """Around the start of a tool call: tasks that begin inside belong to the call's span, also for libraries that
-        are instrumented."""
+        """Enter this around the start of a tool call: tasks started inside belong to the call's span, also for
+        instrumented libraries."""
         trace, span = trace_of(run, index), span_of_call(run, index, turn, call_id)
         sampled = self._sampler.keeps(trace, index)
         token = self._attach(self._context(trace, span, sampled))
@@ -62,13 +62,13 @@ class Traces:
             self._detach(token)
 
     def ended(self, run: str, result: AgentResult[object]) -> None:
-        """A row has its result, which JobFinished is about to tell."""
+        """Called when a row has its result, just before JobFinished."""
         if self._content:
             self._spans.describe(run, result.index, {**content_attributes(result)})
 
 
 class Telemetry:
-    """A sink, with ``traces`` for the agents. ``close`` may block for as long as the SDK waits for a collector."""
+    """A sink, with ``traces`` for the agents. ``close`` may block as long as the SDK waits for a collector."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, own: str = "") -> None:
         sampler = RowSampler.from_environment(environ)
@@ -88,7 +88,7 @@ class Telemetry:
             self._metrics(event)
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Send the remaining spans."""
         if self._processor is not None:
             shutdown: Callable[[], object] = self._processor.shutdown
             shutdown()
@@ -97,7 +97,7 @@ class Telemetry:
 
 
 def _context_maker() -> Callable[[int, int, bool], Context]:
-    """Makes the SDK's context inside a span that is written elsewhere."""
+    """Return a function that creates the SDK's context for a span written elsewhere."""
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
     def make(trace: int, span: int, sampled: bool) -> Context:
@@ -108,7 +108,7 @@ def _context_maker() -> Callable[[int, int, bool], Context]:
 
 
 def _around() -> tuple[int, int] | None:
-    """The caller's span, where the program has one."""
+    """Return the caller's span, if there is one."""
     from opentelemetry.trace import get_current_span
 
     context = get_current_span().get_span_context()

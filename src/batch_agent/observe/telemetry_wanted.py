@@ -1,4 +1,4 @@
-"""Whether a run exports to OpenTelemetry. Imports nothing of it, so that a run that does not pays nothing."""
+"""Decides whether a run exports to OpenTelemetry, without importing it: a run without it pays nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDPOINTS = (
 
 
 def is_wanted(given: bool | None, environ: Mapping[str, str]) -> bool:
-    """Whether a run exports. Raises SpecError if it shall and the SDK is missing."""
+    """Return whether a run exports. Raises SpecError if it should and the SDK is missing."""
     if given is False or environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     if given is None and not any(environ.get(name) for name in ENDPOINTS):

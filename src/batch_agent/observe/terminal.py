@@ -1,7 +1,7 @@
-"""A run as it goes, for people: a live view on a terminal, plain lines everywhere else.
+"""Progress of a run: a live view on a terminal, plain lines elsewhere.
 
-A view shows one Statistics when it is told to; when that is, and in which thread, is its caller's affair. Nothing here
-interprets text of users, models or servers as markup.
+A view shows one Statistics when called; the caller decides when and in which thread. Text of users, models or servers
+is never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ class View(Protocol):
 
 
 class LiveView:
-    """The bottom of the terminal, redrawn in place and gone when the run is over."""
+    """The bottom of the terminal, redrawn in place and removed when the run is over."""
 
     interval = 0.25
 
     def __init__(self, stream: TextIO) -> None:
         console = Console(file=stream, markup=False, highlight=False, emoji=False)
-        # What anybody prints meanwhile (a tool, a warning) appears above the view instead of tearing it. What goes to a
-        # file or a pipe goes on to it.
+        # Other output (of a tool, a warning) appears above the view. Output to a file or a pipe is unaffected.
         shared = sys.stdout is not None and sys.stdout.isatty()
         self._live = Live(
             console=console, auto_refresh=False, transient=True, redirect_stdout=shared, redirect_stderr=True
@@ -63,12 +62,12 @@ class LiveView:
         self._live.stop()
 
     def show(self, statistics: Statistics) -> None:
-        # The cursor rests on a line of its own: the ^C that a terminal echoes must not wrap and push the view down.
+        # The cursor rests on a line of its own, so that the ^C that a terminal echoes does not push the view down.
         self._live.update(Group(Screen(statistics), Text()), refresh=True)
 
 
 class PlainView:
-    """One line every few seconds, more seldom as the run gets long, and at each tenth of the rows."""
+    """Prints one line every few seconds, less often as the run gets long, and at each tenth of the rows."""
 
     interval = 1.0
 

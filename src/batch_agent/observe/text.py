@@ -1,7 +1,7 @@
-"""How the numbers and the foreign texts of a run are written for people.
+"""Formats the numbers and foreign texts of a run for people.
 
-Text from models, servers and inputs is shown as characters and nothing else: it can neither move the cursor nor colour
-the screen nor change the direction of a line.
+Text from models, servers and inputs is shown as plain characters: it can neither move the cursor, nor colour the
+screen, nor change the direction of a line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LONG_WORD = 20  # characters
 
 
 def harmless(text: str, limit: int | None = None) -> str:
-    """``text`` on one line, whatever is not printable written out (``\\x1b``), cut to ``limit`` characters."""
+    """Return ``text`` on one line, with unprintable characters escaped (``\\x1b``), cut to ``limit`` characters."""
     if limit is not None and len(text) > limit:
         text = text[: max(0, limit - 1)] + "…"
     if text.isprintable():
@@ -24,7 +24,7 @@ def harmless(text: str, limit: int | None = None) -> str:
 
 
 def harmless_lines(text: str) -> str:
-    """The same for text that keeps its lines."""
+    """Return the same for text of several lines."""
     return "\n".join(harmless(line.replace("\t", "    ")) for line in text.split("\n"))
 
 
@@ -49,7 +49,7 @@ def clock(seconds: float) -> str:
 
 
 def amount(number: int) -> str:
-    """A count in few characters: ``999``, ``12.3k``, ``4.56M``."""
+    """Return a count in few characters: ``999``, ``12.3k``, ``4.56M``."""
     value = float(number)
     for unit in ("", "k", "M", "G"):
         if value < 999.5 or unit == "G":
@@ -59,7 +59,7 @@ def amount(number: int) -> str:
 
 
 def rate(rows_per_second: float) -> str:
-    """Rows per second, or per minute where that reads better."""
+    """Return rows per second, or per minute if that is more readable."""
     if rows_per_second <= 0:
         return "- rows/s"
     if rows_per_second < 1:
@@ -72,7 +72,7 @@ def share(part: int, whole: int) -> str:
 
 
 def dollars(cost: float) -> str:
-    """``$0``, ``$0.00012``, ``$1.23``, ``$1,234.50``: cents, or two digits of what is less."""
+    """Return ``$0``, ``$0.00012``, ``$1.23``, ``$1,234.50``: cents, or two digits of smaller amounts."""
     return f"${cost:,.2f}" if cost >= 1 else f"${cost:.2g}"
 
 
@@ -86,8 +86,8 @@ def rows(number: int) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """The words of ``text`` that fit into so many characters; ``…`` stands for the others. A word that is too long to
-    do without, such as an address, is cut itself."""
+    """Return the words of ``text`` that fit into ``width`` characters; ``…`` replaces the rest. A very long word, such
+    as an address, is cut itself."""
     if len(text) <= width:
         return text
     head = text[: max(0, width - 1)]
@@ -97,8 +97,8 @@ def cut(text: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int | None, indent: int = 2) -> str:
-    """Lines of ``text`` that are broken between words, each continued below its own beginning, ``indent`` further in; a
-    line of ``  label    words`` below its words. Words are never torn, so that a path stays one to copy."""
+    """Return ``text`` with lines broken between words. Continuation lines are indented by ``indent`` more, or below the
+    words of a ``  label    words`` line. Words are never split, so that a path can be copied."""
     if width is None:
         return text
     lines = []
@@ -121,7 +121,7 @@ def wrapped(text: str, width: int | None, indent: int = 2) -> str:
 
 
 def terminal_width(stream: TextIO) -> int | None:
-    """None where lines are nobody's to wrap: no terminal, or one that does not tell."""
+    """Return the width of the terminal; None without a terminal, or if its width is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else None
     except (OSError, ValueError):

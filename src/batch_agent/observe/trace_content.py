@@ -1,4 +1,4 @@
-"""What was said, as the conventions for generative AI write it. Only where the user asks for it."""
+"""The conversation in the format of the GenAI conventions. Exported only if the user enables it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def wants_content(environ: Mapping[str, str]) -> bool:
 
 
 def content_attributes(result: AgentResult[object]) -> dict[str, str]:
-    """The attributes of a row's span: the conversation up to the last answer, and that."""
+    """Return the attributes of a row's span: the conversation up to the last answer, and that answer."""
     system = [message for message in result.messages if message.role == "system"]
     said = [message for message in result.messages if message.role != "system"]
     answer = [said.pop()] if said and said[-1].role == "assistant" else []

@@ -1,10 +1,10 @@
-"""Which trace a row is, and whether it is kept. Pure.
+"""Computes the trace ids of rows, and which rows are sampled. Pure.
 
-Ids follow from the names of what they stand for, so that whoever sends a request and whoever writes its span need not
-tell each other: the same run, row and turn have the same ids everywhere. A run's id is random, and so are these.
+Ids are derived from names, so that the sender of a request and the writer of its span need not communicate: the same
+run, row and turn have the same ids everywhere. A run's id is random, and so are these.
 
-Every row is a trace of its own, linked to the run's: a trace with a million rows in it cannot be shown, and a row that
-is not sampled costs nothing.
+Every row is a separate trace, linked to the run's trace: a trace with a million rows cannot be displayed, and a row
+that is not sampled costs nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hashlib import blake2b
 
 logger = logging.getLogger("batch_agent")
 
-FIRST_ROWS = 100  # that are kept where no sampler is named
-LATER_SHARE = 0.01  # ... and the share of those after them
+FIRST_ROWS = 100  # kept if no sampler is set
+LATER_SHARE = 0.01  # ... and the fraction of later ones
 SAMPLED, NOT_SAMPLED = "01", "00"
 _LOW, _STEP = 2**64 - 1, 0x9E3779B97F4A7C15
 
@@ -31,7 +31,7 @@ def span_of_run(run: str) -> int:
 
 
 def trace_of(run: str, index: int) -> int:
-    """The lower half is mixed well (the finisher of splitmix64): samplers go by it."""
+    """Return the trace id of a row. Its lower half is well mixed (splitmix64), because samplers use it."""
     upper, lower = _parts(run)
     lower = (lower + index * _STEP) & _LOW
     lower = ((lower ^ (lower >> 30)) * 0xBF58476D1CE4E5B9) & _LOW
@@ -40,12 +40,12 @@ def trace_of(run: str, index: int) -> int:
 
 
 def span_of_row(trace: int) -> int:
-    """Of a row's ``trace``."""
+    """Return the span id of a row with this ``trace``."""
     return trace & _LOW or 1
 
 
 def span_of_turn(trace: int, turn: int) -> int:
-    """Of a row's ``trace``. The step is odd, so no two turns have the same."""
+    """Return the span id of a turn of a row. The step is odd, so no two turns have the same."""
     return (trace + turn * _STEP) & _LOW or 1
 
 
@@ -54,13 +54,13 @@ def span_of_call(run: str, index: int, turn: int, call_id: str) -> int:
 
 
 def traceparent(trace: int, span: int, *, sampled: bool) -> str:
-    """The header of W3C's trace context."""
+    """Return the W3C traceparent header."""
     return f"00-{trace:032x}-{span:016x}-{SAMPLED if sampled else NOT_SAMPLED}"
 
 
 @lru_cache(maxsize=64)
 def _parts(run: str) -> tuple[int, int]:
-    """The upper half of the ids of a run's traces, where it belongs, and a number of its own."""
+    """Return the upper half of the ids of a run's traces, and a number of the run."""
     return _id(8, f"{run} trace") << 64, _id(8, run)
 
 
@@ -69,8 +69,8 @@ def _id(size: int, name: str) -> int:
 
 
 class RowSampler:
-    """Which rows are kept, as the standard variables say. A failed row is kept in any case, unless ``records`` is
-    False: then nothing is."""
+    """Decides which rows are kept, from the standard variables. A failed row is kept in any case, unless ``records`` is
+    False: then none is."""
 
     def __init__(self, share: float | None = None, *, records: bool = True) -> None:
         """``share`` of all rows; None: the first ones, and then a few."""
@@ -80,7 +80,7 @@ class RowSampler:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> RowSampler:
-        """A row has no parent, so that the samplers that go by the parent are those behind them."""
+        """Create the sampler. A row has no parent, so parent-based samplers use their root sampler."""
         name = environ.get("OTEL_TRACES_SAMPLER", "").strip().lower().removeprefix("parentbased_")
         match name:
             case "":
@@ -95,8 +95,8 @@ class RowSampler:
         return cls()
 
     def keeps(self, trace: int, index: int) -> bool:
-        """Whether a row is kept before it is known how it ends. The same rule as that of the SDK's TraceIdRatioBased,
-        so that services behind this one keep the same traces."""
+        """Return whether to keep a row whose outcome is unknown. The rule is that of the SDK's TraceIdRatioBased, so
+        that downstream services keep the same traces."""
         if self._bound is None:
             return index < FIRST_ROWS or trace % 2**64 < self._later
         return trace % 2**64 < self._bound
@@ -108,6 +108,6 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0.0 <= share <= 1.0:
-        logger.warning("OTEL_TRACES_SAMPLER_ARG=%s is no number from 0 to 1: every row is traced", text)
+        logger.warning("OTEL_TRACES_SAMPLER_ARG=%s is not a number from 0 to 1: every row is traced", text)
         return 1.0
     return share

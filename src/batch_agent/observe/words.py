@@ -1,4 +1,4 @@
-"""The sentences about a run under way that every view has: where it stands, what it waits for, what goes wrong."""
+"""Sentences about a running run for every view: its state, what it waits for, what goes wrong."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from batch_agent.observe.metrics import Outage, RecentError, Statistics
 from batch_agent.observe.text import amount, clock, counted, duration, harmless, rows, share
 
 ERROR_CHARACTERS = 300
-SLOW_START = 5.0  # seconds without an answer, from which on it is worth a word
-ALMOST = 1.0  # second: less than that is not worth a number
-OFTEN = 3  # calls of a tool that must have failed before every one counts
+SLOW_START = 5.0  # seconds without an answer, after which a note is shown
+ALMOST = 1.0  # second: less than that is shown without a number
+OFTEN = 3  # failed calls of a tool before the warning that all fail
 
 
 def progress(statistics: Statistics) -> str:
@@ -21,7 +21,7 @@ def progress(statistics: Statistics) -> str:
 
 
 def time_left(statistics: Statistics) -> str:
-    """Empty where nothing can be said."""
+    """Return the remaining time; "" if unknown."""
     eta, left = statistics.eta, statistics.left
     if eta is None or not left:
         return ""
@@ -29,7 +29,7 @@ def time_left(statistics: Statistics) -> str:
 
 
 def states(statistics: Statistics) -> Iterator[tuple[str, int, str]]:
-    """Where rows are: label, count, colour."""
+    """Yield the states of rows: label, count, colour."""
     yield "failed", statistics.failed, "red"
     yield "running", statistics.running, "cyan"
     yield "waiting on tools", statistics.waiting_on_tools, "magenta"
@@ -56,7 +56,7 @@ def cache(kv: CacheRead) -> str:
 
 
 def phase(statistics: Statistics) -> str:
-    """What a run that has no answer yet waits for; empty otherwise."""
+    """Return what a run without an answer waits for; "" otherwise."""
     if statistics.ended or statistics.turns or statistics.done or statistics.outages:
         return ""
     if not statistics.backend:
@@ -69,7 +69,7 @@ def phase(statistics: Statistics) -> str:
 
 
 def failing_tools(statistics: Statistics) -> Iterator[str]:
-    """Tools of which not one call went well."""
+    """Yield a warning for each tool whose calls all failed."""
     for name, use in statistics.tools.items():
         if use.failed == use.calls >= OFTEN:
             yield f"every call of {harmless(name)} failed, {use.calls:,} so far"

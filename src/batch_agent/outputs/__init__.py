@@ -1,1 +1,1 @@
-"""A model's text → a value of the user's schema. Pure code."""
+"""Parses a model's text to a value of the user's schema. Pure code."""

@@ -1,7 +1,7 @@
-"""Where in a model's text the answer may be: after its reasoning, in a code fence, or amid prose.
+"""Finds where in a model's text the answer may be: after its reasoning, in a code fence, or in prose.
 
-Everything here cuts text out and changes none of it; whether a cutting is the answer is for ``validate`` to say. All
-scans are linear, also on text that was made to hurt.
+This file only cuts text out and changes none of it; ``validate`` decides whether a part is the answer. All scans are
+linear, even on adversarial text.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from batch_agent.errors import OutputError
 
 _REASONING = re.compile(r"\s*<(think|thinking|reasoning)>.*?</\1>", re.DOTALL | re.IGNORECASE)
 _UNCLOSED = re.compile(r"\s*<(?:think|thinking|reasoning)>", re.IGNORECASE)
-# Some chat templates open the block in the prompt, so that the answer has only its end, on a line of its own.
+# Some chat templates open the block in the prompt, so that the answer contains only its end, on its own line.
 _REASONING_END = re.compile(r"^[ \t]*</(?:think|thinking|reasoning)>[ \t]*$", re.MULTILINE | re.IGNORECASE)
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
-# A bracket that JSON, or something meant to be JSON, can begin with; not the ones of prose, "[see below]" or "{name}".
+# A bracket that JSON or near-JSON can start with; not those of prose, "[see below]" or "{name}".
 _OPENING = re.compile(r"""\{\s*+(?:["'}/]|\w++\s*+:)|\[\s*+(?:["'\[\]{/\d-]|(?:true|false|null)\b)""")
-# What nearly-JSON is made of: strings, brackets, commas and colons, words of Python. A single quote begins a string
-# only where a key or a value may stand, and ends it only where the structure goes on: others are apostrophes.
+# Tokens of near-JSON: strings, brackets, commas and colons, Python's words. A single quote starts a string only where a
+# key or a value may be, and ends it only where the structure continues: others are apostrophes.
 TOKEN = re.compile(
     r"""
       "(?:[^"\\]++|\\.)*+"?
@@ -32,7 +32,7 @@ TOKEN = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _LONE_FENCE = re.compile(r"\s*```[^\n`]*\n(.*)\n[ \t]*```\s*", re.DOTALL)
-# What may stand between prose and JSON that is no part of it: space, and the marks of quotations, code and emphasis.
+# Characters between prose and JSON that belong to neither: space, and marks of quotation, code and emphasis.
 _LEFT_MARKS, _RIGHT_MARKS = " \t\r`*_\"'({[", " \t\r`*_\"')}]"
 _LED_TO = re.compile(r"(?:[:=>]|```\w*)\Z")  # "Here it is:", "answer =", "<answer>", a fence
 _SENTENCE_END = re.compile(r"[.!?\u2026]\Z")
@@ -41,8 +41,8 @@ _GOES_ON = re.compile(r"(?!\n|</|[.;!](?:\s|\Z)|\Z)")
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """An outermost object or array in a text, or what looks like one. ``depth`` is its deepest nesting. ``apart`` says
-    that it is no part of a sentence."""
+    """An outermost object or array in a text, or what looks like one. ``depth`` is its deepest nesting. ``apart``: it
+    is not part of a sentence."""
 
     text: str
     depth: int
@@ -50,8 +50,8 @@ class Region:
 
 
 def strip_reasoning(text: str) -> str:
-    """The text after the reasoning blocks it begins with. An OutputError where a block is opened and never closed:
-    the model was still thinking, and what it thought is not what it answers."""
+    """Return the text after its leading reasoning blocks. Raises OutputError if a block is never closed: the model was
+    still thinking, and its thoughts are not an answer."""
     end = 0
     while block := _REASONING.match(text, end):
         end = block.end()
@@ -63,7 +63,7 @@ def strip_reasoning(text: str) -> str:
 
 
 def fences(text: str) -> list[str]:
-    """The contents of the code fences. A fence's lines cannot be part of valid JSON: its strings have no newlines."""
+    """Return the contents of the code fences. A fence cannot be part of valid JSON: its strings have no newlines."""
     contents: list[str] = []
     start: int | None = None
     for line in _FENCE.finditer(text):
@@ -76,23 +76,23 @@ def fences(text: str) -> list[str]:
 
 
 def last_regions(text: str, limit: int) -> list[Region]:
-    """The outermost bracketed stretches that may be JSON, the last one first.
+    """Return the outermost bracketed regions that may be JSON, the last one first.
 
-    What stands inside one is never offered by itself, even when the whole does not parse: a part of an answer is not
-    an answer. The last one may lack its end.
+    The inside of a region is never offered by itself, even if the whole does not parse: a part of an answer is not an
+    answer. The last region may lack its end.
     """
     found = deque(_regions(text), maxlen=limit)
     return [Region(text[start:end], depth, _stands_apart(text, start, end)) for start, end, depth in reversed(found)]
 
 
 def lone_fence(text: str) -> str | None:
-    """The content of the code fence that is the whole text."""
+    """Return the content of a code fence that is the whole text."""
     whole, contents = _LONE_FENCE.fullmatch(text), fences(text)
     return contents[0] if whole is not None and contents == [whole[1].strip()] else None
 
 
 def _regions(text: str) -> Iterator[tuple[int, int, int]]:
-    """Start, end and depth of each."""
+    """Yield start, end and depth of each region."""
     at = 0
     while opening := _OPENING.search(text, at):
         start = opening.start()
@@ -101,8 +101,8 @@ def _regions(text: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _stands_apart(text: str, start: int, end: int) -> bool:
-    """Whether no sentence goes on around what stands there. It begins the text, or a colon leads to it, or it has lines
-    of its own, after the end of a sentence or at the end of the text; and its line or sentence ends with it."""
+    """Return whether the region is not part of a sentence. It must begin the text, follow a colon, or have its own
+    lines, after the end of a sentence or at the end of the text; and its line or sentence must end with it."""
     after = text[end:].lstrip(_RIGHT_MARKS)
     if _GOES_ON.match(after):
         return False
@@ -115,7 +115,7 @@ def _stands_apart(text: str, start: int, end: int) -> bool:
 
 
 def _end(text: str, start: int) -> tuple[int, int]:
-    """Where the bracket that opens at ``start`` is closed, or the end of the text; and the deepest nesting."""
+    """Return where the bracket at ``start`` is closed, or the end of the text; and the deepest nesting."""
     depth = deepest = 0
     for token in TOKEN.finditer(text, start):
         first = token[0][0]

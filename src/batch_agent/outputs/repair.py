@@ -1,8 +1,8 @@
-"""Text that is nearly JSON, read as what it was meant to be; and what a model is told about its answer.
+"""Reads near-JSON as what it was meant to be, and writes the message to a model about its invalid answer.
 
-Commas too many, single quotes and Python's True, False and None are tidied without a guess: the strings keep every
-character. Then a truncated structure is completed by jiter, and what else is wrong is json-repair's, which guesses.
-What comes out of any of these is validated like any answer, and marked as repaired.
+Extra commas, single quotes and Python's True, False and None are corrected without guessing: strings keep every
+character. Then jiter completes a truncated structure, and json-repair, which guesses, handles the rest. Every result is
+validated like any answer, and marked as repaired.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from batch_agent.errors import NotJSON, OutputError
 from batch_agent.outputs.extract import TOKEN, Region
 from batch_agent.outputs.surrogates import read_json
 
-# json-repair searches back and forth: its time grows with the square of hostile text, and faster with nesting. The
-# characters are counted over all it is given of one answer.
+# json-repair may take quadratic time on adversarial text, and more with nesting. The limit counts all its characters
+# for one answer.
 REPAIR_CHARS = 8_192
 REPAIR_DEPTH = 16
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -28,7 +28,7 @@ _ESCAPED_OR_QUOTE = re.compile(r'\\.|"', re.DOTALL)
 
 
 def mended(found: Iterable[Region]) -> Iterator[tuple[Region, bytes]]:
-    """Each region with JSON that it may have been meant to be, the more faithful reading first."""
+    """Yield each region with JSON that it may have meant, the most faithful reading first."""
     left = REPAIR_CHARS
     for region in found:
         readers = [read_json, _completed]
@@ -44,7 +44,7 @@ def mended(found: Iterable[Region]) -> Iterator[tuple[Region, bytes]]:
 
 
 def _tidied(token: re.Match[str]) -> str:
-    """The token as JSON writes it."""
+    """Return the token in JSON syntax."""
     if token["single"] is not None:
         end = '"' if token["end"] else ""
         return f'{token["mark"]}"{_ESCAPED_OR_QUOTE.sub(_requoted, token["single"])}{end}'
@@ -63,7 +63,7 @@ def _completed(text: str) -> object:
 
 
 def _repaired(text: str) -> object:
-    import json_repair  # here, because most runs never need it and every start would wait for it
+    import json_repair  # imported here, because most runs never need it and it is slow to load
 
     value: object = json_repair.loads(text, skip_json_loads=True)
     if not isinstance(value, dict | list):
@@ -72,7 +72,7 @@ def _repaired(text: str) -> object:
 
 
 def repair_prompt(error: OutputError, schema: OutputSchema[object]) -> str:
-    """What the model is shown after an answer that does not validate."""
+    """Return the message to the model after an answer that does not validate."""
     problem = "is not JSON" if isinstance(error, NotJSON) else "does not fit the JSON schema"
     return (
         f"Your answer {problem}:\n{error}\n\n"

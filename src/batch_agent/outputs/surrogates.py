@@ -1,6 +1,6 @@
-"""Lone halves of surrogate pairs: models write them as escapes, and strict readers and writers of JSON refuse them.
+"""Replaces lone halves of surrogate pairs: models write them as escapes, and strict JSON parsers refuse them.
 
-A half has no meaning by itself, so it becomes a replacement character, and the rest of the answer is read as it stands.
+A half has no meaning alone, so it becomes a replacement character; the rest of the answer is unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 def read_json(data: bytes | str) -> JsonValue:
-    """The value of a JSON text, with lone halves mended. Raises ValueError if it is no JSON."""
+    """Return the value of a JSON text, with lone halves replaced. Raises ValueError if it is not JSON."""
     try:
         value: JsonValue = orjson.loads(data)
         return value
@@ -31,7 +31,7 @@ def read_json(data: bytes | str) -> JsonValue:
 
 
 def readable_json(text: str) -> str:
-    """The same JSON, verbatim if strict readers take it. What is no JSON at all stays as it is."""
+    """Return the same JSON, unchanged if strict parsers accept it. Text that is not JSON stays unchanged."""
     if not _HALF.search(text):
         return text
     try:
@@ -46,12 +46,12 @@ def readable_json(text: str) -> str:
 
 
 def mended(text: str) -> str:
-    """The text without lone halves."""
+    """Return the text without lone halves."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def mended_all(value: object) -> object:
-    """The same for every text of a JSON value."""
+    """Return the value with lone halves replaced in every text."""
     if isinstance(value, dict):
         return {mended(name): mended_all(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

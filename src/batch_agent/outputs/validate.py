@@ -1,13 +1,13 @@
-"""A model's text → a value of the user's schema, exactly where possible and tolerantly where not.
+"""Parses a model's text to a value of the user's schema, exactly if possible and tolerantly otherwise.
 
-1. The whole text, with its reasoning and then without; where that is never closed, there is no answer. JSON that breaks
-   the schema ends here: a part of it that happens to fit would be a wrong answer without a sound.
-2. What is cut out of prose: code fences, then outermost objects and arrays. Of several that validate the last one wins,
-   because models think first and conclude at the end. An object inside a sentence is not the answer: the sentence may
-   be a refusal.
-3. The same cuttings read as nearly-JSON, and, where the schema is a string, number or Literal, the bare text.
+1. The whole text, with its reasoning and then without. If the reasoning is never closed, there is no answer. JSON that
+   violates the schema ends here: a part of it that happens to fit would be a silent error.
+2. Parts of prose: code fences, then outermost objects and arrays. Of several that validate the last one wins, because
+   models think first and conclude at the end. An object inside a sentence is not the answer: the sentence may be a
+   refusal.
+3. The same parts read as near-JSON, and, if the schema is a string, number or Literal, the plain text.
 
-What is not the whole answer, or a code fence that is, is marked as repaired.
+Anything except the whole answer, or a code fence that is the whole answer, is marked as repaired.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from batch_agent.value_type import value_type
 
 T = TypeVar("T")
 
-LAST_REGIONS = 32  # an answer with more bracketed stretches than this is not looked through from the start
+LAST_REGIONS = 32  # an answer with more bracketed regions is searched only from the end
 IN_A_SENTENCE = "it has JSON inside a sentence, which may be an example or a refusal and not the answer"
 
 
 @value_type
 class Parsed(Generic[T]):
     value: T
-    repaired: bool  # read from text that was not JSON as it stood
+    repaired: bool  # read from text that was not valid JSON as written
 
 
 def parse_output(text: str, schema: OutputSchema[T]) -> Parsed[T]:
-    """Raises NotJSON, or Invalid with the errors of the likeliest part of the text."""
+    """Parse the text. Raises NotJSON, or Invalid with the errors of the likeliest part of the text."""
     raw = text.strip().removeprefix("\ufeff")
     try:
         return Parsed(schema.validate_json(raw), repaired=False)
@@ -52,7 +52,7 @@ def parse_output(text: str, schema: OutputSchema[T]) -> Parsed[T]:
 
 
 def _scalar(answer: str, schema: OutputSchema[T]) -> Parsed[T]:
-    """A value by itself or in a fence, or a word without its quotes."""
+    """Parse a value alone or in a fence, or a word without quotes."""
     parts = [answer, *reversed(fences(answer))]
     failures: list[OutputError] = []
     for part in parts:

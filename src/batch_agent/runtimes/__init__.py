@@ -1,4 +1,4 @@
-"""Command-line agents as workers of rows."""
+"""Command-line agents as workers for rows."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A command-line agent as the worker of a row: its files, its environment, its process, its answer.
+"""A command-line agent as the worker of a row: its files, environment, process and answer.
 
-Each row has a directory (``ctx.workdir``) with a home and a tree of files of its own. The agent talks to the run's
-backend through the gateway, so its model calls are the row's. Its events, its standard error and what it changed
-are artifacts of the result.
+Each row has a directory (``ctx.workdir``) with its own home and file tree. The agent reaches the run's backend through
+the gateway, so its model calls belong to the row. Its events, its standard error and its changes are artifacts of the
+result.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ KEPT_ENV = (
 CHOICES = {"isolation": ("worktree", "copy", "none"), "permissions": ("read", "write", "full")}
 LOCAL = "127.0.0.1,localhost"
 DEFAULT_TIMEOUT = 1800.0
-SPARE = 0.2  # of the available memory is left alone
+SPARE = 0.2  # fraction of the available memory that stays unused
 
 
 class RowContext(Protocol):
-    """What a runtime needs of an AgentContext."""
+    """The part of an AgentContext that a runtime needs."""
 
     @property
     def prompt(self) -> str: ...
@@ -59,7 +59,7 @@ class RowContext(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an agent runs: ``home`` is its home directory, ``url`` (with ``/v1``) and ``key`` its model's."""
+    """Where an agent runs: ``home`` is its home directory; ``url`` (with ``/v1``) and ``key`` are for its model."""
 
     home: Path
     url: str
@@ -71,8 +71,9 @@ class Place:
 class CommandLineRuntime(ABC):
     """``working_dir`` is what the agent works on: a git repository with ``isolation="worktree"``, any directory with
     ``"copy"``; with ``"none"`` it works in the directory itself. None: an empty directory. ``permissions``: ``"read"``
-    may look, ``"write"`` may also change files, ``"full"`` may run any command. ``backend`` is the URL of a server that
-    the agent asks by itself, past the run's slots, budget and record; None: the run's, through the gateway."""
+    may only read, ``"write"`` may also change files, ``"full"`` may run any command. ``backend`` is the URL of a server
+    that the agent uses directly, without the run's slots, budget and record; None: the run's backend, through the
+    gateway."""
 
     backend: str | None = None
     model: str | None = None
@@ -85,8 +86,8 @@ class CommandLineRuntime(ABC):
     worktrees: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     name: ClassVar[str]
-    package: ClassVar[str]  # what npm installs
-    memory_mib: ClassVar[int]  # of one agent
+    package: ClassVar[str]  # npm package
+    memory_mib: ClassVar[int]  # memory of one agent
     provider_keys: ClassVar[Sequence[str]] = ("OPENAI_API_KEY",)  # variables with the key of a server over https
     read_event: ClassVar[ReadEvent]
 
@@ -103,14 +104,15 @@ class CommandLineRuntime(ABC):
 
     @abstractmethod
     def command(self, program: str, place: Place) -> Sequence[str]:
-        """The command line, without the prompt: that goes to standard input."""
+        """Return the command line, without the prompt, which goes to standard input."""
 
     @abstractmethod
     def prepare(self, place: Place) -> Mapping[str, str]:
-        """Write configuration files into the home; returns environment variables."""
+        """Write configuration files into the home. Returns environment variables."""
 
     def check(self) -> str:
-        """The path of the program. Raises SpecError if it is missing, or if the working directory cannot be used."""
+        """Return the path of the program. Raises SpecError if it is missing, or if the working directory is
+        unusable."""
         check_source(self._source, self.isolation)
         found = shutil.which(self.binary)
         if found is None:
@@ -118,7 +120,7 @@ class CommandLineRuntime(ABC):
         return found
 
     def most_at_once(self) -> int:
-        """Agents that fit into the memory that is available now."""
+        """Return how many agents fit into the currently available memory."""
         return max(1, int(available_mib() * (1 - SPARE)) // self.memory_mib)
 
     @property
@@ -128,7 +130,7 @@ class CommandLineRuntime(ABC):
     # The worker
 
     async def __call__(self, row: object, ctx: RowContext) -> str:
-        """What the agent said last."""
+        """Run the agent and return its last message."""
         program, home = await asyncio.to_thread(self.check), ctx.workdir.absolute() / "home"
         await asyncio.to_thread(_fresh, home)
         place = self._place(ctx, home)
@@ -146,7 +148,7 @@ class CommandLineRuntime(ABC):
 
     @asynccontextmanager
     async def _tree(self, place: Path) -> AsyncIterator[AgentTree]:
-        """Its files. They are removed also if this is cancelled while they are made."""
+        """Create its files. They are removed even if this is cancelled during creation."""
         opened = open_tree(self._source, self.isolation, place, self.worktrees)
         making = asyncio.ensure_future(asyncio.to_thread(opened.__enter__))
         try:
@@ -165,7 +167,7 @@ class CommandLineRuntime(ABC):
         return Place(home, url, next(filter(None, map(os.environ.get, names)), "none"), model)
 
     def _address(self) -> str:
-        """Of the agent's own backend, as ``http://host:port/v1``."""
+        """Return the address of the agent's own backend, as ``http://host:port/v1``."""
         backend = open_backend(self.backend)[0]
         if not isinstance(backend, HttpBackend):
             raise SpecError(f"backend: {self.name} needs a server over HTTP, not {backend.name}")
@@ -186,7 +188,7 @@ class CommandLineRuntime(ABC):
             raise AgentTimeout(f"{self.name} did not end in its timeout, {self.timeout:g} s") from None
 
     def _env(self, ctx: RowContext, home: Path) -> dict[str, str]:
-        """No secret of this process: an agent's commands could read it."""
+        """Return the agent's environment, without secrets of this process: an agent's commands could read them."""
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
         homes = {
             name: str(home / sub)
@@ -210,13 +212,13 @@ class CommandLineRuntime(ABC):
 
 
 def _fresh(home: Path) -> None:
-    """An empty home: what an interrupted attempt left there is gone."""
+    """Create an empty home, without leftovers of an interrupted attempt."""
     shutil.rmtree(home, ignore_errors=True)
     (home / "tmp").mkdir(parents=True, mode=0o700)
 
 
 def _keep(ctx: RowContext, tree: AgentTree) -> None:
-    """What is left of the agent, also of one that failed. A row that has ended keeps nothing."""
+    """Keep the agent's output as artifacts, also of a failed one. A row that has ended keeps nothing."""
     with suppress(RowEnded):
         if tree.git:
             ctx.save("diff.patch", tree.diff().encode("utf-8", "surrogateescape"))
@@ -226,7 +228,7 @@ def _keep(ctx: RowContext, tree: AgentTree) -> None:
 
 
 def available_mib() -> int:
-    """Memory that can be had, also within the limit of a container."""
+    """Return the available memory, within the limit of a container."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) // 1024

@@ -21,7 +21,7 @@ MODELS = (
     *("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
     *(f"ANTHROPIC_DEFAULT_{name}_MODEL" for name in ("OPUS", "SONNET", "HAIKU")),
 )
-PATIENCE_MS = str(24 * 3600 * 1000)  # a server that is down is waited for
+PATIENCE_MS = str(24 * 3600 * 1000)  # so that the client waits while a server is down
 
 
 @dataclass(frozen=True)

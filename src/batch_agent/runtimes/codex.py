@@ -17,7 +17,7 @@ SANDBOXES: dict[Permissions, Sequence[str]] = {
     "full": ("--dangerously-bypass-approvals-and-sandbox",),
 }
 KEY = "BATCH_AGENT_ROW_KEY"
-PATIENCE_MS = 24 * 3600 * 1000  # a server that is down is waited for; comments do not count as events
+PATIENCE_MS = 24 * 3600 * 1000  # so that the client waits while a server is down; comments do not count as events
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CodexRuntime(CommandLineRuntime):
         return self.codex_bin
 
     def command(self, program: str, place: Place) -> Sequence[str]:
-        """The last argument has it read the prompt from standard input."""
+        """Return the command line; its last argument makes it read the prompt from standard input."""
         return [program, "exec", "--json", "--skip-git-repo-check", *SANDBOXES[self.permissions], *self.extra_args, "-"]
 
     def prepare(self, place: Place) -> Mapping[str, str]:

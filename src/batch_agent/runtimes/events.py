@@ -1,4 +1,4 @@
-"""What a command-line agent said, read from its events: lines of JSON in the formats that these programs have had."""
+"""Reads what a command-line agent said from its events: lines of JSON in the formats of these programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batch_agent.messages import JsonObject, Usage
 
 @dataclass(slots=True)
 class Transcript:
-    """``text`` is the last thing the agent said, ``error`` what it says went wrong."""
+    """``text`` is the agent's last message, ``error`` the error that it reported."""
 
     text: str = ""
     error: str = ""
@@ -27,7 +27,7 @@ ReadEvent: TypeAlias = Callable[[Transcript, JsonObject], None]
 
 
 class EventRecorder:
-    """Writes the lines of standard output to a file, and reads the events among them. What is no event is left out."""
+    """Writes the lines of standard output to a file, and reads the events among them. Other lines are ignored."""
 
     def __init__(self, file: Path, read: ReadEvent) -> None:
         self._file, self._read = file.open("wb"), read
@@ -52,7 +52,7 @@ class EventRecorder:
 
 
 def read_opencode(transcript: Transcript, event: JsonObject) -> None:
-    """Both forms: fields of a part stand in ``part``, or in the event itself."""
+    """Read an event in either form: the fields of a part are in ``part``, or in the event itself."""
     part = mapping(event.get("part")) or event
     match event.get("type"):
         case "text":
@@ -119,9 +119,9 @@ def _string(value: JsonValue) -> str:
 
 
 def _error(value: JsonValue) -> str:
-    """The words in an error object, wherever they stand."""
+    """Return the message in an error object, wherever it is."""
     if isinstance(value, str):
         return value
     error = mapping(value)
     words = _string(error.get("message")) or _string(mapping(error.get("data")).get("message"))
-    return words or _string(error.get("name")) or "it reports an error"
+    return words or _string(error.get("name")) or "it reported an error"

@@ -1,10 +1,10 @@
-"""The parent of one command-line agent, run as a program of its own with the standard library alone.
+"""The parent process of one command-line agent, run as a separate program with only the standard library.
 
     python guard.py FD COMMAND...
 
-It starts the command in a session of its own and ends with its status. When the other end of the pipe FD is closed,
-because a run gives the agent up or was killed itself, or when the agent ends, everything that the agent started is
-killed. On Linux no process can escape that: whoever detaches itself becomes a child of this one.
+It starts the command in a new session and exits with its status. When the other end of the pipe FD is closed (because
+the run cancelled the agent or was killed itself), or when the agent ends, everything that the agent started is killed.
+On Linux no process can escape: a detached process becomes a child of this one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(fd: int, command: list[str]) -> int:
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         return NOT_FOUND
-    for stream in (0, 1):  # so that the agent's own end closes them
+    for stream in (0, 1):  # so that they are closed when the agent closes them
         os.close(stream)
     threading.Thread(target=watch, args=(fd, agent.pid), daemon=True).start()
     status = agent.wait()
@@ -54,10 +54,10 @@ def watch(fd: int, agent: int) -> None:
 
 
 def kill_all(agent: int) -> None:
-    """Kill the agent's process group, then whatever is or becomes a child of this process, until there is nothing."""
+    """Kill the agent's process group, then all present and future children of this process, until none is left."""
     with suppress(OSError):
         os.killpg(agent, signal.SIGKILL)
-    with suppress(ChildProcessError):  # there is none any more
+    with suppress(ChildProcessError):  # none is left
         while True:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 for pid in children():
@@ -67,7 +67,7 @@ def kill_all(agent: int) -> None:
 
 
 def children() -> list[int]:
-    """This process's own; empty where there is no /proc."""
+    """Return the children of this process; empty without /proc."""
     me, found = str(os.getpid()), []
     for place in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Runtimes by their names, as spec files and the command line give them."""
+"""Runtimes by name, for spec files and the command line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ RUNTIMES: Mapping[str, type[CommandLineRuntime]] = {
 
 
 def runtime_of(given: object) -> CommandLineRuntime | None:
-    """The runtime that is meant: by itself, by its name, or by a mapping with its name and options. None for anything
-    else. Raises SpecError for a name or an option that there is not."""
+    """Return the runtime given as an object, by name, or by a mapping with its name and options. None for anything
+    else. Raises SpecError for an unknown name or option."""
     if isinstance(given, CommandLineRuntime):
         return given
     if isinstance(given, str):

@@ -18,7 +18,7 @@ PERMISSIONS: dict[Permissions, JsonObject] = {
     "write": {"edit": "allow", "bash": "deny", "webfetch": "deny", "external_directory": "deny"},
     "full": {"edit": "allow", "bash": "allow", "webfetch": "allow", "external_directory": "allow"},
 }
-CONTEXT, OUTPUT = 128_000, 32_000  # tokens that it may count on
+CONTEXT, OUTPUT = 128_000, 32_000  # tokens that it may assume
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class OpenCodeRuntime(CommandLineRuntime):
         return self.opencode_bin
 
     def command(self, program: str, place: Place) -> Sequence[str]:
-        """Without a title it would ask the model for one."""
+        """Return the command line, with a title: otherwise it would ask the model for one."""
         model = f"batch/{place.model}"
         return [program, "run", "--model", model, "--format", "json", "--title", "batch", *self.extra_args]
 

@@ -1,4 +1,5 @@
-"""One command-line agent as a process group: started under a guard, fed its prompt, read line by line, ended whole."""
+"""One command-line agent as a process group: started under a guard, given its prompt, read line by line, ended as a
+whole."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from pathlib import Path
 
 from batch_agent.runtimes import guard
 
-LINE_BYTES = 16 * 1024 * 1024  # of one event; a longer one is left out
-TAIL_LINES = 20  # of standard error, for the message of a row that failed
+LINE_BYTES = 16 * 1024 * 1024  # of one event; a longer one is ignored
+TAIL_LINES = 20  # of standard error, for the message of a failed row
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """How an agent's process ended: 0 is well. ``tail`` is the end of its standard error."""
+    """How an agent's process ended: 0 is success. ``tail`` is the end of its standard error."""
 
     status: int
     tail: str
@@ -70,7 +71,7 @@ async def run_agent(
 
 async def _feed(process: asyncio.subprocess.Process, prompt: bytes) -> None:
     assert process.stdin is not None
-    with suppress(ConnectionError):  # an agent that does not read to the end
+    with suppress(ConnectionError):  # an agent may not read its whole input
         process.stdin.write(prompt)
         await process.stdin.drain()
     process.stdin.close()
@@ -82,14 +83,14 @@ async def _read(process: asyncio.subprocess.Process, on_line: Callable[[bytes], 
         try:
             line = await process.stdout.readline()
         except ValueError:
-            continue  # longer than the limit: what was buffered of it is dropped
+            continue  # longer than the limit: the buffered part is dropped
         if not line:
             return
         on_line(line)
 
 
 def tail_of(file: Path) -> str:
-    """The last lines of a file."""
+    """Return the last lines of a file."""
     with suppress(OSError), file.open("rb") as opened:
         opened.seek(max(0, file.stat().st_size - 64 * 1024))
         lines = deque(opened.read().decode("utf-8", "replace").splitlines(), TAIL_LINES)

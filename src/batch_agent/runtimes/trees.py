@@ -1,6 +1,6 @@
-"""The files that a command-line agent works on: a git worktree or a copy of its own, and what it changed there.
+"""The files that a command-line agent works on: its own git worktree or copy, and the changes it made there.
 
-Git runs without the hooks and the helpers that a repository can configure: an agent may have written them.
+Git runs without the hooks and helpers that a repository can configure: an agent may have written them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ DIFF = ("diff", "--cached", "--binary", "--no-ext-diff", "--no-textconv", "--no-
 
 @dataclass(frozen=True, slots=True)
 class AgentTree:
-    """``cwd`` is where the agent works. ``git`` is how git sees what it changed since ``base``; empty: it is not
-    compared."""
+    """``cwd`` is where the agent works. ``git`` is the git command that sees its changes since ``base``; empty: changes
+    are not recorded."""
 
     cwd: Path
     git: tuple[str, ...] = ()
     base: str = ""
 
     def diff(self) -> str:
-        """What the agent changed, as a patch; "" for nothing."""
+        """Return the agent's changes as a patch; "" for none."""
         if not self.git:
             return ""
         _git(*self.git, "add", "--all")
@@ -41,7 +41,7 @@ class AgentTree:
 
 
 def check_source(source: Path | None, isolation: Isolation) -> None:
-    """Raises SpecError if ``source`` cannot be worked on in this way."""
+    """Raise SpecError if ``source`` cannot be used with this isolation."""
     if source is None:
         return
     if not source.is_dir():
@@ -57,8 +57,8 @@ def check_source(source: Path | None, isolation: Isolation) -> None:
 
 @contextmanager
 def open_tree(source: Path | None, isolation: Isolation, place: Path, worktrees: Lock) -> Iterator[AgentTree]:
-    """A tree at ``place`` as ``source`` is now; without a source, an empty one. It is gone afterwards. ``worktrees`` is
-    held while the list of the repository's worktrees is changed, which git does not do twice at once."""
+    """Create a tree at ``place`` from ``source`` as it is now, or an empty one, and remove it afterwards. ``worktrees``
+    is held while the repository's list of worktrees changes, because git does not support concurrent changes."""
     if isolation == "none" and source is not None:
         yield AgentTree(source)
         return
@@ -76,7 +76,7 @@ def open_tree(source: Path | None, isolation: Isolation, place: Path, worktrees:
 
 
 def _worktree(source: Path, place: Path) -> AgentTree:
-    """A detached one at HEAD. Changes that are not committed are not in it."""
+    """Create a detached worktree at HEAD. Uncommitted changes are not in it."""
     at = ("-C", str(source))
     base = _git(*at, "rev-parse", "HEAD").strip()
     for left in reversed(range(ATTEMPTS)):
@@ -91,7 +91,7 @@ def _worktree(source: Path, place: Path) -> AgentTree:
 
 
 def _copy(source: Path | None, place: Path, base: Path) -> AgentTree:
-    """A copy, and beside it a repository of its own that knows how it began."""
+    """Create a copy, and beside it a repository with its initial state."""
     if source is None:
         place.mkdir(parents=True)
     else:
@@ -123,7 +123,7 @@ def _git(*arguments: str) -> str:
             check=False,
         )
     except FileNotFoundError:
-        raise WorkerFailed("git is not installed: it is needed to see what an agent changed") from None
+        raise WorkerFailed("git is not installed: it is needed to record the changes of an agent") from None
     if done.returncode:
         raise WorkerFailed(f"git failed: {done.stderr.decode('utf-8', 'replace').strip()[-500:]}")
     return done.stdout.decode("utf-8", "surrogateescape")

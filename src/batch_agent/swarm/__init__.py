@@ -1,6 +1,6 @@
-"""Many servers and a hostfile: pools of agents and the patterns in which they work together.
+"""Pools of agents over many servers in a hostfile, and patterns in which they work together.
 
-The vocabulary of programs that were written for ``aurora_swarm``, on this package's own connections and engine.
+It offers the API of programs written for ``aurora_swarm``, on this package's own connections and engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Many Responses into one value: votes, texts, choices, JSON, numbers, failures. Pure.
+"""Combines many Responses into one value: votes, texts, choices, JSON, numbers, failures. Pure.
 
-Failed Responses are left out unless ``include_failures``.
+Failed Responses are ignored unless ``include_failures`` is set.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FailureReport(TypedDict):
 
 
 def majority_vote(responses: Sequence[Response], include_failures: bool = False) -> tuple[str, float]:
-    """Returns the most common answer, stripped and in lower case, and its share. Of a tie, the first."""
+    """Return the most common answer, stripped and in lower case, and its share. On a tie, the first."""
     votes = Counter(response.text.strip().lower() for response in _counted(responses, include_failures))
     if not votes:
         return "", 0.0

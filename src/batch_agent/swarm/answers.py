@@ -1,7 +1,7 @@
 """Reads servers' answers as Responses. Pure.
 
-The choices of a list are found by their ``index``; a prompt without one fails alone. The usage of a list is one sum,
-of which each prompt gets its share.
+The choices of a list are matched by ``index``; a prompt without a choice fails alone. The server reports one usage sum
+for a list, and each prompt gets its share.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _read_choice(choice: JsonObject | None, exchange: Exchange, text_of: TextOf)
         raise faults.bad("the answer's choice has no text")
     reason = choice.get("finish_reason")
     if reason in _GIVEN_UP:
-        raise faults.bad(f"the server gave the answer up (finish_reason {reason})", text=text)
+        raise faults.bad(f"the server aborted the answer (finish_reason {reason})", text=text)
     response = Response(True, text, latency=exchange.latency, attempts=exchange.attempts)
     response.finish_reason = reason if isinstance(reason, str) else None
     return response

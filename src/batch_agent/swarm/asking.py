@@ -1,6 +1,6 @@
-"""The options of a call: what a pool or a pattern takes beside its prompts, checked before anything is sent. Pure.
+"""The options of a call: what a pool or a pattern accepts beside its prompts, checked before anything is sent. Pure.
 
-``Options`` are the names for users and type checkers. ``Asking`` is the pool's options with the call's over them.
+``Options`` are the names for users and type checkers. ``Asking`` combines the pool's options with those of the call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OWN_FIELDS = frozenset(("model", "messages", "prompt", "max_tokens", "stream"))
 
 
 class Options(TypedDict, total=False):
-    """What a pool, its calls and the patterns take by name; docs/swarm.md describes each."""
+    """The keyword options of a pool, its calls and the patterns; docs/swarm.md describes each."""
 
     dispatch: Dispatch
     chat: bool
@@ -67,7 +67,7 @@ class Asking:
     inflight: int | None = None
 
     def having(self, options: Mapping[str, object]) -> Asking:
-        """Returns these options with those of a call over them. SpecError for a wrong one."""
+        """Return these options, overridden by those of a call. Raises SpecError for an invalid one."""
         if not options:
             return self
         known = [each.name for each in fields(self)]
@@ -81,7 +81,7 @@ class Asking:
 
     def _check(self) -> None:
         if self.dispatch not in ("round_robin", "balanced"):
-            raise SpecError(f"dispatch is {self.dispatch!r}: it is round_robin or balanced")
+            raise SpecError(f"dispatch is {self.dispatch!r}: use round_robin or balanced")
         whole("n", self.n)
         for name in ("deadline", "hedge"):
             if getattr(self, name) is not None:
@@ -90,19 +90,19 @@ class Asking:
             whole("inflight", self.inflight)
         for name in ("affinity", "hedge", "inflight"):
             if getattr(self, name) is not None and self.dispatch != "balanced":
-                raise SpecError(f"{name} is about where a prompt goes: it needs dispatch='balanced'")
+                raise SpecError(f"{name} chooses where a prompt goes: it needs dispatch='balanced'")
         if self.on_result is not None and not callable(self.on_result):
             raise SpecError("on_result is not a function")
         if not isinstance(self.extra_body, Mapping):
             raise SpecError(f"extra_body is {self.extra_body!r}: give a mapping of fields to values")
         if taken := sorted(OWN_FIELDS & self.extra_body.keys()):
-            raise SpecError(f"extra_body cannot set {taken[0]!r}: it is what a request is made of")
+            raise SpecError(f"extra_body cannot set {taken[0]!r}: the engine sets this field itself")
 
     def seed_of(self, index: int) -> int | None:
         return self.seed if isinstance(self.seed, int) or self.seed is None else self.seed[index]
 
     def check_lengths(self, prompts: int) -> None:
-        """Checks that options with a value for each prompt have as many."""
+        """Check that options with a value per prompt have one for each prompt."""
         if isinstance(self.seed, Sequence) and len(self.seed) != prompts:
             raise SpecError(f"seed has {len(self.seed)} numbers for {prompts} prompts: give one, or one for each")
         if self.affinity is not None and (isinstance(self.affinity, str) or len(self.affinity) != prompts):
@@ -110,16 +110,16 @@ class Asking:
 
     @property
     def is_chat(self) -> bool:
-        """Whether a list goes through the chat template. A system prompt needs it."""
+        """Return whether a list goes through the chat template. A system prompt requires it."""
         return self.chat or self.system is not None
 
     @property
     def runs(self) -> bool:
-        """Whether the call is a run of the engine: to balance its prompts, or to record them."""
+        """Return whether the call is a run of the engine: to balance its prompts, or to record them."""
         return self.dispatch == "balanced" or self.run_dir is not None
 
     def alone(self, index: int) -> Asking:
-        """Returns the options of one prompt: with its own seed, and without those of the whole call."""
+        """Return the options of one prompt: with its own seed, and without those of the whole call."""
         if self == _PLAIN:
             return self
         return replace(
@@ -135,12 +135,12 @@ class Asking:
         )
 
     def sample(self, index: int, sample: int) -> Asking:
-        """Returns the options of one of the ``n`` answers to a prompt. Each has a seed of its own, if there is one."""
+        """Return the options of one of the ``n`` answers to a prompt. Each has its own seed, if a seed is set."""
         own = replace(self.alone(index), n=1)
         return replace(own, seed=own.seed + sample) if isinstance(own.seed, int) and sample else own
 
     def row(self, prompt: str, index: int, sample: int) -> JsonObject:
-        """Returns the row of a run for one answer: what it depends on beside the options of the call."""
+        """Return the row of a run for one answer: what it depends on beside the options of the call."""
         row: JsonObject = {"prompt": mended(prompt)}
         if self.seed is not None:
             row["seed"] = self.seed_of(index)
@@ -152,7 +152,7 @@ class Asking:
         return cast(Options, {each.name: getattr(self, each.name) for each in fields(self)})
 
     def fields(self) -> JsonObject:
-        """Returns the fields of a request body beside its prompt and its budget: those that were asked for."""
+        """Return the set fields of a request body, beside its prompt and its token limit."""
         assert self.seed is None or isinstance(self.seed, int)
         named: JsonObject = {
             "temperature": self.temperature,
@@ -174,7 +174,7 @@ class Asking:
         try:
             response.parsed = parse_output(response.text, self.schema).value
         except OutputError as error:
-            cut = " (it was cut: give a larger max_tokens)" if response.finish_reason == "length" else ""
+            cut = " (it was cut: raise max_tokens)" if response.finish_reason == "length" else ""
             response.success, response.error = False, f"the answer does not fit the schema{cut}: {error}"
         return response
 

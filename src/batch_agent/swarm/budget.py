@@ -1,4 +1,4 @@
-"""How many tokens an answer may have, by the context of its server and the length of its prompt."""
+"""Computes how many tokens an answer may have, from the server's context and the length of the prompt."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from batch_agent.swarm.checks import above_zero
 from batch_agent.swarm.lines import Line, Lines
 
 DEFAULT_TOKENS = 512
-DEFAULT_CONTEXT = 131_072  # tokens, of a server that does not tell
+DEFAULT_CONTEXT = 131_072  # tokens, of a server that does not report its context
 DEFAULT_PER_SEQUENCE = 60.0
 LEAST_TOKENS = 128
 CHARACTERS_PER_TOKEN = 4
 LONGEST_QUESTION = 10.0  # seconds
-QUESTION_SHARE = 0.25  # of a request's time that the question for the context may take
+QUESTION_SHARE = 0.25  # part of a request's time limit that the request for the context may take
 
 
 def from_environment(given: float | None, name: str, environ: Mapping[str, str] = os.environ) -> float | None:
@@ -36,7 +36,7 @@ def from_environment(given: float | None, name: str, environ: Mapping[str, str] 
 
 
 def whole_from_environment(given: int | None, name: str) -> int | None:
-    """The same for a whole number."""
+    """Return the same for an integer."""
     number = from_environment(given, name)
     if number is not None and number != int(number):
         raise SpecError(f"{name} is {number:g}: give a whole number")
@@ -49,8 +49,8 @@ def answer_tokens(most: int, context: int, characters: int, buffer: int) -> int:
 
 
 async def context_of(line: Line, lines: Lines, model: str, limit: float) -> int:
-    """Returns the context of a server in tokens. It is asked once for all that want it at the same time, and again
-    after it was unreachable. A server that does not tell, or not in time, is not asked again."""
+    """Return the context of a server in tokens. Concurrent callers share one request, which is repeated after the
+    server was unreachable. A server that does not report it, or not in time, is not asked again."""
     if isinstance(line.context, int):
         return line.context
     if line.context is None or line.context.get_loop() is not asyncio.get_running_loop():
@@ -62,7 +62,7 @@ async def context_of(line: Line, lines: Lines, model: str, limit: float) -> int:
 
 
 async def _ask(line: Line, lines: Lines, model: str, limit: float) -> int | None:
-    """Returns None if the server was unreachable."""
+    """Request the context. Returns None if the server was unreachable."""
     exchange = await lines.ask_once(line, "/v1/models", None, limit)
     if exchange.error is not None:
         silent = isinstance(exchange.error, Timeout) and not exchange.error.unreached

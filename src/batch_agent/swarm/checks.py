@@ -1,4 +1,4 @@
-"""Checks of the numbers that users give: a SpecError says which one is wrong, and what to give."""
+"""Checks numbers that users give. A SpecError says which one is wrong, and what is valid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from batch_agent.errors import SpecError
 
 
 def whole(name: str, value: object, least: int | None = 1) -> int:
-    """Returns the value as a whole number of at least ``least``; None: of any size."""
+    """Return the value as an integer of at least ``least``; None: without a lower limit."""
     try:
         number = None if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -50,8 +50,8 @@ class EmbeddingPool(Members):
         return found[0]
 
     async def embed_all(self, texts: Sequence[str], batch_size: int = 1) -> list[EmbeddingResponse]:
-        """Returns the embeddings in the order of the texts. Text i goes to agent i mod size; ``batch_size`` of an
-        agent's texts go out in one request."""
+        """Return the embeddings in the order of the texts. Text i goes to agent i mod size; ``batch_size`` texts of an
+        agent are sent in one request."""
         batch_size, texts = whole("batch_size", batch_size), texts_of(texts, "texts")
         groups: defaultdict[int, list[Item]] = defaultdict(list)
         for index, text in enumerate(texts):
@@ -67,7 +67,7 @@ class EmbeddingPool(Members):
         return [found[index] for index in range(len(texts))]
 
     async def _embed(self, agent_index: int, items: Sequence[Item], found: dict[int, EmbeddingResponse]) -> None:
-        """Splits a list that is refused, so that a text which cannot be embedded fails alone."""
+        """Embed a list. A refused list is split, so that a text that cannot be embedded fails alone."""
         if missing := self._missing(agent_index):
             found.update({index: _failed(missing, agent_index) for index, _ in items})
             return

@@ -1,4 +1,4 @@
-"""The fleet's addresses, under the module name that programs for swarms import."""
+"""The fleet's addresses, under the module name that swarm programs import."""
 
 from __future__ import annotations
 

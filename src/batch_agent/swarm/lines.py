@@ -1,7 +1,7 @@
 """The connections of a pool and all its sub-pools: one transport without proxies, one dispatcher.
 
-A Line is one server. ``Lines.ask`` sends one request over it: the dispatcher grants a slot, keeps the time limit, and
-sends again what never reached the server. Its outcome, faults included, is an Exchange.
+A Line is one server. ``Lines.ask`` sends one request over it: the dispatcher grants a slot, applies the time limit, and
+resends what never reached the server. The outcome, including errors, is an Exchange.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from batch_agent.scheduler.ordering import LAST
 from batch_agent.scheduler.server import Server
 from batch_agent.swarm.checks import whole
 
-TRIES = 5  # of a request whose connection broke, or that the server was too busy for
-LONGEST_PAUSE = 10.0  # seconds; a server that asks for more is not tried again
-PATIENCE_SECONDS = 10.0  # for a server that is down: it may be about to start
-MANY = 1_000_000  # retries, for the dispatcher: ``_Post`` counts them
+TRIES = 5  # attempts when the connection broke or the server was overloaded
+LONGEST_PAUSE = 10.0  # seconds; a server that requests more is not retried
+PATIENCE_SECONDS = 10.0  # for a server that is down: it may be starting
+MANY = 1_000_000  # retries for the dispatcher, effectively unlimited: ``_Post`` counts its own
 
 
 class Line:
@@ -45,17 +45,17 @@ class Line:
 
     def __init__(self, endpoint: AgentEndpoint, transport: Transport, api_key: str | None) -> None:
         self.endpoint = endpoint
-        self.answered_at = -1.0  # of the event loop's clock
+        self.answered_at = -1.0  # on the event loop's clock
         self.asking: set[Ticket] = set()  # requests that wait for a slot or are in flight
-        self.has_chat_batch = True  # until it answers that it has not
-        self.context: int | asyncio.Task[int | None] | None = None  # tokens, or the question for them
+        self.has_chat_batch = True  # until the server answers that it has no such route
+        self.context: int | asyncio.Task[int | None] | None = None  # tokens, or the task that requests them
         self._transport = transport
         self._api_key = api_key
         self._client: HttpClient | None = None
 
     @property
     def client(self) -> HttpClient:
-        """Made on first use: a pool of thousands is ready at once."""
+        """Return the client, created on first use: a pool of thousands is ready at once."""
         if self._client is None:
             base = self.endpoint.url.removesuffix("/v1") + "/v1"
             self._client = HttpClient(base, api_key=self._api_key, transport=self._transport)
@@ -67,7 +67,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The outcome of one request: a body, or an error. ``faults`` builds the error of a body that cannot be read."""
+    """The outcome of one request: a body or an error. ``faults`` creates the error for an unreadable body."""
 
     faults: Faults
     body: bytes = b""
@@ -77,8 +77,8 @@ class Exchange:
 
 
 class _Post(Question):
-    """One request over a line. ``limit`` is the seconds it has for its answer, of which some may be ``spent``;
-    ``error`` that of the latest attempt."""
+    """One request over a line. ``limit`` is the seconds for its answer, of which ``spent`` have passed; ``error`` is
+    that of the latest attempt."""
 
     def __init__(
         self, slots: Slots, line: Line, path: str, body: JsonObject | None, limit: float, spent: float = 0.0
@@ -115,14 +115,14 @@ class _Post(Question):
 
     def _give_up(self, error: Timeout) -> None:
         """Fail the requests that wait for the server. It has answered nothing since this one was sent, so they would
-        wait as long for nothing."""
-        why = f"not sent, because the server did not answer the request before it: {error}"
+        time out too."""
+        why = f"not sent, because the server did not answer the previous request: {error}"
         for ticket in tuple(self._line.asking):
             self._slots.reject(ticket, Timeout(why, unreached=True))
 
     def wants_again(self, ticket: Ticket) -> bool:
-        """Whether the same server may answer another try: it may still be starting, the connection broke, or it was
-        overloaded."""
+        """Return whether a retry at the same server makes sense: it may still be starting, the connection broke, or it
+        was overloaded."""
         error = self.error
         if error is None or _is_refused(error):
             return error is not None or ticket.recalled
@@ -131,7 +131,7 @@ class _Post(Question):
 
 
 class _Once(_Post):
-    """A request that somebody else judges: for the dispatcher it is always answered."""
+    """A request whose caller judges the outcome: for the dispatcher it always counts as answered."""
 
     def __init__(self, flights: Flights, slots: Slots, line: Line, path: str, body: JsonObject | None, limit: float):
         super().__init__(slots, line, path, body, limit)
@@ -140,21 +140,21 @@ class _Once(_Post):
     async def send(self, endpoint: str) -> Reply:
         with suppress(TimeoutError, BackendError), self._flights.within(self.seconds):  # ``error`` has it
             await super().send(endpoint)
-        return Reply("", saved=Usage())  # so that nothing is learnt from it
+        return Reply("", saved=Usage())  # so that the dispatcher learns nothing from it
 
 
 class Lines:
     def __init__(self, concurrency: int, connector_limit: int, api_key: str | None = None) -> None:
         self._sockets = whole("connector_limit", connector_limit)
-        # Every request has a connection of its own, so the smaller bound is the one that counts.
+        # Every request has its own connection, so the smaller limit counts.
         self.limit = min(whole("concurrency", concurrency), self._sockets)
         self._transport = Transport(proxies=False, connections=self._sockets)
         self._api_key = api_key
-        self._lines: list[Line] = []  # of the whole tree
+        self._lines: list[Line] = []  # of the whole tree of pools
         self._loop = OneLoop("pool")
         self._dispatcher: Dispatcher | None = None  # while it is open
         self._endpoints: dict[Line, Endpoint] = {}
-        self._unjudged: Endpoint  # of requests that are judged elsewhere
+        self._unjudged: Endpoint  # for requests that are judged elsewhere
 
     @property
     def name(self) -> str:
@@ -166,7 +166,7 @@ class Lines:
         return line
 
     async def open(self) -> Dispatcher:
-        """Opens the connections in the running event loop. SpecError if another loop has them open."""
+        """Open the connections in the running event loop. Raises SpecError if they are open in another loop."""
         if self._loop.bind():
             self._dispatcher = None
         if self._dispatcher is None:
@@ -176,11 +176,11 @@ class Lines:
             *endpoints, self._unjudged = self._dispatcher.scheduler.endpoints
             self._endpoints = dict(zip(self._lines, endpoints, strict=True))
             for endpoint in endpoints:
-                endpoint.health.patient = True  # prompts of all lengths: how long others took says nothing
+                endpoint.health.patient = True  # prompts differ in length: how long others took is no evidence
         return self._dispatcher
 
     async def close(self) -> None:
-        if self._loop.bind():  # what a closed loop left cannot be closed any more
+        if self._loop.bind():  # resources of a closed loop cannot be closed any more
             self._dispatcher = None
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
@@ -190,10 +190,10 @@ class Lines:
         self._loop.release()
 
     async def ask(self, line: Line, path: str, body: JsonObject | None, limit: float, spent: float = 0.0) -> Exchange:
-        """Posts the body; without one, GET. ``limit`` is the seconds of one request, of which some may be ``spent``.
+        """Post the body, or GET without one. ``limit`` is the seconds of one request, of which ``spent`` have passed.
 
-        A server that refuses connections is tried again for ``PATIENCE_SECONDS``, or for that long if it is less. Other
-        failures are tried again a few times.
+        A server that refuses connections is retried for ``PATIENCE_SECONDS``, or for ``limit`` if that is less. Other
+        failures are retried a few times.
         """
         dispatcher = await self.open()
         slots = dispatcher.slots
@@ -212,22 +212,22 @@ class Lines:
             line.asking.discard(ticket)
 
     async def ask_once(self, line: Line, path: str, body: JsonObject | None, limit: float) -> Exchange:
-        """The same for a caller that judges failures itself, a run of the engine say: it is sent once, and what becomes
-        of it is not held against the server here."""
+        """Send the request once, for a caller that judges failures itself, such as a run of the engine. The outcome
+        does not affect the server's health here."""
         dispatcher = await self.open()
         post = _Once(dispatcher.endpoints.flights, dispatcher.slots, line, path, body, limit)
         ticket = dispatcher.slots.claim(Progress(LAST), LAST, pinned=self._unjudged)
         return await _exchange(dispatcher, post, Policy(0), ticket)
 
     async def probe(self, endpoint: str = "") -> Probe:
-        """Whether the server of that name is there."""
+        """Return whether the server of that name is up."""
         return await self.probe_line(self._lines[int(endpoint)]) if endpoint else Probe("unknown")
 
     async def probe_line(self, line: Line) -> Probe:
         dispatcher = await self.open()
         found = await probe_server(line.client)
         if found.state == "down" and dispatcher.scheduler.inflight >= self._sockets:
-            return Probe("unknown", "no connection was free to ask it")
+            return Probe("unknown", "no connection was free for a probe")
         return found
 
 

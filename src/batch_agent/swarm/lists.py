@@ -1,6 +1,4 @@
-"""Many prompts in one request, and an answer for each. A list that a server refuses is split until only the prompt
-that it refuses is left.
-"""
+"""Many prompts in one request, an answer for each. A refused list is split until only the refused prompt is left."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from batch_agent.swarm.lines import Exchange
 from batch_agent.swarm.response import Response
 
 REFUSED = (400, 413, 422)  # statuses that one item of a list may cause; others concern the whole list
-NOT_THERE = (404, 405, 501)  # statuses of a server that takes no such list
+NOT_THERE = (404, 405, 501)  # statuses of a server without list support
 
 Item = tuple[int, str]
 Send = Callable[[Sequence[Item]], Awaitable[Exchange]]
@@ -24,7 +22,7 @@ Put = Callable[[int, Sequence[Response]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of a list on the wire."""
+    """The format of a list on the wire."""
 
     path: str
     field: str
@@ -46,7 +44,7 @@ CHAT = Form("/v1/chat/completions/batch", "messages", chat_messages, chat_text)
 
 
 def halves(items: Sequence[Item], error: BackendError | None) -> tuple[Sequence[Item], ...]:
-    """Returns the two halves of a list that was refused for one of its items; nothing for other errors."""
+    """Return the two halves of a list that was refused for one of its items; nothing for other errors."""
     if len(items) < 2 or error is None or not (error.status in REFUSED or isinstance(error, ContextOverflow)):
         return ()
     middle = len(items) // 2
@@ -56,7 +54,7 @@ def halves(items: Sequence[Item], error: BackendError | None) -> tuple[Sequence[
 async def settle(
     exchange: Exchange, items: Sequence[Item], send: Send, text_of: TextOf, n: int, agent_index: int, put: Put
 ) -> None:
-    """Puts ``n`` answers for each prompt of a list that was sent. The halves of a refused list are sent again."""
+    """Put ``n`` answers for each prompt of a list. The halves of a refused list are sent again."""
 
     async def again(part: Sequence[Item]) -> None:
         await settle(await send(part), part, send, text_of, n, agent_index, put)

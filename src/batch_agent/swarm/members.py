@@ -1,7 +1,7 @@
-"""The servers of a pool, and the sub-pools that are made of them.
+"""The servers of a pool, and sub-pools of them.
 
-A sub-pool counts its servers from 0 and shares everything else with its pool: connections, the bound on requests, what
-is known of each server. Closing the pool closes them; leaving a sub-pool closes nothing.
+A sub-pool counts its servers from 0 and shares everything else with its pool: connections, the request limit, and what
+is known about each server. Closing the pool closes them; leaving a sub-pool closes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Members:
 
     @property
     def concurrency(self) -> int:
-        """The most requests in flight of the whole tree of pools."""
+        """Return the maximum of requests in flight of the whole tree of pools."""
         return self._net.limit
 
     @property
@@ -68,11 +68,11 @@ class Members:
         return self._lines[agent_index].endpoint.url
 
     def turn(self, index: int) -> int:
-        """Returns the agent whose turn it is; -1 if the pool has none."""
+        """Return the agent whose turn it is; -1 if the pool is empty."""
         return index % self.size if self.size else -1
 
     def _missing(self, agent_index: int) -> Rejected | None:
-        """Returns why there is no such agent; None if there is."""
+        """Return the error for a missing agent; None if it exists."""
         if 0 <= whole("agent_index", agent_index, None) < self.size:
             return None
         if not self.size:
@@ -94,7 +94,8 @@ class Members:
 
 
 def texts_of(given: Iterable[str], what: str = "prompts") -> list[str]:
-    """Returns the texts of a list or of a table's column. SpecError for a single text, and for what is no text."""
+    """Return the texts of a list or of a table's column. Raises SpecError for a single text, and for items that are not
+    text."""
     if isinstance(given, str):
         raise SpecError(f"{what} is one text: give a list of them")
     found = list(given)
@@ -105,12 +106,12 @@ def texts_of(given: Iterable[str], what: str = "prompts") -> list[str]:
 
 
 def _endpoint(given: AgentEndpoint | tuple[str, int]) -> AgentEndpoint:
-    """Returns the endpoint. SpecError for an address that no request could be sent to."""
+    """Return the endpoint. Raises SpecError for an invalid address."""
     try:
         host, port = (given.host, given.port) if isinstance(given, AgentEndpoint) else given
         usable = bool(host) and 0 < int(port) < 65536
     except (TypeError, ValueError):
         usable = False
     if not usable:
-        raise SpecError(f"{given!r} is no endpoint: give an AgentEndpoint, or (host, port)")
+        raise SpecError(f"{given!r} is not an endpoint: give an AgentEndpoint, or (host, port)")
     return given if isinstance(given, AgentEndpoint) else AgentEndpoint(host, int(port))

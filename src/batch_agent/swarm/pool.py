@@ -1,7 +1,7 @@
 """AgentPool: sends prompts to many servers that answer ``/generate``.
 
-Prompt i goes to agent i mod size, and responses are in the order of the prompts: programs count on both. Options
-(``asking.Options``) change that for one call, or for the pool.
+Prompt i goes to agent i mod size, and responses are in the order of the prompts. Options (``asking.Options``) change
+this for one call or for the pool.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["AgentPool", "Response"]
 
 
 class AgentPool(Members):
-    """``concurrency`` bounds the requests of the pool and all its sub-pools, ``connector_limit`` their connections;
-    ``timeout`` is seconds for one request, from the moment it is sent."""
+    """``concurrency`` limits the requests of the pool and all its sub-pools, ``connector_limit`` their connections;
+    ``timeout`` is the seconds for one request, from when it is sent."""
 
-    _path = "/generate"  # of a single prompt
+    _path = "/generate"  # route for a single prompt
 
     def __init__(
         self,
@@ -48,20 +48,20 @@ class AgentPool(Members):
 
     @property
     def answer_tokens(self) -> int | None:
-        """The most tokens of an answer; None if the wire has no budgets."""
+        """Return the token limit of an answer; None if the wire has none."""
         return None
 
     @property
     def aggregation_tokens(self) -> int | None:
-        """The same for an answer that sums up others."""
+        """Return the token limit of an answer that summarises others."""
         return None
 
     async def post(
         self, agent_index: int, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]
     ) -> Response:
-        """Sends one prompt to one agent. The other calls go through this one, so that a subclass may override it."""
+        """Send one prompt to one agent. All other calls use this one, so that a subclass may override it."""
         if options.get("n", 1) != 1:
-            raise SpecError("post gives one answer: n is for calls that give a list")
+            raise SpecError("post returns one answer: n is for calls that return a list")
         asking = replace(self._asking, n=1).having(options)
         scatter = Scatter(len(texts_of([prompt])), self.turn, asking)
         if asking.deadline is None and asking.on_result is None:
@@ -75,26 +75,26 @@ class AgentPool(Members):
     async def send_all(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
-        """Sends all prompts at once, prompt i to agent i mod size; responses in the order of the prompts."""
+        """Send all prompts at once, prompt i to agent i mod size. Returns the responses in the order of the prompts."""
         return await self._send_all(prompts, max_tokens, options)
 
     async def send_all_batched(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
-        """The same as ``send_all``: ``/generate`` takes one prompt."""
+        """Do the same as ``send_all``: ``/generate`` takes one prompt."""
         return await self._send_all(prompts, max_tokens, options)
 
     async def broadcast_prompt(
         self, prompt: str, max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
-        """Sends the prompt to every agent once."""
+        """Send the prompt to every agent once."""
         placed: Options = {**options, "dispatch": "round_robin", "affinity": None, "hedge": None, "inflight": None}
         return await self._send_all([prompt] * self.size, max_tokens, placed)
 
     async def as_completed(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Response, None]:
-        """Yields the responses of ``send_all`` as they come; ``index`` is the number of the prompt. Leaving the loop
+        """Yield the responses of ``send_all`` as they arrive; ``index`` is the number of the prompt. Leaving the loop
         cancels the rest."""
         ready: asyncio.Queue[Response | None] = asyncio.Queue()
         task = asyncio.get_running_loop().create_task(self._send_all(prompts, max_tokens, options, ready.put_nowait))
@@ -124,16 +124,16 @@ class AgentPool(Members):
     async def _run(
         self, prompts: Sequence[str], max_tokens: int | None, asking: Asking, scatter: Scatter, ask: AskOne, path: str
     ) -> None:
-        """Does the call as a run of the engine, which tries elsewhere what fails at one server."""
+        """Do the call as a run of the engine, which retries failures at another server."""
         facts = {"path": path, **self._facts(max_tokens, asking)}
         await Call(self, ask, prompts, max_tokens, asking, facts).run(scatter)
 
     async def probe(self, agent_index: int) -> Probe:
-        """Returns whether the agent is there."""
+        """Return whether the agent is up."""
         return await self._net.probe_line(self._lines[agent_index])
 
     def _facts(self, max_tokens: int | None, asking: Asking) -> JsonObject:
-        """Returns what an answer depends on beside its prompt and its seed."""
+        """Return what an answer depends on beside its prompt and its seed."""
         return replace(asking, seed=None).fields()
 
     def _scatter(self, prompts: Sequence[str], asking: Asking, sink: Sink | None = None) -> Scatter:
@@ -144,7 +144,7 @@ class AgentPool(Members):
         agent_index, own = self.turn(index), asking.alone(index)
         if asking.n > 1:
             responses = await self.ask(agent_index, prompt, max_tokens, own)
-        elif own is asking:  # no options: a subclass may take none
+        elif own is asking:  # no options: a subclass may accept none
             responses = [await self.post(agent_index, prompt, *([] if max_tokens is None else [max_tokens]))]
         else:
             responses = [await self.post(agent_index, prompt, max_tokens, **own.options())]
@@ -158,9 +158,9 @@ class AgentPool(Members):
     async def ask(
         self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, once: bool = False
     ) -> list[Response]:
-        """Returns ``asking.n`` answers to one prompt, over this pool's wire. ``/generate`` has no budget."""
+        """Return ``asking.n`` answers to one prompt, over this pool's wire. ``/generate`` has no token limit."""
         if asking.chat or asking.system is not None:
-            raise SpecError("/generate has no chat and no system prompt: use a VLLMPool")
+            raise SpecError("/generate supports neither chat nor a system prompt: use a VLLMPool")
         if missing := self._missing(agent_index):
             return [Response.failed(missing, agent_index) for _ in range(asking.n)]
         line, body = self._lines[agent_index], {"prompt": prompt, **replace(asking, n=1).fields()}

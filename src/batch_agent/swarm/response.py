@@ -1,4 +1,4 @@
-"""What a pool returns for every prompt: an answer, or why there is none. A fault is a value here, not an exception."""
+"""What a pool returns for every prompt: an answer, or an error as a value instead of an exception."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from batch_agent.messages import Usage
 
 @dataclass
 class Response:
-    """``usage`` of a prompt in a list is its share of the list's, by length: the sum is exact. ``finish_reason`` is
-    ``length`` for an answer that was cut. ``latency`` is the seconds of the request that was answered, ``attempts``
-    the number of requests, ``parsed`` the text as a value of ``schema=``."""
+    """``usage`` of a prompt in a list is its share of the list's usage, by length; the sum is exact. ``finish_reason``
+    is ``length`` for a cut answer. ``latency`` is the seconds of the answered request, ``attempts`` the number of
+    requests, ``parsed`` the text as a value of ``schema=``."""
 
     success: bool
     text: str
@@ -25,9 +25,9 @@ class Response:
     parsed: object = None
 
     def __post_init__(self) -> None:
-        # No fields: two equal answers are equal wherever they stood in a list, and however they failed.
+        # Not dataclass fields: equal answers compare equal wherever they were in a list, and however they failed.
         self.index = -1  # of its prompt in the call
-        self.fault: JobError | None = None  # the error behind ``error``, if no answer came
+        self.fault: JobError | None = None  # the error behind ``error``, if there is no answer
 
     @classmethod
     def failed(cls, fault: JobError, agent_index: int = -1, attempts: int = 0) -> Response:

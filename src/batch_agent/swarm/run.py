@@ -1,7 +1,7 @@
 """A call as a run of the engine: for ``dispatch="balanced"``, and for ``run_dir=``.
 
-Each wanted answer is a row. The engine places, moves, records and resumes rows; the pool writes the requests. A row
-that is in the record is not asked again.
+Each answer is a row. The engine places, moves, records and resumes rows; the pool writes the requests. A row that is
+already recorded is not sent again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from batch_agent.swarm.scatter import Scatter
 if TYPE_CHECKING:
     from batch_agent.swarm.pool import AgentPool
 
-MODEL = "swarm"  # for the engine; the pool names the model in its requests
+MODEL = "swarm"  # for the engine; the pool sets the model in its requests
 
 
 class AskOne(Protocol):
@@ -40,7 +40,7 @@ class AskOne(Protocol):
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call over many prompts. Each prompt has ``asking.n`` rows. ``facts`` are what answers depend on beside their
-    rows: answers that were recorded with other facts are not used."""
+    rows: answers recorded with other facts are not used."""
 
     pool: AgentPool
     ask: AskOne
@@ -54,18 +54,18 @@ class Call:
         return self.asking.dispatch == "balanced"
 
     def home(self, row: int) -> int:
-        """Returns the agent whose turn it is."""
+        """Return the agent whose turn it is."""
         return self.pool.turn(row // self.asking.n)
 
     async def answer(self, agent_index: int, row: int) -> Response:
         index, sample = divmod(row, self.asking.n)
         own = self.asking.sample(index, sample)
-        once = self.is_balanced  # then the engine tries again, and elsewhere
+        once = self.is_balanced  # then the engine retries, at another server
         (response,) = await self.ask(agent_index, self.prompts[index], self.max_tokens, own, once=once)
         return response
 
     async def run(self, scatter: Scatter) -> None:
-        """Puts an answer for each row."""
+        """Run the rows and put an answer for each."""
         asking, n = self.asking, self.asking.n
         rows = [asking.row(prompt, index, sample) for index, prompt in enumerate(self.prompts) for sample in range(n)]
         spec = BatchSpec(
@@ -82,7 +82,7 @@ class Call:
             resume=asking.run_dir is not None,
         )
         left = set(range(len(rows)))
-        why = "the run ended before this prompt was done"
+        why = "the run ended before this prompt finished"
         try:
             async with Run[object](prepare(spec), worker=_answer) as run:
                 dispatcher, most = run.shared.dispatcher, self.pool.concurrency
@@ -104,7 +104,7 @@ class Call:
 
 
 async def _answer(row: object, context: LoopContext) -> object:
-    """Returns the answer with all that came with it, so that a record holds that too."""
+    """Return the answer with all its details, so that the record has them too."""
     value: object = orjson.loads((await context.ask()).text)
     return value
 
@@ -118,8 +118,8 @@ def _response(result: AgentResult[object], home: int) -> Response:
 
 
 class _Seat(Backend):
-    """One agent as a backend; the engine handles its faults. Without a ``place`` it is all agents: each row goes to its
-    own, and what fails there has failed."""
+    """One agent as a backend; the engine handles its failures. Without a ``place`` it stands for all agents: each row
+    goes to its own agent, and a failure there is final."""
 
     def __init__(self, call: Call, place: int | None, inflight: int | None) -> None:
         self._call, self._place = call, place
@@ -127,7 +127,7 @@ class _Seat(Backend):
 
     @property
     def name(self) -> str:
-        """The agent's address: keys stay with it when other agents come or go."""
+        """Return the agent's address: keys stay with it when other agents join or leave."""
         pool = self._call.pool
         return f"swarm of {pool.size}" if self._place is None else pool.url(self._place)
 

@@ -1,4 +1,4 @@
-"""One call over many prompts: collects the responses in their order, until all are there or the deadline has passed."""
+"""One call over many prompts: collects the responses in order, until all are there or the deadline has passed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Sink = Callable[[Response], object]
 
 
 class Scatter:
-    """Has ``n`` responses for each prompt, one behind the other. ``turn`` says which agent a prompt is for."""
+    """Holds ``n`` responses for each prompt, one after another. ``turn`` returns the agent for a prompt."""
 
     def __init__(self, prompts: int, turn: Callable[[int], int], asking: Asking, sink: Sink | None = None) -> None:
         self._asking = asking
@@ -28,11 +28,11 @@ class Scatter:
 
     @property
     def responses(self) -> list[Response]:
-        """The responses so far."""
+        """Return the responses so far."""
         return [response for response in self._found if response is not None]
 
     async def put(self, index: int, responses: Sequence[Response], first: int = 0) -> None:
-        """Takes the responses to one prompt, and reports them; ``first`` is the number of the first sample."""
+        """Store the responses to one prompt, and report them; ``first`` is the number of the first sample."""
         for sample, response in enumerate(responses, start=first):
             response.index = index
             self._found[index * self._asking.n + sample] = response
@@ -42,7 +42,7 @@ class Scatter:
                 self._sink(response)
 
     async def run(self, work: Iterable[Coroutine[object, object, None]]) -> list[Response]:
-        """Does all work at once and returns the responses. What is not done at the deadline has failed."""
+        """Run all work at once and return the responses. Unfinished work fails at the deadline."""
         limit = asyncio.timeout(self._asking.deadline)
         try:
             async with limit, asyncio.TaskGroup() as tasks:
@@ -56,13 +56,13 @@ class Scatter:
         late = [place for place, response in enumerate(self._found) if response is None]
         for place in late:
             index, sample = divmod(place, self._asking.n)
-            error = Timeout(f"not done by the deadline, {self._asking.deadline} s")
+            error = Timeout(f"not finished by the deadline, {self._asking.deadline} s")
             agent_index = -1 if self._asking.dispatch == "balanced" else self._turn(index)
             await self.put(index, [Response.failed(error, agent_index)], sample)
         return self.responses
 
     async def _tell(self, on_result: Sink, response: Response) -> None:
-        """Calls the user's function. Its errors are logged once, and fail nothing."""
+        """Call the user's function. Its errors are logged once, and fail nothing."""
         try:
             outcome = on_result(response)
             if inspect.isawaitable(outcome):
@@ -70,7 +70,7 @@ class Scatter:
         except Exception:
             if not self._reported:
                 self._reported = True
-                logger.exception("on_result raised for prompt %d; this is said once", response.index)
+                logger.exception("on_result raised for prompt %d; further errors are not logged", response.index)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -1,7 +1,7 @@
-"""VLLMPool: the same pool over servers that speak OpenAI's API, vLLM above all.
+"""VLLMPool: an AgentPool over servers with OpenAI's API, mainly vLLM.
 
-Single prompts are chat requests; ``send_all_batched`` sends each agent one list (``lists``). The budget of a prompt
-depends on its length and on its server's context (``budget``).
+Single prompts are chat requests; ``send_all_batched`` sends each agent one list (``lists``). The token limit of an
+answer depends on its prompt's length and on the server's context (``budget``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from batch_agent.swarm.scatter import Scatter
 
 
 class VLLMPool(AgentPool):
-    """An argument that is not given has the value of its ``AURORA_SWARM_…`` variable, else its default."""
+    """A missing argument gets the value of its ``AURORA_SWARM_…`` variable, else its default."""
 
     _path = "/v1/chat/completions"
 
@@ -84,8 +84,8 @@ class VLLMPool(AgentPool):
     async def post_batch(
         self, agent_index: int, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
-        """Sends a list of prompts to one agent in one request. Prompts whose budgets or seeds differ go out in lists of
-        their own; a prompt that the server refuses fails alone."""
+        """Send a list of prompts to one agent in one request. Prompts with different token limits or seeds need
+        separate lists; a prompt that the server refuses fails alone."""
         asking, prompts = self._asking.having(options), texts_of(prompts)
         if not prompts:
             return []
@@ -95,7 +95,7 @@ class VLLMPool(AgentPool):
     async def send_all_batched(
         self, prompts: Sequence[str], max_tokens: int | None = None, **options: Unpack[Options]
     ) -> list[Response]:
-        """Sends each agent one list, of the prompts i mod size; responses in the order of the prompts."""
+        """Send each agent one list, of the prompts i mod size. Returns the responses in the order of the prompts."""
         asking, prompts = self._asking.having(options), texts_of(prompts)
         if not self._use_batch or not prompts:
             return await self._send_all(prompts, max_tokens, options)
@@ -113,7 +113,7 @@ class VLLMPool(AgentPool):
     async def ask(
         self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, once: bool = False
     ) -> list[Response]:
-        """Asks by a chat request."""
+        """Send the prompt as a chat request."""
         if missing := self._missing(agent_index):
             return [Response.failed(missing, agent_index) for _ in range(asking.n)]
         line, began = self._lines[agent_index], asyncio.get_running_loop().time()
@@ -131,7 +131,7 @@ class VLLMPool(AgentPool):
     async def _complete(
         self, agent_index: int, prompt: str, max_tokens: int | None, asking: Asking, *, once: bool = False
     ) -> list[Response]:
-        """Asks without the chat template, by a list of one."""
+        """Send the prompt without the chat template, as a list of one."""
         line = self._lines[agent_index]
         (budget,) = await self._budgets(line, [prompt], max_tokens, asking)
         body = COMPLETIONS.body(self._model, [prompt], None, budget) | asking.fields()
@@ -143,7 +143,7 @@ class VLLMPool(AgentPool):
     async def _post_list(
         self, scatter: Scatter, agent_index: int, items: Sequence[Item], max_tokens: int | None, asking: Asking
     ) -> None:
-        """Sends one agent its prompts, in as few requests as possible."""
+        """Send one agent its prompts, in as few requests as possible."""
         if missing := self._missing(agent_index):
             for index, _ in items:
                 await scatter.put(index, [Response.failed(missing, agent_index) for _ in range(asking.n)])

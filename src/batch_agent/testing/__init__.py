@@ -1,8 +1,8 @@
-"""Doubles that ship with the package: users test and plan with what the project is tested with.
+"""Test doubles that ship with the package: users test and plan with the same doubles as this project.
 
-``ScriptedServer`` a model server on a real socket that answers as told · ``MessagesServer`` the same on Anthropic's
-wire, and as strict as its API · ``ScriptedBackend`` the same without sockets · ``SimulatedServer`` the simulated engine
-over HTTP · ``run_virtual``, ``virtual_clock`` time that takes no time.
+``ScriptedServer`` a model server on a real socket with scripted answers · ``MessagesServer`` the same on Anthropic's
+wire, as strict as its API · ``ScriptedBackend`` the same without sockets · ``SimulatedServer`` the simulated engine
+over HTTP · ``run_virtual``, ``virtual_clock`` virtual time.
 """
 
 from batch_agent.testing.backend import ScriptedBackend

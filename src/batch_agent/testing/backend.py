@@ -1,7 +1,7 @@
 """ScriptedBackend: the scripted server's replies behind the Backend protocol, without sockets.
 
-Requests are written and answers read by the same code as over HTTP, so a script means the same in both. For tests of
-everything above a backend; connections themselves take a ScriptedServer.
+The same code as over HTTP writes requests and reads answers, so a script means the same in both. Use it to test
+everything above a backend; use a ScriptedServer to test connections.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAULTS = Faults("scripted://")
 
 
 class ScriptedBackend(Backend):
-    """``requests``, ``inflight`` and ``peak_inflight`` are those of ScriptedServer."""
+    """``requests``, ``inflight`` and ``peak_inflight`` are as in ScriptedServer."""
 
     def __init__(self, script: Script | None = None, *, capabilities: Capabilities | None = None) -> None:
         self._script = script
@@ -40,8 +40,8 @@ class ScriptedBackend(Backend):
         self.requests: list[Request] = []
         self.inflight = 0
         self.peak_inflight = 0
-        self.entered = 0  # how many users have it open
-        self.health = Probe("up", models=("scripted",))  # what ``probe`` answers
+        self.entered = 0  # number of users that have it open
+        self.health = Probe("up", models=("scripted",))  # result of ``probe``
 
     @property
     def name(self) -> str:

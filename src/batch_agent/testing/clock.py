@@ -1,12 +1,12 @@
-"""A virtual clock: an event loop whose time jumps to the next timer when nothing else can happen.
+"""A virtual clock: an event loop whose time jumps to the next timer when nothing else can run.
 
-Sleeps, timeouts and latencies take no real time and always happen in the same order. When everybody waits and no timer
-is set, nothing will ever happen again: that is a VirtualClockDeadlock that names who waits where.
+Sleeps, timeouts and latencies take no real time and always happen in the same order. If every task waits and no timer
+is set, nothing can ever happen again: this raises VirtualClockDeadlock, which lists the waiting tasks.
 
-Limits. Work handed to threads with ``run_in_executor`` or ``asyncio.to_thread`` is waited for in real time, and the
-clock stands still meanwhile; threads started in other ways are unknown to the loop, and the clock may jump while they
-work. Sockets between two ends in this process work. Another process (a subprocess, a remote server) lives in real time:
-the clock will jump past the timeouts meant for it.
+Limits: work in threads from ``run_in_executor`` or ``asyncio.to_thread`` takes real time, and the clock stands still
+meanwhile. The loop does not know threads started in other ways, so the clock may jump while they work. Sockets between
+two ends in this process work. Another process (a subprocess, a remote server) runs in real time: the clock will jump
+past timeouts meant for it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Ts = TypeVarTuple("Ts")
 
 Ready = list[tuple[selectors.SelectorKey, int]]
 
-RESOLUTION = time.get_clock_info("monotonic").resolution  # within which the event loop takes a timer to be due
-SOCKET_GRACE = 0.002  # real seconds that the kernel gets to carry bytes from one of our sockets to another
-LAST_GRACE = 0.25  # the same before a deadlock is declared, which on a busy machine must not be wrong
+RESOLUTION = time.get_clock_info("monotonic").resolution  # tolerance within which the event loop treats a timer as due
+SOCKET_GRACE = 0.002  # real seconds for the kernel to carry bytes between two of our sockets
+LAST_GRACE = 0.25  # the same before a deadlock is reported, which must be right even on a busy machine
 
 
 class VirtualClockDeadlock(BatchAgentError):
@@ -39,13 +39,13 @@ class VirtualClockDeadlock(BatchAgentError):
 
 
 def run_virtual(main: Coroutine[object, object, T]) -> T:
-    """``asyncio.run`` on a virtual clock."""
+    """Run ``main`` like ``asyncio.run``, on a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)
 
 
 def virtual_clock(function: Callable[P, Coroutine[object, object, T]]) -> Callable[P, T]:
-    """Decorates an async test: it becomes a plain one that runs on a virtual clock."""
+    """Decorate an async test: it becomes a plain function that runs on a virtual clock."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -64,7 +64,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def stall(self, seconds: float) -> None:
-        """Let time pass in which the loop does nothing, as a callback does that blocks it."""
+        """Let time pass while the loop does nothing, as with a blocking callback."""
         self._now += seconds
 
     def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
@@ -84,7 +84,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         self._threads_at_work -= 1
 
     def _wait(self, select: Callable[[float | None], Ready], sockets: int, timeout: float | None) -> Ready:
-        """Stands in for waiting ``timeout`` seconds: what is ready, or else a jump."""
+        """Replace waiting ``timeout`` seconds: return what is ready, or else jump."""
         ready = select(0)
         if ready or timeout == 0:
             return ready
@@ -97,7 +97,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
                 raise VirtualClockDeadlock(self._who_waits())
             self._now += timeout
             if self._now + RESOLUTION == self._now:
-                # After some weeks a float is coarser than the loop's tolerance, and a timer that is due would never be.
+                # After some weeks a float is coarser than the loop's tolerance, and a due timer would never fire.
                 self._now += 2 * math.ulp(self._now)
         return ready
 
@@ -109,7 +109,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 def _where(waiting: object) -> str:
-    """The chain of coroutines from the task's own to the one that waits, and the line it waits in."""
+    """Return the chain of coroutines from the task's own to the waiting one, and the line it waits in."""
     chain, place = [], "?"
     while inspect.iscoroutine(waiting) and waiting.cr_frame is not None:
         code = waiting.cr_frame.f_code
@@ -120,7 +120,7 @@ def _where(waiting: object) -> str:
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """A real selector that leaves it to the loop what waiting means."""
+    """A real selector that lets the loop decide how to wait."""
 
     def __init__(self, loop: VirtualClockLoop) -> None:
         super().__init__()

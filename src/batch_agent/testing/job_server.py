@@ -1,9 +1,8 @@
-"""JobServer: the batch APIs of OpenAI and Anthropic on a real socket, as strict as they are, with jobs that last as
-long as a test wants them to.
+"""JobServer: the batch APIs of OpenAI and Anthropic on a real socket, as strict as the real ones, with jobs of any
+duration.
 
-Each request of a job is answered by ``script``, as a ScriptedServer answers one, in the form of its wire. Jobs are done
-when they are asked after for the ``looks``-th time; with ``expires_after`` only so many requests of each are, and the
-rest expire.
+``script`` answers each request of a job, as in a ScriptedServer, in the format of its wire. A job is done at its
+``looks``-th poll. With ``expires_after`` only that many requests of each are answered, and the rest expire.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ MAX_BODY_BYTES = 512 * 1024 * 1024
 MOST_ID_CHARACTERS = 64
 
 Script = Callable[[dict[str, Any]], dict[str, Any] | int]
-"""From the body of a request to the body of its answer, or to the status of its refusal."""
+"""Takes the body of a request and returns the body of its answer, or the status of its refusal."""
 
 
 @dataclass(slots=True)
 class ServedJob:
     id: str
     requests: dict[str, dict[str, Any]]
-    lines: list[bytes] = field(default_factory=list)  # their bodies as they came
+    lines: list[bytes] = field(default_factory=list)  # their original bodies
     metadata: dict[str, str] = field(default_factory=dict)
     created_at: float = field(default_factory=time.time)
     looked: int = 0
     status: str = "in_progress"
-    done: list[str] = field(default_factory=list)  # custom ids that were answered, newest first
+    done: list[str] = field(default_factory=list)  # answered custom ids, newest first
 
 
 class JobServer:
-    """``jobs`` is what was submitted, in order. ``refuse`` are statuses for the requests to come, one each."""
+    """``jobs`` lists the submitted jobs, in order. ``refuse`` lists statuses for the next requests, one each."""
 
     def __init__(self, script: Script, *, looks: int = 1, expires_after: int | None = None, invalid: str = "") -> None:
         self._script = script
@@ -50,9 +49,9 @@ class JobServer:
         self._runner: web.AppRunner | None = None
         self._port = 0
         self.jobs: list[ServedJob] = []
-        self.refuse: list[int] = []  # statuses for the requests to come, one each
-        self.refusal: dict[str, Any] = {"error": {"message": "no"}}  # the body beside a status of the script's
-        self.drop = 0  # so many submissions are taken and never answered
+        self.refuse: list[int] = []  # statuses for the next requests, one each
+        self.refusal: dict[str, Any] = {"error": {"message": "no"}}  # the body beside a status of the script
+        self.drop = 0  # number of submissions that are accepted and never answered
 
     @property
     def address(self) -> str:
@@ -221,7 +220,7 @@ class JobServer:
             http.transport.abort()
 
     def _page(self, http: web.Request, cursor: str, *, most: int) -> tuple[list[ServedJob], bool]:
-        """Newest first, and whether there are more."""
+        """Return a page, newest first, and whether there are more."""
         jobs, after = self.jobs[::-1], http.query.get(cursor)
         start = next((place for place, job in enumerate(jobs, 1) if job.id == after), 0)
         end = start + min(most, int(http.query.get("limit", "20")))
@@ -236,7 +235,7 @@ class JobServer:
     def _look(self, job: ServedJob, *, ended: str) -> None:
         job.looked += 1
         if job.status == "in_progress" and job.looked >= self._looks:
-            # In no order, as the real ones.
+            # In no order, like the real APIs.
             job.done = list(job.requests)[: self._expires_after][::-1]
             job.status = ended if len(job.done) == len(job.requests) or ended == "ended" else "expired"
 

@@ -1,4 +1,4 @@
-"""What Anthropic's API refuses, with its status and in its words as far as they are known. Pure.
+"""What Anthropic's API refuses, with its status and, as far as known, its messages. Pure.
 
 Strict on purpose: a client that passes here sends nothing that the API is known to refuse.
 """
@@ -45,7 +45,7 @@ class _Wrong(Exception):
 def wrong_with(
     request: MessagesRequest, models: list[str] | None, thoughts: Mapping[str, list[JsonObject]]
 ) -> Refusal | None:
-    """``thoughts`` are those that led to a call, by the call's id."""
+    """Return the refusal of a request, or None. ``thoughts`` are those that led to a call, by the call's id."""
     body, version = request.body, request.headers.get("anthropic-version", "")
     try:
         if version not in VERSIONS:
@@ -221,7 +221,7 @@ def _check_schema(schema: JsonObject) -> None:
 
 
 def _nodes(value: JsonValue) -> Iterator[JsonObject]:
-    """All objects inside, but for what a model wrote as the input of a call."""
+    """Yield all objects inside, except the arguments of tool calls."""
     if isinstance(value, dict):
         yield value
         for name, part in value.items():

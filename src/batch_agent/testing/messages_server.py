@@ -1,7 +1,7 @@
-"""``MessagesServer``: a scripted server that speaks Anthropic's ``/v1/messages`` and refuses what the API refuses.
+"""``MessagesServer``: a scripted server with Anthropic's ``/v1/messages`` that refuses what the API refuses.
 
-Scripts and replies are those of ScriptedServer. It keeps a prompt cache by the API's rules, so that usage tells what a
-client's ``cache_control`` marks are worth.
+Scripts and replies are those of ScriptedServer. It has a prompt cache with the API's rules, so that usage shows the
+effect of a client's ``cache_control`` marks.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from batch_agent.testing.request import Refusal, Request
 from batch_agent.testing.script import Script
 from batch_agent.testing.server import ScriptedServer
 
-LOOK_BACK = 20  # blocks before a mark at which something older is looked for
+LOOK_BACK = 20  # blocks before a mark that are searched for an older entry
 
 
 class PromptCache:
-    """What is kept at marks, and found by later requests that begin the same."""
+    """Entries stored at marks, and found by later requests with the same prefix."""
 
     def __init__(self, smallest: int) -> None:
         self._smallest = smallest
         self._kept: set[bytes] = set()
 
     def usage(self, body: JsonObject) -> Usage:
-        """Tokens of the prompt: all, those that were found, those that are kept from now on."""
+        """Return the tokens of the prompt: all, those found, and those newly stored."""
         digest, tokens, places = hashlib.sha256(str(body.get("model")).encode()), 0, []
         for block in _in_order(body):
             bare = orjson.dumps({name: part for name, part in block.items() if name != "cache_control"})
@@ -49,7 +49,7 @@ class PromptCache:
 
 
 class MessagesServer(ScriptedServer):
-    """``cached_from`` is the number of tokens from which on a prefix is kept."""
+    """``cached_from``: the shortest prefix that is cached, in tokens."""
 
     paths: ClassVar[Sequence[str]] = ("/v1/messages",)
     request_type: ClassVar[type[Request]] = MessagesRequest
@@ -119,7 +119,7 @@ class MessagesServer(ScriptedServer):
 
 
 def _in_order(body: JsonObject) -> Iterator[JsonObject]:
-    """Blocks as the API reads them: tools, system, messages."""
+    """Yield the blocks in the API's order: tools, system, messages."""
     yield from blocks_of(body.get("tools"))
     yield from blocks_of(body.get("system"))
     messages = body.get("messages")

@@ -1,6 +1,6 @@
-"""The shapes of an answer of Anthropic's ``/v1/messages``, and a request of it as a script sees it. Pure.
+"""The format of answers of Anthropic's ``/v1/messages``, and a request of it as a script sees it. Pure.
 
-The pieces are those of ``wire``; here they become blocks, one after the other, and thoughts get a signature.
+The pieces are those of ``wire``; here they become blocks, one after another, and thoughts get a signature.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MessagesRequest(Request):
 
     @property
     def blocks(self) -> list[list[JsonObject]]:
-        """Of each message."""
+        """Return the blocks of each message."""
         return [blocks_of(message.get("content")) for message in self.messages]
 
     @property
@@ -86,7 +86,7 @@ class MessagesRequest(Request):
 class MessagesWire:
     def __init__(self, request: MessagesRequest) -> None:
         self.request = request
-        self._index = -1  # of the block that is open
+        self._index = -1  # of the open block
         self._open: JsonObject | None = None
         self._thought = ""
         self._stop = "end_turn"
@@ -175,7 +175,7 @@ class MessagesWire:
 
 
 def signature(thought: str) -> str:
-    """What shows that a thought comes back as it was."""
+    """Return the signature that shows that a thought is sent back unchanged."""
     return "signed-" + hashlib.sha256(thought.encode()).hexdigest()[:24]
 
 
@@ -185,7 +185,7 @@ def error_object(status: int, message: str) -> JsonObject:
 
 
 def usage_object(usage: Usage) -> JsonObject:
-    """``input_tokens`` is what neither came from the cache nor went into it."""
+    """Return the usage; ``input_tokens`` excludes tokens read from or written to the cache."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.cache_write_tokens,
         "cache_read_input_tokens": usage.cached_tokens,

@@ -1,5 +1,5 @@
-"""Plays one reply to one HTTP client, in time. What a scripted reply sends is its Track; a Live answer is made while it
-is sent."""
+"""Sends one reply to one HTTP client, with its timing. A scripted reply is a Track of bytes; a Live answer is created
+while it is sent."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from batch_agent.testing.wire import AnswerWire, Piece
 
 
 class Dropped(Exception):
-    """The connection is to be reset here."""
+    """The connection must be reset here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """An answer that is still being made. Opening it starts the work, or raises the BackendError whose status the
-    client gets; closing it ends the work, done or not."""
+    """An answer that is still being created. Opening it starts the work, or raises the BackendError whose status the
+    client gets; closing it ends the work, finished or not."""
 
     open: Callable[[], AbstractContextManager[AsyncIterator[Piece]]]
 

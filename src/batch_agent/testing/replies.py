@@ -1,7 +1,7 @@
-"""What a scripted model can answer: values that are played over HTTP and in process alike.
+"""What a scripted model can answer: values that work over HTTP and in process.
 
 ``Say`` and ``CallTools`` are answers. ``Fail``, ``Cut``, ``StreamError``, ``Malformed``, ``Body`` and ``Hang`` are the
-ways in which real servers do not answer. All take ``latency``: seconds before the first byte.
+failures of real servers. All take ``latency``: seconds before the first byte.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from batch_agent.messages import ToolCall, Usage
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A call the model makes. ``arguments`` as text is sent as it is, valid JSON or not."""
+    """A tool call of the model. ``arguments`` given as text is sent unchanged, valid JSON or not."""
 
     name: str
     arguments: Mapping[str, JsonValue] | str = field(default_factory=dict)
-    id: str | None = None  # None: one that no other call of this server has
+    id: str | None = None  # None: a unique id
 
     def as_call(self, request: int, index: int) -> ToolCall:
         text = self.arguments if isinstance(self.arguments, str) else orjson.dumps(dict(self.arguments)).decode()
@@ -35,15 +35,15 @@ class Scripted:
 
 @dataclass(frozen=True, slots=True)
 class Say(Scripted):
-    """A complete answer. In a stream every few characters are a chunk of their own; ``chunk_delay`` seconds lie between
-    two chunks. ``write_bytes`` cuts what is sent, JSON or stream, into writes of that many bytes, wherever that splits
-    a line or a character, ``chunk_delay`` apart."""
+    """A complete answer. In a stream every few characters are one chunk, with ``chunk_delay`` seconds between two
+    chunks. ``write_bytes`` splits what is sent, JSON or stream, into writes of that many bytes, ``chunk_delay`` apart,
+    even inside a line or a character."""
 
     text: str
     calls: tuple[ToolUse, ...] = ()
     reasoning: str = field(default="", kw_only=True)
     finish_reason: str | None = field(default=None, kw_only=True)  # None: stop, or tool_calls
-    usage: Usage | None = field(default=None, kw_only=True)  # None: counted, four bytes a token, nothing cached
+    usage: Usage | None = field(default=None, kw_only=True)  # None: estimated with four bytes per token, nothing cached
     chunk_delay: float = field(default=0.0, kw_only=True)
     write_bytes: int | None = field(default=None, kw_only=True)
     headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # of the response: rate limits, ids
@@ -81,7 +81,7 @@ class CallTools(Say):
 
 @dataclass(frozen=True, slots=True)
 class Fail(Scripted):
-    """An error status. Without a body, the error object that OpenAI-compatible servers send."""
+    """An error status. Without a body, it sends the error object of OpenAI-compatible servers."""
 
     status: int
     body: JsonValue | bytes = None
@@ -90,8 +90,8 @@ class Fail(Scripted):
 
 @dataclass(frozen=True, slots=True)
 class Cut(Scripted):
-    """An answer that stops without an end: after ``after_chunks`` chunks of a stream (the first one only names the
-    role), or in the middle of a JSON body. The connection is reset; with ``clean`` it is closed as if all were well.
+    """An answer without an end: it stops after ``after_chunks`` chunks of a stream (the first one contains only the
+    role), or in the middle of a JSON body. The connection is reset; with ``clean`` it is closed normally.
     ``after_chunks=0`` without ``clean`` drops the connection before any answer."""
 
     answer: Say = field(default_factory=lambda: Say("an answer that is never finished"))
@@ -101,7 +101,7 @@ class Cut(Scripted):
 
 @dataclass(frozen=True, slots=True)
 class StreamError(Scripted):
-    """Status 200, and then an error where the answer should go on; not streamed, the error is the whole body."""
+    """Status 200, and then an error in the middle of the stream; without a stream, the error is the whole body."""
 
     message: str = "the engine died"
     code: int = 500
@@ -111,22 +111,23 @@ class StreamError(Scripted):
 
 @dataclass(frozen=True, slots=True)
 class Malformed(Scripted):
-    """Exactly these bytes, with status 200."""
+    """Sends exactly these bytes, with status 200."""
 
     body: bytes
-    content_type: str | None = None  # None: what a right answer to the request would have
+    content_type: str | None = None  # None: that of a correct answer
 
 
 @dataclass(frozen=True, slots=True)
 class Body(Scripted):
-    """Exactly this JSON, with status 200; for a stream, a list of events, each sent as one, then ``[DONE]``."""
+    """Sends exactly this JSON, with status 200; for a stream, a list of events, each sent separately, then
+    ``[DONE]``."""
 
     value: JsonValue
 
 
 @dataclass(frozen=True, slots=True)
 class Hang(Scripted):
-    """Nothing, until the client leaves."""
+    """Sends nothing until the client leaves."""
 
 
 Answered = Say | Fail | Cut | StreamError | Malformed | Body

@@ -1,4 +1,4 @@
-"""A request as a script sees it, and the conditions that a server puts on one before anything answers it."""
+"""A request as a script sees it, and the checks that a server makes before it answers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from batch_agent.messages import Content, Image, JsonObject, Message, Part, Role
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``number`` counts requests from 0 in order of arrival; ``raw`` is the body as it came, for tests of bytes."""
+    """``number`` counts requests from 0 in order of arrival; ``raw`` is the original body, for tests of bytes."""
 
     number: int
     path: str
     body: JsonObject
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)  # may carry a key
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)  # may contain a key
     raw: bytes = field(default=b"", repr=False)
 
     @property
@@ -27,12 +27,12 @@ class Request:
 
     @property
     def turn(self) -> int:
-        """How many answers this conversation has already."""
+        """Return how many answers this conversation already has."""
         return sum(1 for message in self.messages if message.get("role") == "assistant")
 
     @property
     def text(self) -> str:
-        """The last message's text, whoever said it."""
+        """Return the text of the last message, of any role."""
         return content_text(self.messages[-1].get("content")) if self.messages else self.prompts[-1]
 
     @property
@@ -45,13 +45,13 @@ class Request:
 
     @property
     def wants_usage(self) -> bool:
-        """Without a stream usage is always told."""
+        """Return whether to send usage; without a stream it is always sent."""
         options = self.body.get("stream_options")
         return not self.streamed or (isinstance(options, dict) and options.get("include_usage") is True)
 
     @property
     def prompts(self) -> list[str]:
-        """Of ``/v1/completions``: one prompt or several."""
+        """Return the prompts of ``/v1/completions``: one or several."""
         prompt = self.body.get("prompt")
         return [str(part) for part in prompt] if isinstance(prompt, list) else [str(prompt or "")]
 
@@ -64,7 +64,7 @@ class Request:
 
     @property
     def schema(self) -> JsonObject | None:
-        """The JSON schema that the answer must fit."""
+        """Return the JSON schema that the answer must fit."""
         form = self.body.get("response_format")
         named = form.get("json_schema") if isinstance(form, dict) else None
         schema = named.get("schema") if isinstance(named, dict) else None
@@ -72,7 +72,7 @@ class Request:
 
     @property
     def tool_choice(self) -> JsonValue:
-        """As chat requests have it."""
+        """Return the tool choice in the format of chat requests."""
         return self.body.get("tool_choice")
 
     @property
@@ -91,7 +91,7 @@ class Request:
         return tools
 
     def conversation(self) -> list[Message]:
-        """The messages as values."""
+        """Return the messages as values."""
         return [_message(message) for message in self.messages]
 
 
@@ -103,7 +103,7 @@ class Refusal:
 
 
 def refusal(request: Request, models: list[str] | None) -> Refusal | None:
-    """What a real server would find wrong with the request itself."""
+    """Return what a real server would refuse in the request, or None."""
     if models is not None and request.model not in models:
         return Refusal(404, f"The model `{request.model}` does not exist.", "model")
     if request.path.endswith("/chat/completions") and not request.messages:
@@ -117,7 +117,7 @@ def refusal(request: Request, models: list[str] | None) -> Refusal | None:
 
 
 def content_text(content: JsonValue) -> str:
-    """A message's content, text or parts, as text."""
+    """Return a message's content, text or parts, as text."""
     if isinstance(content, list):
         return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
@@ -136,7 +136,7 @@ def _message(wire: JsonObject) -> Message:
 
 
 def _content(content: JsonValue) -> Content:
-    """Parts only where there is a picture among them."""
+    """Return the content; as parts only if there is a picture among them."""
     parts = [_part(part) for part in _objects(content)]
     return tuple(parts) if any(isinstance(part, Image) for part in parts) else content_text(content)
 

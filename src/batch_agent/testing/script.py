@@ -1,7 +1,6 @@
-"""Scripts: who decides what each request is answered. A list is used up in order; a function sees the request.
+"""Scripts decide the answer to each request. A list is used in order; a function sees the request.
 
-Without a script the answer is the least that a well-behaved model could say: a forced tool call, the smallest JSON that
-fits the schema, or an echo.
+Without a script the answer is minimal: a forced tool call, the smallest JSON that fits the schema, or an echo.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ async def scripted_reply(script: Script | None, request: Request) -> ScriptedRep
         return await reply if inspect.isawaitable(reply) else reply
     if request.number < len(script):
         return script[request.number]
-    # 400, which no client sends again: the test ends at the request that was one too many.
+    # Status 400, which no client retries: the test ends at the request that was not expected.
     message = f"the script has {len(script)} replies, and this is request {request.number + 1}"
     return Fail(400, error_object(400, message))
 
 
 async def wait_due(reply: ScriptedReply) -> Answered:
-    """Lets the client wait as long as the reply says, for ever if it hangs."""
+    """Wait as long as the reply says; forever if it hangs."""
     await asyncio.sleep(reply.latency)
     while isinstance(reply, Hang):
         await asyncio.get_running_loop().create_future()
@@ -51,7 +50,7 @@ def default_reply(request: Request) -> ScriptedReply:
     if forced is not None:
         name, parameters = forced
         arguments = minimal_instance(parameters)
-        # A named function ends with stop: vLLM does the same.
+        # A forced function ends with stop, as in vLLM.
         reason = "stop" if isinstance(choice, dict) else "tool_calls"
         return CallTools(ToolUse(name, arguments if isinstance(arguments, dict) else {}), finish_reason=reason)
     if request.schema is not None:

@@ -1,7 +1,7 @@
-"""Model servers on a real socket: ``ScriptedServer`` answers as its script says and remembers what it was asked.
+"""Model servers on a real socket: ``ScriptedServer`` answers as its script says and records its requests.
 
-``ModelServer`` is the part that any answerer needs: routes, the checks a real server makes, counts of what is in
-flight, conditions to wait for. What a reply looks like on the wire is ``player``'s and ``wire``'s.
+``ModelServer`` is the common part: routes, the checks of a real server, counts of requests in flight, conditions to
+wait for. ``player`` and ``wire`` define how a reply looks on the wire.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_BODY_BYTES = 256 * 1024 * 1024
 
 
 class ModelServer(ABC):
-    """``async with`` binds the socket and serves until it is left; clients still connected are cut off then."""
+    """``async with`` binds the socket and serves until exit; clients still connected are then disconnected."""
 
     paths: ClassVar[Sequence[str]] = ("/v1/chat/completions", "/v1/completions")
     request_type: ClassVar[type[Request]] = Request
@@ -70,7 +70,7 @@ class ModelServer(ABC):
 
     @property
     def address(self) -> str:
-        """``host:port`` as it stands in a URL."""
+        """Return ``host:port`` as in a URL."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{self._port}"
 
@@ -101,7 +101,7 @@ class ModelServer(ABC):
         except OSError as error:
             await runner.cleanup()
             if error.errno == errno.EADDRINUSE:
-                raise SpecError(f"{self.address} is taken by another program: choose another port") from None
+                raise SpecError(f"{self.address} is in use by another program: choose another port") from None
             raise SpecError(f"cannot listen on {self.address}: {error.strerror or error}") from None
         self._runner, self._port = runner, runner.addresses[0][1]
         return self
@@ -117,7 +117,7 @@ class ModelServer(ABC):
             await runner.cleanup()
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Returns once ``condition`` holds; it is asked again whenever a request comes, ends or is left."""
+        """Return once ``condition`` holds; it is checked whenever a request arrives, ends or is abandoned."""
         if condition():
             return
         waiter = (condition, asyncio.get_running_loop().create_future())
@@ -128,7 +128,7 @@ class ModelServer(ABC):
             self._waiters.remove(waiter)
 
     async def wait_requests(self, count: int) -> None:
-        """Until ``count`` requests have arrived in all."""
+        """Wait until ``count`` requests have arrived in total."""
         await self.wait_until(lambda: self.received >= count)
 
     async def wait_inflight(self, count: int) -> None:
@@ -164,7 +164,7 @@ class ModelServer(ABC):
         except Dropped:
             if http.transport is not None:
                 http.transport.abort()
-            return web.Response()  # goes nowhere
+            return web.Response()  # never sent
         except (asyncio.CancelledError, ConnectionError):
             if self._runner is not None:
                 self.disconnects += 1
@@ -224,7 +224,7 @@ class ModelServer(ABC):
 class ScriptedServer(ModelServer):
     """``ScriptedServer([Say("hello"), Fail(503)])`` answers in order of arrival; ``ScriptedServer(lambda request: …)``
     decides for each. With ``models`` other names get 404, with ``api_key`` other keys get 401. ``metrics`` replaces the
-    text of ``/metrics``. An exception in the script is a 500 for the client, and raised again when the server is left.
+    text of ``/metrics``. An exception in the script is a 500 for the client, and is raised again at exit.
     """
 
     def __init__(

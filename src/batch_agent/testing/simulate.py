@@ -1,4 +1,4 @@
-"""The simulated engine seen through HTTP: the wire of the scripted server, the timing and cache of the simulation."""
+"""The simulated engine over HTTP: the wire of the scripted server, with the timing and cache of the simulation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from batch_agent.vllm_pin import read_order
 async def serve_simulated(
     *, host: str = "127.0.0.1", port: int = 8000, engine: EngineModel, ready: Callable[[str], None]
 ) -> None:
-    """Serves until cancelled; ``ready`` gets the URL once requests can come. A taken port is a SpecError."""
+    """Serve until cancelled; ``ready`` gets the URL once requests can arrive. A port in use raises SpecError."""
     async with SimulatedServer(engine, host=host, port=port) as server:
         ready(server.url)
         await asyncio.get_running_loop().create_future()
@@ -96,7 +96,7 @@ class SimulatedServer(ModelServer):
 async def _pieces(
     sequences: list[Sequence], answers: list[Answer], tokens: asyncio.Queue[tuple[Sequence, int]]
 ) -> AsyncIterator[Piece]:
-    """What the answers' tokens reveal, as they come."""
+    """Yield what the answers' tokens reveal, as they are generated."""
     choices = {sequence: choice for choice, sequence in enumerate(sequences)}
     said = [""] * len(sequences)
     called = [0] * len(sequences)

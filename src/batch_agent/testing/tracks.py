@@ -1,4 +1,4 @@
-"""What a reply sends, decided before anything is sent: a Track of bytes, with the faults the script asks for. Pure."""
+"""What a reply sends, decided in advance: a Track of bytes, with the scripted failures. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ STREAM_TYPE = "text/event-stream; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Bytes to be written one after the other, ``delay`` seconds apart."""
+    """Bytes to write one after another, ``delay`` seconds apart."""
 
     parts: list[bytes]
     kind: str
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     delay: float = 0.0
-    length: int | None = None  # of the whole body as announced; None: sent in chunks, without a length
-    dropped: bool = False  # afterwards the connection is reset
+    length: int | None = None  # announced length of the body; None: sent in chunks, without a length
+    dropped: bool = False  # the connection is reset afterwards
 
 
 def track_of(reply: Answered, wire: AnswerWire) -> Track:

@@ -1,7 +1,7 @@
-"""The shapes of an OpenAI-compatible answer, as vLLM sends them: JSON bodies, stream events, errors. Pure.
+"""The format of an OpenAI-compatible answer, as in vLLM: JSON bodies, stream events, errors. Pure.
 
-An answer is a list of pieces in the order in which a model says them. The same pieces make one JSON body or the events
-of a stream, for chat and for plain completions; when they are sent is the player's business.
+An answer is a list of pieces in the order in which a model generates them. The same pieces form one JSON body or the
+events of a stream, for chat and for plain completions; the player decides the timing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReasoningPiece:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """Opens the ``index``-th call when it has an ``id``, else goes on with its arguments."""
+    """Opens the ``index``-th call if it has an ``id``; otherwise continues its arguments."""
 
     index: int
     arguments: str
@@ -55,7 +55,7 @@ Piece = TextPiece | ReasoningPiece | CallPiece | End | Usage
 
 
 def say_pieces(answer: Say, request: Request) -> list[Piece]:
-    """A scripted answer; every prompt of a list gets the same."""
+    """Return a scripted answer; every prompt of a list gets the same."""
     pieces: list[Piece] = []
     calls = [use.as_call(request.number, index) for index, use in enumerate(answer.calls)]
     reason = answer.finish_reason or ("tool_calls" if calls else "stop")
@@ -84,31 +84,31 @@ def counted_usage(answer: Say, calls: Iterable[ToolCall], request: Request) -> U
 
 
 class AnswerWire(Protocol):
-    """One request's answer on the wire."""
+    """The format of one request's answer."""
 
     @property
     def request(self) -> Request: ...
 
     def opening(self) -> list[bytes]:
-        """What a stream begins with, before the first token."""
+        """Return the start of a stream, before the first token."""
         ...
 
     def event(self, piece: Piece) -> bytes | None:
-        """None: nothing that this client is told."""
+        """Return the event of a piece; None if this client gets none."""
         ...
 
     def closing(self) -> list[bytes]:
-        """What follows the last piece of a stream."""
+        """Return the end of a stream, after the last piece."""
         ...
 
     def body(self, pieces: Iterable[Piece]) -> bytes:
-        """The whole answer as one JSON body."""
+        """Return the whole answer as one JSON body."""
         ...
 
     def error(self, status: int, message: str, param: str | None = None) -> JsonObject: ...
 
     def sse(self, value: JsonValue) -> bytes:
-        """A value as an event of this wire."""
+        """Return a value as an event of this wire."""
         ...
 
 
@@ -124,7 +124,7 @@ class Wire:
         self._head: JsonObject = {
             "id": f"{prefix}-{name}",
             "object": kind,
-            "created": 0,  # answers are the same at any time
+            "created": 0,  # constant, so that answers are reproducible
             "model": model,
             "system_fingerprint": fingerprint,
         }

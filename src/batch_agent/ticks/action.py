@@ -29,7 +29,7 @@ class Observation:
 
     @property
     def text(self) -> str:
-        """The data as text, made once: a prompt shows each observation several times."""
+        """Return the data as text, computed once: a prompt shows each observation several times."""
         if self._text is None:
             self._text = text_of(self.data)
         return self._text
@@ -37,11 +37,11 @@ class Observation:
 
 @dataclass(slots=True)
 class Action:
-    """What an agent does. ``source`` says where it comes from, ``seen_tick`` which tick's observation it answers.
+    """What an agent does. ``source`` is its origin, ``seen_tick`` the tick whose observation it answers.
 
     answer    the model's answer to this tick's observation
     late      the model's answer to an earlier tick's observation
-    last      the agent's last action again: nothing newer arrived in time, or nothing has changed
+    last      the agent's last action again: no newer answer arrived in time, or nothing has changed
     fallback  there is no answer; ``reasoning`` says why
     """
 
@@ -52,7 +52,7 @@ class Action:
     seen_tick: int | None = None
 
     def marked(self, source: Source, seen_tick: int | None) -> Action:
-        """Return a copy that says where it comes from."""
+        """Return a copy with this origin."""
         action = copy(self)
         action.parameters, action.source, action.seen_tick = dict(self.parameters or {}), source, seen_tick
         return action
@@ -69,7 +69,7 @@ class Decision(Generic[A_co]):
     source: Source
     seen_tick: int | None = None  # None for a fallback
     usage: Usage = field(default_factory=Usage)
-    latency: float | None = None  # seconds from the question to the action, waiting for a slot included
+    latency: float | None = None  # seconds from the request to the action, including the wait for a slot
     reason: str = ""  # why it is not an answer to this tick
 
 

@@ -1,4 +1,4 @@
-"""What an agent may do: its tools as instructions for a model, as a schema for decoding, and as a check of answers.
+"""What an agent may do: its tools as instructions for a model, as a schema for decoding, and as validation of answers.
 
 Tools are Tool values, plain functions, JSON descriptions of either common form, or bare names, which take any
 parameters. They are never run here: the world acts.

@@ -66,7 +66,7 @@ class Agent:
         self._window = WindowMemory()
         self.memory: Memory = self._window if memory is None else memory
         self.state = AgentState(agent_id, list(goals or ()), self._window.observations, self._window.actions)
-        self._result: list[object] = []  # of its last action, until the next observation tells it
+        self._result: list[object] = []  # result of its last action, until the next observation includes it
 
     # For users
 
@@ -82,7 +82,7 @@ class Agent:
 
     @property
     def backend(self) -> object:
-        """What ``decide_action`` may ask: the object that was given, or the runtime's backend with the same methods."""
+        """Return what ``decide_action`` may use: the given object, or the runtime's backend with the same methods."""
         is_object = self.given_backend is not None and not isinstance(self.given_backend, str)
         return self.given_backend if is_object else self.lent_backend
 
@@ -91,8 +91,8 @@ class Agent:
         self.given_backend = backend
 
     def decide_action(self) -> Action | None:
-        """Ask this agent's backend now, for this agent alone, and wait for the answer. If it is overridden, the
-        runtime calls it instead of asking; it may be async."""
+        """Ask this agent's backend now, for this agent alone, and wait for the answer. If overridden, the runtime calls
+        it instead of sending a request; it may be async."""
         try:
             action = self._ask_alone()
         except BatchAgentError as error:
@@ -104,7 +104,7 @@ class Agent:
     def _ask_alone(self) -> Action:
         backend = self.backend
         if not isinstance(backend, GeneratesOne):
-            raise WorkerFailed(f"{self.agent_id} has no backend that it could ask by itself")
+            raise WorkerFailed(f"{self.agent_id} has no backend of its own")
         prompt, options = arguments_for(backend.generate, self._build_context(), self.system_text(None))
         said = result_of(guarded("generate", lambda: backend.generate(prompt, **options)))
         if said.error:
@@ -155,7 +155,7 @@ class Agent:
 
     @property
     def form(self) -> AnswerForm:
-        """What decoding is held to. An agent that parses answers in its own way may get any."""
+        """Return the form that decoding enforces. An agent with its own parser may get any text."""
         return AnswerForm() if _is_overridden(self._parse_action, Agent._parse_action) else self.action_space.form
 
     @property
@@ -195,7 +195,7 @@ class Agent:
         return action
 
     def fault_of(self, action: object) -> str:
-        """Return why that is no action of this agent, or ""."""
+        """Return why that is not a valid action of this agent, or ""."""
         return fault_of(action)
 
     def remember(self, action: object) -> None:
@@ -218,7 +218,7 @@ class Agent:
         return idle(why)
 
     def _memories(self) -> list[Memory]:
-        """``state`` shows the window, whatever memory the user gave."""
+        """Return the window of memories for ``state``, whatever memory the user gave."""
         return [self._window] if self.memory is self._window else [self._window, self.memory]
 
 
@@ -255,11 +255,11 @@ class TypedAgent(Agent):
 
 
 def _action_in(action: object) -> Action:
-    """Return what ``_parse_action`` found. Raises Invalid if that is no action."""
+    """Return what ``_parse_action`` found. Raises Invalid if that is not an action."""
     if isinstance(action, Action) and action.source == "fallback":
-        raise Invalid(text_of(action.reasoning or "there is no action in it"))
+        raise Invalid(text_of(action.reasoning or "the answer contains no action"))
     if action is None:
-        raise Invalid("there is no action in it")
+        raise Invalid("the answer contains no action")
     if fault := fault_of(action):
         raise WorkerFailed(f"_parse_action returned {fault}")
     assert isinstance(action, Action)

@@ -80,7 +80,7 @@ class AgentRuntime(TickRuntime[Action]):
         return list(self.agents.values())
 
     async def process_tick(self, tick: int, observations: Mapping[str, Any]) -> dict[str, Action]:
-        """Return an action for each agent in ``observations``, always. It says where it comes from."""
+        """Return an action for each agent in ``observations``, always. Each action states its origin."""
         decisions = await self.tick(tick, observations)
         return {agent_id: _action(decision) for agent_id, decision in decisions.items()}
 

@@ -1,10 +1,10 @@
-"""Questions of ticks to one backend, through the dispatcher.
+"""Sends the requests of ticks to one backend, through the dispatcher.
 
-A tick wants an answer now or not at all, so no question waits for a server that is down: while every endpoint is down,
-one question at a time is the trial and all others fail at once. A question is made when its slot is granted, so it has
+A tick needs an answer now or not at all, so no request waits for a server that is down: while every endpoint is down,
+one request at a time is the trial and all others fail at once. A request is created when its slot is granted, so it has
 the newest observation.
 
-If a backend of the user's answers many prompts in one call, the questions that wait for a slot are one call.
+If a user's backend answers many prompts in one call, all requests that wait for a slot become one call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Make = Callable[[], ModelRequest]  # called for each attempt, when it is sent
 
 
 class Asking:
-    """One backend, opened when it is first asked and open until ``close``. ``timeout`` is seconds for one request."""
+    """One backend, opened on first use and open until ``close``. ``timeout`` is the seconds for one request."""
 
     def __init__(
         self,
@@ -51,19 +51,20 @@ class Asking:
         self._observer = Observer() if observer is None else observer
         self._model, self._sampling, self._timeout = model, sampling, timeout
         self._max_inflight = max_inflight
-        # A server that batches by itself does better with single requests: in a list the slowest holds the others.
+        # A server that batches by itself works better with single requests: in a list the slowest delays the others.
         self._together = isinstance(backend, UsersBackend) and backend.capabilities.batch
         self._opening: asyncio.Task[Dispatcher] | None = None
         self._stack = AsyncExitStack()  # what is open
         self._takes_seeds = False
-        self._shapes: dict[object, RequestShape] = {}  # by what tells questions apart
-        self.group: _Group | None = None  # takes more questions, until it has a slot
+        self._shapes: dict[object, RequestShape] = {}  # by what distinguishes requests
+        self.group: _Group | None = None  # accepts more requests until it has a slot
         self._calls: set[asyncio.Task[Replies]] = set()
 
     # Opening and closing
 
     async def open(self) -> Dispatcher:
-        """Enter the backend and learn its model's name, once for all who ask. After a failure it is tried again."""
+        """Enter the backend and learn its model's name, once for all callers. A failed attempt is repeated by the next
+        caller."""
         opening = self._opening
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception() is not None)):
             opening = self._opening = asyncio.get_running_loop().create_task(self._open())
@@ -94,7 +95,7 @@ class Asking:
         return dispatcher
 
     async def models(self) -> list[str]:
-        """What the backend serves, asked now; it must be entered."""
+        """Return the models that the backend serves now; it must be entered."""
         try:
             return await asyncio.wait_for(self.backend.models(), self._timeout)
         except TimeoutError:
@@ -110,20 +111,21 @@ class Asking:
     # Asking
 
     async def ask(self, make: Make, wants_again: Callable[[], bool] = lambda: True) -> Reply:
-        """The answer, cut off or not. Raises the error that could not be helped in time. ``wants_again`` is called when
-        an attempt has failed, and returns whether another one is worth it."""
+        """Return the answer, cut off or not. Raises the final error. ``wants_again`` is called after a failed attempt,
+        and returns whether a retry is worth it."""
         dispatcher = await self.open()
         if self._together:
             try:
                 return await self._ask_together(dispatcher, make)
-            except BackendError:  # another question of the call may have caused it
+            except BackendError:  # another request of the call may have caused it
                 if not wants_again():
                     raise
         policy = Policy(RETRIES, wait_out=False, timeout=self._timeout, timeout_option="timeout", wanted=wants_again)
         return await dispatcher.ask(_Alone(self, make), policy, observer=self._observer)
 
     async def _ask_together(self, dispatcher: Dispatcher, make: Make) -> Reply:
-        """Ask with the others that wait for a slot. The call is cancelled when none of its agents waits any more."""
+        """Send the request together with the others that wait for a slot. The call is cancelled when all its agents
+        left."""
         group = self.group
         if group is None:
             group = self.group = _Group(self)
@@ -159,9 +161,9 @@ class Asking:
         temperature: float | None = None,  # None: that of the runtime
         max_tokens: int | None = None,
     ) -> ModelRequest:
-        """One request to the backend, which is open. The answer is held to the schema by a grammar, or else by tools of
-        which one must be called."""
-        native = self.backend.capabilities.native_schema  # a server may be found out not to keep to schemas
+        """Return one request to the open backend. A grammar enforces the schema, or else tools of which one must be
+        called."""
+        native = self.backend.capabilities.native_schema  # a server may turn out not to enforce schemas
         key = form.text, native, temperature, max_tokens
         shape = self._shapes.get(key)
         if shape is None:
@@ -185,7 +187,7 @@ class Asking:
 
 
 class _Alone(Question):
-    """A question that is one request."""
+    """A question that is sent as one request."""
 
     def __init__(self, asking: Asking, make: Make) -> None:
         self._asking, self._make = asking, make
@@ -200,7 +202,7 @@ class _Alone(Question):
 
 
 class _Group:
-    """Questions that are one call. ``sent`` are those that were, in the order of their answers."""
+    """Questions that are sent as one call. ``sent`` are in the order of their answers."""
 
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
@@ -217,7 +219,7 @@ class _Group:
         return [next(replies) if isinstance(request, ModelRequest) else request for request in made]
 
     def leave(self) -> None:
-        """Take no more questions."""
+        """Accept no more questions."""
         if self._asking.group is self:
             self._asking.group = None
 

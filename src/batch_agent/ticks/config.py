@@ -1,4 +1,4 @@
-"""How answers are drawn, and ``backend_config``: a model and its options in one mapping, as simulations write it."""
+"""Sampling options, and ``backend_config``: a model and its options in one mapping, as simulations write it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KNOWN = (*URL_KEYS, *MODEL_KEYS, *SAMPLING_KEYS, *OTHER_KEYS)
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """``seed`` is what the seed of each question is derived from. None: the server chooses."""
+    """``seed`` is the base from which the seed of each request is derived. None: the server chooses."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -58,7 +58,7 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     path = given.get("model_path")
     if path is not None and backend is None:
         backend = f"local://{path}"
-    elif path is not None:  # servers call a model by the path they loaded it from
+    elif path is not None:  # servers name a model by the path they loaded it from
         model = str(path) if model is None else model
     options = {name: given[name] for name in (*SAMPLING_KEYS, "api_key", "timeout") if name in given}
     if "top_k" in given:
@@ -69,5 +69,5 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def _one_of(given: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     found = [key for key in keys if key in given]
     if len(found) > 1:
-        raise SpecError(f"backend_config has {' and '.join(found)}, which say the same: give one of them")
+        raise SpecError(f"backend_config has {' and '.join(found)}, which mean the same: give one of them")
     return given[found[0]] if found else None

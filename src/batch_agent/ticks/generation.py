@@ -44,14 +44,14 @@ class GeneratesMany(Protocol):
 
 def result_of(value: object) -> GenerationResult:
     """Return what a backend returned: a GenerationResult or an object with its fields, a mapping, or text. Raises
-    WorkerFailed if it cannot be read."""
+    WorkerFailed if it is invalid."""
     if isinstance(value, str):
         return GenerationResult(value)
     text, tokens, reason, metadata = (
         _field(value, name) for name in ("text", "tokens_used", "finish_reason", "metadata")
     )
     if isinstance(reason, str):
-        reason = str.__str__(reason)  # an enum may be text, and write itself in another way
+        reason = str.__str__(reason)  # an enum may be text with another ``str``
     result = GenerationResult(
         text if isinstance(text, str) else "",
         tokens if isinstance(tokens, int) else 0,

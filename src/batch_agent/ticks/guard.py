@@ -1,4 +1,4 @@
-"""The boundary to the user's code: whatever it raises costs one agent."""
+"""The boundary to the user's code: whatever it raises affects only one agent."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def guarded(name: str, function: Callable[[], T]) -> T:
-    """Return what ``function`` returns. What it raises becomes a WorkerFailed that says ``name`` raised it.
+    """Return what ``function`` returns. Exceptions become a WorkerFailed that says ``name`` raised it.
 
-    A JobError passes as it is: it says what is wrong in words of its own. So does Ctrl-C.
+    A JobError passes unchanged, because it has a message of its own. So does Ctrl-C.
     """
     try:
         return function()

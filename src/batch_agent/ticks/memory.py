@@ -1,4 +1,4 @@
-"""What an agent remembers: the last observations and actions, or what a memory of the user's keeps."""
+"""What an agent remembers: the last observations and actions, or the content of a user's memory."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""One agent between ticks: its thoughts under way, its last action, and which of these a tick gets. Pure code.
+"""One agent between ticks: its running thoughts, its last action, and which of these a tick gets. Pure code.
 
     state of the agent                     what the tick gets
-    no thought under way                   a new thought, which the tick waits for
-    thought under way, not sent yet        the same thought; it is about this tick's observation from now on
-    thought under way since earlier tick   the same thought; its answer will be late
+    no running thought                     a new thought, which the tick waits for
+    running thought, not sent yet          the same thought; it is about this tick's observation from now on
+    running thought of an earlier tick     the same thought; its answer will be late
     thought that another tick waits for    a new thought, which starts when that one ends
     answer that arrived late               the answer, at once; and a thought about this tick starts
     answer that no tick waited for         a new thought; the answer is used if that gives nothing newer
 
-An answer is given once. An answer that is older than what was given is dropped.
+An answer is used once. An answer older than the last one used is dropped.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ UNSEEN = object()
 
 @dataclass(slots=True, eq=False)
 class Thought:
-    """An agent's way from one tick's observation to an action or a failure. Times are those of the event loop."""
+    """An agent's path from one tick's observation to an action or a failure. Times are on the event loop's clock."""
 
     tick: int
     began: float
     due: float  # the deadline of its tick
     after: Thought | None = None  # starts when this one has ended
     awaited: bool = True  # a tick waits for it
-    left: bool = False  # its prompt was made, so it cannot change to a newer observation
-    sent_at: float = inf  # of the request that is under way
-    patience: Patience | None = None  # with the requests of its backend
-    limit: asyncio.Timeout | None = None  # ends what it waits for
-    losses: int = 0  # requests that were given up
+    left: bool = False  # its prompt was created, so it cannot use a newer observation
+    sent_at: float = inf  # of the running request
+    patience: Patience | None = None  # shared by the requests of its backend
+    limit: asyncio.Timeout | None = None  # ends its wait
+    losses: int = 0  # requests that were abandoned
     ended_at: float = inf
     action: object = None
     failure: str = ""  # why there is no action
@@ -69,29 +69,29 @@ class Mind:
 
     def __init__(self, agent: Agent, number: int, *, overlap: bool, skip_unchanged: bool, repeat_last: bool) -> None:
         self.agent, self.number = agent, number
-        self.thoughts: list[Thought] = []  # under way, or ended and not given yet
+        self.thoughts: list[Thought] = []  # running, or ended and not used yet
         self.took = 0.0  # seconds that its last answered request took
-        self.gone = ""  # why the agent does not decide any more
-        self._last: Decision[object] | None = None  # that came from a thought
+        self.gone = ""  # why the agent no longer decides
+        self._last: Decision[object] | None = None  # the last one that came from a thought
         self._overlap, self._skips, self._repeats = overlap, skip_unchanged, repeat_last
         self._newest: int | None = None
         self._observed: object = UNSEEN  # by the latest thought
         self._spare: Thought | None = None
 
     def starts_episode(self, tick: int) -> bool:
-        """Return whether this tick starts another episode. Call it once for each tick."""
+        """Return whether this tick starts a new episode. Call it once per tick."""
         starts = self._newest is not None and tick < self._newest
         self._newest = tick
         return starts
 
     def forget(self) -> list[Thought]:
-        """Drop all thoughts and the last action. Return the thoughts to be cancelled."""
+        """Drop all thoughts and the last action. Return the thoughts to cancel."""
         under_way = [thought for thought in self.thoughts if not thought.ended]
         self.thoughts, self._last, self._spare, self._observed = [], None, None, UNSEEN
         return under_way
 
     def give_up_lost(self, now: float) -> None:
-        """Withdraw requests that take far too long. Their thoughts ask again, about the newest observation."""
+        """Cancel requests that take far too long. Their thoughts send new ones, about the newest observation."""
         for thought in self.thoughts:
             patience = thought.patience
             if patience is not None and patience.is_over(thought.sent_at, now, own=self.took, losses=thought.losses):
@@ -123,7 +123,7 @@ class Mind:
         return self._begin(tick, observation, now, due)
 
     def conclude(self, thought: Thought, tick: int, why: str) -> Given:
-        """Return what the tick gets at its end. ``why`` is the reason to give if the thought has not ended."""
+        """Return what the tick gets at its end. ``why`` is the reason if the thought has not ended."""
         if thought.succeeded and self._is_news(thought):
             self.thoughts = [other for other in self.thoughts if other is not thought]
             return self._give(thought, tick)
@@ -156,12 +156,12 @@ class Mind:
 
 
 def _again(last: Decision[object], why: str) -> Decision[object]:
-    """Return the last decision once more. It costs nothing."""
+    """Return the last decision again, at no cost."""
     return replace(last, source="last", usage=Usage(), latency=None, reason=why)
 
 
 def _same(one: object, other: object) -> bool:
-    """Return whether nothing has changed. What cannot be compared, such as an array, counts as changed."""
+    """Return whether nothing has changed. Values that cannot be compared, such as arrays, count as changed."""
     try:
         return guarded("==", lambda: bool(one == other))
     except JobError:

@@ -1,11 +1,11 @@
-"""When a request to a model is taken for lost, so that its agent is asked again. Pure code.
+"""Decides when a request to a model counts as lost, so that its agent sends another. Pure code.
 
 A server may never answer a request: it restarted, or a proxy dropped the connection. The agent would repeat its last
-action until the timeout. So a request is given up if it takes much longer than requests usually do:
+action until the timeout. So a request that takes much longer than usual is abandoned:
 
-- while requests that were sent at the same time or later are answered: at once;
-- while nothing is answered, the server may just be slow for everybody: one request at a time is sent again, at growing
-  intervals. Its answer is the sign for the others.
+- at once, if requests sent at the same time or later are answered;
+- if nothing is answered, the server may just be slow for everyone: one request at a time is sent again, at growing
+  intervals, and its answer is the signal for the others.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 from collections import deque
 from math import inf
 
-DEADLINES = 3  # a request is given this many deadlines of a tick,
-USUALLY = 2  # and this many times what a request usually takes
-LONG = 5.0  # seconds, in place of the deadlines, where ticks have none or a long one
-GUESS = 0.5  # seconds that a request is taken to need until more is known
+DEADLINES = 3  # minimum wait, in tick deadlines
+USUALLY = 2  # minimum wait, in usual request times
+LONG = 5.0  # seconds, used instead of the deadlines if ticks have none or a long one
+GUESS = 0.5  # assumed seconds of a request until more is known
 KEPT = 64
 
 
 class Patience:
-    """What the answers of one backend say about how long to wait for the next ones."""
+    """What the answers of one backend say about how long to wait for the next."""
 
     def __init__(self, deadline: float | None) -> None:
         self._least = min(LONG, DEADLINES * (deadline or inf))
         self._times = deque([GUESS], maxlen=KEPT)
-        self._answered = -inf  # when the newest request that was answered had been sent
+        self._answered = -inf  # send time of the newest answered request
         self._tried = -inf  # when a request was last sent again while nothing was answered
         self._tries = 0
 
@@ -36,11 +36,11 @@ class Patience:
         self._tries = 0
 
     def is_over(self, sent_at: float, now: float, *, own: float, losses: int) -> bool:
-        """Return whether to give the request up. ``own`` is what the agent's last request took, ``losses`` how often
-        this question was given up before: each time doubles the wait, so a slow answer is not missed for ever."""
+        """Return whether to abandon the request. ``own``: time of the agent's last request; ``losses``: how often this
+        question was abandoned before. Each time doubles the wait, so that a slow answer is not missed forever."""
         if now - sent_at < self._least:
             return False
-        usual = sorted(self._times)[-1 - len(self._times) // 20]  # the slowest but for one in twenty
+        usual = sorted(self._times)[-1 - len(self._times) // 20]  # the 95th percentile
         wait = max(self._least, USUALLY * max(usual, own))
         if now - sent_at < wait * 2**losses:
             return False

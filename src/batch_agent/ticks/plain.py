@@ -1,8 +1,8 @@
-"""Any value of the user's as JSON or as text: bounded, and without raising.
+"""Converts any user value to JSON or text: bounded, and without raising.
 
-Observations are the user's objects. They may be deep, cyclic, huge, not UTF-8, or raise when they are read. Whatever
-writes one (a prompt, a memory, a trace, an HTTP response) uses the functions here, so an odd value is at worst
-unreadable in one place.
+Observations are user objects. They may be deep, cyclic, huge, not UTF-8, or raise when read. All code that writes one
+(a prompt, a memory, a trace, an HTTP response) uses these functions, so an odd value is at worst unreadable in one
+place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from batch_agent.foreign import describe
 
 DEPTH = 32
-ITEMS = 100_000  # values in all
+ITEMS = 100_000  # values in total
 CHARACTERS = 1_000_000  # of one text
 INTEGER_BITS = 4096  # Python refuses to write far longer ones
 CUT = "[...]"
@@ -28,7 +28,7 @@ Items = dict[Any, Any] | list[Any]
 
 
 def plain(value: object) -> JsonValue:
-    """Return the value as what JSON can hold. Floats stay as they are, NaN included."""
+    """Return the value as plain JSON data. Floats stay unchanged, NaN included."""
     return _Walk().value(value, DEPTH)
 
 
@@ -51,7 +51,7 @@ def text_of(value: object) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return the text with "?" in place of lone surrogates, which UTF-8 cannot carry."""
+    """Return the text with "?" in place of lone surrogates, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
@@ -62,7 +62,7 @@ def _cut(text: str) -> str:
 class _Walk:
     def __init__(self) -> None:
         self._left = ITEMS
-        self._around: set[int] = set()  # the containers that the current value is in
+        self._around: set[int] = set()  # the containers around the current value
 
     def value(self, value: object, depth: int) -> JsonValue:
         self._left -= 1
@@ -107,7 +107,7 @@ def _opened(value: object) -> JsonValue | Items:
             return _cut(str.__str__(value))
         case bytes() | bytearray() | memoryview():
             return bytes(value[:CHARACTERS]).decode(errors="replace")
-        case Integral():  # also numpy's
+        case Integral():  # numpy's too
             number = int(value)
             return number if number.bit_length() <= INTEGER_BITS else f"<integer of {number.bit_length()} bits>"
         case Real():
@@ -117,7 +117,7 @@ def _opened(value: object) -> JsonValue | Items:
         case Sequence():
             return list(islice(value, ITEMS))
         case Set():
-            return sorted(islice(value, ITEMS), key=text_of)  # in one order, whatever the hashes are
+            return sorted(islice(value, ITEMS), key=text_of)  # a stable order, independent of hashes
         case BaseModel():
             return value.model_dump(by_alias=True)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -19,7 +19,7 @@ from batch_agent.messages import JsonObject, Reply
 from batch_agent.outputs.validate import parse_output
 from batch_agent.ticks.action import Action
 
-# The first of each is what models are asked for. The others are what they were taught elsewhere.
+# The first of each is what models are asked for. They learnt the others elsewhere.
 TOOL_KEYS = ("tool", "tool_name", "action", "name", "function")
 PARAMETER_KEYS = ("params", "parameters", "arguments", "args")
 REASONING_KEYS = ("reasoning", "thinking", "thought", "reason")
@@ -43,7 +43,7 @@ def read_call(text: str) -> Action:
 
 
 def text_of_reply(reply: Reply) -> str:
-    """Return the answer as text. A tool call becomes the JSON that means the same."""
+    """Return the answer as text. A tool call becomes equivalent JSON."""
     if not reply.tool_calls:
         return reply.text
     call = reply.tool_calls[0]
@@ -74,7 +74,7 @@ def _params(value: Mapping[str, JsonValue]) -> JsonObject:
     params = _value(value, PARAMETER_KEYS)
     if params is None:
         return {}
-    if isinstance(params, str):  # as function calls carry them
+    if isinstance(params, str):  # the form in function calls
         return _object_in(params)
     if not isinstance(params, dict):
         raise Invalid(f"{PARAMETER_KEYS[0]}: must be an object of parameters by name")

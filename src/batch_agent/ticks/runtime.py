@@ -1,7 +1,7 @@
-"""TickRuntime: at each tick a decision for every agent that observed, by the deadline, whatever the model does.
+"""TickRuntime: a decision for every agent that observed, at each tick and by the deadline, whatever the model does.
 
-Thoughts are tasks of their own and outlive the tick that started them. ``mind`` decides what a tick gets from them,
-``scope`` holds what is open between start and stop.
+Thoughts are separate tasks and may outlive the tick that started them. ``mind`` decides what a tick gets from them;
+``scope`` holds the resources between start and stop.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ A = TypeVar("A", default=Action)
 logger = logging.getLogger("batch_agent")
 
 WORKERS = 4
-TIMEOUT = 60.0  # seconds after which a thought is given up
+TIMEOUT = 60.0  # seconds after which a thought is cancelled
 
 
 class _Step(Awaitable[None]):
-    """What ``start`` and ``stop`` return: the part that needs no event loop is done, the rest happens when awaited."""
+    """Returned by ``start`` and ``stop``: the part without an event loop is done, awaiting it does the rest."""
 
     def __init__(self, rest: Callable[[], Awaitable[None]]) -> None:
         self._rest = rest
@@ -72,7 +72,7 @@ class TickRuntime(Generic[A]):
         max_inflight: requests at once to one backend; None: the backend's default.
         max_workers: threads at once, for agents and backends of the user's that are not async.
         timeout: seconds after which a thought is given up.
-        overlap: an agent may start a thought while an earlier one is under way.
+        overlap: an agent may start a thought while an earlier one is running.
         skip_unchanged: an agent that observes the same again repeats its last action.
         repeat_last: at the deadline, an agent repeats its last action; False: its fallback.
         trace: a file to which each decision is appended as a line of JSON.
@@ -126,7 +126,7 @@ class TickRuntime(Generic[A]):
         self._opening = threading.Lock()
         self.observer: Observer | None = None  # of the requests; set before the first
         if backend is not None and self._replay is None:
-            self._backend_of(backend)  # raises now what is wrong with it
+            self._backend_of(backend)  # raises its errors now
         for agent in agents:
             self.add(agent)
 
@@ -146,7 +146,7 @@ class TickRuntime(Generic[A]):
         return agent
 
     def remove(self, agent_id: str) -> None:
-        """Remove an agent, if it is there. A tick that waits for it gets its fallback."""
+        """Remove an agent, if it exists. A tick that waits for it gets its fallback."""
         mind = self._minds.pop(agent_id, None)
         if mind is not None:
             mind.gone = f"{agent_id} was unregistered"
@@ -158,7 +158,7 @@ class TickRuntime(Generic[A]):
 
     @property
     def dispatchers(self) -> list[tuple[str, Dispatcher]]:
-        """Those of the backends that are open, with the backends' names."""
+        """Return the dispatchers of open backends, with the backends' names."""
         askings = [] if self._scope is None else self._scope.askings.values()
         return [(each.backend.name, each.dispatcher) for each in askings if each.dispatcher is not None]
 
@@ -171,8 +171,8 @@ class TickRuntime(Generic[A]):
     # Ticks
 
     async def tick(self, tick: int, observations: Mapping[str, object]) -> dict[str, Decision[A]]:
-        """Return a decision for each agent in ``observations``, in their order. Ticks may overlap. A tick that is
-        lower than an agent's last one starts another episode for that agent."""
+        """Return a decision for each agent in ``observations``, in order. Ticks may overlap. A tick number lower than
+        an agent's last one starts a new episode for that agent."""
         if isinstance(tick, bool) or not isinstance(tick, int):
             raise SpecError(f"tick is {text_of(tick)}; it is a whole number")
         if not isinstance(observations, Mapping):
@@ -180,7 +180,7 @@ class TickRuntime(Generic[A]):
         scope = await self._ensure_open()
         if self._replay is not None:
             return {agent_id: self._replayed(agent_id, tick) for agent_id in observations}
-        # A world may fill the same objects again while its agents think.
+        # A world may reuse the same objects while its agents think.
         seen = {agent_id: _snapshot(observation) for agent_id, observation in observations.items()}
         now = scope.loop.time()
         due = math.inf if self.deadline is None else now + self.deadline
@@ -202,7 +202,7 @@ class TickRuntime(Generic[A]):
             for _, thought in waiting.values():
                 thought.awaited = False
             raise
-        why = "the thought was given up" if due == math.inf else f"no answer within the deadline, {self.deadline} s"
+        why = "the thought was cancelled" if due == math.inf else f"no answer within the deadline, {self.deadline} s"
         for agent_id, (mind, thought) in waiting.items():
             why = "the runtime was stopped" if self._stopped else why
             given[agent_id] = self._remembered(mind, mind.conclude(thought, tick, why))
@@ -211,7 +211,7 @@ class TickRuntime(Generic[A]):
         return {agent_id: cast("Decision[A]", given[agent_id][0]) for agent_id in seen}
 
     def _in_order(self, observations: Mapping[str, object], given: dict[str, Given]) -> list[tuple[str, Mind]]:
-        """Return the agents that observed, the first to ask first. An unknown agent idles."""
+        """Return the agents that observed, highest priority first. An unknown agent idles."""
         known = []
         for agent_id, observation in observations.items():
             mind = self._minds.get(agent_id)
@@ -220,7 +220,7 @@ class TickRuntime(Generic[A]):
                 given[agent_id] = Decision(idle(why), "fallback", reason=why), None
             else:
                 known.append((_priority(mind.agent, observation), agent_id, mind))
-        known.sort(key=lambda one: -one[0])  # stable: equals stay in the order in which they were given
+        known.sort(key=lambda one: -one[0])  # stable: equal priorities keep their order
         return [(agent_id, mind) for _, agent_id, mind in known]
 
     def _turn(self, mind: Mind, tick: int, observation: object, now: float, due: float) -> Given | Thought:
@@ -240,7 +240,7 @@ class TickRuntime(Generic[A]):
         return turned if isinstance(turned, Thought) else self._remembered(mind, turned)
 
     async def _wait(self, tasks: set[asyncio.Task[None]], due: float) -> None:
-        """Wait for the thoughts until the tick is due. In a long tick, look for lost requests from time to time."""
+        """Wait for the thoughts until the tick is due. In a long tick, check for lost requests from time to time."""
         loop = asyncio.get_running_loop()
         while tasks:
             left = max(0.0, due - loop.time())
@@ -254,7 +254,7 @@ class TickRuntime(Generic[A]):
             mind.give_up_lost(now)
 
     def _remembered(self, mind: Mind, given: Given) -> Given:
-        """Add the action to the agent's memory, if a thought has chosen it."""
+        """Add the action to the agent's memory, if a thought chose it."""
         decision, thought = given
         if thought is not None and decision.source in ("answer", "late"):
             try:
@@ -267,22 +267,22 @@ class TickRuntime(Generic[A]):
         replay, mind = self._replay, self._minds.get(agent_id)
         assert replay is not None
         agent = mind.agent if mind is not None else Agent(text_of(agent_id) or "?")
-        why = f"nothing is recorded of {text_of(agent_id)} at tick {tick}"
+        why = f"nothing is recorded for {text_of(agent_id)} at tick {tick}"
         try:
             decision = guarded("it", lambda: replay.decision(agent_id, tick, agent))
         except BatchAgentError as error:
-            decision, why = None, f"the recorded action is none of this agent: {error}"
+            decision, why = None, f"the recorded action does not belong to this agent: {error}"
         return cast("Decision[A]", decision or Decision(agent.fallback_for(why), "fallback", reason=why))
 
     # Start and stop
 
     def start(self) -> Awaitable[None]:
-        """Allow ticks. If it is awaited, it opens the backend, or raises its error."""
+        """Allow ticks. Awaiting it opens the backend, or raises its error."""
         self.running, self._stopped = True, False
         return _Step(self._open_now)
 
     def stop(self) -> Awaitable[None]:
-        """End thoughts, and the ticks under way with them. If it is awaited, everything is closed."""
+        """End thoughts, and the running ticks with them. Awaiting it closes everything."""
         self.running, self._stopped = False, True
         if self._scope is not None:
             self._scope.close()
@@ -314,8 +314,8 @@ class TickRuntime(Generic[A]):
                 await asking.open()
 
     async def _ensure_open(self) -> LoopScope:
-        """Return the scope of the running event loop. One of an event loop that has ended is replaced."""
-        await self._wait_closed()  # or it would close the backend that the next one opens
+        """Return the scope of the running event loop. A scope of an ended event loop is replaced."""
+        await self._wait_closed()  # otherwise it would close the backend that the next scope opens
         if self._stopped:
             raise RuntimeError("the runtime is stopped: start() it again before the next tick")
         with self._opening:
@@ -343,7 +343,7 @@ class TickRuntime(Generic[A]):
         return askings[key]
 
     def _backend_of(self, given: object) -> tuple[Backend, str | None]:
-        """Return the backend, made once, and its model. Raises SpecError if it is none."""
+        """Return the backend, created once, and its model. Raises SpecError if it is not a backend."""
         key = _key(given)
         if key not in self._backends:
             is_theirs = isinstance(given, GeneratesOne | GeneratesMany) and not isinstance(given, Backend | type)

@@ -1,7 +1,7 @@
-"""What a runtime has open in one event loop: its thoughts, the backends they ask, the threads they use.
+"""What a runtime has open in one event loop: its thoughts, their backends and threads.
 
-One keeper task closes all of it on ``close``, or when it is cancelled, as ``asyncio.run`` does at its end. So a
-program that forgets to stop its runtime leaves nothing open.
+One keeper task closes all of it on ``close``, or when it is cancelled, as ``asyncio.run`` does at its end. So a program
+that does not stop its runtime leaves nothing open.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from batch_agent.ticks.asking import Asking
 from batch_agent.ticks.mind import Mind, Thought
 from batch_agent.ticks.thinking import Thinker
 
-GRACE = 5.0  # seconds that the user's coroutines get to end after they were cancelled
+GRACE = 5.0  # seconds that the user's coroutines get to end after a cancellation
 
 logger = logging.getLogger("batch_agent")
 
 
 class LoopScope:
-    """Open from the moment it is made."""
+    """Open from its creation."""
 
     def __init__(self, thinker: Thinker) -> None:
         self.loop = asyncio.get_running_loop()
@@ -33,12 +33,12 @@ class LoopScope:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is open in the running event loop."""
+        """Return whether it is open in the running event loop."""
         return running_loop() is self.loop and not self._closing.done()
 
     @property
     def is_open_elsewhere(self) -> bool:
-        """Whether it is open in another event loop, be it running or not."""
+        """Return whether it is open in another event loop, running or not."""
         return running_loop() is not self.loop and not self.loop.is_closed() and not self._keeper.done()
 
     def begin(self, mind: Mind, thought: Thought, asking: Callable[[], Asking]) -> None:
@@ -47,7 +47,7 @@ class LoopScope:
         thought.task.add_done_callback(self._thoughts.discard)
 
     def close(self) -> None:
-        """Start to close, from any thread. ``wait_closed`` waits for the end."""
+        """Start closing, from any thread. ``wait_closed`` waits for the end."""
         if running_loop() is self.loop:
             self._close_now()
         elif not self.loop.is_closed():
@@ -75,7 +75,7 @@ class LoopScope:
                 self._thinker.close()
 
     async def _close(self) -> None:
-        """Close everything. A coroutine of the user's that does not end is left behind."""
+        """Close everything. A user's coroutine that does not end is left behind."""
         for task in tuple(self._thoughts):
             task.cancel()
         if self._thoughts:

@@ -1,7 +1,7 @@
 """A runtime over HTTP: ``POST /tick`` for many agents, ``POST /observe`` for one, ``GET /health``, ``GET /metrics``.
 
-Nothing blocks: ticks of several clients overlap, and /health answers while they think. A body that cannot be read is a
-400 with ``{"error": why}``.
+Nothing blocks: ticks of several clients overlap, and /health answers meanwhile. An invalid body gets a 400 with
+``{"error": why}``.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ AGENTS_KEYS = ("agents", "perceptions")
 
 
 class TickServer:
-    """``stop`` ends ``serve``. Ticks under way are answered with what there is."""
+    """``stop`` ends ``serve``. Running ticks are answered with what is there."""
 
     def __init__(self, runtime: AgentRuntime) -> None:
         self._runtime = runtime
         self._ticks = 0
-        self._newest: dict[str, int] = {}  # tick by agent, for observations without one
+        self._newest: dict[str, int] = {}  # tick by agent, for observations without a tick
         self._stopping = asyncio.Event()
         self._requests = runtime.observer = RequestNumbers()
         self._decisions = Counter(
-            "batch_agent_tick_actions_total", "Actions by where they come from: an answer, a fallback.", ("source",)
+            "batch_agent_tick_actions_total", "Actions by source: an answer, a fallback.", ("source",)
         )
         self._tick_time = Histogram("batch_agent_tick_duration_seconds", "Time of a tick.")
 
@@ -76,7 +76,7 @@ class TickServer:
         return _json({"status": "ok", "agents": len(self._runtime.agents), "ticks": self._ticks})
 
     def _metrics(self) -> str:
-        """What Prometheus reads."""
+        """Return the text for Prometheus."""
         agents = Gauge("batch_agent_agents", "Agents of the runtime.")
         agents.set(len(self._runtime.agents))
         return page([agents, self._decisions, self._tick_time, *self._requests.families(self._runtime.dispatchers)])
@@ -121,7 +121,7 @@ async def _explaining(request: web.Request, handler: Handler) -> web.StreamRespo
 
 async def _body(request: web.Request) -> JsonObject:
     try:
-        body = json.loads(await request.read())  # reads lone surrogates and NaN, too
+        body = json.loads(await request.read())  # also reads lone surrogates and NaN
     except (ValueError, RecursionError) as error:
         raise SpecError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
@@ -131,7 +131,7 @@ async def _body(request: web.Request) -> JsonObject:
 
 def _tick_of(body: JsonObject) -> int:
     tick = body.get("tick")
-    if isinstance(tick, float) and tick.is_integer():  # some engines know no other numbers
+    if isinstance(tick, float) and tick.is_integer():  # some game engines have only floats
         tick = int(tick)
     if isinstance(tick, bool) or not isinstance(tick, int):
         raise SpecError(f"tick must be a whole number, not {tick!r}")
@@ -146,7 +146,7 @@ def _observations(body: JsonObject) -> dict[str, JsonValue]:
     for place, agent in enumerate(agents):
         agent_id = _agent_id(agent, f"agents[{place}]")
         if agent_id in found:
-            raise SpecError(f"agents[{place}]: {agent_id!r} is there twice")
+            raise SpecError(f"agents[{place}]: {agent_id!r} is listed twice")
         found[agent_id] = _observation(cast(JsonObject, agent))
     return found
 
@@ -159,7 +159,7 @@ def _agent_id(value: JsonValue, where: str) -> str:
 
 
 def _observation(body: JsonObject) -> JsonValue:
-    """Return the observation, which is under a key of its own or beside the id."""
+    """Return the observation, which is under its own key or beside the id."""
     beside: JsonValue = {name: value for name, value in body.items() if name not in ("agent_id", "tick")}
     return next((body[key] for key in OBSERVATION_KEYS if key in body), beside)
 

@@ -1,7 +1,7 @@
 """TextBackend: any backend with the methods that simulations call. They block, so call them in threads.
 
-Inside a runtime, an agent that decides by itself has one that shares the runtime's slots. One made by hand has an event
-loop of its own in a thread.
+Inside a runtime, an agent that decides by itself gets one that shares the runtime's slots. A TextBackend created
+directly runs its own event loop in a thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
 
     @classmethod
     def within(cls, asking: Callable[[], Asking], loop: Callable[[], asyncio.AbstractEventLoop | None]) -> Self:
-        """Return the one of a runtime, which opens and closes the backend."""
+        """Return the TextBackend of a runtime, which opens and closes the backend."""
         self = cls.__new__(cls)
         self._asking, self._loop, self._own_loop = asking, loop, None
         return self
@@ -74,7 +74,8 @@ class TextBackend(AbstractContextManager["TextBackend"]):
         *,
         system_prompts: Sequence[str | None] | None = None,
     ) -> list[GenerationResult]:
-        """Return the answers in the order of the prompts, all asked at once. ``system_prompts`` has one for each."""
+        """Return the answers in the order of the prompts, all requested at once. ``system_prompts`` has one for
+        each."""
         systems = [system_prompt] * len(prompts) if system_prompts is None else system_prompts
         if len(systems) != len(prompts):
             raise SpecError(f"there are {len(systems)} system_prompts for {len(prompts)} prompts")
@@ -84,7 +85,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
     def generate_with_tools(
         self, prompt: str, tools: Iterable[object], temperature: float | None = None
     ) -> GenerationResult:
-        """Return an answer that is a call of one of the tools, as JSON: ``{"tool": …, "params": {…}}``."""
+        """Return a call of one of the tools as JSON: ``{"tool": …, "params": {…}}``."""
         space = ActionSpace(tools)
         asked = [_conversation(prompt, space.instructions)]
         return self._run(lambda: self._ask_all(asked, temperature=temperature, form=space.form))[0]
@@ -94,7 +95,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
         return self._run(self._opens)
 
     def close(self) -> None:
-        """Close the backend that it opened by itself. A runtime's backend stays open."""
+        """Close the backend that it opened itself. A runtime's backend stays open."""
         loop, self._own_loop = self._own_loop, None
         if loop is not None:
             asyncio.run_coroutine_threadsafe(self._asking().close(), loop).result()
@@ -125,7 +126,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
             await asking.open()
             await asking.models()
         except Rejected as error:
-            return error.status == NOT_FOUND  # it answers, but has no list of models
+            return error.status == NOT_FOUND  # it is up, but has no list of models
         except (JobError, SpecError):
             return False
         return True
@@ -140,7 +141,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
         try:
             return asyncio.run_coroutine_threadsafe(ask(), loop).result()
         except CancelledError:
-            raise RuntimeError("the backend was closed while it was asked") from None
+            raise RuntimeError("the backend was closed during the request") from None
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
         with self._starting:
@@ -152,7 +153,7 @@ class TextBackend(AbstractContextManager["TextBackend"]):
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # which cancels what is left at the end
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:  # which cancels remaining tasks at the end
         runner.get_loop().run_forever()
 
 

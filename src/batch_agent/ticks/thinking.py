@@ -1,7 +1,8 @@
-"""One thought from the prompt to the action: ask, read the answer, and show the model once why it was no action.
+"""One thought from prompt to action: send the request, read the answer, and tell the model once why it is not an
+action.
 
-Prompts, parsers and agents that decide by themselves are the user's code. Whatever goes wrong in a thought is the
-failure of that thought: its agent falls back, and the other agents get their actions.
+Prompts, parsers and agents that decide by themselves are user code. An error in a thought fails only that thought: its
+agent falls back, and the other agents get their actions.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from batch_agent.ticks.reading import text_of_reply
 from batch_agent.tools.threads import Threads
 
 REPAIRS = 1
-PREFIXES = 256  # system prompts that are kept
+PREFIXES = 256  # cached system prompts
 
 logger = logging.getLogger("batch_agent")
 
@@ -42,7 +43,7 @@ def seed_of(base: int, agent_id: str, tick: int) -> int:
 
 @dataclass(eq=False)
 class Thinker:
-    """What the thoughts of one runtime share. ``timeout`` is for a whole thought, waiting for a slot included."""
+    """What the thoughts of one runtime share. ``timeout`` is for a whole thought, including the wait for a slot."""
 
     system_prompt: str | None
     seed: int | None
@@ -60,13 +61,13 @@ class Thinker:
         self._threads.close()
 
     async def think(self, mind: Mind, thought: Thought, asking: Callable[[], Asking]) -> None:
-        """Run the thought to its end, which it then describes. Raises nothing but a cancellation."""
+        """Run the thought to its end; the result is on the thought. Raises only cancellations."""
         loop = asyncio.get_running_loop()
-        failure = "the thought was given up"
+        failure = "the thought was cancelled"
         try:
             if thought.after is not None and thought.after.task is not None:
                 await asyncio.wait([thought.after.task])
-            thought.after = None  # or every thought would keep all earlier ones
+            thought.after = None  # otherwise every thought would keep all earlier ones alive
             ends = None if self.timeout is None else loop.time() + self.timeout
             thought.action = await self._decide(mind, thought, asking, ends)
             failure = ""
@@ -79,7 +80,7 @@ class Thinker:
             thought.end(loop.time(), mind.gone or failure)
 
     async def _decide(self, mind: Mind, thought: Thought, asking: Callable[[], Asking], ends: float | None) -> object:
-        """Return the action. A thought whose request was given up as lost starts again, with the newest prompt."""
+        """Return the action. A thought whose request was lost starts again, with the newest prompt."""
         while True:
             losses = thought.losses
             thought.limit = asyncio.timeout_at(ends)
@@ -109,7 +110,7 @@ class Thinker:
 
     async def _ask(self, mind: Mind, thought: Thought, asking: Asking) -> object:
         loop, agent = asyncio.get_running_loop(), mind.agent
-        said: list[Message] = []  # answers that were no action, each with the problem that the model was shown
+        said: list[Message] = []  # answers that were not an action, each with the error shown to the model
         patience = thought.patience = self._patience.setdefault(asking, Patience(self.deadline))
 
         def make() -> ModelRequest:
@@ -136,7 +137,7 @@ class Thinker:
             except OutputError as error:
                 if len(said) >= 2 * REPAIRS or not thought.awaited:
                     raise
-                problem = f"That is no action: {error}\nAnswer again, with the corrected JSON alone."
+                problem = f"That is not a valid action: {error}\nAnswer again, with the corrected JSON alone."
                 said += [Message("assistant", thought.answer), Message("user", problem)]
 
     def _request(self, mind: Mind, thought: Thought, said: list[Message], asking: Asking) -> ModelRequest:

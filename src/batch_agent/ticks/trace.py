@@ -20,8 +20,8 @@ from batch_agent.ticks.agent import Agent
 from batch_agent.ticks.mind import Given
 from batch_agent.ticks.plain import json_of, text_of
 
-START = b'{"agent":'  # of every line
-TAIL_BYTES = 64 * 1024 * 1024  # far more than a line has
+START = b'{"agent":'  # start of every line
+TAIL_BYTES = 64 * 1024 * 1024  # far more than the length of a line
 
 logger = logging.getLogger("batch_agent")
 
@@ -44,7 +44,7 @@ class TraceLine:
 
 
 class Trace:
-    """A file that lines are appended to. A last line that was cut by a kill is removed first."""
+    """A file to which lines are appended. An incomplete last line, from a kill, is removed first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,13 +64,13 @@ class Trace:
         try:
             with self._path.open("ab") as file:
                 file.write(b"".join(lines))
-        except OSError as error:  # a full disk does not stop a world
+        except OSError as error:  # a full disk must not stop a world
             self._failed = True
             logger.error("nothing more is written to the trace %s: %s", self._path, error.strerror)
 
 
 def _mend(path: Path) -> None:
-    """Remove the beginning of a line at the end of the file. Anything else that lacks its line feed gets it."""
+    """Remove an incomplete line at the end of the file. Other text without a line feed gets one."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - TAIL_BYTES))
@@ -114,8 +114,8 @@ def _read(line: bytes) -> TraceLine | None:
 
 
 class Replay:
-    """What each agent did at each tick, in the order in which it happened: a tick comes again in each episode. Lines
-    that cannot be read are skipped, with a warning."""
+    """What each agent did at each tick, in order: a tick number occurs again in each episode. Unreadable lines are
+    skipped with a warning."""
 
     def __init__(self, path: Path) -> None:
         self._given: dict[tuple[str, int], deque[TraceLine]] = {}
@@ -128,13 +128,13 @@ class Replay:
             self._given.setdefault((line.agent, line.tick), deque()).append(line)
         skipped = read.count(None)
         if skipped and not self._given:
-            raise SpecError(f"{path} is no trace of ticks: none of its {len(lines)} lines can be read")
+            raise SpecError(f"{path} is not a trace of ticks: none of its {len(lines)} lines can be read")
         if skipped:
             first = read.index(None) + 1
             logger.warning("%s: skipped %d of %d lines, the first is line %d", path, skipped, len(lines), first)
 
     def decision(self, agent_id: object, tick: int, agent: Agent) -> Decision[object] | None:
-        """Return what the agent did, or None if nothing is recorded."""
+        """Return the agent's recorded decision, or None."""
         lines = self._given.get((text_of(agent_id), tick))
         if not lines:
             return None

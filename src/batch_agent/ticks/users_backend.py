@@ -1,4 +1,4 @@
-"""UsersBackend: an object of the user's with ``generate`` or ``generate_batch``, as a Backend."""
+"""UsersBackend: a user's object with ``generate`` or ``generate_batch``, as a Backend."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class UsersBackend(Backend):
         return self._capabilities
 
     async def __aenter__(self) -> Self:
-        """Raises Unavailable if the object says that it is not available."""
+        """Enter the backend. Raises Unavailable if the object reports that it is not available."""
         self._threads = Threads()
         try:
             available = guarded("is_available", lambda: getattr(self._generator, "is_available", None))
             if available is not None and not await called(self._threads, self.name, available):
-                raise Unavailable(f"{self.name} says that it is not available", unreached=True)
+                raise Unavailable(f"{self.name} reports that it is not available", unreached=True)
         except BaseException:
             self._threads.close()
             raise
@@ -70,12 +70,12 @@ class UsersBackend(Backend):
             raise _failed(error) from error
 
     async def infer_batch(self, requests: Sequence[ModelRequest]) -> Answers:
-        """Return an answer or an error for each request. Requests that differ in more than their prompts, such as
-        the system prompt where the method takes one, are calls of their own: at the same time if the method is async,
-        else one after the other, since many models cannot be used by two threads."""
+        """Return an answer or an error for each request. Requests that differ in more than their prompts, such as the
+        system prompt, are separate calls: concurrent if the method is async, else one after the other, because many
+        models cannot be used by two threads."""
         assert self._many is not None
         asked = [_arguments(self._many, request) for request in requests]
-        groups: dict[object, list[int]] = {}  # places, by what the requests have in common
+        groups: dict[object, list[int]] = {}  # positions, by what the requests have in common
         for place, (_, options) in enumerate(asked):
             key = tuple((name, value) for name, value in options.items() if name != "system_prompts")
             groups.setdefault(key, []).append(place)
@@ -111,7 +111,7 @@ class UsersBackend(Backend):
 
 
 def _failed(error: JobError) -> BackendError:
-    """Return an error that is not retried and says nothing about other prompts: the user's code would fail again."""
+    """Return an error that is not retried and is no evidence about other prompts: the user's code would fail again."""
     if isinstance(error, BackendError):
         return error
     failure = BadResponse(str(error))

@@ -1,1 +1,1 @@
-"""Runs made of runs: pipelines, and what is written with them."""
+"""Runs made of runs: pipelines and reductions."""

@@ -1,6 +1,7 @@
-"""A pipeline at work: its stages as runs inside one run, which owns the slots, the budget, the record and the view.
+"""A running pipeline: its stages are runs inside one outer run, which owns the slots, the budget, the record and the
+view.
 
-That outer run has one row, the pipeline itself. Everything is prepared, and so checked, before anything is sent.
+The outer run has one row, the pipeline itself. Everything is prepared and checked before anything is sent.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ RUN_DIR = ("run_dir", "checkpoint_dir")
 
 
 class Flow:
-    """``async with`` it, then ``finish``; ``statistics``, ``pause``, ``drain`` and ``cancel`` are those of a Run.
-    ``wrap`` is called with each backend and its API key, and returns the backend to use."""
+    """Enter it with ``async with``, then call ``finish``; ``statistics``, ``pause``, ``drain`` and ``cancel`` are those
+    of a Run. ``wrap`` is called with each backend and its API key, and returns the backend to use."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Flow:
         check_options_of_the_whole(options)
         self.inputs = inputs
         self.collector = Collector()
-        self.nodes: list[AgentNode | ReduceNode] = []  # those before come before
+        self.nodes: list[AgentNode | ReduceNode] = []  # in the order of the stages
         self._options, self._sends, self._wrap = dict(options), sends, wrap
         self._known: dict[tuple[object, ...], Backend] = {}
         self._sources: list[Source] = []
@@ -81,7 +82,7 @@ class Flow:
         self._wire(inputs, stages, self.collector)
         self.nodes.reverse()
         if not self.nodes:
-            raise SpecError("a pipeline needs a stage that asks a model: map or reduce")
+            raise SpecError("a pipeline needs a stage that calls a model: map or reduce")
         self._prepared = self._outermost()
         self._graph = graph_of(stages)
         self._run: Run[Any] = Run(
@@ -94,7 +95,7 @@ class Flow:
             controls=self,
         )
         self._metrics = Metrics(self._run.shared.clock)
-        for node in self.nodes:  # in this order: of those that want to start something, the last one goes first
+        for node in self.nodes:  # in this order: of several stages that can start an agent, the last one goes first
             node.run = Run(node.prepared, open_store=open_store, within=self._run.shared)
 
     async def __aenter__(self) -> Self:
@@ -107,19 +108,19 @@ class Flow:
         await self._run.__aexit__(kind, error, trace)
 
     async def finish(self) -> None:
-        """Until all stages have ended. Raises what one of them failed with; a reduction that fails does not."""
+        """Wait until all stages have ended. Raises the error of a failed stage; a failed reduction raises nothing."""
         async for _ in self._run.results():
             pass
         if self._failure is not None:
             raise self._failure
 
     def statistics(self) -> Statistics:
-        """The sums over all stages, and the counts of each."""
+        """Return the statistics of all stages together, with the counts of each stage."""
         whole = self._metrics.statistics()
         return replace(whole, stages=tuple(_counted(node, ended=whole.ended is not None) for node in self.nodes))
 
     def tool_statistics(self) -> dict[str, ToolStatistics]:
-        """What the tools of all stages came to, by name; of two with one name, the later stage's."""
+        """Return the statistics of the tools of all stages, by name; a later stage replaces an earlier one."""
         return {name: use for node in self.nodes for name, use in node.run.tool_statistics().items()}
 
     def pause(self) -> None:
@@ -129,7 +130,7 @@ class Flow:
         self._run.resume()
 
     def drain(self) -> None:
-        """Start nothing new; agents under way finish, and what would follow from them does not begin."""
+        """Start nothing new; running agents finish, and their results start no further stage."""
         for source in self._sources:
             source.stop()
         for node in self.nodes:
@@ -139,21 +140,22 @@ class Flow:
         self._run.cancel()
 
     def resize(self, max_inflight: int | None) -> None:
-        """Change the number in flight of each backend."""
+        """Change the concurrency limit of each backend."""
         self._run.resize(max_inflight)
 
     def cancel_row(self, row: str | int) -> None:
-        """End a row of a stage, named ``STAGE/ROW``; it fails, the others go on."""
+        """Cancel a row of a stage, named ``STAGE/ROW``; it fails, the others continue."""
         run, row = self._stage_row(row)
         run.cancel_row(row)
 
     def retry_row(self, row: str | int) -> None:
-        """Begin a row of a stage again, named ``STAGE/ROW``."""
+        """Start a row of a stage again, named ``STAGE/ROW``."""
         run, row = self._stage_row(row)
         run.retry_row(row)
 
     def status(self) -> JsonObject:
-        """The pipeline at this moment, as one JSON object: all stages together, and each as its own of ``stages``."""
+        """Return the current state of the pipeline as one JSON object: all stages together, and each one in
+        ``stages``."""
         whole = self._run.status_of(self.statistics())
         stages: list[JsonValue] = []
         for node in self._graph:
@@ -162,11 +164,11 @@ class Flow:
         return {**whole, "stages": stages}
 
     def sample(self) -> Line:
-        """One sample of the pipeline's timeline."""
+        """Return one sample of the pipeline's timeline."""
         return self._run.sample_of(self.statistics())
 
     def live_rows(self, limit: int = 200) -> list[JsonObject]:
-        """The rows under way, of the later stages first."""
+        """Return the running rows, those of later stages first."""
         rows: list[JsonObject] = []
         for node in reversed(self.nodes):
             rows += [{**row, "stage": node.name} for row in node.run.live_rows(limit - len(rows))]
@@ -187,11 +189,11 @@ class Flow:
 
     @property
     def spec(self) -> BatchSpec:
-        """That of the whole."""
+        """Return the spec of the whole pipeline."""
         return self._prepared.spec
 
     def results(self) -> list[AgentResult[Any]]:
-        """Of the last stage that asks a model."""
+        """Return the results of the last stage that calls a model."""
         last = self.nodes[-1]
         if isinstance(last, ReduceNode):
             return [] if last.reduction is None else [cast("AgentResult[Any]", last.reduction)]
@@ -199,15 +201,16 @@ class Flow:
 
     @property
     def reductions(self) -> dict[str, Reduction[Any]]:
-        """Of the reductions that have ended."""
+        """Return the reductions that have ended."""
         ended = ((node.name, node.reduction) for node in self.nodes if isinstance(node, ReduceNode))
         return {name: reduction for name, reduction in ended if reduction is not None}
 
     def _observe(self, event: Event) -> None:
-        if not (isinstance(event, JobStarted | JobFinished) and event.run == self._run.id):  # its own row is no work
+        # Its own row is the pipeline, and does not count.
+        if not (isinstance(event, JobStarted | JobFinished) and event.run == self._run.id):
             self._metrics(event)
 
-    # At work
+    # Running
 
     async def _work(self, row: object, context: LoopContext) -> object:
         try:
@@ -224,7 +227,7 @@ class Flow:
     # Wiring
 
     def _wire(self, inputs: Inputs, stages: tuple[Stage, ...], out: Receiver) -> None:
-        """From the last stage to the first, since each has to know where its rows go."""
+        """Connect the stages from the last to the first, because each must know where its rows go."""
         for place, stage in reversed(list(enumerate(stages))):
             if isinstance(stage, Agents) and place:
                 check_fields(stages[place - 1], stage)
@@ -266,7 +269,7 @@ class Flow:
 
     def _prepare(self, name: str, options: Mapping[str, Any]) -> Prepared:
         if any(node.name == name for node in self.nodes):
-            raise SpecError(f"two stages are called {name!r}: give each a name of its own, with name=")
+            raise SpecError(f"two stages are called {name!r}: give each its own name, with name=")
         known = {**self._options, **options}
         for place in RUN_DIR:
             if known.get(place) is not None:
@@ -278,7 +281,7 @@ class Flow:
             raise type(error)(f"{name}: {error}") from None
 
     def _shared_backend(self, spec: BatchSpec, prepared: Prepared) -> Prepared:
-        """Stages at the same place use one backend: its connections, and its weights where it has them."""
+        """Return the stage with a shared backend: stages with the same address share connections and local weights."""
         where = spec.runtime if spec.backend is None else spec.backend
         place = where if isinstance(where, str | None) else id(where)
         key = (prepared.backend.name, place, spec.api_key, spec.cache)
@@ -287,7 +290,7 @@ class Flow:
         return replace(prepared, backend=self._known[key])
 
     def _outermost(self) -> Prepared:
-        """The run that the stages are inside of. It sends nothing itself, and its one row is alive all the time."""
+        """Return the outer run that contains the stages. It sends nothing itself, and its one row runs all the time."""
         first = self.nodes[0].prepared
         options = {name: value for name, value in self._options.items() if name in OF_THE_WHOLE or name == "prices"}
         options |= {name: getattr(first.spec, name) for name in ("model", "backend", "runtime", "api_key")}
@@ -298,14 +301,14 @@ class Flow:
 
 
 def _counted(node: AgentNode | ReduceNode, *, ended: bool) -> StageCount:
-    """The rows of a stage; of a pipeline that has ended, none is under way."""
+    """Return the row counts of a stage. After the end of the pipeline no row is running."""
     own = node.run.statistics()
     total = own.done if own.ended == "complete" else own.total
     return StageCount(node.name, total, own.done, own.failed, 0 if ended else own.alive, node.failed_before)
 
 
 def check_fields(before: Stage, stage: Agents) -> None:
-    """SpecError for a field of the task that the rows are known not to have."""
+    """Raise SpecError for a field of the task that the rows are known not to have."""
     fields: Iterable[str] | None = None
     match before:
         case FlatMap():

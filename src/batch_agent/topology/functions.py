@@ -1,8 +1,8 @@
-"""Sources and functions of a pipeline: what makes rows without asking a model.
+"""Sources and functions of a pipeline: stages that produce rows without a model.
 
-Functions are the user's own. They run in threads, one row after the other, so that agents go on beside one that takes
-long; an exception fails its row alone. What a function makes is read as the stage after it has room, so a generator
-may be endless. ``pump`` does the work of a node until its rows have ended, or the run's time is up.
+Functions are user code. They run in threads, one row after another, so that agents continue beside a slow one; an
+exception fails only its row. Output is read only as the next stage has room, so a generator may be endless. ``pump``
+does the work of a node until its rows have ended, or the run's time is up.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from batch_agent.foreign import describe
 from batch_agent.job import AgentError, UnreadableRow
 from batch_agent.topology.items import InOrder, Item, Receiver
 
-BREATHER = 128  # inputs read before the event loop gets a turn
-SLICE = 0.05  # seconds that a thread works before it hands over what it has made
-# What is not meant for our process when the user's code raises it.
+BREATHER = 128  # inputs read before the event loop may run other tasks
+SLICE = 0.05  # seconds that a thread works before it delivers what it has made
+# Exceptions of the user's code that must not end our process.
 FOREIGN = (Exception, SystemExit, asyncio.CancelledError)
 
 T = TypeVar("T")
 
 
 class Source:
-    """The inputs of a pipeline whose first stage is not one of agents."""
+    """The inputs of a pipeline whose first stage is not a stage of agents."""
 
     def __init__(self, inputs: Iterable[object] | AsyncIterable[object], out: Receiver) -> None:
         self._rows, self._out = Rows(inputs), out
         self._reader: asyncio.Task[None] | None = None
 
     async def pump(self, shared: Shared) -> None:
-        """Reads the inputs as they are needed. It has a feed, so that it stops when nothing new is to start."""
+        """Read the inputs as they are needed. It has a feed, so that it stops when nothing new may start."""
         self._reader = asyncio.current_task()
         feed = shared.dispatcher.feed(self.stop)
         feed.expect(0)
@@ -70,7 +70,7 @@ class Source:
 
 
 class FunctionNode:
-    """Calls a function for each row. ``make`` says what becomes of one."""
+    """Calls a function for each row. ``make`` returns the rows that one becomes."""
 
     def __init__(self, function: Callable[[Any], Any], out: Receiver) -> None:
         self._function, self._out = function, out
@@ -96,7 +96,7 @@ class FunctionNode:
                     rows, more = await _until_time_is_up(partial(_next_of, made), shared)
                     for row in rows:
                         self.pass_on(row)
-                if more:  # the stage after this one takes no more rows
+                if more:  # the next stage takes no more rows
                     break
         except Interrupted as error:
             self._why = str(error)
@@ -104,7 +104,7 @@ class FunctionNode:
         self._out.close(self._why)
 
     def make(self, item: Item) -> Iterator[Item]:
-        """Runs in a thread."""
+        """Return the rows made from one; runs in a thread."""
         raise NotImplementedError
 
     def pass_on(self, item: Item) -> None:
@@ -112,8 +112,8 @@ class FunctionNode:
 
 
 class FlatMapNode(FunctionNode):
-    """Rows are numbered anew, in the order of the rows that they come from; so those of a later one wait until the
-    earlier ones are known."""
+    """Numbers its rows in the order of their source rows, so the rows of a later one wait until the earlier ones are
+    known."""
 
     def __init__(self, function: Callable[[Any], Iterable[object]], out: Receiver) -> None:
         super().__init__(function, out)
@@ -152,8 +152,8 @@ class FilterNode(FunctionNode):
 
 
 class KeyNode(FunctionNode):
-    """Makes ``(key, value)`` of a row. On the side that is looked up, a row without a key might be the one that is
-    missed, so it ends the pipeline."""
+    """Makes ``(key, value)`` of a row. On the side that is looked up, a row without a key ends the pipeline, because it
+    might be the one that another row needs."""
 
     def __init__(self, function: Callable[[Any], Hashable], out: Receiver, *, looked_up: bool = False) -> None:
         super().__init__(function, out)
@@ -173,7 +173,7 @@ class KeyNode(FunctionNode):
 
 
 async def _until_time_is_up(function: Callable[[], T], shared: Shared) -> T:
-    """Runs a function in a thread. Raises Interrupted when the run's time is up; the thread is left alone then."""
+    """Run a function in a thread. Raises Interrupted when the run's time is up; the thread is then abandoned."""
     if shared.spending.time_is_up:
         raise shared.spending.refusal()
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -184,7 +184,7 @@ async def _until_time_is_up(function: Callable[[], T], shared: Shared) -> T:
 
 
 def _next_of(rows: Iterator[T]) -> tuple[list[T], bool]:
-    """The next rows, and whether there may be more: as many as may wait, or as are made in a moment."""
+    """Return the next rows, and whether there may be more: as many as fit the channel, or as are made in a moment."""
     until, made = time.monotonic() + SLICE, []
     for row in rows:
         made.append(row)
@@ -203,7 +203,7 @@ def _plain(made: T) -> T:
     if inspect.isawaitable(made):
         if inspect.iscoroutine(made):
             made.close()
-        raise TypeError("it is async, and a plain function is needed here")
+        raise TypeError("it is async, but a plain function is needed here")
     return made
 
 

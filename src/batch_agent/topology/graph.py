@@ -1,4 +1,4 @@
-"""The stages of a pipeline as a graph, for those who draw it."""
+"""The stages of a pipeline as a graph, for drawing."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from batch_agent.topology.stages import Agents, Filter, FlatMap, Join, Reduce, S
 
 
 def graph_of(stages: Sequence[Stage]) -> list[JsonObject]:
-    """Each stage with its ``name``, its ``kind``, and the stages whose rows it takes (``after``)."""
+    """Return each stage with its ``name``, its ``kind``, and the stages whose rows it takes (``after``)."""
     graph: list[JsonObject] = []
     _add(stages, graph)
     return graph
 
 
 def _add(stages: Sequence[Stage], graph: list[JsonObject]) -> str | None:
-    """The name of the last stage."""
+    """Add the stages and return the name of the last one."""
     before: str | None = None
     for stage in stages:
         after = [] if before is None else [before]
@@ -36,7 +36,7 @@ def _add(stages: Sequence[Stage], graph: list[JsonObject]) -> str | None:
 
 
 def _new(name: str, graph: Sequence[JsonObject]) -> str:
-    """A name that no stage of the graph has."""
+    """Return a name that no stage of the graph has."""
     taken = {node["name"] for node in graph}
     name = "function" if name == "<lambda>" else name
     number = 1

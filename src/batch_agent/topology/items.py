@@ -1,6 +1,6 @@
-"""What goes from stage to stage: a row under its index.
+"""What passes from stage to stage: a row with its index.
 
-A row that failed or was left out goes on as that, so that every stage knows of every index."""
+A row that failed or was left out is passed on as such, so that every stage knows of every index."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Item:
 
 
 class Receiver(Protocol):
-    """Where a stage puts its rows. A source or a function awaits ``room`` before it makes more of them; False says that
-    no more are taken. ``close`` comes once, after the last; ``why`` is the reason that some are missing, or ""."""
+    """Where a stage puts its rows. A source or a function awaits ``room`` before it makes more; False means that no
+    more are taken. ``close`` is called once, after the last; ``why`` is the reason why some are missing, or ""."""
 
     def put(self, item: Item) -> None: ...
 
@@ -39,7 +39,7 @@ class Receiver(Protocol):
 
 
 class InOrder:
-    """Items that come in any order, given out by their indexes."""
+    """Accepts items in any order and returns them by index."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Item] = {}

@@ -1,8 +1,8 @@
-"""Map and reduce, and plan, map and reduce: two pipelines that come ready-made.
+"""Two predefined pipelines: map and reduce; and plan, map and reduce.
 
-An option with ``planner_``, ``worker_`` or ``reducer_`` before its name is one of that stage alone. Options without a
-prefix that say what an agent does (task, tools, output_schema, system_prompt, max_tokens …) are the map's; all others
-(model, backend, temperature, max_cost, run_dir …) are for all stages.
+An option with the prefix ``planner_``, ``worker_`` or ``reducer_`` applies to that stage only. Options without a prefix
+that say what an agent does (task, tools, output_schema, system_prompt, max_tokens …) apply to the map stage; all others
+(model, backend, temperature, max_cost, run_dir …) apply to all stages.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ Options = Mapping[str, Any]
 
 
 class Items(BaseModel):
-    """What a plan is where the caller gives no schema."""
+    """The default schema of a plan."""
 
     items: list[str]
 
 
 class Reduced(Generic[T, R], tuple[Results[T], R | AgentResult[R]]):
-    """``(results, reduced)``. ``reduced`` is the value itself; where the reduction failed, it is the failed Reduction,
-    an AgentResult that is false. ``reduction`` says in both cases what the reduction covers; ``summary`` is of all
-    stages."""
+    """``(results, reduced)``. ``reduced`` is the value itself, or the failed Reduction, an AgentResult that is false.
+    ``reduction`` says in both cases what the reduction covers. ``summary`` covers all stages."""
 
     reduction: Reduction[R]
     summary: Summary
@@ -57,7 +56,7 @@ class Reduced(Generic[T, R], tuple[Results[T], R | AgentResult[R]]):
 def reduce_pipeline(
     *, reduce: str, reduce_schema: object = None, reduce_tree: Shape = "auto", **options: Any
 ) -> tuple[Pipeline[Any], Options]:
-    """The pipeline, and the options for the whole."""
+    """Return the pipeline, and the options for the whole."""
     whole, stages = split(options, (MAP, REDUCE))
     task, inputs = _task(stages[MAP]), _taken(stages[MAP], "inputs")
     mapped = Pipeline(inputs).map(name=MAP, task=task, **stages[MAP])
@@ -75,11 +74,11 @@ def map_reduce_pipeline(
     reduce_tree: Shape = "auto",
     **options: Any,
 ) -> tuple[Pipeline[Any], Options]:
-    """The same with a plan before it. ``plan_inputs`` that are one mapping are one row."""
+    """Return the same with a plan before it. A single mapping as ``plan_inputs`` is one row."""
     whole, stages = split(options, (PLAN, MAP, REDUCE))
     task = _task(stages[MAP])
     if "inputs" in stages[MAP]:
-        raise SpecError("inputs: what the agents work on comes from the plan; its own inputs are plan_inputs")
+        raise SpecError("inputs: the plan makes the inputs of the agents; use plan_inputs for its own")
     fields = item_fields(OutputSchema.of(plan_output_schema))
     rows = [plan_inputs] if isinstance(plan_inputs, Mapping) else plan_inputs
     planned = Pipeline(rows).map(name=PLAN, task=plan_prompt, output_schema=plan_output_schema, **stages[PLAN])
@@ -108,7 +107,7 @@ def reduced_by(outcome: Outcome[Any]) -> Reduced[Any, Any]:
 
 
 def split(options: Options, stages: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Options for all stages, and those of each."""
+    """Return the options for all stages, and those of each."""
     whole: dict[str, Any] = {}
     each: dict[str, dict[str, Any]] = {name: {} for name in stages}
     prefixed: dict[str, dict[str, Any]] = {name: {} for name in stages}
@@ -124,7 +123,7 @@ def split(options: Options, stages: tuple[str, ...]) -> tuple[dict[str, Any], di
 
 
 def items_of(plan: object) -> list[object]:
-    """The items of a plan: what it has under that name, or what it is."""
+    """Return the items of a plan: its field ``items``, or the plan itself."""
     if isinstance(plan, list):
         return plan
     items = plan.get("items") if isinstance(plan, Mapping) else getattr(plan, "items", None)
@@ -134,8 +133,8 @@ def items_of(plan: object) -> list[object]:
 
 
 def item_fields(schema: OutputSchema[object] | None) -> tuple[str, ...] | None:
-    """The fields that the task may name; None if the items may have any, so that only the plan tells. SpecError for a
-    schema without items."""
+    """Return the fields that the task may use; None if the items may have any, so that only the plan shows them. Raises
+    SpecError for a schema without items."""
     top = {} if schema is None else schema.json_schema
     if top.get("type") == "array":
         item = top.get("items")
@@ -165,7 +164,7 @@ def _resolved(schema: object, top: JsonObject) -> JsonObject:
 
 
 def _numbered() -> Any:
-    """From a plan to rows with ``item``, ``index`` and the fields of an item that has some. Plans come in order."""
+    """Return a function from a plan to rows with ``item``, ``index`` and the fields of an item. Plans come in order."""
     numbers = count()
 
     def rows(plan: object) -> list[object]:

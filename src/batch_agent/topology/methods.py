@@ -59,8 +59,8 @@ class MapReduce:
     ) -> Reduced[Any, Any]: ...
     @classmethod
     async def run_with_reduce(cls, *, reduce: str, progress: bool | None = None, **options: Any) -> Reduced[Any, Any]:
-        """``(results, reduced)``: what ``run`` gives, and one answer made of all of it. ``{n}`` in ``reduce`` is the
-        number of results. Where the reduction fails, ``reduced`` is an AgentResult with its error."""
+        """Return ``(results, reduced)``: the results of ``run``, and one answer made from all of them. ``{n}`` in
+        ``reduce`` is the number of results. If the reduction fails, ``reduced`` is an AgentResult with its error."""
         from batch_agent.topology.map_reduce import reduce_pipeline, run_reduced
 
         return await run_reduced(*reduce_pipeline(reduce=reduce, **options), progress)
@@ -97,8 +97,8 @@ class MapReduce:
     async def run_with_map_reduce(
         cls, *, plan_prompt: str, reduce: str, progress: bool | None = None, **options: Any
     ) -> Reduced[Any, Any]:
-        """``(results, reduced)``: a planner says what there is to do, an agent does each item, and one answer is made
-        of all of it. The task may name ``{item}``, ``{index}`` and the fields of an item that is an object."""
+        """Return ``(results, reduced)``: a planner lists the items, an agent works on each, and one answer is made from
+        all of them. The task may use ``{item}``, ``{index}`` and the fields of an item that is an object."""
         from batch_agent.topology.map_reduce import map_reduce_pipeline, run_reduced
 
         return await run_reduced(*map_reduce_pipeline(plan_prompt=plan_prompt, reduce=reduce, **options), progress)

@@ -1,7 +1,7 @@
-"""What stages do with rows: each is put what the stage before it has ready, and puts on what it makes of it.
+"""What stages do with rows: each receives the finished rows of the previous stage, and passes on its own.
 
-A stage of agents is a run that takes its rows from a channel; ``engine.run.together`` hands its results back. Sources
-and functions are in ``functions``.
+A stage of agents is a run that takes its rows from a channel; ``engine.run.together`` returns its results. Sources and
+functions are in ``functions``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batch_agent.topology.items import Item, Receiver
 
 
 class AgentNode:
-    """``channel`` is None where the run reads the inputs of the pipeline itself."""
+    """``channel`` is None if the run reads the inputs of the pipeline itself."""
 
     run: Run[Any]
 
@@ -36,7 +36,7 @@ class AgentNode:
         if item.ok:
             self._inlet.put(Placed(item.index, item.value))
             return
-        if item.error is not None:  # a row that failed before is a failed row of this stage too
+        if item.error is not None:  # a row that failed earlier also fails in this stage
             self.failed_before += 1
             self.results.append(Failure(item.index, str(item.index), item.value, False, None, item.error))
         self._out.put(item)
@@ -64,16 +64,16 @@ class AgentNode:
 
 
 def undone(name: str, statistics: Statistics) -> str:
-    """Why a stage did not come to its end; nothing where it did."""
+    """Return why a stage did not finish; "" if it did."""
     if statistics.ended == "complete":
         return ""
     reason = f": {statistics.reason}" if statistics.reason else ""
-    return f"the stage {name!r} ended before it was done ({statistics.ended}{reason})"
+    return f"the stage {name!r} ended before it finished ({statistics.ended}{reason})"
 
 
 class JoinNode:
-    """Pairs each row with the row of the ``other`` side that has its key. Rows come as ``(key, value)``; a pair goes on
-    as soon as both are there."""
+    """Pairs each row with the row of the ``other`` side that has the same key. Rows arrive as ``(key, value)``; a pair
+    is passed on as soon as both are there."""
 
     def __init__(self, out: Receiver) -> None:
         self.other = OtherSide(self)
@@ -107,7 +107,7 @@ class JoinNode:
         return await self._out.room()
 
     def close(self, why: str) -> None:
-        """One of the two sides has ended."""
+        """Called when one of the two sides has ended."""
         self._ends.append(why)
         if len(self._ends) < 2:
             return
@@ -120,7 +120,7 @@ class JoinNode:
 
 
 class OtherSide:
-    """Rows of it that failed are missed by those that look for them."""
+    """The side that is looked up. Its failed rows are missing for the rows that need them."""
 
     def __init__(self, join: JoinNode) -> None:
         self._join = join

@@ -1,10 +1,10 @@
-"""Pipelines: stages over rows, described one after the other and run as one.
+"""Pipelines: stages over rows, described one after another and run as one.
 
     pages = Pipeline(paths).map(name="review", task="Review {path}", output_schema=Review)
     outcome = await pages.filter(lambda review: review.bugs).reduce("Sum up {n} reviews", output_schema=Summary).run()
 
-A row goes on to the next stage as soon as it is ready. A Pipeline is a description that can be extended and run any
-number of times; ``flow`` does the work.
+A row passes to the next stage as soon as it is ready. A Pipeline is a description that can be extended and run any
+number of times; ``flow`` runs it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Outcome(Generic[T]):
-    """``outputs`` are what came out of the last stage, in order; ``results`` those of each stage that asks a model, by
-    name and in the order of their indexes. ``reductions`` say what each reduction covers. Prints as a summary."""
+    """``outputs``: the output of the last stage, in order. ``results``: those of each stage that calls a model, by name
+    and in index order. ``reductions``: what each reduction covers. Prints as a summary."""
 
     outputs: list[T]
     results: Mapping[str, Results[Any]]
@@ -57,7 +57,7 @@ class Outcome(Generic[T]):
 
     @property
     def failures(self) -> list[AgentResult[Any]]:
-        """Every failed row of every stage."""
+        """Return every failed row of every stage."""
         return [result for results in self.results.values() for result in results if not result.ok]
 
 
@@ -73,8 +73,8 @@ class Pipeline(Generic[T]):
     @overload
     def map(self, *, name: str = ..., task: str = ..., output_schema: Any, **options: Any) -> Pipeline[Any]: ...
     def map(self, *, name: str = "map", task: str = "", output_schema: Any = None, **options: Any) -> Pipeline[Any]:
-        """An agent for each row, with the options of ``BatchAgent.run``, ``worker`` among them; the next stage gets its
-        output. ``task`` is optional beside a worker."""
+        """Add a stage with an agent per row, with the options of ``BatchAgent.run``, including ``worker``; the next
+        stage gets its output. ``task`` is optional with a worker."""
         _check_name(name)
         if not task and options.get("worker") is None:
             raise SpecError(f"{name}: task is missing: say what to do with each row, or give a worker")
@@ -82,18 +82,18 @@ class Pipeline(Generic[T]):
         return self.then(Agents(name, {**options, "task": task, "output_schema": output_schema}))
 
     def flat_map(self, function: Callable[[T], Iterable[U]]) -> Pipeline[U]:
-        """Any number of rows for each row."""
+        """Add a function that returns any number of rows for each row."""
         return self.then(FlatMap(function))
 
     def filter(self, function: Callable[[T], object]) -> Pipeline[T]:
-        """Only the rows for which the function says something true."""
+        """Keep only the rows for which the function returns a true value."""
         return self.then(Filter(function))
 
     def join(
         self, other: Pipeline[U], *, key: Callable[[T], Hashable], other_key: Callable[[U], Hashable]
     ) -> Pipeline[tuple[T, U]]:
-        """Each row with the one of ``other`` that has the same key, as soon as both are there. No two rows of ``other``
-        may have the same key; a row without a partner fails."""
+        """Pair each row with the row of ``other`` that has the same key, as soon as both are there. Keys of ``other``
+        must be unique; a row without a partner fails."""
         return self.then(Join(other, key, other_key))
 
     @overload
@@ -111,8 +111,8 @@ class Pipeline(Generic[T]):
     def reduce(
         self, prompt: str, *, name: str = "reduce", output_schema: Any = None, tree: Shape = "auto", **options: Any
     ) -> Pipeline[Any]:
-        """One answer for all rows, failed ones included. ``{n}`` in the prompt is their number. ``tree`` says what is
-        done where they are too many: "auto" goes by tokens, a number by rows, "flat" never groups them."""
+        """Reduce all rows to one answer, failed ones included. ``{n}`` in the prompt is their number. ``tree`` decides
+        what happens if they do not fit one request: "auto" groups by tokens, a number by rows, "flat" never groups."""
         _check_name(name)
         check_stage_options(name, options)
         check_shape(tree)
@@ -121,21 +121,22 @@ class Pipeline(Generic[T]):
         return self.then(Reduce(name, prompt, tree, {**options, "output_schema": output_schema}))
 
     async def run(self, *, progress: bool | None = None, **options: Any) -> Outcome[T]:
-        """With options for the whole, as those of ``BatchAgent.run``; ``progress`` is that of ``BatchAgent.run`` too.
-        Failed rows and reductions are results."""
+        """Run the pipeline with options for the whole and ``progress``, as in ``BatchAgent.run``. Failed rows and
+        reductions are results."""
         return await finished(self.open(**options), progress)
 
     def plan(self, **options: Any) -> PipelinePlan:
-        """What ``run`` would do: rows, first message and cost of each stage. Nothing is sent. Print it."""
+        """Return what ``run`` would do: rows, first message and cost of each stage. Nothing is sent. Print it."""
         flow = Flow(self.inputs, self.stages, options, sends=False)
         return plan_stages(self.inputs, self.stages, {node.name: node.prepared for node in flow.nodes})
 
     def open(self, *, sinks: Sequence[Sink] = (), **options: Any) -> Flow:
-        """To steer: ``async with pipeline.open() as flow``, then ``await flow.finish()``. All is checked here."""
+        """Return a flow to control the run: ``async with pipeline.open() as flow``, then ``await flow.finish()``.
+        Checks all options."""
         return Flow(self.inputs, self.stages, options, sinks=sinks)
 
     def then(self, stage: Stage) -> Pipeline[Any]:
-        """The same with one stage more."""
+        """Return the pipeline with one more stage."""
         return Pipeline(cast("Iterable[Any]", self.inputs), stages=(*self.stages, stage))
 
 
@@ -174,6 +175,6 @@ def results_of(node: AgentNode | ReduceNode) -> Results[Any]:
 
 
 def _check_name(name: object) -> None:
-    """It is a directory of a recorded run."""
+    """Check a stage's name, which is a directory of a recorded run."""
     if not isinstance(name, str) or not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
         raise SpecError(f"a stage's name is letters, digits, - and _ (got {name!r})")

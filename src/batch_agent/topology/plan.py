@@ -31,8 +31,8 @@ FIELD = re.compile(r"\{([^\W\d]\w*)[^{}\n]*\}")
 
 @dataclass(frozen=True, slots=True)
 class IncomingRows:
-    """What is known of the rows that reach a stage. ``tokens`` is the size of an answer that a row is, and None where
-    the rows themselves are at hand as ``sample``."""
+    """What is known of the rows that reach a stage. ``tokens`` is the size of the answer that becomes a row, or None
+    if the rows themselves are available as ``sample``."""
 
     rows: int | None
     note: str

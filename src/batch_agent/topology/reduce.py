@@ -1,8 +1,8 @@
-"""A reduction: many rows into one answer, by a tree of requests where they do not fit one.
+"""A reduction: many rows into one answer, by a tree of requests if they do not fit one.
 
-Which rows go together is ``tree``'s part. Here they get their words, and their answers their place. A part that the
-server finds too long after all is halved; one that fails is told to the part above it as an error, and its rows are
-named as lost.
+``tree`` decides which rows go together. This file writes their requests and stores their answers. A part that the
+server finds too long is halved. A part that fails is passed to the next level as an error, and its rows are listed as
+lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from batch_agent.topology.items import Item, Receiver
 from batch_agent.topology.nodes import error_of, undone
 from batch_agent.topology.tree import Part, Row, Shape, Tree
 
-FULL = 0.75  # of the room that rows may fill: tokens are estimated
+FULL = 0.75  # of the room for rows: tokens are estimates
 TOO_LONG = (ContextOverflow.type, Oversized.type)
 PARTIAL = "These are results {first} to {last} of a longer list."
 MERGE = (
@@ -44,9 +44,9 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Reduction(BaseResult[T_co]):
-    """How a reduction ended, and what it covers: the indexes of the results whose content reached the answer, of those
-    that failed, and of those that were lost with a part that could not be reduced. ``requests`` were answered, on so
-    many ``levels``."""
+    """How a reduction ended, and what it covers: the indexes of the results that are in the answer (``covers``), of
+    those that failed, and of those lost with a part that could not be reduced. ``requests`` were answered, on
+    ``levels`` levels."""
 
     covers: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ class ReduceNode:
         self.failed_before = 0  # rows among them that came as failures
         self._sent: dict[int, Part] = {}
         self._requests = 0
-        self._broken: AgentError | None = None  # what the first part that could not be reduced failed with
+        self._broken: AgentError | None = None  # error of the first part that could not be reduced
 
     # Rows in
 
@@ -98,7 +98,7 @@ class ReduceNode:
                 number = len(self._sent) + self._requests
                 self._sent[number] = part
                 self._inlet.put(Placed(number, {"id": part.name, "prompt": wording(self._prompt, part)}))
-            else:  # no model is asked to make something of nothing
+            else:  # no request for a part without content
                 message = f"all of results {part.rows[0].first} to {part.rows[-1].last} failed"
                 self._settle(part, self._broken or AgentError.of(InputError(message)))
 
@@ -113,7 +113,7 @@ class ReduceNode:
         if result.error is not None:
             if result.error.type in TOO_LONG and part.divisible:
                 self._send(self._tree.split(part))
-            elif result.error.type != Interrupted.type:  # how the run ended says more
+            elif result.error.type != Interrupted.type:  # the end of the run is a better reason
                 self._settle(part, result.error, result)
         elif part.last:
             self._finish(result, part.covered("", 0), part.level)
@@ -125,13 +125,13 @@ class ReduceNode:
         try:
             plain = result.output if schema is None else schema.to_plain(result.output)
             line = _line(_head("ok", part), output=plain)
-        except Exception as error:  # whatever the user's own serializers raise
+        except Exception as error:  # the user's own serializers may raise anything
             self._settle(part, _unwritable(error), result)
         else:
             self._send(self._tree.reduced(part, part.covered(*line)))
 
     def _settle(self, part: Part, error: AgentError, result: AgentResult[Any] | None = None) -> None:
-        """A part has no answer."""
+        """Handle a part without an answer."""
         row = part.lost(*_line(_head("error", part), error=_told(error)))
         if result is not None:
             self._broken = self._broken or error
@@ -147,7 +147,7 @@ class ReduceNode:
             self._fail(AgentError.of(Interrupted(why)), why)
 
     def fail(self, error: BatchAgentError) -> None:
-        """What was paid for is not lost to it: the results that were to be reduced are there."""
+        """Fail the reduction. The results that were to be reduced are kept."""
         if isinstance(error, InternalError):
             raise error
         if self.reduction is None:
@@ -167,7 +167,7 @@ class ReduceNode:
 
 
 def room_for_rows(prompt: str, prepared: Prepared) -> int | None:
-    """Tokens. None where the model's context is not known. SpecError where nothing would fit."""
+    """Return the tokens for rows; None if the model's context is unknown. Raises SpecError if nothing would fit."""
     spec = prepared.spec
     if spec.model_max_context is None:
         return None
@@ -183,7 +183,7 @@ def room_for_rows(prompt: str, prepared: Prepared) -> int | None:
 
 
 def wording(prompt: str, part: Part) -> str:
-    """The request for a part. Only ``{n}`` is filled; every other brace is text."""
+    """Return the request for a part. Only ``{n}`` is filled; every other brace is text."""
     words = [prompt.replace("{n}", str(part.count))]
     if part.merges:
         words.append(MERGE)
@@ -193,12 +193,12 @@ def wording(prompt: str, part: Part) -> str:
 
 
 def leaf(item: Item) -> Row:
-    """A result as the reducer reads it."""
+    """Return a result as the reducer reads it."""
     index = item.index
     if item.error is None:
         try:
             return Row(*_line({"status": "ok", "index": index}, output=item.value), index, index, covers=(index,))
-        except Exception as error:  # whatever the user's own classes raise
+        except Exception as error:  # the user's own classes may raise anything
             item = dataclasses.replace(item, error=_unwritable(error))
     assert item.error is not None
     line = _line({"status": "error", "index": index}, error=_told(item.error))

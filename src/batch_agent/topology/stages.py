@@ -1,4 +1,4 @@
-"""The stages of a pipeline, as they are described; ``nodes`` and ``reduce`` are what they do."""
+"""Descriptions of the stages of a pipeline; ``nodes`` and ``reduce`` implement them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batch_agent.topology.tree import Shape
 if TYPE_CHECKING:
     from batch_agent.topology.pipeline import Pipeline
 
-# Options that say what the whole may do, and those that say what one stage does. All others may be given for both.
+# Options of the whole pipeline, and options of one stage. All others may be given for both.
 OF_THE_WHOLE = noted(BatchSpec, Scope.WHOLE)
 OF_THE_WHOLE |= {old for old, new in OLD_NAMES.items() if new in OF_THE_WHOLE}
 OF_A_STAGE = noted(BatchSpec, Scope.STAGE)
@@ -61,13 +61,13 @@ Stage = Agents | FlatMap | Filter | Join | Reduce
 def check_stage_options(name: str, options: Mapping[str, Any]) -> None:
     for option in options:
         if option in OF_THE_WHOLE:
-            raise SpecError(f"{option} is an option of the whole, not of the stage {name!r}")
+            raise SpecError(f"{option} is an option of the whole pipeline, not of the stage {name!r}")
 
 
 def check_options_of_the_whole(options: Mapping[str, Any]) -> None:
     for option in options:
         if option in OF_A_STAGE:
-            raise SpecError(f"{option} is an option of a stage, not of the whole")
+            raise SpecError(f"{option} is an option of a stage, not of the whole pipeline")
     if is_store_url(options.get("run_dir")) or is_store_url(options.get("checkpoint_dir")):
         raise SpecError(
             "run_dir: a pipeline is recorded in a directory; run each of its stages by itself to share it over Redis"

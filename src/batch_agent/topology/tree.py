@@ -1,8 +1,8 @@
 """The tree of a reduction: which rows are reduced together, and in what order. Pure: no await, no model.
 
-Rows come as they are ready and are grouped in the order of their indexes, so that the groups depend on the rows alone.
-A group is closed by the first row that does not fit it, and can be reduced while later rows are still being made; the
-answers are the rows of the next level. When everything fits one group there is one reduction, of all rows.
+Rows arrive in any order and are grouped by index, so that groups depend only on the rows. A group is closed by the
+first row that does not fit, and can be reduced while later rows are still in progress; the answers are the rows of the
+next level. If everything fits one group there is one reduction, of all rows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Row:
     tokens: int
     first: int
     last: int
-    covers: tuple[int, ...] = ()  # whose content it tells
-    failed: tuple[int, ...] = ()  # that failed
-    lost: tuple[int, ...] = ()  # whose part could not be reduced
+    covers: tuple[int, ...] = ()  # results whose content it includes
+    failed: tuple[int, ...] = ()  # failed results
+    lost: tuple[int, ...] = ()  # results whose part could not be reduced
 
     @property
     def count(self) -> int:
@@ -36,8 +36,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Rows to reduce together; ``merges`` says that they are answers themselves. ``last`` is the one whose answer is
-    that of the whole. ``whole`` is the part that turned out to be too much for one request, and this a half of it."""
+    """Rows to reduce together; ``merges``: they are answers themselves. ``last``: its answer is the final one.
+    ``whole``: the part that was too long for one request, of which this is a half."""
 
     level: int
     number: int
@@ -60,11 +60,11 @@ class Part:
         return sum(row.count for row in self.rows)
 
     def covered(self, text: str, tokens: int) -> Row:
-        """The row that its answer makes."""
+        """Return the row of its answer."""
         return self._row(text, tokens, _joined(row.covers for row in self.rows), _joined(row.lost for row in self.rows))
 
     def lost(self, text: str, tokens: int) -> Row:
-        """The row that its failure makes."""
+        """Return the row of its failure."""
         return self._row(text, tokens, (), tuple(sorted(_joined((*row.covers, *row.lost) for row in self.rows))))
 
     def _row(self, text: str, tokens: int, covers: tuple[int, ...], lost: tuple[int, ...]) -> Row:
@@ -83,8 +83,8 @@ class _Level:
 
 
 class Tree:
-    """``room`` is the tokens of rows that fit one reduction; None: no limit is known. Each method gives the parts that
-    can be reduced now."""
+    """``room``: the tokens of rows that fit one reduction; None: no known limit. Each method returns the parts that can
+    be reduced now."""
 
     def __init__(self, shape: Shape, room: int | None) -> None:
         self._fan_in = shape if isinstance(shape, int) else None
@@ -93,28 +93,28 @@ class Tree:
         self._halves: dict[Part, dict[int, Row]] = {}
 
     def add(self, index: int, row: Row | None) -> list[Part]:
-        """A result, or None for one that is left out."""
+        """Add a result, or None for one that is left out."""
         self._levels[0].waiting[index] = row
         return list(self._go_on(0))
 
     def end(self, total: int) -> list[Part]:
-        """There are so many results, those left out counted."""
+        """Set the total number of results, including those left out."""
         self._levels[0].total = total
         return list(self._go_on(0))
 
     def reduced(self, part: Part, row: Row) -> list[Part]:
-        """The answer to a part, or what stands for it."""
+        """Set the answer to a part, or its replacement."""
         if part.whole is not None:
             return self._join(part.whole, part.half, row)
         self._above(part.level).waiting[part.number] = row
         return list(self._go_on(part.level + 1))
 
     def split(self, part: Part) -> list[Part]:
-        """The halves of a part that was too much for one request; their answers are merged."""
+        """Return the halves of a part that was too long for one request; their answers are merged."""
         middle = (len(part.rows) + 1) // 2
         parts: list[Part] = []
         for half, rows in enumerate((part.rows[:middle], part.rows[middle:])):
-            if part.merges and len(rows) == 1:  # an answer already
+            if part.merges and len(rows) == 1:  # already an answer
                 parts += self._join(part, half, rows[0])
             else:
                 parts.append(Part(part.level, part.number, rows, False, part.merges, part, half))
@@ -151,7 +151,7 @@ class Tree:
         here = self._levels[level]
         if self._fan_in is not None:
             return len(here.group) < self._fan_in
-        # Above the results a group of one would lead nowhere.
+        # Above the results, a group of one would make no progress.
         return self._room is None or here.tokens + row.tokens <= self._room or (level > 0 and len(here.group) < 2)
 
     def _close(self, level: int, *, last: bool = False) -> Part:
@@ -165,7 +165,7 @@ class Tree:
         part = self._close(level, last=self._levels[level].closed == 0)
         if not part.last:
             self._above(level).total = part.number + 1
-        if part.merges and len(part.rows) == 1:  # an answer already
+        if part.merges and len(part.rows) == 1:  # already an answer
             yield from self.reduced(part, part.rows[0])
         else:
             yield part

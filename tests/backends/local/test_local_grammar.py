@@ -124,7 +124,7 @@ def test_optional_properties_are_sometimes_left_out_and_never_leave_a_stray_comm
         ({"allOf": [{"type": "object"}, {"type": "object"}]}, "allOf"),
         ({"type": "object", "required": ["a"]}, "required"),
         ({"$ref": "#/$defs/A", "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]}}}, "itself"),
-        ({"$ref": "#/$defs/B"}, "nowhere"),
+        ({"$ref": "#/$defs/B"}, "points to nothing"),
         ({"type": "string", "minLength": 5000}, "5000"),
         ({"not": {"type": "string"}}, "not"),
     ],

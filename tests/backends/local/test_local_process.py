@@ -194,7 +194,7 @@ def test_what_no_grammar_forces_is_said_once_before_the_run(tmp_path: Path, capl
     for shape in (patterned(), patterned(max_tokens=9)):
         backend.check(shape)
     assert [record.message for record in caplog.records if "pattern" in record.message] == [
-        "not forced by grammar, only validated: the answer's schema (#: pattern of string)"
+        "not enforced by the grammar, only validated: the answer's schema (#: pattern of string)"
     ]
 
 

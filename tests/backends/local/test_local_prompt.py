@@ -97,7 +97,7 @@ def test_instructions_need_no_system_message_of_the_users() -> None:
 
 def test_what_cannot_be_shown_is_refused_and_not_left_out() -> None:
     assert chat_messages([Message("user", ("a", "b"))], "") == [{"role": "user", "content": "ab"}]
-    with pytest.raises(Rejected, match="cannot be shown images"):
+    with pytest.raises(Rejected, match="does not accept images"):
         chat_messages([Message("user", ("a", Image("https://host/a.png")))], "")
 
 

@@ -1,9 +1,9 @@
 """Answers of Anthropic's ``/v1/messages``, whole or streamed, read into a Reply. Pure.
 
-An answer is a list of blocks: text, thoughts with a signature, calls of tools, and whatever the server's own tools did.
-Streamed, each block is opened, filled and closed; a call is complete when its block is. An answer is complete when it
-says why it stopped, and the reason is a good one. Where an answer has more than text and calls, its blocks are sealed:
-they go back as they came.
+An answer is a list of blocks: text, thinking with a signature, tool calls, and results of the server's own tools. In a
+stream, each block is opened, filled and closed; a tool call is complete when its block is closed. An answer is complete
+when it has a valid stop reason. If an answer has more than text and tool calls, its blocks are sealed: the next request
+sends them back unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batch_agent.backends.http.wire import Naming, counted, echoed_object, json_
 from batch_agent.errors import ContextOverflow, Rejected, Truncated
 from batch_agent.messages import JsonObject, Reply, Sealed, ToolCall, Usage
 
-PAUSED = "pause_turn"  # the server wants the answer back, to go on with it
+PAUSED = "pause_turn"  # the server wants the answer back in order to continue it
 _GOOD = {"end_turn", "stop_sequence", "tool_use", PAUSED}
 _PLAIN = ("text", "tool_use")
 
@@ -43,8 +43,8 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
 
 
 class AnswerStream:
-    """Chunks of an event stream in, one Reply out; tool calls are reported as soon as each is complete. ``said`` gets
-    the text piece by piece, for whoever gives the answer up before its end."""
+    """Takes chunks of an event stream and returns one Reply. Reports each tool call as soon as it is complete. ``said``
+    receives the text piece by piece, so that a caller who cancels still has the beginning."""
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
         self._faults = naming.faults
@@ -54,11 +54,11 @@ class AnswerStream:
         self._first_token: float | None = None
         self._sse = SSEParser()
         self._said = said
-        self._open: dict[object, OpenBlock] = {}  # by the server's number
+        self._open: dict[object, OpenBlock] = {}  # by the server's index
         self._done = False
 
     def feed(self, chunk: bytes) -> bool:
-        """True when the stream said that it is done."""
+        """Process a chunk. Returns True when the stream has ended."""
         try:
             events = self._sse.feed(chunk)
         except EventTooLarge as error:
@@ -87,7 +87,7 @@ class AnswerStream:
             case "content_block_delta":
                 block, delta = self._open.get(event.get("index")), event.get("delta")
                 if block is None or not isinstance(delta, dict):
-                    raise self._faults.bad("the stream goes on with a block that was not begun")
+                    raise self._faults.bad("the stream continues a block that was not started")
                 self._delta(block, delta)
             case "content_block_start":
                 block = self._open[event.get("index")] = OpenBlock(mapping(event.get("content_block")))
@@ -122,7 +122,7 @@ class AnswerStream:
 
 
 class OpenBlock:
-    """A block that is not complete: what it began with, and pieces of text that its fields go on with."""
+    """An incomplete block: its first fields, and the pieces of text added to them."""
 
     __slots__ = ("_began", "_pieces")
 
@@ -143,11 +143,11 @@ class OpenBlock:
                 self._began["citations"] = [*(citations if isinstance(citations, list) else []), piece]
 
     def become(self, kind: str) -> None:
-        """What it is shows only later, on a wire that does not say so at its beginning."""
+        """Set the block type, on a wire that sends it only later."""
         self._began = {"type": kind}
 
     def whole(self) -> tuple[JsonObject, str]:
-        """The block, and the arguments as the model wrote them if it is a call."""
+        """Return the block, and the arguments as the model wrote them if it is a tool call."""
         block = dict(self._began)
         given = block.get("input")
         arguments = "".join(self._pieces.pop("partial_json", ())) or (arguments_of(block) if given else "")
@@ -157,7 +157,7 @@ class OpenBlock:
 
 
 class Answer:
-    """The blocks of one answer, as they become complete."""
+    """The blocks of one answer, as they are completed."""
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall | None = None) -> None:
         self._naming = naming
@@ -168,7 +168,7 @@ class Answer:
         self._counts: JsonObject = {}
         self._details: JsonObject = {}
         self.stop: str | None = None
-        self.model = ""  # as the server names it
+        self.model = ""  # the server's name for the model
 
     def add(self, block: JsonObject, arguments: str) -> None:
         kind = block.get("type")
@@ -176,7 +176,7 @@ class Answer:
             call = self._naming.call(fit(_string(block.get("id"))), _string(block.get("name")), arguments)
             block = {**block, "id": call.id}
             self._calls.append(call)
-            # Where the token limit cuts a call, its block is closed all the same: only a whole object is reported now.
+            # A call cut by the token limit also has its block closed: report it now only if it is a whole JSON object.
             if json_of(arguments.encode("utf-8", "surrogatepass")) is not None:
                 self._report(call)
         if "input" in block:
@@ -188,7 +188,7 @@ class Answer:
         self._details = mapping(told.get("stop_details")) or self._details
 
     def use(self, counts: JsonValue) -> None:
-        """What was counted so far; later counts include the earlier."""
+        """Apply a usage report; later reports include earlier ones."""
         self._counts |= {name: count for name, count in mapping(counts).items() if count is not None}
 
     def reply(self, first_token: float | None = None) -> Reply:
@@ -229,12 +229,12 @@ class Answer:
         if stop == "refusal":
             why = [_string(self._details.get(name)) for name in ("category", "explanation")]
             told = faults.clean(": ".join(filter(None, why)))
-            message = f"{faults.where}: the model refuses to answer this (stop_reason {stop}){told and f', {told}'}"
+            message = f"{faults.where}: the model refused to answer (stop_reason {stop}){told and f', {told}'}"
             raise Rejected(message, text=text, usage=usage)
         if stop not in _GOOD:
-            raise faults.bad(f"the answer ended for a reason that is not known: {faults.clean(stop)}", text=text)
+            raise faults.bad(f"the answer ended with an unknown stop_reason: {faults.clean(stop)}", text=text)
         if stop == "tool_use" and not self._calls:
-            raise faults.bad("the answer announces tool calls and has none", text=text)
+            raise faults.bad("the stop_reason is tool_use, but the answer has no tool call", text=text)
         return stop
 
     def _joined(self, kind: str) -> str:
@@ -243,7 +243,7 @@ class Answer:
     def _usage(self) -> Usage:
         counts = self._counts
         cached, written = counted(counts, "cache_read_input_tokens"), counted(counts, "cache_creation_input_tokens")
-        # What passes the cache is counted apart from the rest of the prompt.
+        # Cached tokens are counted apart from the rest of the prompt.
         return Usage(
             counted(counts, "input_tokens") + cached + written,
             cached,
@@ -254,7 +254,7 @@ class Answer:
 
 
 def _said(block: JsonObject) -> JsonObject:
-    """Without what it has no value for: not all that the API says in that way it takes back."""
+    """Return the block without empty fields: the API does not accept all of them back."""
     return {name: part for name, part in block.items() if part is not None}
 
 

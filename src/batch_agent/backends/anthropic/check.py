@@ -1,7 +1,6 @@
-"""What Anthropic's API would refuse in every request of a shape, said before the first is sent. Pure.
+"""Finds what Anthropic's API would refuse in every request of a shape, before the first is sent. Pure.
 
-Only what is known beforehand: what a version of the API refuses, or a model by its name. The rest is the server's to
-say.
+Only rules known in advance are checked: those of an API version, or of a model by its name. The server checks the rest.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from batch_agent.backends.base import RequestShape
 from batch_agent.errors import SpecError
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
-_DEFAULT = 1  # of temperature and top_p: even models that refuse to be changed may take it
+_DEFAULT = 1  # of temperature and top_p: models without sampling parameters may still accept the default
 
 
 def check_shape(shape: RequestShape, *, takes_sampling: bool) -> None:
-    """``takes_sampling`` is what the version of the API says."""
+    """Raise SpecError for a shape that the API refuses. ``takes_sampling`` depends on the API version."""
     if shape.seed is not None:
         raise SpecError("seed: Anthropic's API has no seed; leave it out")
     sampling = {"temperature": shape.temperature, "top_p": shape.top_p}
@@ -38,11 +37,11 @@ def check_shape(shape: RequestShape, *, takes_sampling: bool) -> None:
 
 def _check_texts(shape: RequestShape) -> None:
     if any(not text.strip() for text in shape.stop):
-        raise SpecError("stop: Anthropic's API takes no stop that is only spaces or line ends")
+        raise SpecError("stop: Anthropic's API accepts no stop sequence of only spaces or line breaks")
     for tool in shape.tools:
         if not _TOOL_NAME.fullmatch(tool.name):
             raise SpecError(
-                f"the tool name {tool.name!r} is none that Anthropic's API takes: letters, digits, _ and -, at most 128"
+                f"the tool name {tool.name!r} is invalid for Anthropic's API: use at most 128 letters, digits, _ and -"
             )
 
 
@@ -57,7 +56,7 @@ def _check_sampling(shape: RequestShape, model: Model, given: Mapping[str, float
 
 
 def _check_thinking(shape: RequestShape) -> None:
-    """Of thinking with a budget, as older models have it. Newer ones think as they see fit."""
+    """Check the options of thinking with a token budget (older models). Newer models choose the amount themselves."""
     budget = thinking_budget(shape)
     if not budget:
         return
@@ -69,4 +68,4 @@ def _check_thinking(shape: RequestShape) -> None:
         raise SpecError("temperature: Anthropic's models think at temperature 1 only; leave it out")
     choice = shape.tool_choice.get("type") if isinstance(shape.tool_choice, dict) else shape.tool_choice
     if shape.tools and choice not in (None, "auto", "none"):
-        raise SpecError("tool_choice: Anthropic's models do not think where a call is forced; give auto")
+        raise SpecError("tool_choice: Anthropic's models cannot combine thinking with a forced tool call; use auto")

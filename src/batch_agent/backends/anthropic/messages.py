@@ -1,8 +1,8 @@
 """Anthropic's ``/v1/messages``, and the servers that speak the same wire (vLLM, Dynamo, gateways).
 
-This file says who asks and what cannot be sent; ``anthropic_request`` writes requests, ``anthropic_answer`` reads
-answers, and ``http_backend`` takes the one to the other. An answer that the server pauses, because one of its own tools
-takes long, is sent back until it is whole.
+This file has credentials and checks; ``request`` writes requests, ``answer`` reads answers, and ``http/backend`` sends
+them. If the server pauses an answer because one of its own tools takes long, the partial answer is sent back until the
+answer is complete.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from batch_agent.errors import BackendError, SpecError
 from batch_agent.messages import Conversation, JsonObject, Reply, Sealed, Usage
 
 API = "https://api.anthropic.com"
-# The first is what every server of this wire understands, and with it older models still take a temperature.
-FILES = frozenset({"pdf"})  # that it takes in a document block
+FILES = frozenset({"pdf"})  # formats accepted in a document block
+# Every server of this wire supports the first; with it, older models still accept a temperature.
 VERSIONS = ("2023-06-01", "2026-10-21")
 MOST_PAUSES = 32
 MODELS_A_PAGE = 1000
@@ -53,14 +53,14 @@ WORDING = Wording(
     # The API; vLLM.
     overflow=re.compile(r"prompt is too long|exceed context limit|maximum context length", re.IGNORECASE),
     spent=frozenset({"enforced_spend_limit_reached"}),
-    key_hint="check ANTHROPIC_API_KEY, or the key that was given",
+    key_hint="check ANTHROPIC_API_KEY or the given key",
     path_hint="check the address: requests go to /v1/messages below it",
 )
 
 
 class AnthropicBackend(HttpBackend[Head]):
-    """One server at ``base_url`` (up to and with ``/v1``). A key goes where the version wants it; a ``token`` is always
-    a bearer's."""
+    """One server at ``base_url`` (up to and including ``/v1``). The API version decides the header of a key; a
+    ``token`` is always sent as a bearer token."""
 
     wire = WIRE
 
@@ -109,7 +109,7 @@ class AnthropicBackend(HttpBackend[Head]):
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         reply = await super().infer(request, on_tool_call)
         if self.own_body(request) is not None:
-            return reply  # a client goes on with a paused answer by itself
+            return reply  # a gateway client continues a paused answer itself
         for _ in range(MOST_PAUSES):
             if reply.finish_reason != PAUSED:
                 return reply
@@ -140,16 +140,16 @@ class AnthropicBackend(HttpBackend[Head]):
 
 
 def batch_from_address(address: Address) -> Backend:
-    """The same through the batch API. ``gather`` and ``look`` are as those of ``openai-batch://``."""
+    """Create the same backend over the batch API. ``gather`` and ``look`` work as in ``openai-batch://``."""
     waits, address = address.seconds("gather", "look")
     wire = from_address(replace(address, url=address.url._replace(scheme="anthropic")))
     return JobBackend(wire, AnthropicJobs(wire.client), **waits)
 
 
 def from_address(address: Address) -> AnthropicBackend:
-    """``anthropic://`` is the API, or ANTHROPIC_BASE_URL in its place. ``anthropic://host:port`` is a server of one's
-    own that speaks its wire: plain http, as engines are, and not known to keep to a schema. Without a port it is a
-    provider's: https."""
+    """Create the backend. ``anthropic://`` is the hosted API, or ANTHROPIC_BASE_URL if set. ``anthropic://host:port``
+    is your own server with this wire: plain http, and not assumed to enforce schemas. A host without a port is a
+    provider: https."""
     version = address.text("version") or VERSIONS[0]
     check_known([version], VERSIONS, "Anthropic's API has no version")
     is_named, is_engine = bool(address.url.netloc), address.url.port is not None
@@ -187,13 +187,13 @@ def _api_url(environ: Mapping[str, str]) -> SplitResult:
 
 
 def _base_url(address: Address, secure: bool) -> str:
-    """Up to and with ``/v1``, login included."""
+    """Return the URL up to and including ``/v1``, login included."""
     path = address.url.path.rstrip("/").removesuffix("/messages").rstrip("/").removesuffix("/v1")
     return f"{'https' if secure else 'http'}://{address.url.netloc.removesuffix(':')}{path}/v1"
 
 
 def _joined(reply: Reply, more: Reply) -> Reply:
-    """An answer and what it went on with after a pause."""
+    """Join an answer with its continuation after a pause."""
     blocks: list[JsonValue] = [*answer_blocks(reply.message()), *answer_blocks(more.message())]
     return replace(
         more,
@@ -207,7 +207,7 @@ def _joined(reply: Reply, more: Reply) -> Reply:
 
 
 def _model_name(entry: JsonValue) -> str:
-    """Nothing for one that can no longer be asked."""
+    """Return the model's name; "" for a retired model."""
     if not isinstance(entry, dict) or entry.get("lifecycle") == "retired":
         return ""
     name = entry.get("id")

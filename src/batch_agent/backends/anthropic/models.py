@@ -1,7 +1,6 @@
-"""What is known of Anthropic's models before they are asked, by their names: how long an answer may be where the user
-does not say, from how many tokens on a prefix is kept in the cache, and which of them refuse sampling parameters.
+"""Facts about Anthropic's models, by name: default answer length, shortest cached prefix, refusal of sampling options.
 
-A model that is not known here is asked all the same; its server has the last word.
+An unknown model is used too; its server decides.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    max_tokens: int  # of an answer: the API wants a number
-    cached_from: int = 1024  # tokens; a shorter prefix is not kept, marked or not
-    samples: bool = True  # takes temperature and top_p
-    samples_once: bool = True  # ... but not both
-    foreign: bool = False  # not Anthropic's: another server behind the same wire, with rules of its own
+    max_tokens: int  # default length of an answer: the API requires a number
+    cached_from: int = 1024  # tokens; a shorter prefix is not cached, even if marked
+    samples: bool = True  # accepts temperature and top_p
+    samples_once: bool = True  # ... but not both together
+    foreign: bool = False  # not by Anthropic: another server with the same wire and its own rules
 
 
-# The first that fits. An answer may have 16,000 tokens, about what comes in one piece without a stream in good time, or
-# all that an older model can say; models that think unasked count their thoughts as part of the answer and get double.
+# The first match counts. The default answer length is 16,000 tokens, which arrive without streaming in reasonable time,
+# or the maximum of an older model. Models that think by default count thinking as part of the answer and get double.
 _KNOWN = [
     (re.compile(pattern), model)
     for pattern, model in (
@@ -36,7 +35,7 @@ _KNOWN = [
         (r"claude-(opus|sonnet|haiku|fable|mythos)-", Model(32_000, samples=False)),
     )
 ]
-_NEW = Model(16_000)  # of Anthropic's, and newer than this table
+_NEW = Model(16_000)  # an Anthropic model newer than this table
 _FOREIGN = Model(4_096, samples_once=False, foreign=True)
 
 

@@ -1,9 +1,9 @@
-"""Requests of Anthropic's ``/v1/messages``: a conversation as that wire writes it, the head of a body, and cache marks.
+"""Requests for Anthropic's ``/v1/messages``: a conversation in that wire's format, the head of a body, and cache marks.
 
-The system prompt stands apart, what the user and the tools say until the next answer is one message, and every call is
-answered in the message after it, before anything else. An answer goes back as it came where it had parts that only its
-wire can read. A mark (``cache_control``) says up to where the server should keep, or look for, what it has computed;
-marks are no part of what is kept, so the rest of a body only grows.
+The system prompt is a separate field. All user and tool messages until the next answer form one message. Every tool
+call is answered first thing in the message after it. An answer with parts that only this wire can read is sent back
+unchanged. A mark (``cache_control``) says up to where the server should cache, or look up, the prefix. Marks are not
+part of the cached text, so the rest of a body only grows.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from batch_agent.messages import Attachment, Content, Document, JsonObject, Mess
 
 WIRE = "anthropic"
 MARK = b',"cache_control":{"type":"ephemeral"}}'
-NO_RESULT = "There is no result of this call."
-NO_WORDS: JsonObject = {"type": "text", "text": "(no text)"}  # the API wants a word of the user's
+NO_RESULT = "This call has no result."
+NO_WORDS: JsonObject = {"type": "text", "text": "(no text)"}  # the API requires a user message with text
 _UNFIT = re.compile(r"[^a-zA-Z0-9_-]")
 
 
 class MessagesView:
-    """Every block is encoded once and stays as it is. The last question and the answer to it are kept apart from what
-    is ``closed``, because a mark is still put on them; what the user says is ``open`` until the model has answered.
+    """Encodes every block once. The last question and its answer are kept apart from what is ``closed``, because they
+    may still get a mark. The user's message is ``open`` until the model has answered.
 
-    A wire that has the same turns and other blocks says how it writes a block, and how it marks."""
+    A wire with the same turns and other blocks overrides how a block is written and marked.
+    """
 
     __slots__ = ("_answer", "_asked", "_closed", "_open", "_owed", "_results", "size", "system")
 
     def __init__(self) -> None:
         self.system: list[bytes] = []
-        self.size = 0  # bytes of all that is no system prompt
-        self._closed: list[bytes] = []  # whole messages
+        self.size = 0  # bytes of everything except the system prompt
+        self._closed: list[bytes] = []  # complete messages
         self._asked: list[bytes] = []
         self._answer: list[bytes] = []
         self._open: list[bytes] = []
-        self._results = 0  # so many of what is open are results, and come first
+        self._results = 0  # number of tool results in the open message; they come first
         self._owed: tuple[str, ...] = ()  # calls without a result
 
     @staticmethod
@@ -82,7 +83,7 @@ class MessagesView:
                 self._open += blocks
 
     def messages(self, *, marks_last: bool, marks_end: bool) -> bytes:
-        """All of them, with a mark at the end, and one where the end was before the last answer."""
+        """Return all messages, with a mark at the end and one at the end of the previous request."""
         whole = [*self._closed, *self._last_exchange(marked=marks_last)]
         if now := self._said_now():
             whole.append(_message("user", self.marked(now) if marks_end else now))
@@ -90,7 +91,7 @@ class MessagesView:
 
     def _take_answer(self, message: Message, blocks: list[bytes]) -> None:
         if not blocks:
-            return  # an answer of nothing is no message: the user goes on speaking
+            return  # an empty answer is no message: the user's message continues
         if not self._open and self._answer:
             self._answer += blocks
         else:
@@ -105,7 +106,8 @@ class MessagesView:
         return [_message(role, blocks) for role, blocks in exchange if blocks]
 
     def _said_now(self) -> list[bytes]:
-        """The user's message as it stands. A call that nobody answered is answered here: the server wants it so."""
+        """Return the user's message so far. A tool call without a result gets a placeholder, because the server
+        requires one."""
         missing = [_result(call, NO_RESULT) | {"is_error": True} for call in self._owed]
         answered = [orjson.dumps(self.written(block)) for block in missing]
         return [*self._open[: self._results], *answered, *self._open[self._results :]]
@@ -116,17 +118,17 @@ class MessagesView:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What requests of one shape begin with."""
+    """What all requests of one shape start with."""
 
-    fields: bytes  # without the brace that would close them
+    fields: bytes  # without the closing brace
     tools: Sequence[bytes]
-    told: Sequence[bytes]  # behind the system prompt: the schema, where the API has no form for it
+    told: Sequence[bytes]  # added to the system prompt: the schema, if the API cannot enforce it
     cached_from: int  # bytes
-    goes_on: bool  # the agent may use tools: its next turn repeats this one
+    goes_on: bool  # the agent may use tools: its next turn repeats this one as a prefix
 
     def body(self, view: MessagesView, *, is_last: bool) -> bytes:
-        """At most three marks: behind what all agents share; behind the last question, where the turn before left
-        something to read; and at the end, unless this is the last turn and nobody will read it."""
+        """Return the body with at most three marks: after the prefix that all agents share; after the last question, if
+        the previous turn cached something; and at the end, unless this is the last turn."""
         tools, system = self.tools, [*view.system, *self.told]
         shared = sum(map(len, tools)) + sum(map(len, system))
         if shared >= self.cached_from:
@@ -143,7 +145,7 @@ class Head:
 
 def build_head(shape: RequestShape, streamed: bool) -> Head:
     extra = dict(shape.extra_body)
-    # Tools of the server's own (a web search) stand behind ours, other settings of the output beside the schema.
+    # The server's own tools (web search) come after ours, other output settings beside the schema.
     server_tools, config = extra.pop("tools", []), extra.pop("output_config", {})
     if not isinstance(server_tools, list) or not isinstance(config, dict):
         raise SpecError("extra_body: tools must be a list, and output_config a mapping")
@@ -176,21 +178,21 @@ def build_head(shape: RequestShape, streamed: bool) -> Head:
 
 
 def thinking_budget(shape: RequestShape) -> int:
-    """What the user allows for thoughts, which are part of what an answer may have; 0 where the model decides."""
+    """Return the user's token budget for thinking, which is part of the answer; 0 if the model decides."""
     thinking = shape.extra_body.get("thinking")
     budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
     return budget if isinstance(budget, int) else 0
 
 
 def answer_blocks(message: Message) -> list[JsonObject]:
-    """An answer as it goes back."""
+    """Return the blocks of an answer, as they are sent back."""
     if message.sealed is not None and message.sealed.wire == WIRE and isinstance(message.sealed.value, list):
         return [block for block in message.sealed.value if isinstance(block, dict)]
     return [*_parts(message.content), *map(_call, message.tool_calls)]
 
 
 def is_empty(block: JsonObject) -> bool:
-    """Text without a word in it: the API refuses it, also where it said so itself."""
+    """Return whether a text block is empty: the API refuses it, even one that it sent itself."""
     text = block.get("text", "")
     return block.get("type") == "text" and isinstance(text, str) and not text.strip()
 
@@ -237,7 +239,7 @@ def _result(call_id: str, content: Content) -> JsonObject:
 
 
 def fit(call_id: str) -> str:
-    """The id of a call, which another wire or a server like the API may have given, in the letters that this allows."""
+    """Return the id of a call with only the characters that this API allows. Another wire may have created the id."""
     return _UNFIT.sub("_", call_id)
 
 

@@ -1,9 +1,9 @@
-"""An answer's JSON schema as ``output_config.format`` takes it. Pure.
+"""Rewrites an answer's JSON schema for ``output_config.format``. Pure.
 
-The API compiles schemas to a grammar and refuses what it cannot compile: objects that are not closed, recursion,
-keywords that bound numbers, texts or lists, too many optional or alternative parts. A bound becomes words in the part's
-description, since every answer is checked against the whole schema anyway. A schema that means what the grammar cannot
-say (a map, a part of any type, a root that is no object) has no such form.
+The API compiles schemas to a grammar and refuses what it cannot compile: open objects, recursion, bounds of numbers,
+strings or lists, and too many optional or alternative parts. Bounds move into the part's description, because every
+answer is checked against the full schema anyway. A schema that a grammar cannot express (a map, a part of any type, a
+root that is not an object) is not sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from batch_agent.backends.schema.visitor import Inexpressible, SchemaVisitor, listed, named, nodes, without
 from batch_agent.messages import JsonObject
 
-# More than these are a 400.
+# The API answers 400 to more than these.
 MOST_OPTIONAL = 24
 MOST_UNIONS = 16
 
@@ -24,9 +24,9 @@ _FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "uri", "ipv4", "ipv6", "uuid"],
 )
 _TYPES = frozenset(["object", "array", "string", "integer", "number", "boolean", "null"])
-# How long or large something may be.
+# Keywords that bound a size or a value.
 _BOUND = re.compile(r"(min|max|exclusive|unique|multiple)[A-Z]\w*|minimum|maximum|pattern|format")
-# What is no part of what an answer must be.
+# Keywords that do not constrain an answer.
 _NEEDLESS = frozenset(
     ["default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator", "$schema", "$id", "$comment"]
 )
@@ -34,7 +34,7 @@ _REFERENCE = "#/$defs/"
 
 
 def format_schema(schema: JsonObject) -> JsonObject | None:
-    """The schema in the form the API takes. None where it has none."""
+    """Return the schema in the form the API accepts; None if that is impossible."""
     try:
         form = _Form(schema).root()
     except Inexpressible:
@@ -46,11 +46,11 @@ def format_schema(schema: JsonObject) -> JsonObject | None:
 
 
 class _Form(SchemaVisitor[frozenset[str], JsonObject]):
-    """Writes one schema in that form. ``where`` are the references above a node: the API takes no recursion."""
+    """Rewrites one schema. ``where`` holds the references above a node: the API allows no recursion."""
 
     def __init__(self, document: JsonObject) -> None:
         super().__init__(document)
-        self._definitions: dict[str, JsonObject] = {}  # those that are written
+        self._definitions: dict[str, JsonObject] = {}  # definitions already written
 
     def root(self) -> JsonObject:
         definitions: JsonObject = {
@@ -70,7 +70,7 @@ class _Form(SchemaVisitor[frozenset[str], JsonObject]):
 
     def reference(self, node: JsonObject, pointer: str, where: frozenset[str]) -> JsonObject:
         target = self._definition(pointer, where)
-        # A reference stands alone; the words beside it go to a copy of what it names.
+        # A reference must stand alone, so a description beside it goes to a copy of its target.
         return {**target, "description": node["description"]} if "description" in node else {"$ref": pointer}
 
     def typed(self, node: JsonObject, where: frozenset[str]) -> JsonObject:
@@ -124,7 +124,7 @@ def _complete(node: JsonObject, bounds: JsonObject) -> JsonObject:
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if "object" in kinds:
         if "properties" not in node:
-            raise Inexpressible  # a map: closed, it would be an empty one
+            raise Inexpressible  # a map: closed, it would be empty
         node["additionalProperties"] = False
     if "array" in kinds and "items" not in node:
         raise Inexpressible

@@ -1,4 +1,4 @@
-"""Anthropic's batch API: one request with all requests in it makes a job, and its results come as lines of JSON."""
+"""Anthropic's batch API: one HTTP request with all model requests creates a job; its results are lines of JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batch_agent.messages import JsonObject
 
 
 class AnthropicJobs(JobService):
-    limits = Limits(requests=100_000, body_bytes=245_000_000)  # of 256 MB, with room for what stands around a body
+    limits = Limits(requests=100_000, body_bytes=245_000_000)  # of 256 MB, minus room for the fields around a body
 
     def __init__(self, http: HttpClient) -> None:
         super().__init__(http, "/messages/batches")
@@ -30,8 +30,8 @@ class AnthropicJobs(JobService):
         return self.id_of(await self.ask(self.batches, b'{"requests":[%b]}' % requests))
 
     async def candidates(self, lost: Lost) -> list[Candidate]:
-        """A job has no place for a name of ours, and tells the ids of its requests only when it has ended. How many
-        there are it tells from the beginning."""
+        """Return jobs that may be the lost one. A job cannot carry our own name, and lists the ids of its requests only
+        when it has ended; but it reports their number from the start."""
         jobs = self.listed("/messages/batches?limit=1000", "after_id", lost.since)
         return [Candidate(str(job.get("id")), False) async for job in jobs if _count(job) in (None, len(lost.requests))]
 
@@ -55,7 +55,7 @@ class AnthropicJobs(JobService):
         await self.ask(self.http.route("POST", f"/messages/batches/{quote(job, safe='')}/cancel"), b"{}")
 
     def _read(self, content: bytes) -> dict[str, Answer]:
-        """Lines in any order; many of them, so not on the event loop."""
+        """Parse the result lines, in any order. There are many, so this runs in a thread."""
         rows = map(self.document, filter(None, map(bytes.strip, content.split(b"\n"))))
         return {str(row.get("custom_id")): self._answer(row.get("result")) for row in rows}
 
@@ -64,16 +64,16 @@ class AnthropicJobs(JobService):
         kind = told.get("type")
         message = told.get("message")
         if kind == "succeeded" and isinstance(message, dict):
-            if message.get("stop_reason") == PAUSED:  # a tool of the server's own that takes long
-                return self.batches.faults.bad("the answer was paused, and a job cannot go on with it")
+            if message.get("stop_reason") == PAUSED:  # one of the server's own tools takes long
+                return self.batches.faults.bad("the answer was paused, and a batch job cannot continue it")
             return orjson.dumps(message)
         if kind in ("expired", "canceled"):
             where = self.batches.faults.where
-            return Unavailable(f"{where}: the job ended before this request was done ({kind})")
+            return Unavailable(f"{where}: the job ended before this request finished ({kind})")
         return self.batches.faults.reported(told.get("error"))
 
 
 def _count(job: JsonObject) -> int | None:
-    """How many requests it has; None: it does not say."""
+    """Return the number of requests in the job; None if not reported."""
     counts = job.get("request_counts")
     return sum(n for n in counts.values() if isinstance(n, int)) if isinstance(counts, dict) else None

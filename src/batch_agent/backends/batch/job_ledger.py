@@ -1,11 +1,11 @@
-"""What was sent to a batch API, noted in the run directory: lines of JSON, each on disk before anything is built on it.
+"""Records what was sent to a batch API in the run directory: lines of JSON, each on disk before the next step.
 
-    {"wave": name, "requests": [id, …], "at": seconds}    about to be sent
-    {"wave": name, "job": id}                             the provider has it
-    {"wave": name, "requests": [id, …]}                   only these answers are not handed out yet
-    {"wave": name, "over": true}                          its answers were handed out and recorded
+    {"wave": name, "requests": [id, …], "at": seconds}    will be sent now
+    {"wave": name, "job": id}                             the provider accepted it
+    {"wave": name, "requests": [id, …]}                   only these answers are not delivered yet
+    {"wave": name, "over": true}                          its answers were delivered and recorded
 
-A line that a crash cut short is left out. A wave with no job is looked for at the provider before its requests are sent
+A line cut short by a crash is ignored. A wave without a job is searched at the provider before its requests are sent
 again.
 """
 
@@ -38,7 +38,7 @@ class JobLedger:
         self._path = directory / FILE
 
     async def read(self) -> list[Entry]:
-        """Waves whose answers may still be wanted, oldest first."""
+        """Return the waves with undelivered answers, oldest first."""
         return await in_thread(self._read)
 
     async def intend(self, wave: str, requests: Iterable[str]) -> None:
@@ -48,7 +48,7 @@ class JobLedger:
         await self._note({"wave": wave, "job": job})
 
     async def close(self, left: Mapping[str, Sequence[str]]) -> None:
-        """Every wave is over but these, of which these requests are left."""
+        """Mark every wave as over except these, with their remaining requests."""
 
         def close() -> None:
             lines: list[dict[str, object]] = []
@@ -75,7 +75,7 @@ class JobLedger:
                 note = orjson.loads(line)
                 entry = entries.setdefault(note["wave"], Entry(note["wave"]))
             except (orjson.JSONDecodeError, KeyError, TypeError):
-                continue  # a crash cut it short
+                continue  # cut short by a crash
             entry.requests = note.get("requests", entry.requests)
             entry.job = note.get("job", entry.job)
             entry.at = note.get("at", entry.at)
@@ -88,7 +88,7 @@ class JobLedger:
         data = b"".join(orjson.dumps(line) + b"\n" for line in lines)
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            # What was cut short must not run into what comes.
+            # End a line that was cut short before the next one is appended.
             if os.fstat(descriptor).st_size and not self._path.read_bytes().endswith(b"\n"):
                 data = b"\n" + data
             os.write(descriptor, data)

@@ -1,15 +1,16 @@
-"""Providers' batch APIs as a Backend: requests are gathered into a wave, the wave is one job, answers come hours later.
+"""Providers' batch APIs as a Backend: requests are collected into a wave, a wave is one job, answers come hours later.
 
-``infer`` joins the wave that is being gathered and waits. A wave is sent when nobody has joined for a moment, or when
-it is full; so the rows of a run are one job, and agents with tools go from wave to wave, one job for each turn. Nothing
-here starts a task: whoever waits in a wave and finds nobody driving it drives it, and if that one is cancelled the next
-one does. Batch APIs have no way to call back, so the driver asks, at growing intervals, whether the job is done.
+``infer`` joins the wave being collected and waits. A wave is sent when it is full, or when no request has joined for a
+moment. So the rows of a run are one job, and agents with tools need one job per turn. Nothing here starts a task: one
+of the waiting callers drives the wave, and if it is cancelled, the next caller does. Batch APIs have no callback, so
+the driver polls the job at growing intervals.
 
-What is sent is noted in the ledger of the run directory before it is sent. A request is known by a hash of its body,
-which is also its id in the job: a run that is resumed asks the same, finds the job that has it, and waits for that one.
-A job whose id was lost, with the process or with the answer to its submission, is looked for at the provider; its
-requests are sent again only when it is certain that there is none. An answer is handed out once. What a job left undone
-(expired, cancelled, failed on the provider's side) is an error that is tried again, in the next wave.
+The ledger in the run directory records a wave before it is sent. A request is identified by a hash of its body, which
+is also its id in the job: a resumed run sends the same request, finds the job that contains it, and waits for that job.
+If a job's id was lost, with the process or with the answer to its submission, the job is searched at the provider. Its
+requests are sent again only when it is certain that no job exists. Each answer is delivered once. A request that the
+job left undone (expired, cancelled, failed on the provider's side) fails with a retryable error and joins the next
+wave.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from batch_agent.messages import JsonObject, Reply
 
 T = TypeVar("T")
 
-GATHER_SECONDS = 1.0  # nobody joined for so long: the wave goes
-FIRST_LOOK, LONGEST_LOOK, LOOK_GROWTH = 1.0, 60.0, 1.5  # seconds between two questions whether a job is done
-PATIENCE_SECONDS = 900.0  # of a provider that cannot be reached, before those who wait are told
-MOST_KNOCKS = 4  # at one that was never reached: its address may be wrong, which is to be said soon
-GOODBYE_SECONDS = 5.0  # to cancel what nobody will pick up
-UNLISTED_LOOKS = 10  # first looks that a provider may take to list a job that it has just been sent
+GATHER_SECONDS = 1.0  # the wave is sent when no request has joined for this long
+FIRST_LOOK, LONGEST_LOOK, LOOK_GROWTH = 1.0, 60.0, 1.5  # seconds between two polls of a job
+PATIENCE_SECONDS = 900.0  # of an unreachable provider, before the waiting rows fail
+MOST_KNOCKS = 4  # at a provider that was never reached: its address may be wrong, so fail soon
+GOODBYE_SECONDS = 5.0  # to cancel jobs that no run will resume
+UNLISTED_LOOKS = 10  # polls that a provider may need until a new job is listed
 CLOCKS_DIFFER = 86_400.0  # seconds by which a provider's clock may be behind ours
-PRICE = 0.5  # of what the same tokens cost at once, at every provider
+PRICE = 0.5  # of the normal price, at every provider
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one job may hold."""
+    """The most that one job may hold."""
 
     requests: int
     body_bytes: int
@@ -59,34 +60,34 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A job as its provider tells of it. ``failed`` is why nothing of it will be done."""
+    """A job's state as its provider reports it. ``failed`` is the reason why nothing of it will be done."""
 
     done: bool
     failed: BackendError | None = None
-    places: Sequence[str] = ()  # where its answers are
+    places: Sequence[str] = ()  # locations of its answers
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A job that may have been made, and whose id is not known. ``wave`` is our own name for it."""
+    """A job that may exist and whose id is unknown. ``wave`` is our own name for it."""
 
     wave: str
     requests: Sequence[str]
-    since: float | None  # when it was about to be made, Unix time; None: not known
+    since: float | None  # when it was about to be created, Unix time; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A job that may be a lost one; one that is not ``certain`` tells by its answers."""
+    """A job that may be the lost one. If it is not ``certain``, its answers decide."""
 
     job: str
     certain: bool
 
 
-RESULT_BYTES = 2 * 1024**3  # the most that all answers of a job may have
+RESULT_BYTES = 2 * 1024**3  # limit for all answers of a job
 
 Answer = bytes | BackendError
-"""A whole answer in its wire's form, or why there is none."""
+"""A complete answer in its wire's format, or the error in its place."""
 
 
 class JobService(ABC):
@@ -95,24 +96,24 @@ class JobService(ABC):
     limits: Limits
 
     def __init__(self, http: HttpClient, path: str) -> None:
-        """``path`` is where jobs are made."""
+        """``path`` is the route that creates jobs."""
         self.http = http
-        self.batches = http.route("POST", path, once=True)  # a job that is made twice is paid for twice
+        self.batches = http.route("POST", path, once=True)  # a job created twice is paid for twice
 
     @abstractmethod
     async def submit(self, bodies: Mapping[str, bytes], wave: str) -> str:
-        """The id of a new job for these requests. ``wave`` is our own name for it."""
+        """Create a job for these requests and return its id. ``wave`` is our own name for it."""
 
     @abstractmethod
     async def candidates(self, lost: Lost) -> list[Candidate]:
-        """The jobs that may be the lost one; a certain one alone. None at all: it was never made."""
+        """Return the jobs that may be the lost one; a certain match is returned alone. Empty: it was never created."""
 
     @abstractmethod
     async def look(self, job: str) -> State: ...
 
     @abstractmethod
     async def answers(self, state: State) -> Mapping[str, Answer]:
-        """By request; one that the job does not tell of is missing."""
+        """Return the answers by request; requests that the job does not mention are missing."""
 
     @abstractmethod
     async def cancel(self, job: str) -> None: ...
@@ -121,7 +122,7 @@ class JobService(ABC):
         return await self.http.send(route, body, headers=headers) or b""
 
     async def listed(self, path: str, cursor: str, since: float | None) -> AsyncIterator[JsonObject]:
-        """All jobs that were made since then, newest first. ``cursor`` names the parameter for the next page."""
+        """Yield all jobs created since then, newest first. ``cursor`` names the parameter for the next page."""
         after = ""
         while True:
             page = self.document(await self.ask(self.http.route("GET", path + after)))
@@ -138,13 +139,13 @@ class JobService(ABC):
 
     @abstractmethod
     def made_at(self, job: JsonObject) -> float | None:
-        """When it was made, Unix time; None: it does not say."""
+        """Return when it was created, Unix time; None if not reported."""
 
     def document(self, body: bytes) -> JsonObject:
         return object_of(body, self.batches.faults)
 
     def id_of(self, body: bytes) -> str:
-        """Of what was just made."""
+        """Return the id of what was just created."""
         made = self.document(body).get("id")
         if not isinstance(made, str) or not made:
             raise Rejected(f"{self.batches.faults.where}: the answer has no id, so this is no batch API")
@@ -156,13 +157,13 @@ class Wave:
     """One job, from its first request to its last answer."""
 
     name: str
-    job: str | None = None  # None while it is gathered
+    job: str | None = None  # None while requests are collected
     bodies: dict[str, bytes] = field(default_factory=dict)  # not known to be sent
-    requests: tuple[str, ...] = ()  # once it is sent
-    tried: bool = False  # sending it was begun, in this session or an earlier one, and may have come to something
+    requests: tuple[str, ...] = ()  # set when it is sent
+    tried: bool = False  # sending was started, in this session or an earlier one, and may have succeeded
     since: float | None = None  # when that was, Unix time
     done: bool = False
-    answers: dict[str, Answer] = field(default_factory=dict)  # once it is done, those that nobody has taken
+    answers: dict[str, Answer] = field(default_factory=dict)  # after the end, the answers not yet delivered
     size: int = 0
     waiting: dict[str, asyncio.Future[Answer]] = field(default_factory=dict)
     joined_at: float = 0.0
@@ -171,7 +172,7 @@ class Wave:
 
 
 class JobBackend(Backend):
-    """``wire`` writes requests and reads answers, ``service`` takes them to the provider and back."""
+    """``wire`` writes requests and reads answers; ``service`` talks to the provider."""
 
     def __init__(
         self,
@@ -185,12 +186,13 @@ class JobBackend(Backend):
         self._name = wire.name.replace("://", "-batch://", 1)
         self._gather, self._look = gather, look
         self._gathering: Wave | None = None
-        self._waves: list[Wave] = []  # tried, with answers that nobody has taken
-        self._known: dict[str, list[tuple[Wave, str]]] = {}  # requests that may have been sent and nobody waits for
-        self._promised: Counter[str] = Counter()  # requests that were said to be bought
-        self._well = True  # every run that has used this has ended without an error
+        self._waves: list[Wave] = []  # sent, with answers not yet delivered
+        # Requests that may have been sent, without a waiting caller.
+        self._known: dict[str, list[tuple[Wave, str]]] = {}
+        self._promised: Counter[str] = Counter()  # requests reported as already paid
+        self._well = True  # every run that used this backend has ended without an error
         self._ledger: JobLedger | None = None
-        self._reached = False  # the provider has answered
+        self._reached = False  # the provider has answered at least once
         self._entered = 0
 
     @property
@@ -212,7 +214,7 @@ class JobBackend(Backend):
         )
 
     def keep(self, directory: Path | None) -> None:
-        """Where jobs are noted, so that a run which is resumed picks them up. None: nowhere."""
+        """Set where jobs are recorded, so that a resumed run finds them. None: nowhere."""
         self._ledger = None if directory is None else JobLedger(directory)
 
     async def __aenter__(self) -> Self:
@@ -252,7 +254,7 @@ class JobBackend(Backend):
         body = self._wire.body_of(request)
         answer = await self._answer(body)
         if isinstance(answer, BackendError):
-            raise copy(answer)  # many may have got the same
+            raise copy(answer)  # several callers may have received the same error
         reply = self._wire.read_whole(answer, Naming(request.conversation.messages, self._wire.faults))
         reply = self._wire.finished(reply, request.shape)
         if on_tool_call is not None:
@@ -273,20 +275,20 @@ class JobBackend(Backend):
         promised = self._promised[digest] > 0
         self._promised[digest] -= promised
         while known := self._known.get(digest):
-            wave, own = known.pop()  # the latest first, and each once
+            wave, own = known.pop()  # the latest first, each once
             answer = await self._wait(wave, own)
             if isinstance(answer, bytes) or not wave.done:
                 return answer
-            # What failed then is asked anew.
-        if promised:  # but not before there is a reservation for it
-            again = Unavailable(f"{self._name}: the job that was to have this answer does not have it", unreached=True)
+            # A request that failed then is sent again.
+        if promised:  # but only after a new cost reservation
+            again = Unavailable(f"{self._name}: the recorded job does not contain this answer", unreached=True)
             again.second_hand = True
             return again
         wave, own = self._join(digest, body)
         return await self._wait(wave, own)
 
     def _remember(self, wave: Wave, own: str) -> None:
-        """What a wave was sent for can be asked for again."""
+        """Make the requests of a wave available to callers that send them again."""
         self._known.setdefault(own.partition("-")[0], []).append((wave, own))
 
     def _join(self, digest: str, body: bytes) -> tuple[Wave, str]:
@@ -296,7 +298,7 @@ class JobBackend(Backend):
         if wave is None:
             wave = self._gathering = Wave(secrets.token_hex(8))
         own, again = digest, 0
-        while own in wave.bodies:  # two rows that ask the same want two answers
+        while own in wave.bodies:  # two rows with identical requests need two answers
             again += 1
             own = f"{digest}-{again}"
         wave.bodies[own] = body
@@ -321,7 +323,7 @@ class JobBackend(Backend):
                 self._remember(wave, own)
 
     async def _drive(self, wave: Wave) -> None:
-        """The wave to its end: everybody who waits in it is answered. Who comes later finds the answer kept."""
+        """Take the wave to its end and answer every waiting caller. Answers for later callers are kept."""
         answers = wave.answers
         try:
             if not wave.done:
@@ -339,7 +341,7 @@ class JobBackend(Backend):
             await self._submit(wave)
         if wave.job is None:
             wave.done = True
-            never = Unavailable(f"{self._name}: the job of an earlier session was never made")
+            never = Unavailable(f"{self._name}: the job of an earlier session was never created")
             return dict.fromkeys(wave.requests, never)
         job = wave.job
         state = await self._patiently(lambda: self._until_done(job))
@@ -352,8 +354,8 @@ class JobBackend(Backend):
         return {own: found.get(own, missing) for own in wave.requests}
 
     async def _submit(self, wave: Wave) -> None:
-        """Give the wave its job; none if an earlier session was to send it and did not."""
-        # Others join meanwhile, and then it is longer.
+        """Create the job of the wave; none if an earlier session should have sent it and did not."""
+        # Each request that joins meanwhile extends the wait.
         while not wave.tried and not wave.full and (left := wave.joined_at + self._gather - _now()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left)
         if self._gathering is wave:
@@ -371,7 +373,7 @@ class JobBackend(Backend):
                 await self._ledger.sent(wave.name, wave.job)
 
     async def _place(self, wave: Wave) -> str | None:
-        """The job's id. One that may have been sent before is looked for rather than paid twice."""
+        """Return the job's id. A job that may already exist is searched first, so that it is not paid twice."""
         if wave.tried:
             job = await self._find(wave)
             if job is not None or not wave.bodies:
@@ -380,7 +382,7 @@ class JobBackend(Backend):
         return await self._service.submit({own: wave.bodies[own] for own in wave.requests}, wave.name)
 
     async def _find(self, wave: Wave) -> str | None:
-        """The job of a wave that was sent and not heard of; None when it is certain that there is none."""
+        """Return the job of a wave that was sent without an answer; None if it is certain that there is none."""
         lost = Lost(wave.name, wave.requests, wave.since)
         others = {other.job for other in self._waves}
         for pause in (self._look * UNLISTED_LOOKS, 0.0):
@@ -392,7 +394,7 @@ class JobBackend(Backend):
                     if state.failed is None and (await self._service.answers(state)).keys() == set(wave.requests):
                         return candidate.job
                     others.add(candidate.job)
-            await asyncio.sleep(pause)  # what was just sent may not be listed yet
+            await asyncio.sleep(pause)  # a new job may not be listed yet
         return None
 
     async def _until_done(self, job: str) -> State:
@@ -403,8 +405,7 @@ class JobBackend(Backend):
         return state
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """A job is worth more than the connection to it: what would be tried again is tried again here, since a row
-        that came back to the engine would begin a job of its own."""
+        """Retry temporary errors here: a row that returned to the engine would start a job of its own."""
         began, pause, knocks = _now(), self._look, 0
         while True:
             try:
@@ -420,10 +421,10 @@ class JobBackend(Backend):
                 self._reached = True
                 return answer
 
-    # From session to session
+    # Across sessions
 
     async def _pick_up(self, ledger: JobLedger) -> None:
-        """A job that may have been made and is not known is looked for when one of its requests is asked."""
+        """Load recorded waves. A job that may exist is searched when one of its requests is sent again."""
         for entry in await ledger.read():
             wave = Wave(entry.wave, entry.job, requests=tuple(entry.requests), tried=True, since=entry.at)
             self._waves.append(wave)
@@ -434,10 +435,10 @@ class JobBackend(Backend):
         left, self._waves, self._gathering = self._waves, [], None
         self._known.clear()
         if self._ledger is not None:
-            if well:  # every answer that was handed out is recorded
+            if well:  # every delivered answer is recorded
                 await self._ledger.close({w.name: tuple(w.answers) if w.done else w.requests for w in left})
             return
-        # Nobody will pick it up, and what is not done need not be paid for.
+        # No run will resume these jobs, and unfinished requests need not be paid for.
         with suppress(BackendError, TimeoutError):
             async with asyncio.timeout(GOODBYE_SECONDS):
                 for wave in left:

@@ -1,4 +1,4 @@
-"""OpenAI's batch API: a file of requests goes up, a job is made of it, files of answers and of errors come down."""
+"""OpenAI's batch API: upload a file of requests, create a job, download files of answers and of errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 class OpenAIJobs(JobService):
-    limits = Limits(requests=50_000, body_bytes=190_000_000)  # of 200 MB, with room for what stands around a body
+    limits = Limits(requests=50_000, body_bytes=190_000_000)  # of 200 MB, minus room for the fields around a body
 
     def __init__(self, http: HttpClient) -> None:
         super().__init__(http, "/batches")
@@ -44,7 +44,7 @@ class OpenAIJobs(JobService):
         return self.id_of(await self.ask(self.batches, orjson.dumps(job)))
 
     async def candidates(self, lost: Lost) -> list[Candidate]:
-        """A job carries our name for it."""
+        """Return the job that carries our name in its metadata."""
         async for job in self.listed("/batches?limit=100", "after", lost.since):
             metadata = job.get("metadata")
             if isinstance(metadata, dict) and metadata.get(WAVE) == lost.wave:
@@ -65,7 +65,7 @@ class OpenAIJobs(JobService):
             refused = f"{self.batches.faults.where}: job {job} was refused: {self.batches.faults.clean(_why(told))}"
             return State(True, Rejected(refused, status=400))
         if not places and status != "completed":  # expired or cancelled before anything was done
-            return State(True, Unavailable(f"{self.batches.faults.where}: job {job} is {status}, with nothing done"))
+            return State(True, Unavailable(f"{self.batches.faults.where}: job {job} is {status} without any answer"))
         return State(True, places=places)
 
     async def answers(self, state: State) -> Mapping[str, Answer]:
@@ -73,11 +73,11 @@ class OpenAIJobs(JobService):
         for place in state.places:
             path = f"/files/{quote(place, safe='')}/content"
             content = await self.ask(self.http.route("GET", path, max_bytes=RESULT_BYTES))
-            found = await in_thread(partial(self._read, content)) | found  # answers come before errors
+            found = await in_thread(partial(self._read, content)) | found  # answers take precedence over errors
         return found
 
     def _read(self, content: bytes) -> dict[str, Answer]:
-        """Lines in any order; many of them, so not on the event loop."""
+        """Parse the result lines, in any order. There are many, so this runs in a thread."""
         rows = map(self.document, filter(None, map(bytes.strip, content.split(b"\n"))))
         return {str(row.get("custom_id")): self._answer(row) for row in rows}
 
@@ -94,7 +94,7 @@ class OpenAIJobs(JobService):
         error = row.get("error")
         code = error.get("code") if isinstance(error, dict) else None
         if code in ("batch_expired", "batch_cancelled"):
-            return Unavailable(f"{self.batches.faults.where}: the job ended before this request was done ({code})")
+            return Unavailable(f"{self.batches.faults.where}: the job ended before this request finished ({code})")
         return self.batches.faults.reported(error)
 
 
@@ -103,7 +103,7 @@ def _why(job: JsonObject) -> str:
     listed: JsonValue = errors.get("data") if isinstance(errors, dict) else None
     told = listed if isinstance(listed, list) else []
     words = [str(error.get("message")) for error in told if isinstance(error, dict)]
-    return "; ".join(words[:3]) or "it does not say why"
+    return "; ".join(words[:3]) or "no reason given"
 
 
 def _multipart(lines: bytes) -> tuple[str, bytes]:

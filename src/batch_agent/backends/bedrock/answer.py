@@ -1,7 +1,7 @@
 """Answers of Bedrock's ``converse`` and ``converse-stream``, read into a Reply. Pure.
 
-The blocks are those of Anthropic's wire under other names, so they are given those names and read as such. A stream is
-not text but frames with checksums, of events or of an error; boto's own reader takes them apart.
+The blocks are those of Anthropic's wire under other names, so they are renamed and read as such. A stream consists of
+frames with checksums, each an event or an error; boto's own parser reads them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
 
 
 class ConverseStream:
-    """Chunks of frames in, one Reply out; tool calls are reported as soon as each is complete."""
+    """Takes chunks of frames and returns one Reply. Reports each tool call as soon as it is complete."""
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
         self._faults = naming.faults
@@ -63,7 +63,7 @@ class ConverseStream:
                     kind = headers.get(":exception-type") or headers.get(":error-code")
                     raise self._faults.reported({**told, "type": kind})
                 self._event(str(headers.get(":event-type")), told)
-        except ParserError as error:  # a checksum that is wrong, or a length that cannot be
+        except ParserError as error:  # a wrong checksum or an impossible length
             raise self._faults.bad(f"the stream is damaged: {error}", text="".join(self._said)) from None
         return self._done
 
@@ -85,7 +85,7 @@ class ConverseStream:
                     self._answer.add(*block.whole())
             case "messageStop":
                 self._answer.stopped(_stop(event))
-            case "metadata":  # comes last, with what was counted
+            case "metadata":  # comes last, with the usage
                 self._answer.use(_counts(event.get("usage")))
                 self._done = True
 
@@ -94,7 +94,7 @@ class ConverseStream:
             self._first_token = self._clock() - self._sent_at
         kind, told = next(iter(delta.items()), ("", None))
         block = self._open.get(number)
-        if block is None:  # only calls are begun with an event of their own
+        if block is None:  # only tool calls start with an event of their own
             block = self._open[number] = OpenBlock(_named({kind: "" if kind == "text" else {}}))
         if kind == "text" and isinstance(told, str):
             self._said.append(told)
@@ -109,7 +109,7 @@ class ConverseStream:
 
 
 def _named(block: JsonObject) -> JsonObject:
-    """A block by the names of Anthropic's wire."""
+    """Return the block with the names of Anthropic's wire."""
     if "toolUse" in block:
         use = mapping(block["toolUse"])
         return {"type": "tool_use", "id": use.get("toolUseId"), "name": use.get("name"), "input": use.get("input", {})}

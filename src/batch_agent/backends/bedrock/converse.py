@@ -1,8 +1,8 @@
-"""AWS Bedrock: ``converse`` and ``converse-stream`` for every model it has, signed with what boto finds.
+"""AWS Bedrock: ``converse`` and ``converse-stream`` for all its models, signed with the credentials that boto finds.
 
-boto's own client blocks a thread for each request; here only its parts are used: its chain of credentials, asked in a
-thread when they are new or about to expire, its signature, and its reader of frames. So as many requests are in flight
-as the engine wants.
+boto's own client blocks a thread per request, so only parts of it are used: its credential chain, called in a thread
+when credentials are new or about to expire; its signature; and its frame parser. So any number of requests can be in
+flight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "AWS_BEARER_TOKEN_BEDROCK"
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_BEDROCK_RUNTIME", "AWS_ENDPOINT_URL")
 REGION_VARIABLES = ("AWS_REGION", "AWS_DEFAULT_REGION")
-MODEL_FAILED = 424  # the model's own fault, and not that of the request
+MODEL_FAILED = 424  # the model failed; the request was valid
 _STATUSES = {
     "throttlingException": 429,
     "modelNotReadyException": 429,
@@ -56,7 +56,7 @@ _WORDING = Wording(
 
 
 class Signer:
-    """Who asks: boto's chain of credentials, looked up once and renewed before they expire."""
+    """Signs requests with boto's credential chain, loaded once and renewed before it expires."""
 
     def __init__(self, region: str) -> None:
         self._region = region
@@ -64,8 +64,8 @@ class Signer:
         self._frozen: ReadOnlyCredentials | None = None
 
     async def renew(self) -> None:
-        """Whoever finds nothing, or something that is about to expire, looks; beside the event loop, since a look may
-        ask other machines."""
+        """Load credentials if they are missing or about to expire, in a thread: the lookup may contact other
+        machines."""
         from botocore.credentials import RefreshableCredentials
 
         known = self._credentials
@@ -93,8 +93,7 @@ class Signer:
 
 
 class BedrockBackend(HttpBackend[Head]):
-    """``model`` is the one that the address names, for those who name none elsewhere. With a ``token`` nothing is
-    signed."""
+    """``model`` is the model in the address, used if no other is named. With a ``token`` requests are not signed."""
 
     def __init__(
         self,
@@ -117,7 +116,7 @@ class BedrockBackend(HttpBackend[Head]):
 
     async def __aenter__(self) -> Self:
         if self._signer is not None:
-            await self._signer.renew()  # credentials that are missing are known before the first row
+            await self._signer.renew()  # missing credentials are reported before the first row
         return await super().__aenter__()
 
     def check(self, shape: RequestShape) -> None:
@@ -161,18 +160,18 @@ class BedrockBackend(HttpBackend[Head]):
             raise Unavailable(str(error), status=MODEL_FAILED) from None
 
     async def probe(self, endpoint: str = "") -> Probe:
-        return Probe("unknown", "Bedrock has no page that tells")
+        return Probe("unknown", "Bedrock has no health route")
 
     async def models(self) -> list[str]:
-        """Nothing of this address lists models: what an account may use is another service's to say."""
+        """Return the model of the address: this API has no list of models."""
         if not self._model:
             raise SpecError("bedrock:// needs the model's id: give model=, or bedrock://region/model")
         return [self._model]
 
 
 def from_address(address: Address) -> Backend:
-    """``bedrock://region/model``; both may come from elsewhere: the region from the environment or boto's settings, the
-    model from ``model=``."""
+    """Create the backend for ``bedrock://region/model``. The region may come from the environment or boto's settings,
+    the model from ``model=``."""
     if address.sends:
         _need_boto()
     if address.headers or "@" in address.url.netloc:

@@ -1,7 +1,7 @@
 """Requests of Bedrock's ``converse``: the turns of Anthropic's wire, its blocks under other names.
 
-The API takes every model's conversation in one form. What it has no name for goes to the model as it is
-(``additionalModelRequestFields``). A cache point is a block of its own, behind what is to be kept.
+The API has one conversation format for all models. Options it has no field for are passed to the model
+(``additionalModelRequestFields``). A cache point is a separate block after the cached part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batch_agent.messages import JsonObject, Message, ToolSpec
 
 CACHE_POINT = b'{"cachePoint":{"type":"default"}}'
 OWN_FIELDS = ("messages", "system", "toolConfig", "inferenceConfig", "outputConfig")
-# Fields of the API itself that extra_body may set; all others are the model's.
+# Fields of the API itself that extra_body may set; all others go to the model.
 API_FIELDS = frozenset(
     {
         "additionalModelRequestFields",
@@ -37,7 +37,7 @@ API_FIELDS = frozenset(
         "serviceTier",
     }
 )
-# Claude from 3.7 on, the last of 3.5, and Nova. Tools can be kept by themselves with Claude only.
+# Models that cache: Claude from 3.7 on, the last 3.5 versions, and Nova. Only Claude caches tools separately.
 _CACHES = re.compile(r"anthropic\.claude-(3-7|3-5-haiku|3-5-sonnet-20241022|\w+-\d)|amazon\.nova")
 _KEEPS_TOOLS = re.compile(r"anthropic\.claude")
 _KEEPS_SCHEMAS = re.compile(r"anthropic\.claude-(haiku|sonnet|opus)-(4-[5-9]|[5-9])")
@@ -46,12 +46,12 @@ _STOPS = 4
 
 
 def keeps_schemas(model: str) -> bool:
-    """Whether the model is known to be held to a schema by the API."""
+    """Return whether the API is known to enforce schemas for the model."""
     return _KEEPS_SCHEMAS.search(model) is not None
 
 
 class ConverseView(MessagesView):
-    """``called`` are the tools that the conversation used: it is refused where the request does not name them."""
+    """``called``: the tools used in the conversation. The API refuses a request that does not define them."""
 
     __slots__ = ("called",)
 
@@ -97,12 +97,12 @@ class ConverseView(MessagesView):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What requests of one shape begin with."""
+    """What all requests of one shape start with."""
 
-    fields: bytes  # without the brace that would close them
+    fields: bytes  # without the closing brace
     tools: Sequence[bytes]
     choice: bytes
-    told: Sequence[bytes]  # behind the system prompt: the schema, where the API has no form for it
+    told: Sequence[bytes]  # added to the system prompt: the schema, if the API cannot enforce it
     caches: bool
     keeps_tools: bool
     cached_from: int  # bytes
@@ -129,9 +129,9 @@ class Head:
 def build_head(shape: RequestShape, *, native_schema: bool) -> Head:
     for name in OWN_FIELDS:
         if name in shape.extra_body:
-            raise SpecError(f"extra_body cannot set {name!r}: it is what a request is made of")
+            raise SpecError(f"extra_body cannot set {name!r}: the engine sets this field itself")
     form = format_schema(shape.schema) if shape.schema is not None and native_schema else None
-    # There is no choice 'none': a model that is offered nothing calls nothing.
+    # There is no choice 'none', so the request offers no tools instead.
     tools = () if shape.tool_choice == "none" else shape.tools
     choice = _tool_choice(shape.tool_choice) if tools else None
     try:
@@ -151,7 +151,7 @@ def build_head(shape: RequestShape, *, native_schema: bool) -> Head:
 
 
 def check_shape(shape: RequestShape) -> None:
-    """What the API would refuse in every request."""
+    """Raise SpecError for what the API would refuse in every request."""
     if shape.seed is not None:
         raise SpecError("seed: Bedrock's converse has no seed; leave it out, or give the model's own in extra_body")
     if len(shape.stop) > _STOPS:
@@ -159,7 +159,7 @@ def check_shape(shape: RequestShape) -> None:
     for tool in shape.tools:
         if not _TOOL_NAME.fullmatch(tool.name):
             raise SpecError(
-                f"the tool name {tool.name!r} is none that Bedrock takes: letters, digits, _ and -, at most 64"
+                f"the tool name {tool.name!r} is invalid for Bedrock: use at most 64 letters, digits, _ and -"
             )
 
 
@@ -180,7 +180,7 @@ def _fields(shape: RequestShape, form: JsonObject | None) -> JsonObject:
     if form is not None:
         schema: JsonObject = {"name": shape.schema_name, "schema": orjson.dumps(form).decode()}
         output = {"textFormat": {"type": "json_schema", "structure": {"jsonSchema": schema}}}
-    # Also where nothing is said, because the rest of a body follows a comma.
+    # Also when empty, because the rest of a body follows a comma.
     return {
         "inferenceConfig": inference,
         **({"outputConfig": output} if output else {}),
@@ -191,7 +191,7 @@ def _fields(shape: RequestShape, form: JsonObject | None) -> JsonObject:
 
 def _image(source: JsonValue) -> JsonObject:
     if not isinstance(source, dict) or source.get("type") != "base64":
-        raise Rejected("Bedrock does not fetch images from addresses: give the file or its bytes")
+        raise Rejected("Bedrock does not fetch images from URLs: give the file or its bytes")
     kind = str(source["media_type"]).removeprefix("image/")
     return {"format": kind, "source": {"bytes": source["data"]}}
 

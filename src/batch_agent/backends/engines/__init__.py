@@ -1,1 +1,1 @@
-"""Inference engines that people run themselves: vLLM, SGLang, Dynamo."""
+"""Self-hosted inference engines: vLLM, SGLang, Dynamo."""

@@ -1,9 +1,9 @@
 """``dynamo://``: NVIDIA Dynamo's frontend, whose router decides which of its workers answers.
 
-It refuses a request with a field that it does not know, so nothing is sent beside what Dynamo 1.6 takes. What it can
-use it is told: ``nvext.agent_hints`` (how near its end an agent is, what its answers usually take, that its history
-will come again after a tool), unless the user wants none; and a session of each agent's own, so that its turns go where
-its history is, with a word when it is over.
+Dynamo refuses unknown fields, so only what Dynamo 1.6 accepts is sent. It gets scheduling hints unless the user
+disables them: ``nvext.agent_hints`` (how close an agent is to its end, how long its answers usually are, that its
+history will come again after a tool). Each agent has a session id, so that its turns go to the worker that has its
+history cached, and the session's end is announced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCKS, BLOCK_TOKENS = "dynamo_frontend_model_total_kv_blocks", "dynamo_frontend
 WORKERS = "dynamo_frontend_model_workers"
 FIRST_TOKENS = (f"{FIRST_TOKEN}_count", f"{FIRST_TOKEN}_sum")
 NAMES = frozenset([INFLIGHT, PENDING, PROMPT, CACHED, *FIRST_TOKENS, BLOCKS, BLOCK_TOKENS, WORKERS])
-# What other engines take and this one was seen to refuse, with where it belongs, if anywhere.
+# Fields that other engines accept and Dynamo refuses, with the right place for them, if any.
 REFUSED = {
     "priority": "nvext.agent_hints.priority, which is sent anyway",
     "session_id": "the header x-dynamo-session-id, which is sent anyway",
@@ -58,7 +58,7 @@ class DynamoBackend(EngineBackend):
         if request.hints:
             fields["nvext"] = {"agent_hints": _hints(request)}
         session = f"batchagent-{request.run}-{request.agent}"
-        if request.tries:  # a session stays with its worker for some ten seconds after that has died
+        if request.tries:  # a session stays with its worker for about ten seconds after the worker died
             session += f"-{request.turn}-{request.tries}"
         headers = {"x-dynamo-session-id": session}
         if request.last:
@@ -75,7 +75,7 @@ class DynamoBackend(EngineBackend):
     async def load(self, endpoint: str = "") -> Load:
         told = await self.read_metrics(NAMES)
         if not told.samples(INFLIGHT):
-            raise self._metrics.faults.bad("the metrics are not those of a Dynamo frontend that has been asked before")
+            raise self._metrics.faults.bad("these are not the metrics of a Dynamo frontend that has served a request")
         waiting = told.count(PENDING) or 0
         blocks, size, workers = told.mean(BLOCKS), told.mean(BLOCK_TOKENS), told.count(WORKERS)
         return Load(
@@ -90,7 +90,7 @@ class DynamoBackend(EngineBackend):
 
 
 def _hints(request: ModelRequest) -> JsonObject:
-    hints: JsonObject = {"priority": -request.turns_left}  # here the higher goes sooner
+    hints: JsonObject = {"priority": -request.turns_left}  # Dynamo serves higher values first
     if request.usual_tokens:
         most = request.shape.max_tokens or request.usual_tokens
         hints["osl"] = min(request.usual_tokens, most)

@@ -1,5 +1,6 @@
-"""What the adapters of inference engines have in common: a server that people run themselves, on plain http and a port
-of its own, which keeps to schemas by grammars, keeps what prompts begin with, and tells beside its API how busy it is.
+"""Common base of the inference engines: self-hosted servers with plain http and a port of their own.
+
+They enforce schemas with grammars, cache prefixes, and report their load beside the API.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _SENTENCES = 40
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What was found in the server's cache for the second of two requests that begin alike."""
+    """Cached tokens of the second of two requests with the same prefix."""
 
     prompt_tokens: int
-    cached_tokens: int | None  # None: the server does not tell
-    in_answer: bool = True  # the answer itself told it, and not the server's metrics
+    cached_tokens: int | None  # None: not reported
+    in_answer: bool = True  # reported in the answer itself, not in the server's metrics
 
     @property
     def share(self) -> float | None:
@@ -50,7 +51,7 @@ class Sharing:
 
 
 class EngineBackend(OpenAIBackend):
-    patience = 2.0  # seconds for what it would be good to know
+    patience = 2.0  # seconds for optional facts
 
     def __init__(self, address: Address, *, port: int, capabilities: Capabilities = ABLE) -> None:
         native = address.options.get("native_schema", True)
@@ -71,18 +72,18 @@ class EngineBackend(OpenAIBackend):
 
     @abstractmethod
     def own_part(self, request: ModelRequest) -> Tail:
-        """What a request to this engine has of its own."""
+        """Return the fields that only this engine understands."""
 
     @abstractmethod
     async def load(self, endpoint: str = "") -> Load: ...
 
     async def state(self, sharing: Sharing) -> EngineState | None:
-        """What the engine has for agents, of which two requests were seen to share something; None: not known."""
+        """Return what the engine offers agents, given two requests that share a prefix; None if unknown."""
         return None
 
     async def verify_prefix_sharing(self, model: str | None = None) -> Sharing:
-        """Whether requests that begin alike, tools included, really share what was computed for them: one is sent, then
-        its sibling, and the server's own count is read. Nothing of an earlier trial can be in its cache."""
+        """Measure whether requests with the same prefix, tools included, share the server's cache. It sends one request
+        and then a sibling, and reads the server's own count. The prefix is new, so no earlier trial can be cached."""
         shape = RequestShape(model or await only_model(self), max_tokens=1, temperature=0.0, tools=(_LOOK,))
         shared = Conversation([Message("system", f"Trial {secrets.token_hex(8)}. {_SENTENCE * _SENTENCES}")])
         await self._prompt_usage(shape, shared, "Name a colour.")
@@ -98,11 +99,11 @@ class EngineBackend(OpenAIBackend):
         request = ModelRequest(shape, Conversation([Message("user", question)], shared), question)
         try:
             return (await self.infer(request)).usage
-        except Truncated as cut:  # as it must be, after one token
+        except Truncated as cut:  # expected, after one token
             return cut.usage or Usage()
 
     async def _prefix_hits(self) -> int | None:
-        """For a server that does not tell of each request what it found in its cache."""
+        """Return the server's total of cached tokens, for a server that does not report them per request."""
         try:
             return (await self.load()).prefix_hits
         except BackendError:
@@ -113,7 +114,7 @@ class EngineBackend(OpenAIBackend):
         return Exposition(text.decode("utf-8", "replace"), names)
 
     async def ask(self, route: Route, question: JsonObject | None = None) -> JsonObject:
-        """One of the engine's own routes: a JSON object in, or nothing, and one out."""
+        """Call one of the engine's own routes with a JSON object or nothing. Returns a JSON object."""
         return await self.ask_bytes(route, None if question is None else orjson.dumps(question))
 
     async def ask_bytes(self, route: Route, question: bytes | None) -> JsonObject:
@@ -121,7 +122,7 @@ class EngineBackend(OpenAIBackend):
         return object_of(body, route.faults)
 
     async def ask_if_there(self, route: Route, question: JsonObject | None = None) -> JsonObject:
-        """The same; nothing where the server does not have it, or does not answer it soon: nobody waits for that."""
+        """Like ``ask``, but returns {} if the server has no such route or does not answer soon."""
         with suppress(BackendError, TimeoutError):
             async with asyncio.timeout(self.patience):
                 return await self.ask(route, question)
@@ -129,19 +130,19 @@ class EngineBackend(OpenAIBackend):
 
 
 def shares(sharing: Sharing) -> bool | None:
-    """Whether the prefix cache works, as two requests show it; None where the server does not tell."""
+    """Return whether two requests showed that the prefix cache works; None if the server does not report it."""
     return None if sharing.share is None else sharing.share >= SHARED
 
 
 def at(document: JsonValue, *path: str) -> JsonValue:
-    """What a document has at the end of the path; None where that is not there."""
+    """Return the value at the end of the path; None if it is missing."""
     for name in path:
         document = document.get(name) if isinstance(document, dict) else None
     return document
 
 
 def whole(value: JsonValue) -> int | None:
-    """A count above 0, written as a number or as text."""
+    """Return a count above 0, given as a number or as text."""
     try:
         number = int(value) if isinstance(value, int | float | str) else 0
     except (ValueError, OverflowError):

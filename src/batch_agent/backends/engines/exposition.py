@@ -1,7 +1,7 @@
-"""Prometheus's text form, read for the few numbers that are wanted of the thousands an engine tells. Pure.
+"""Reads the few needed values from Prometheus text. Pure.
 
-A server is asked every second or so, and its text is mostly the buckets of histograms: lines of other names are passed
-over without being taken apart, and lines that cannot be read are left out.
+A server is polled about once a second, and most of its text is histogram buckets. So lines of other metrics are skipped
+without parsing, and unreadable lines are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Exposition:
         return self._samples.get(name, [])
 
     def total(self, *names: str) -> float | None:
-        """Over all labels, under the first of the names that is there; None where none is."""
+        """Return the sum over all labels, for the first of the names that exists; None if none does."""
         for name in names:
             if samples := self.samples(name):
                 return sum(sample.value for sample in samples)
@@ -43,7 +43,7 @@ class Exposition:
         return None
 
     def count(self, *names: str) -> int | None:
-        """``total`` of what is counted in whole numbers."""
+        """Return ``total`` as an integer."""
         total = self.total(*names)
         return None if total is None else int(total)
 
@@ -59,7 +59,7 @@ def _read(text: str, names: Collection[str]) -> Iterator[tuple[str, Sample]]:
             value = float((behind if brace else rest).split()[0])
         except (ValueError, IndexError):
             continue
-        if value - value == 0:  # neither infinite nor not a number
+        if value - value == 0:  # finite
             pairs = _LABEL.findall(labels)
             yield name, Sample(value, {label: _ESCAPED.sub(_unescape, text) for label, text in pairs})
 

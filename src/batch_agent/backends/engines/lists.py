@@ -1,4 +1,4 @@
-"""Lists of conversations or texts in one request, for the engines that answer them."""
+"""Several conversations or texts in one request, for the engines that support it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batch_agent.errors import BackendError
 from batch_agent.messages import Reply
 
 T = TypeVar("T")
-NOT_THERE = frozenset([404, 405, 501])  # what a server without such a route answers
+NOT_THERE = frozenset([404, 405, 501])  # status codes of a server without the route
 
 
 async def infer_in_lists(
@@ -21,9 +21,9 @@ async def infer_in_lists(
     ask_list: Callable[[Sequence[T]], Awaitable[Answers]],
     ask_one: Callable[[T], Awaitable[Reply]],
 ) -> tuple[Answers, bool]:
-    """For a server that answers so many in one request: ``ask_list`` gives the answers of a list, or raises for all of
-    it. A list that is refused is asked in halves, so that the bad one fails alone; where the server has no lists at
-    all, each is asked by itself. And whether it has them, as far as was seen."""
+    """Send requests in lists of at most ``most``, and return the answers and whether the server supports lists.
+    ``ask_list`` returns the answers of a list, or raises for all of it. A refused list is split in halves, so that the
+    bad request fails alone. Without list support each request is sent alone."""
     lists = [asked[start : start + most] for start in range(0, len(asked), most)]
     answered = await asyncio.gather(*(_ask_list(part, ask_list, ask_one) for part in lists))
     return [answer for answers, _ in answered for answer in answers], all(there for _, there in answered)
@@ -44,6 +44,6 @@ async def _ask_list(
         status = error.status
     if status in NOT_THERE:
         answers = await asyncio.gather(*(caught(ask_one(each)) for each in asked))
-        # A model that is not there answers like a route that is not, but then nothing else works either.
+        # A missing model looks like a missing route, but then single requests fail too.
         return answers, not any(isinstance(answer, Reply) for answer in answers)
     return await infer_in_lists(asked, -(-len(asked) // 2), ask_list, ask_one)

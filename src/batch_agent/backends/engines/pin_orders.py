@@ -22,8 +22,8 @@ class PinOrders:
         self._ended: list[str] = []  # of these, those that do not come back
 
     def order(self, request: ModelRequest) -> Order | None:
-        """What a request orders; None where there is nothing to order."""
-        if not request.pin_seconds and not self._pinned and not self._ended:  # nearly always
+        """Return what a request orders; None if there is nothing to order."""
+        if not request.pin_seconds and not self._pinned and not self._ended:  # the usual case
             return None
         pin, key = "", _key(request)
         if request.pin_seconds:

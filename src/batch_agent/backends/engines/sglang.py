@@ -1,13 +1,12 @@
 """``sglang://``: SGLang's dialect of the chat wire, and its native ``/generate`` for lists of text.
 
-What it adds: priorities where the server goes by them, a key that keeps prefix caches apart, and how busy it is. Names
-are those of SGLang 0.5.21. Cached tokens are told only with ``--enable-cache-report``, and where nothing was cached the
-server says nothing. A priority sent to a server that does not go by it may be answered 503, which looks like a server
-that is full, so it is sent only where the server says that it does. A server that also evicts by priority
-(``--radix-eviction-policy priority``) keeps what had the highest priority, for ever: an ended agent's context would
-outlast all others. There all turns that another can follow have the same priority, above that of the last one and of
-requests without. Ids of requests are not sent: one that comes again
-while the server still holds the first is refused.
+It adds priorities if the server schedules by them, a key that separates prefix caches, and load metrics. Names are
+those of SGLang 0.5.21. Cached tokens are reported only with ``--enable-cache-report``, and not at all when nothing was
+cached. A server that does not schedule by priority may answer 503 to one, which looks like overload. So a priority is
+sent only if the server reports that it uses it. A server that also evicts by priority (``--radix-eviction-policy
+priority``) keeps the contexts with the highest priority forever: that of an ended agent would outlast all others. There
+all turns except the last have the same priority, above that of the last one and of requests without a priority. Request
+ids are not sent: the server refuses an id that it still holds.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class SglangBackend(EngineBackend):
         self._loads = self._http.route("GET", "/loads?include=core")
         self._server_info = self._http.route("GET", "/server_info", beside=True)
         self._extra_key = address.text("extra_key")
-        self._priority = address.options.get("priority")  # None: the server is asked
+        self._priority = address.options.get("priority")  # None: read from the server
         self._lowest_first = False
         self._evicts_by_priority = False
         self._has_loads = True
@@ -123,8 +122,8 @@ class SglangBackend(EngineBackend):
         )
 
     async def generate_texts(self, texts: Sequence[str], shape: RequestShape | None = None) -> Answers:
-        """How the model goes on after each text, as it is and without a chat template, many in one request; one that
-        cannot be answered is an error in its own place."""
+        """Return the model's continuation of each raw text, without a chat template, many in one request. A failed text
+        is an error in its place."""
         sampling = _sampling(shape or RequestShape(""))
 
         async def ask_list(some: Sequence[str]) -> Answers:
@@ -158,10 +157,10 @@ class SglangBackend(EngineBackend):
 
 
 def _sampling(shape: RequestShape) -> JsonObject:
-    """Only what the server is known to take: one name that it does not know is a 500 for the whole list."""
+    """Return only the fields the server is known to accept: an unknown one fails the whole list with 500."""
     for name in ("tools", "extra_body"):
         if getattr(shape, name):
-            raise SpecError(f"texts that a model goes on from have no {name}: ask with messages")
+            raise SpecError(f"a raw text cannot have {name}: use messages")
     fields: JsonObject = {
         "max_new_tokens": shape.max_tokens,
         "temperature": shape.temperature,
@@ -188,7 +187,7 @@ def _kv_tokens(info: JsonObject) -> int | None:
 
 
 def _read_loads(told: JsonObject) -> Load:
-    """Of all ranks together."""
+    """Return the sum over all ranks."""
     loads = told.get("loads")
     ranks = loads if isinstance(loads, list) else []
 

@@ -1,11 +1,11 @@
 """``vllm://``: vLLM's dialect of the chat wire.
 
-What it adds: an id for each request that shows in the server's log, a salt for its prefix cache, priorities where the
-server schedules by them, lists of conversations in one request, exact counts of tokens, and how busy it is.
+It adds a request id that appears in the server's log, a salt for its prefix cache, priorities if the server schedules
+by them, several conversations in one request, exact token counts, and load metrics.
 
-Names of metrics are those of vLLM 0.32, with the ones they had before. A priority is ignored without a word by a
-server that does not schedule by it, and older ones refuse it, so it is sent only where the server was seen to run with
-``--scheduling-policy priority``, which it tells in its development mode alone, or where the address says so.
+Metric names are those of vLLM 0.32 and earlier ones. A server that does not schedule by priority ignores it, and older
+servers refuse it. So it is sent only if the server was seen to run with ``--scheduling-policy priority`` (shown only in
+its development mode) or if the address sets it.
 
 With ``kvflow=True`` agents order that their contexts stay in the cache during tool waits. A server without
 ``batch_agent.vllm_pin`` ignores the orders. One that refuses them gets no more.
@@ -64,10 +64,10 @@ class VllmBackend(EngineBackend):
         able = replace(ABLE, schema_beside_tools=True, batch=True, prefix_leader=True)
         super().__init__(address, port=PORT, capabilities=able)
         self._salt = address.text("cache_salt")
-        self._priority = address.options.get("priority")  # None: the server is asked
+        self._priority = address.options.get("priority")  # None: read from the server
         self._pins: PinOrders | None = PinOrders()  # None: the server refuses them
 
-    # Made when they are needed: a fleet has a thousand of these.
+    # Created on first use: a fleet may have a thousand of these.
 
     @cached_property
     def _lists(self) -> Route:
@@ -92,7 +92,7 @@ class VllmBackend(EngineBackend):
         if self._salt is not None:
             fields["cache_salt"] = self._salt
         if self._priority and request.run:
-            fields["priority"] = request.turns_left  # here the lower goes sooner
+            fields["priority"] = request.turns_left  # vLLM serves lower values first
         if self._pins is not None:
             fields.update(self._pins.fields(request))
         return fields
@@ -139,7 +139,8 @@ class VllmBackend(EngineBackend):
         )
 
     async def count_tokens(self, prompt: Prompt, shape: RequestShape | None = None) -> int:
-        """Of the whole prompt as the server renders it, the tools of ``shape`` and what opens the answer included."""
+        """Return the tokens of the whole prompt as the server renders it, with the tools of ``shape`` and the answer's
+        opening."""
         shape = shape or RequestShape("")
         asked = orjson.loads(join_body(self._head(shape, False), conversation_of(prompt)))
         question = {name: asked[name] for name in ("model", "messages", "tools") if asked.get(name)}
@@ -184,7 +185,7 @@ def _flag(text: str | None) -> bool | None:
 
 
 def read_load(told: Exposition) -> Load:
-    """Several engines behind one address (data parallel) are told apart by a label, and count together."""
+    """Return the load. Several engines behind one address (data parallel) differ by a label and are summed."""
     caches = [cache.labels for cache in told.samples(CACHE)]
     return Load(
         running=told.count(RUNNING) or 0,
@@ -208,7 +209,7 @@ def _cache_tokens(labels: Mapping[str, str]) -> int:
 
 
 def _shares(usage: JsonValue, count: int) -> list[JsonObject]:
-    """What a list took is told as one sum: each gets its even share, and the shares are the sum."""
+    """Split the usage of a list, reported as one sum, evenly among its requests."""
     told = {name: whole(at(usage, name)) or 0 for name in ("prompt_tokens", "completion_tokens")}
     return [
         {name: total * (place + 1) // count - total * place // count for name, total in told.items()}

@@ -1,7 +1,7 @@
-"""The way of one request over HTTP, the same for every wire: head, body, stream or whole answer, calls reported.
+"""The path of one request over HTTP, the same for every wire: head, body, streamed or whole answer, tool call reports.
 
-A wire says how a head and a body are written and how an answer is read; it does not see the client, the slots or the
-clock. ``http`` moves the bytes, ``wire`` has what wires share beside this.
+A wire defines how head and body are written and how an answer is read. It does not see the client, slots or clock.
+``client`` moves the bytes; ``wire`` has other code that wires share.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ class AnswerReader(Protocol):
     """Reads one streamed answer."""
 
     def feed(self, chunk: bytes) -> bool:
-        """True when the stream said that it is done. Reports each tool call as soon as it is complete."""
+        """Process a chunk. Returns True when the stream has ended. Reports each tool call as soon as it is complete."""
         ...
 
     def finish(self) -> Reply:
-        """The stream has ended: the answer, or the error that it is not complete."""
+        """Called at the end of the stream. Returns the answer, or raises the error that it is incomplete."""
         ...
 
 
 class HttpBackend(Backend, Generic[Head]):
-    """A Backend but for its wire. ``chat`` is where turns are asked for; a Head is what the wire keeps of a shape."""
+    """A Backend without its wire. ``chat`` is the route for turns; a Head is what the wire caches per shape."""
 
-    wire = ""  # in which a client's own request is sent as it is
+    wire = ""  # clients' own requests in this wire are sent unchanged
 
     def __init__(self, http: HttpClient, chat: Route, *, capabilities: Capabilities, name: str | None = None) -> None:
         self._http = http
@@ -62,11 +62,11 @@ class HttpBackend(Backend, Generic[Head]):
 
     @abstractmethod
     def write_head(self, shape: RequestShape, streamed: bool) -> Head:
-        """What all requests of a shape have in common, once for all of them; SpecError for what cannot be sent."""
+        """Return what all requests of a shape share. Raises SpecError for what cannot be sent."""
 
     @abstractmethod
     def write_body(self, head: Head, request: ModelRequest) -> tuple[bytes, Mapping[str, str] | None]:
-        """The body of one request, and headers of its own."""
+        """Return the body of one request, and its additional headers."""
 
     @abstractmethod
     def read_whole(self, body: bytes, naming: Naming) -> Reply: ...
@@ -75,7 +75,7 @@ class HttpBackend(Backend, Generic[Head]):
     def read_stream(
         self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]
     ) -> AnswerReader:
-        """``said`` takes the text piece by piece, ``clock`` tells when the first came."""
+        """Return a reader. ``said`` receives the text piece by piece; ``clock`` times the first piece."""
 
     @abstractmethod
     async def models(self) -> list[str]: ...
@@ -109,7 +109,7 @@ class HttpBackend(Backend, Generic[Head]):
         naming = Naming(request.conversation.messages, self._chat.faults)
         stream = None
         if on_tool_call is not None and self.capabilities.streaming:
-            request.said.clear()  # of an earlier try
+            request.said.clear()  # from an earlier attempt
             stream = self.read_stream(naming, on_tool_call, asyncio.get_running_loop().time, request.said)
         body, headers = self.write_body(self._head(request.shape, stream is not None), request)
         if request.traceparent:
@@ -125,7 +125,7 @@ class HttpBackend(Backend, Generic[Head]):
         if answer is None and stream is not None:
             reply = stream.finish()
         else:
-            # Also where a stream was asked for and the server, which is allowed to, sent the whole at once.
+            # A server may also send the whole answer at once although a stream was requested.
             reply = self.read_whole(answer or b"", naming)
             report_calls(reply, on_tool_call)
         reply = self.finished(reply, request.shape)
@@ -136,16 +136,16 @@ class HttpBackend(Backend, Generic[Head]):
         return frozenset({self.wire} if self.wire else ())
 
     def own_body(self, request: ModelRequest) -> ClientBody | None:
-        """What a client sent in this backend's own wire format; None if it has to be translated."""
+        """Return what a client sent in this backend's wire format; None if it must be translated."""
         client = request.client
         return client if client is not None and client.wire == self.wire else None
 
     def write_own(self, client: ClientBody, request: ModelRequest) -> tuple[JsonObject, Mapping[str, str] | None]:
-        """The fields of a client's request, and headers. The answer is always asked for as a whole."""
+        """Return the fields of a client's request, and headers. The answer is never streamed."""
         return {name: value for name, value in client.fields.items() if name not in _STREAMED}, client.headers
 
     async def _forward(self, client: ClientBody, request: ModelRequest) -> Reply:
-        """Send a client's own request. Its whole answer is on the Reply, also if it was cut or filtered."""
+        """Send a client's own request. The Reply has its whole answer, even if that was cut or filtered."""
         fields, headers = self.write_own(client, request)
         quota: Quota | None = None
 
@@ -164,11 +164,11 @@ class HttpBackend(Backend, Generic[Head]):
         return replace(reply, sealed=Sealed(f"{self.wire} document", json_of(body)), quota=quota)
 
     def finished(self, reply: Reply, shape: RequestShape) -> Reply:
-        """The answer as the engine wants it, where the wire had to ask for it in another form."""
+        """Convert the answer for the engine, if the wire requested it in another form."""
         return reply
 
     def route_of(self, request: ModelRequest, streamed: bool) -> Route:
-        """Where a turn is asked for, on a wire that has more than one place."""
+        """Return the route for a turn, on a wire that has several."""
         return self._chat
 
     async def probe(self, endpoint: str = "") -> Probe:
@@ -183,7 +183,7 @@ class HttpBackend(Backend, Generic[Head]):
         return self._chat.faults
 
     def body_of(self, request: ModelRequest) -> bytes:
-        """A request that is not streamed, for those who send it in another way."""
+        """Return the body of a request that is not streamed, for callers with another transport."""
         return self.write_body(self._head(request.shape, False), request)[0]
 
     def _head(self, shape: RequestShape, streamed: bool) -> Head:
@@ -197,7 +197,7 @@ class HttpBackend(Backend, Generic[Head]):
 
 
 def _beginning(feed: Receive, on_begin: Callable[[], None] | None) -> Receive:
-    """Engines send nothing of a stream before the first token."""
+    """Wrap ``feed`` to call ``on_begin`` at the first bytes: engines send nothing before the first token."""
     if on_begin is None:
         return feed
 

@@ -1,7 +1,7 @@
-"""When many streams are read at once, their connections are read together, at the beats of a clock.
+"""Reads many streams together, at the ticks of one clock, instead of one by one.
 
-Every token of every stream would wake the event loop. A few streams are read as their events come. With more, a
-connection that has delivered something is left alone until the next beat, while the kernel collects what arrives.
+Every token of every stream would wake the event loop. A few streams are read as their events arrive. With more
+streams, a connection that has delivered data is paused until the next beat, while the kernel buffers what arrives.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ BEAT_SECONDS = 0.04
 
 
 class Beat:
-    """``streams`` is how many are being read now; the connections keep it."""
+    """``streams`` is the number being read now; the connections update it."""
 
     __slots__ = ("_loop", "_resting", "streams")
 
@@ -35,4 +35,4 @@ class Beat:
     def _go_on(self) -> None:
         resting, self._resting = self._resting, []
         for transport in resting:
-            transport.resume_reading()  # no effect on one that was closed meanwhile
+            transport.resume_reading()  # no effect on a connection closed meanwhile

@@ -1,8 +1,7 @@
-"""HTTP for the backends that speak it: a server's address, its headers and proxy, and bytes in and out.
+"""HTTP client of the backends: a server's address, headers and proxy, and bytes in and out.
 
-What the bytes mean belongs to the backend, which errors to raise to ``faults``, connections to ``transport``. Nothing
-here waits for a slot, retries or limits an answer's time; cancelling a call closes its connection, which is how servers
-learn of it.
+The backend interprets the bytes, ``faults`` creates the errors, ``transport`` owns the connections. Nothing here waits
+for a slot, retries or sets a time limit. Cancelling a call closes its connection, which tells the server.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from batch_agent.errors import SpecError
 
 LARGE_BODY_BYTES = 1024 * 1024
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-STREAM_ALLOWANCE = 4  # an event has many times the bytes of its token, and a stream is not kept as it came
+STREAM_ALLOWANCE = 4  # a stream has many more bytes than its tokens, and is not kept in memory
 
 Sign = Callable[[str, URL, Mapping[str, str], bytes], Mapping[str, str]]
-"""Of a method, URL, headers and body: the headers that show whose request it is. For servers that want no key in the
-request but a signature of it."""
+"""Takes method, URL, headers and body, and returns the authentication headers. For servers that want a signature of
+each request instead of a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One thing to ask of a server, with all that is the same in each request."""
+    """One route of a server, with everything that is the same in each request."""
 
     method: str
     url: URL
     headers: CIMultiDict[str] = field(repr=False)
     faults: Faults
-    head: bytes = field(repr=False)  # of a request, without the headers and the length of its own
-    max_bytes: int = MAX_ANSWER_BYTES  # of an answer; of a streamed one, STREAM_ALLOWANCE times that
-    once: bool = False  # a server must not get it twice
+    head: bytes = field(repr=False)  # of a request, without its own headers and length
+    max_bytes: int = MAX_ANSWER_BYTES  # of an answer; a stream may have STREAM_ALLOWANCE times as many
+    once: bool = False  # the server must not get it twice
     sign: Sign | None = field(default=None, repr=False)
 
 
 class HttpClient:
-    """Entered as often as there are users, each of them a user of its transport, which is its own unless one is given.
+    """Entered once by each user; each also enters the transport, which is its own unless one is given.
 
-    A server that wants its key elsewhere than in ``Authorization`` gets it in ``headers``; one that wants each request
-    signed, by ``sign``. ``wording`` is how the wire's servers speak of errors.
+    A server that wants its key in another header than ``Authorization`` gets it in ``headers``; one that wants signed
+    requests, through ``sign``. ``wording`` says how the wire's servers describe errors.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class HttpClient:
     ) -> None:
         url, login = _without_login(base_url)
         if login and api_key:
-            raise SpecError("a key and a user name in the URL are two ways to log in: give one of them")
+            raise SpecError("give either a key or a user name in the URL, not both")
         own = {"Accept-Encoding": "gzip, deflate", "Content-Type": "application/json", "User-Agent": "batch-agent"}
         if authorization := login or (f"Bearer {api_key}" if api_key else ""):
             own["Authorization"] = authorization
@@ -89,9 +88,9 @@ class HttpClient:
     def route(
         self, method: str, path: str, *, beside: bool = False, max_bytes: int = MAX_ANSWER_BYTES, once: bool = False
     ) -> Route:
-        """``beside``: next to the ``/v1`` that the address ends in, where engines have what is not of the API. An
-        answer of more than ``max_bytes`` is a BadResponse. ``once``: never sent again by the client itself, because it
-        makes something at the server."""
+        """Return a route. ``beside``: next to the ``/v1`` of the address, where engines have routes outside the API. An
+        answer of more than ``max_bytes`` is a BadResponse. ``once``: never resent by the client, because it creates
+        something."""
         base = str(self._base)
         url = URL((base.removesuffix("/v1") if beside else base) + path, encoded=True)
         faults = Faults(f"{method} {url}", self._secrets, self._wording)
@@ -117,13 +116,13 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         on_headers: Callable[[Mapping[str, str]], None] | None = None,
     ) -> bytes | None:
-        """The body of a good answer; None when ``receive`` was given and took it as a stream, chunk by chunk.
-        ``headers`` are this request's own; ``on_headers`` is shown those of a good answer before its body."""
+        """Return the body of a good answer; None if ``receive`` consumed it as a stream. ``headers`` are added to this
+        request; ``on_headers`` gets those of a good answer before its body."""
         method, streamed = route.method, False
         head = with_length(self._head(route, headers, body), method, body)
         on_head: OnHead | None = None
         if receive is not None:
-            # The stream is taken where its bytes arrive. What that starts belongs to this task's context all the same.
+            # The stream is consumed where its bytes arrive, in this task's context.
             run, taking = copy_context().run, receive
 
             def on_head(response: ResponseParser) -> Receive | None:
@@ -168,12 +167,12 @@ def _is_document(response: ResponseParser) -> bool:
 
 
 def _without_login(base_url: str) -> tuple[URL, str]:
-    """The URL bare, and its user and password as the value of an Authorization header."""
+    """Return the URL without login, and its user and password as the value of an Authorization header."""
     try:
         url = URL(base_url)
         host = url.host
     except ValueError:
-        raise SpecError("the backend's address is not a URL that can be read") from None
+        raise SpecError("the backend's address is not a valid URL") from None
     if url.scheme not in ("http", "https") or not host:
         raise SpecError("the backend's address must be of the form http://host:port/path or https://…")
     bare = URL(str(url.with_user(None).with_query(None).with_fragment(None)).rstrip("/"), encoded=True)
@@ -182,6 +181,6 @@ def _without_login(base_url: str) -> tuple[URL, str]:
 
 def _check_header(name: str, value: str) -> None:
     if not (name.isascii() and name.isprintable() and name and " " not in name and ":" not in name):
-        raise SpecError(f"{name!r} cannot be the name of a header")
+        raise SpecError(f"{name!r} is not a valid header name")
     if not (value.isascii() and value.isprintable()):
-        raise SpecError(f"the value of the header {name} has characters that cannot be sent (a line end? an accent?)")
+        raise SpecError(f"the value of the header {name} has invalid characters (a line break or non-ASCII?)")

@@ -1,7 +1,7 @@
 """One connection to a server: one request at a time, its response parsed as the bytes come.
 
-A response is handled where its bytes arrive, in ``data_received``: the task that asked is woken once, at the end.
-Keeping and reusing connections is the pool's work.
+A response is processed in ``data_received``; the waiting task is woken once, at the end. The pool keeps and reuses
+connections.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from batch_agent.backends.http.beat import Beat
     from batch_agent.backends.http.origin import Origin
 
-# Servers send the end of a stream's body just behind the last event. A connection that reads it can be used again.
+# Servers send the end of a stream's body right after the last event. Once it is read, the connection can be reused.
 STREAM_END_SECONDS = 0.25
-# A connection that a server closed while it was idle shows that at once. When it closes later, the server may have
-# begun to work on the request.
+# A connection that the server closed while idle fails at once. If it closes later, the server may have started on the
+# request.
 STALE_SECONDS = 1.0
 WRITE_BYTES = 256 * 1024
 
 Receive = Callable[[bytes], bool]
-"""Takes a chunk of a streamed body; returns True when it needs no more."""
+"""Takes a chunk of a streamed body. Returns True when it needs no more."""
 
 OnHead = Callable[[ResponseParser], Receive | None]
-"""Takes a response whose head has come; returns what takes its body as a stream, or None to collect the body."""
+"""Takes a response whose head has arrived. Returns a consumer for its body as a stream, or None to collect it."""
 
 
 class Owner(Protocol):
-    """Is told what becomes of a connection."""
+    """Receives what happens to a connection."""
 
     def idle(self, connection: Connection) -> None:
-        """The response is complete, and the connection can take another request."""
+        """Called when the response is complete and the connection can take another request."""
 
     def lost(self, connection: Connection) -> None:
-        """The connection is closed."""
+        """Called when the connection is closed."""
 
 
 class Connection(asyncio.Protocol):
@@ -64,7 +64,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, origin: Origin, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
         self.origin = origin
-        self.idle_since: float | None = None  # None: it is in use
+        self.idle_since: float | None = None  # None: in use
         self.transport: asyncio.Transport
         self._owner, self._loop = owner, loop
         self._response: ResponseParser | None = None  # of the request in flight
@@ -74,20 +74,20 @@ class Connection(asyncio.Protocol):
         self._beat: Beat | None = None
         self._asked_at = 0.0
         self._reused = False
-        self._uploading = False  # a part of the request has not been written yet
+        self._uploading = False  # a part of the request is not written yet
         self._writable = True
-        self._wake: asyncio.Future[None] | None = None  # of a writer that waits until it may go on
+        self._wake: asyncio.Future[None] | None = None  # wakes a writer that waits for buffer space
 
     @property
     def stale(self) -> bool:
-        """Whether the last request met a connection that the server had closed while it was idle."""
+        """Return whether the server had closed the connection while it was idle before the last request."""
         return self._reused and self._loop.time() - self._asked_at < STALE_SECONDS
 
     def ask(
         self, response: ResponseParser, head: bytes, body: bytes, on_head: OnHead | None, beat: Beat | None
     ) -> asyncio.Future[None]:
-        """Sends a request; the future is done when ``response`` is complete, or when the stream needs no more of it.
-        A body of more than WRITE_BYTES is left to ``upload``. ``beat`` says when a stream is read."""
+        """Send a request. The future is done when ``response`` is complete, or when the stream needs no more of it. A
+        body of more than WRITE_BYTES is sent by ``upload``. ``beat`` decides when a stream is read."""
         self._response, self._on_head, self._beat = response, on_head, beat
         self._asked_at = self._loop.time()
         self._done = done = self._loop.create_future()
@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
         return done
 
     async def upload(self, body: bytes) -> None:
-        """Sends a large body as fast as the server takes it, until it answers."""
+        """Send a large body as fast as the server accepts it, until it answers."""
         view, done = memoryview(body), self._done
         for start in range(0, len(body), WRITE_BYTES):
             while not self._writable and not done.done():
@@ -108,7 +108,7 @@ class Connection(asyncio.Protocol):
         self._uploading = False
 
     def abandon(self, response: ResponseParser) -> None:
-        """Closes the connection at once if ``response`` is still being read."""
+        """Close the connection at once if ``response`` is still being read."""
         if self._response is response:
             self._end()
             response.discard()
@@ -117,21 +117,21 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         self.transport.abort()
 
-    # What asyncio calls.
+    # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         response = self._response
-        if response is None:  # nothing was asked: what a server says now cannot be an answer
+        if response is None:  # no request was sent: these bytes cannot be an answer
             self.transport.abort()
             return
         try:
             response.feed(data)
             if self._on_head is not None or self._receive is not None:
                 self._stream(response)
-        except Exception as error:  # also of the code that takes the stream
+        except Exception as error:  # also from the code that consumes the stream
             self._fail(error)
             return
         if response.complete:
@@ -154,7 +154,7 @@ class Connection(asyncio.Protocol):
         self._writable = True
         self._wake_writer()
 
-    # How a request ends.
+    # The end of a request
 
     def _stream(self, response: ResponseParser) -> None:
         if self._on_head is not None:
@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
         chunk = response.take()
         if not chunk:
             return
-        if self._done.done():  # only the end of the body is waited for
+        if self._done.done():  # only the end of the body is awaited
             return
         if self._receive(chunk):
             if not self._done.done():  # the request was not cancelled meanwhile
@@ -181,10 +181,10 @@ class Connection(asyncio.Protocol):
             self._beat.rest(self.transport)
 
     def _complete(self, response: ResponseParser) -> None:
-        # A server may answer a request that it has not read to its end.
+        # A server may answer before it has read the whole request.
         reusable = response.reusable and not self._uploading and not self.transport.is_closing()
         if self._receive is not None and reusable:
-            self.transport.resume_reading()  # or it would not be seen that the server closes the idle connection
+            self.transport.resume_reading()  # otherwise we would not notice that the server closes the idle connection
         done = self._end()
         if not done.done():
             done.set_result(None)
@@ -195,7 +195,7 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
     def _lose(self, response: ResponseParser, error: Exception | None) -> None:
-        """The connection has ended while a response was due."""
+        """Handle a connection that ended while a response was expected."""
         try:
             if error is not None:
                 raise BrokenOff(str(error)) if response.begun else ClosedEarly(str(error))

@@ -1,4 +1,4 @@
-"""New connections: the address of a host, TCP, the tunnel through a proxy, TLS."""
+"""Opens connections: DNS lookup, TCP, the tunnel through a proxy, TLS."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from batch_agent.backends.http.lookup import Lookup
 from batch_agent.backends.http.origin import Origin, basic_authorization
 from batch_agent.backends.http.parser import MAX_HEAD_BYTES, ResponseParser
 
-NEXT_ADDRESS_SECONDS = 0.25  # after which the next address of a host is tried beside the first
+NEXT_ADDRESS_SECONDS = 0.25  # after which the host's next address is tried in parallel
 
 Make = Callable[[], asyncio.Protocol]
 
 
 class Connector:
-    """Makes connections in one event loop. One TLS context serves them all: loading the trust store takes long."""
+    """Opens connections in one event loop. They share one TLS context, because loading the trust store is slow."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lookup = Lookup(loop)
 
     async def connect(self, origin: Origin, connection: Connection, limit_seconds: float) -> None:
-        """Opens ``connection`` to ``origin``; raises a TransportError that is ``unreached`` when it cannot."""
+        """Open ``connection`` to ``origin``. Raises a TransportError with ``unreached`` on failure."""
         try:
             async with asyncio.timeout(limit_seconds):
                 if origin.proxy is None:
@@ -71,7 +71,7 @@ class Connector:
             raise ProxyUnreachable(error) from None
 
     async def _tunnel(self, connection: Connection, origin: Origin, proxy: URL) -> asyncio.Transport:
-        """A transport that speaks TLS with the server at the other end of the proxy's tunnel."""
+        """Return a TLS transport to the server at the other end of the proxy's tunnel."""
         handshake = Handshake(self._loop.create_future())
         await self._open_proxy(lambda: handshake, proxy)
         try:
@@ -97,7 +97,7 @@ class Connector:
 
 
 class Handshake(asyncio.Protocol):
-    """Asks a proxy for a tunnel; ``answered`` is the status of its answer."""
+    """Requests a tunnel from a proxy; ``answered`` is the status of its answer."""
 
     def __init__(self, answered: asyncio.Future[int]) -> None:
         self.answered = answered
@@ -117,13 +117,13 @@ class Handshake(asyncio.Protocol):
         try:
             self._response.feed(data)
         except TransportError as error:
-            self._fail(OSError(f"it does not answer in HTTP: {error}"))
+            self._fail(OSError(f"the proxy did not answer in HTTP: {error}"))
         if self._response.complete and not self.answered.done():
             self._response.close()
             self.answered.set_result(self._response.status)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(ConnectionResetError("it closed the connection"))
+        self._fail(ConnectionResetError("the proxy closed the connection"))
 
     def _fail(self, error: OSError) -> None:
         if not self.answered.done():

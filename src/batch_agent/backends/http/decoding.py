@@ -1,4 +1,4 @@
-"""Bodies that a server compressed, decompressed as they come: gzip and deflate, the two that requests offer."""
+"""Decompresses bodies as they arrive: gzip and deflate, the two encodings that requests offer."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import zlib
 
 from batch_agent.backends.http.failures import BrokenOff, NotHttp, TooLarge
 
-ZLIB_METHOD = 8  # the low half of the first byte of zlib's header
+ZLIB_METHOD = 8  # low half of the first byte of a zlib header
 
 
 def decoder_for(coding: str) -> Decoder | None:
-    """The decoder of a Content-Encoding, None for none; NotHttp for a coding that was not offered."""
+    """Return the decoder for a Content-Encoding; None if there is none. Raises NotHttp for an encoding that was not
+    offered."""
     coding = coding.strip().lower()
     if coding in ("", "identity"):
         return None
@@ -25,11 +26,11 @@ class Decoder:
     def __init__(self, *, gzip: bool) -> None:
         self._gzip = gzip
         self._inflate: zlib._Decompress | None = None
-        self._size = 0  # bytes that came out so far
+        self._size = 0  # bytes decompressed so far
 
     def feed(self, data: bytes, limit_bytes: int, *, last: bool) -> bytes:
-        """What these bytes decompress to; TooLarge if the whole body exceeds the limit. ``last``: the body is complete,
-        and so must be what it holds."""
+        """Return these bytes decompressed. Raises TooLarge if the whole body exceeds the limit. ``last``: the body ends
+        here, so the compressed data must be complete."""
         parts: list[bytes] = []
         try:
             while data:
@@ -42,7 +43,7 @@ class Decoder:
                     raise TooLarge(limit_bytes)
                 data = self._inflate.unused_data
                 if data and not self._gzip:
-                    raise BrokenOff("bytes behind the end of the compressed body")
+                    raise BrokenOff("extra bytes after the compressed body")
         except zlib.error as error:
             raise BrokenOff(f"the compressed body cannot be read: {error}") from None
         if last and self._inflate is not None and not self._inflate.eof:
@@ -52,5 +53,5 @@ class Decoder:
     def _window_bits(self, first_byte: int) -> int:
         if self._gzip:
             return zlib.MAX_WBITS | 16
-        # Not every server writes zlib's header.
+        # Some servers omit the zlib header.
         return zlib.MAX_WBITS if first_byte & 0xF == ZLIB_METHOD else -zlib.MAX_WBITS

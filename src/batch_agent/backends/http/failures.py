@@ -1,20 +1,20 @@
-"""What goes wrong between a request and its response, below the meaning of either.
+"""Errors of the transport, below the meaning of request and response.
 
-The connection and parser code raises these; ``faults`` turns them into BackendErrors. ``str(error)`` is what the
-operating system, the TLS library or the parser said; it may be empty.
+The connection and parser code raises these; ``faults`` turns them into BackendErrors. ``str(error)`` is the message of
+the operating system, the TLS library or the parser; it may be empty.
 """
 
 from __future__ import annotations
 
 
 class TransportError(Exception):
-    """No complete response came. ``unreached``: the server has read nothing of the request."""
+    """No complete response arrived. ``unreached``: the server has read nothing of the request."""
 
     unreached = False
 
 
 class ConnectFailed(TransportError):
-    """No connection was made: refused, host name not found, TLS handshake failed. ``cause`` is what was raised."""
+    """The connection failed: refused, host name not found, or TLS handshake failed. ``cause`` is the original error."""
 
     unreached = True
 
@@ -24,13 +24,13 @@ class ConnectFailed(TransportError):
 
 
 class ConnectTimedOut(TransportError):
-    """No connection was made in time."""
+    """The connection was not established in time."""
 
     unreached = True
 
 
 class ProxyUnreachable(ConnectFailed):
-    """No connection to the proxy was made."""
+    """The connection to the proxy failed."""
 
 
 class ProxyRefused(TransportError):
@@ -44,7 +44,7 @@ class ProxyRefused(TransportError):
 
 
 class BadAddress(TransportError):
-    """The host name cannot be looked up at all."""
+    """The host name cannot be resolved at all."""
 
     unreached = True
 
@@ -58,7 +58,7 @@ class BrokenOff(TransportError):
 
 
 class NotHttp(TransportError):
-    """The bytes that came are no HTTP response."""
+    """The received bytes are not an HTTP response."""
 
 
 class TooLarge(TransportError):

@@ -1,7 +1,7 @@
-"""What can go wrong at one URL, as the right BackendError and in words: what happened, where, what the server said.
+"""Turns failures at one URL into BackendErrors with a message: what happened, where, and what the server said.
 
-Statuses, error objects and failures of the transport become errors here and nowhere else. Whatever a server or a
-library says passes through ``clean`` before it is shown: secrets out, control characters out, and not too long.
+Statuses, error objects and transport failures become errors only here. Texts from servers and libraries pass through
+``clean`` before they are shown: it removes secrets and control characters, and shortens them.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from batch_agent.errors import (
 )
 
 SHOWN_CHARS = 500
-OVERLOAD_STATUSES = frozenset({503, 529})  # beside 429
-SHORTEST_SECRET = 4  # replacing something shorter would only garble the message
+OVERLOAD_STATUSES = frozenset({503, 529})  # in addition to 429
+SHORTEST_SECRET = 4  # replacing a shorter text would only garble the message
 
 _CONTROL = re.compile(r"[\x00-\x20\x7f-\x9f\u2028\u2029\u200b-\u200f\u202a-\u202e\u2066-\u2069]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """How the servers of one wire name what is wrong, and what helps then. Hints follow what the server said."""
+    """How the servers of one wire name errors, and hints that help. Hints follow the server's message."""
 
-    statuses: Mapping[str, int]  # that the names of errors would have had, for those inside a 200
-    overflow: re.Pattern[str]  # in a code, a type or a message: the conversation is too long
-    spent: frozenset[str] = frozenset()  # codes of a 429 that no wait will lift
-    filtered: frozenset[str] = frozenset()  # codes of a moderator: what it refuses is this prompt, not the run
+    statuses: Mapping[str, int]  # HTTP status by error name, for errors inside a 200
+    overflow: re.Pattern[str]  # matches a code, type or message that says: the conversation is too long
+    spent: frozenset[str] = frozenset()  # codes of a 429 that no waiting resolves
+    filtered: frozenset[str] = frozenset()  # codes of content moderation: it refuses this prompt, not the run
     key_hint: str = "check the API key"
     path_hint: str = "check the path of the URL"
 
@@ -81,7 +81,7 @@ CHAT = Wording(
         r"|exceed_context_size_error|available context size|exceed\w* (the )?context (window|size)",
         re.IGNORECASE,
     ),
-    # A spent quota answers 429 as well.
+    # A used-up quota also answers 429.
     spent=frozenset({"insufficient_quota"}),
     filtered=frozenset({"content_filter", "content_policy_violation"}),
     path_hint="check the path of the URL: it usually ends in /v1",
@@ -90,7 +90,7 @@ CHAT = Wording(
 
 @dataclass(frozen=True, slots=True)
 class ServerError:
-    """The error object of a body, in the forms that servers give it."""
+    """The error object of a body, in the formats that servers use."""
 
     message: str
     kind: str = ""
@@ -99,7 +99,7 @@ class ServerError:
 
     @classmethod
     def of(cls, value: object) -> ServerError:
-        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):  # Gemini's
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):  # Gemini
             value = value[0]
         if isinstance(value, Mapping):
             inner = value.get("error")
@@ -108,7 +108,7 @@ class ServerError:
             message = value.get("message") or value.get("detail") or (inner if isinstance(inner, str) else "")
             if not isinstance(message, str) or not message:
                 message = _as_json(value)
-            details = value.get("details")  # Anthropic's place for a code
+            details = value.get("details")  # Anthropic puts a code here
             code = value.get("code") or (details.get("error_code") if isinstance(details, Mapping) else None)
             return cls(message, str(value.get("type") or ""), str(code or ""), str(value.get("param") or ""))
         return cls(value if isinstance(value, str) else _as_json(value))
@@ -123,14 +123,14 @@ class ServerError:
         return self.param == "input_tokens" or any(wording.overflow.search(text) for text in told)
 
     def status(self, wording: Wording) -> int | None:
-        """The HTTP status it would have had, for an error inside a 200."""
+        """Return the HTTP status that the error would have had, for an error inside a 200."""
         if re.fullmatch(r"[45]\d\d", self.code):
             return int(self.code)
         return wording.statuses.get(self.code) or wording.statuses.get(self.kind)
 
 
 class Faults:
-    """Builds the errors of one place. ``where`` is a method and a URL without credentials."""
+    """Builds the errors of one route. ``where`` is a method and a URL without credentials."""
 
     __slots__ = ("_secrets", "_wording", "where")
 
@@ -140,51 +140,51 @@ class Faults:
         self._secrets = sorted({s for s in secrets if len(s) >= SHORTEST_SECRET}, key=len, reverse=True)
 
     def clean(self, text: str) -> str:
-        # Secrets go before the cut, which could otherwise leave half of one.
+        # Remove secrets before shortening, which could otherwise leave half of one.
         for secret in self._secrets:
             text = text.replace(secret, "[redacted]")
         text = _CONTROL.sub(" ", text).strip()
         return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "…"
 
     def answered(self, status: int, headers: Mapping[str, str], body: bytes) -> BackendError:
-        """A status that is not 2xx."""
+        """Return the error for a status other than 2xx."""
         said = ServerError.in_body(body)
         if 300 <= status < 400:
             target = self.clean(headers.get("Location", "nowhere").partition("?")[0])
-            return Rejected(f"{self.where} redirects ({status}) to {target}: give that address instead", status=status)
+            return Rejected(f"{self.where} redirects ({status}) to {target}: use that address instead", status=status)
         message = f"{self.where} answered {status}: {self.clean(said.message) or '(nothing)'}{self._hint(status, said)}"
         error = self._build(status, said, message, retry_after(headers))
         error.quota = read_quota(headers)
         return error
 
     def reported(self, error: object) -> BackendError:
-        """An error object inside an answer that began as a 200."""
+        """Return the error for an error object inside an answer with status 200."""
         said = ServerError.of(error)
         message = f"{self.where} reported an error in its answer: {self.clean(said.message) or '(nothing)'}"
         status = said.status(self._wording) or (400 if said.is_overflow(self._wording) else None)
         return BadResponse(message) if status is None else self._build(status, said, message, None)
 
     def bad(self, what: str, *, text: str = "") -> BadResponse:
-        """An answer that cannot be read or is not complete; ``text`` is the part that came."""
+        """Return the error for an unreadable or incomplete answer; ``text`` is the part that arrived."""
         return BadResponse(f"{self.where}: {what}", text=text)
 
     def raised(self, error: TransportError | OSError) -> BackendError:
-        """What failed below the meaning of requests and answers."""
+        """Return the error for a failure of the transport."""
         said = self.clean(str(error))
         match error:
             case ConnectTimedOut():
-                return Timeout(f"{self.where}: no connection in time; is the host reachable?", unreached=True)
+                return Timeout(f"{self.where}: the connection timed out; is the host reachable?", unreached=True)
             case TimeoutError():
-                return Timeout(f"{self.where}: the connection timed out")
+                return Timeout(f"{self.where}: the established connection timed out")
             case ProxyRefused(status=status):
                 message = f"{self.where}: the proxy refused the connection with status {status}"
                 return Unavailable(message, status=status, unreached=True)
             case NotHttp():
-                return self.bad(f"what came back is not HTTP that can be read: {said}")
+                return self.bad(f"the response is not valid HTTP: {said}")
             case TooLarge():
                 return self.bad(f"the answer has {said}; it was cut off at this limit")
             case BadAddress():
-                return Rejected(f"{self.where} is not an address that can be asked")
+                return Rejected(f"{self.where} is not a valid address")
             case _:
                 unreached = isinstance(error, TransportError) and error.unreached
                 return Unavailable(f"{self.where}: {_broken(error, said)}", unreached=unreached)
@@ -211,7 +211,8 @@ class Faults:
 
 
 def retry_after(headers: Mapping[str, str], now: float | None = None) -> float | None:
-    """Seconds to wait as the server asks: ``Retry-After`` as a number or a date, or ``retry-after-ms``."""
+    """Return the seconds to wait that the server requests: ``Retry-After`` as a number or a date, or
+    ``retry-after-ms``."""
     milliseconds = _number(headers.get("retry-after-ms", ""))
     if milliseconds is not None:
         return milliseconds / 1000
@@ -237,7 +238,7 @@ def _number(text: str) -> float | None:
 def _broken(error: TransportError | OSError, said: str) -> str:
     match error:
         case ProxyUnreachable():
-            return f"the proxy of the environment could not be reached: {said}"
+            return f"the proxy set in the environment is unreachable: {said}"
         case ConnectFailed(cause=ssl.SSLCertVerificationError()):
             return f"the TLS certificate could not be verified: {said}"
         case ConnectFailed(cause=ssl.SSLError()):

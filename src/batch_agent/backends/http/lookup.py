@@ -1,4 +1,4 @@
-"""Addresses of host names: looked up once for all who ask at the same time, and kept for some seconds."""
+"""Resolves host names: one lookup for all concurrent callers, cached for some seconds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ KEPT_SECONDS = 10.0
 class Lookup:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._known: dict[str, tuple[float, deque[AddrInfoType]]] = {}  # with the time until which they are kept
+        self._known: dict[str, tuple[float, deque[AddrInfoType]]] = {}  # with the time at which they expire
         self._pending: dict[str, asyncio.Future[list[AddrInfoType]]] = {}
 
     async def find(self, host: str, port: int) -> list[AddrInfoType]:
-        """The addresses of a host, another one first at each call: a name with several is often a balanced service.
-        An OSError if there are none, BadAddress for what cannot be a host name."""
+        """Return the addresses of a host, rotated at each call: a name with several is often a load-balanced service.
+        Raises OSError if there are none, BadAddress for an impossible host name."""
         try:
             return _addresses(host, port, socket.AI_NUMERICHOST)
         except socket.gaierror:
@@ -35,7 +35,7 @@ class Lookup:
         return [*found]
 
     def forget(self, host: str, port: int) -> None:
-        """None of the addresses could be reached: the host may have moved."""
+        """Forget the cached addresses: none could be reached, so the host may have moved."""
         self._known.pop(f"{host}:{port}", None)
 
     async def _look(self, place: str, host: str, port: int) -> deque[AddrInfoType]:
@@ -43,8 +43,8 @@ class Lookup:
         if pending is None:
             pending = self._pending[place] = in_thread(lambda: _addresses(host, port))
             pending.add_done_callback(lambda done: self._looked(place, done))
-        found = await asyncio.shield(pending)  # a caller that is cancelled leaves it to the others
-        # They share what is known, so that each begins with another address. Another caller may have forgotten it.
+        found = await asyncio.shield(pending)  # a cancelled caller leaves it to the others
+        # Callers share the cached list, so that each starts with another address. Another caller may have deleted it.
         return self._known[place][1] if place in self._known else deque(found)
 
     def _looked(self, place: str, done: asyncio.Future[list[AddrInfoType]]) -> None:
@@ -57,4 +57,4 @@ def _addresses(host: str, port: int, flags: int = 0) -> list[AddrInfoType]:
     try:
         return [*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
     except UnicodeError:
-        raise BadAddress(f"{host!r} is no host name") from None
+        raise BadAddress(f"{host!r} is not a valid host name") from None

@@ -1,4 +1,4 @@
-"""A response that is read piece by piece: its head first, then its body as it comes, as fast as the caller takes it."""
+"""A response read piece by piece: first its head, then its body, at the pace of the caller."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from multidict import CIMultiDict
 from batch_agent.backends.http.connection import Connection, Receive
 from batch_agent.backends.http.parser import ResponseParser
 
-# Above this the server is made to wait until the caller has taken what came.
+# With more than this in the buffer, reading pauses until the caller has taken it.
 HIGH_WATER_BYTES = 256 * 1024
 
 
 class OpenResponse:
-    """Entered, it has sent its request and has ``status``, ``reason`` and ``headers``; left, its connection is free or
-    closed. The body is passed on as it came: nothing is decompressed, and its size has no limit."""
+    """After entering, the request is sent and ``status``, ``reason`` and ``headers`` are set. After leaving, the
+    connection is idle or closed. The body is passed on unchanged: not decompressed, and without a size limit."""
 
     def __init__(self, send: Callable[[OpenResponse], Coroutine[object, object, None]]) -> None:
         self._send = send
@@ -52,10 +52,10 @@ class OpenResponse:
     ) -> None:
         self._connection.abandon(self._response)
         if self._done.done() and not self._done.cancelled():
-            self._done.exception()  # a body that broke off was perhaps not read so far
+            self._done.exception()  # mark the error as retrieved: the caller may not have read so far
 
     async def read_some(self) -> bytes:
-        """The next bytes of the body, b"" at its end; raises a TransportError when it breaks off."""
+        """Return the next bytes of the body, b"" at its end. Raises a TransportError when it breaks off."""
         while not self._buffer:
             if self._done.done():
                 self._done.result()
@@ -69,12 +69,12 @@ class OpenResponse:
             self._connection.transport.resume_reading()
         return data
 
-    # What the transport calls.
+    # Called by the transport
 
     def asked(
         self, connection: Connection, response: ResponseParser, done: asyncio.Future[None]
     ) -> asyncio.Future[None]:
-        """A future that is done when the head has come, or fails as the request does."""
+        """Return a future that is done when the head has arrived, and fails when the request does."""
         self._connection, self._response, self._done = connection, response, done
         self._begun = done.get_loop().create_future()
         done.add_done_callback(partial(self._ended, self._begun))

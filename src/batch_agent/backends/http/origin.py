@@ -1,4 +1,4 @@
-"""Where a connection leads: a server, and the proxy on the way to it."""
+"""Where a connection goes: a server, and the proxy in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Origin(NamedTuple):
 
 
 def basic_authorization(url: URL) -> str:
-    """The login in a URL as the value of an Authorization header, or ""."""
+    """Return the login in a URL as the value of an Authorization header, or ""."""
     if url.user is None:
         return ""
     return "Basic " + b64encode(f"{url.user}:{url.password or ''}".encode()).decode()

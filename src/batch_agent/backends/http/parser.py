@@ -1,7 +1,7 @@
-"""One HTTP/1.1 response, read from bytes that may be split anywhere. Pure: it knows no socket and no event loop.
+"""Parses one HTTP/1.1 response from bytes that may be split anywhere. Pure: no socket and no event loop.
 
-httptools (llhttp) does the syntax: status line, headers, chunks. This module keeps what it found, applies the limits
-and decides where a response ends.
+httptools (llhttp) handles the syntax: status line, headers, chunks. This module stores the result, applies limits and
+decides where a response ends.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SWITCHING_PROTOCOLS = 101
 
 
 class ResponseParser:
-    """``status`` is 0 until the whole head has come; ``complete`` is set by the last byte of the body.
+    """``status`` is 0 until the whole head has arrived; ``complete`` is set by the last byte of the body.
 
-    A parser serves one response: trailers and other remains of one response cannot reach the next one.
+    A parser serves one response, so that leftovers of one response cannot reach the next.
     """
 
     __slots__ = (
@@ -48,29 +48,29 @@ class ResponseParser:
         self._decode = decode
         self._decoder: Decoder | None = None
         self._fields: list[tuple[str, str]] = []
-        self._interim = False  # a 1xx response is being read, which the real one follows
+        self._interim = False  # a 1xx response is being read; the real one follows
         self.limit_bytes = limit_bytes
         self._size = 0  # bytes read so far
         self.complete = False
         self.headers: CIMultiDict[str] = CIMultiDict()
-        # httptools calls it for every piece of the body: a method of C code costs least.
+        # Called by httptools for every piece of the body: a C method is the cheapest.
         self.on_body: Callable[[bytes], None] = self._buffer.extend
         self.reason = ""
-        self.reusable = False  # the connection can carry another request once this response is complete
+        self.reusable = False  # the connection can carry another request after this response
         self.status = 0
         self._parser = HttpResponseParser(self)
-        # Servers with bare line feeds or blanks behind a chunk's size are in use, and other clients accept them.
+        # Some servers send bare line feeds or blanks after a chunk size, and other clients accept that.
         self._parser.set_dangerous_leniencies(
             lenient_headers=True, lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True
         )
 
     @property
     def begun(self) -> bool:
-        """Whether any byte of a response has come."""
+        """Return whether any byte of a response has arrived."""
         return self._size > 0
 
     def feed(self, data: bytes) -> None:
-        """Reads the next bytes of the connection; raises a TransportError when they cannot be a response."""
+        """Process the next bytes. Raises a TransportError if they cannot be a response."""
         self._size += len(data)
         try:
             self._parser.feed_data(data)
@@ -78,16 +78,16 @@ class ResponseParser:
             raise NotHttp("the server switched to another protocol") from None
         except HttpParserError as error:
             if not self.complete:
-                raised = error.__context__  # by a method below
+                raised = error.__context__  # raised by a method below
                 raise raised if isinstance(raised, TransportError) else NotHttp(str(error)) from None
-            self.reusable = False  # something follows the response that no request asked for
+            self.reusable = False  # bytes follow the response that no request asked for
         if self._size > self.limit_bytes:
             raise TooLarge(self.limit_bytes)
         if not self.status and self._size > MAX_HEAD_BYTES:
             raise NotHttp(f"a head of more than {MAX_HEAD_BYTES:,} bytes")
 
     def feed_end(self) -> None:
-        """The connection has ended; raises a TransportError unless that is how this response ends."""
+        """Called when the connection has ended. Raises a TransportError unless this response may end that way."""
         if not self.status:
             raise BrokenOff("the connection was closed in the head") if self._size else ClosedEarly()
         coding = self.headers.get("Transfer-Encoding", "").lower()
@@ -96,8 +96,7 @@ class ResponseParser:
         self.complete = True
 
     def take(self) -> bytes:
-        """The bytes of the body that came since the last call, decompressed; BrokenOff or TooLarge when they cannot
-        be."""
+        """Return the bytes of the body since the last call, decompressed. Raises BrokenOff or TooLarge."""
         data = bytes(self._buffer)
         self._buffer.clear()
         if self._decoder is None:
@@ -105,14 +104,14 @@ class ResponseParser:
         return self._decoder.feed(data, self.limit_bytes, last=self.complete)
 
     def close(self) -> None:
-        """Frees the parser, which refers to this object."""
+        """Free the parser, which refers to this object."""
         del self._parser
 
     def discard(self) -> None:
-        """Frees the body of a response that nobody will read. Errors keep this object alive for a while."""
+        """Free the body of an unused response. Errors keep this object alive for a while."""
         self._buffer.clear()
 
-    # What httptools calls.
+    # Called by httptools
 
     def on_message_begin(self) -> None:
         if self.complete:
@@ -130,7 +129,7 @@ class ResponseParser:
             self._interim, self.reason = True, ""
             self._fields.clear()
             return
-        # Exact only where it can matter; what came in one read may hold much of the body.
+        # Exact only where it matters: one read may contain much of the body.
         if (
             self._size > MAX_HEAD_BYTES
             and sum(len(name) + len(value) + 4 for name, value in self._fields) > MAX_HEAD_BYTES

@@ -1,4 +1,4 @@
-"""Connections that stay open between requests, and the limit of how many there are."""
+"""Connections kept open between requests, and the limit of their number."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from batch_agent.backends.http.connector import Connector
 from batch_agent.backends.http.failures import ClosedEarly
 from batch_agent.backends.http.origin import Origin
 
-# Below the five seconds after which common servers (uvicorn) close an idle connection: a request that is sent into one
-# that is just being closed would be lost.
+# Below the five seconds after which common servers (uvicorn) close an idle connection: a request sent while the server
+# closes it would be lost.
 KEEPALIVE_SECONDS = 4.0
 
 
 class Pool:
-    """The connections of one event loop. ``limit`` is the most that are open at once; 0: no limit."""
+    """The connections of one event loop. ``limit`` is the maximum open at once; 0: no limit."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, limit: int, keepalive_seconds: float = KEEPALIVE_SECONDS
@@ -24,20 +24,20 @@ class Pool:
         self._loop, self._limit, self._keepalive = loop, limit, keepalive_seconds
         self.beat = Beat(loop)
         self._connector = Connector(loop)
-        self._slots = asyncio.Semaphore(limit) if limit else None  # one for each connection in use
+        self._slots = asyncio.Semaphore(limit) if limit else None  # one per connection in use
         self._open: set[Connection] = set()
         self._opening = 0
-        self._idle: dict[Origin, list[Connection]] = {}  # the one used last at the end
+        self._idle: dict[Origin, list[Connection]] = {}  # the most recently used at the end
         self._sweep: asyncio.TimerHandle | None = None
         self._closed = False
         self._emptied = asyncio.Event()
 
     def take(self, origin: Origin) -> Connection | None:
-        """An idle connection, if there is one and nothing to wait for."""
+        """Return an idle connection, if there is one and no request waits before this one."""
         return self._take(origin) if self._slots is None else None
 
     async def connect(self, origin: Origin, limit_seconds: float, *, fresh: bool) -> Connection:
-        """A new connection; under a limit, when there is room for it, or an idle one unless it must be ``fresh``."""
+        """Return a new connection. Under a limit, wait for room; an idle one will do unless it must be ``fresh``."""
         if self._slots is None:
             return await self._connect(origin, limit_seconds)
         await self._slots.acquire()
@@ -68,7 +68,7 @@ class Pool:
             self._emptied.set()
 
     async def close(self) -> None:
-        """Closes all connections, also those in use, and waits until their sockets are closed."""
+        """Close all connections, also those in use, and wait until their sockets are closed."""
         self._closed = True
         if self._sweep is not None:
             self._sweep.cancel()
@@ -95,15 +95,15 @@ class Pool:
         try:
             if self._limit and len(self._open) + self._opening > self._limit:
                 self._close_oldest()
-                await asyncio.sleep(0)  # its socket is closed in the next turn of the loop
+                await asyncio.sleep(0)  # its socket is closed in the next iteration of the loop
             await self._connector.connect(origin, connection, limit_seconds)
         finally:
             self._opening -= 1
         if self._closed:
             connection.close()
-            raise ClosedEarly("the backend was left while a connection was being made")
+            raise ClosedEarly("the backend was closed while connecting")
         if connection.transport.is_closing():
-            raise ClosedEarly  # as soon as it was accepted
+            raise ClosedEarly  # closed as soon as it was accepted
         self._open.add(connection)
         return connection
 
@@ -118,7 +118,8 @@ class Pool:
         self._sweep = None
         now = self._loop.time()
         for origin, idle in [*self._idle.items()]:
-            while idle and _idle_since(idle[0]) + self._keepalive <= now:  # as the timer has it, to the last bit
+            # The same comparison as the timer's, to the last bit.
+            while idle and _idle_since(idle[0]) + self._keepalive <= now:
                 idle.pop(0).close()
             if not idle:
                 del self._idle[origin]

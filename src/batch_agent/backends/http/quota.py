@@ -1,7 +1,7 @@
-"""What a provider's headers say of its budgets: requests and tokens a minute, what is left of them, when they are full.
+"""Reads a provider's rate-limit headers: requests and tokens per minute, what remains, and when it resets.
 
-Two families of names are in use: OpenAI's, with durations (``6m0s``, ``20ms``; Azure writes bare seconds, Groq parts of
-them), and Anthropic's, with moments (RFC 3339). A value that cannot be read is left out; nothing here raises.
+Two families of names are in use: OpenAI's with durations (``6m0s``, ``20ms``; Azure sends plain seconds, Groq
+fractions), and Anthropic's with timestamps (RFC 3339). Unreadable values are ignored; nothing here raises.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from batch_agent.messages import Allowance, Quota
 
-_Names = tuple[str, tuple[str, str, str]]  # Quota's field, and its limit, remaining and reset
+_Names = tuple[str, tuple[str, str, str]]  # Quota's field, and the headers for limit, remaining and reset
 
 
 def _names(form: str, kinds: Mapping[str, str]) -> tuple[_Names, ...]:
@@ -35,15 +35,15 @@ _UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|us|µs|ns|d|h|m|s)")
 _DURATION = re.compile(rf"(?:{_PART.pattern})+")
 _SECONDS = re.compile(r"\d+(?:\.\d+)?")
-_MOMENTS = 1e9  # a number of seconds above this is a moment, since 1970
+_MOMENTS = 1e9  # a number of seconds above this is a Unix timestamp
 
 
 def read_quota(headers: Mapping[str, str], now: float | None = None) -> Quota | None:
-    """None where the headers tell nothing. ``now`` is Unix time, for those that name moments."""
+    """Return the quota in the headers, or None. ``now`` is Unix time, for headers with timestamps."""
     found: dict[str, Allowance] = {}
     for family in _FAMILIES:
         for field, (limit, remaining, reset) in family:
-            # Every answer passes here, and most have none of these: two look-ups, before anything is read.
+            # Every answer passes here, and most have no such headers: two look-ups decide.
             if remaining in headers or limit in headers:
                 allowance = Allowance(
                     _count(headers.get(limit)), _count(headers.get(remaining)), _seconds(headers.get(reset), now)
@@ -57,7 +57,7 @@ def _count(text: str | None) -> int | None:
     if text is None:
         return None
     text = text.strip()
-    # Longer than any budget; Python would refuse to read much longer ones.
+    # Longer than any limit; Python refuses to parse much longer ones.
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 

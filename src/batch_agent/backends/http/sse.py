@@ -1,7 +1,7 @@
-"""Server-sent events, read incrementally: bytes in, ``(event name, data)`` out.
+"""Parses server-sent events incrementally: bytes in, ``(event name, data)`` out.
 
-Pure, and ignorant of what the data mean. Lines are found in bytes, so a chunk may end anywhere, also inside a UTF-8
-sequence or between CR and LF; data stay bytes for the JSON reader, which checks the encoding itself.
+Pure, and independent of the data's meaning. Lines are split in bytes, so a chunk may end anywhere, even inside a UTF-8
+sequence or between CR and LF. Data stay bytes: the JSON parser checks the encoding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 class EventTooLarge(ValueError):
-    """One event outgrew the bound: a server that never ends a line must not fill the memory."""
+    """One event exceeds the limit: a server that never ends a line must not fill the memory."""
 
 
 class SSEParser:
@@ -20,15 +20,15 @@ class SSEParser:
 
     def __init__(self, max_event_bytes: int = 16 * 1024 * 1024) -> None:
         self._limit = max_event_bytes
-        self._line: list[bytes] = []  # pieces of a line that has not ended
-        self._data: list[bytes] = []  # data lines of an event that has not ended
-        self._size = 0  # bytes held in both
+        self._line: list[bytes] = []  # pieces of an unfinished line
+        self._data: list[bytes] = []  # data lines of an unfinished event
+        self._size = 0  # bytes in both
         self._name = ""
         self._after_cr = False
         self._at_start = True
 
     def feed(self, chunk: bytes) -> list[Event]:
-        """The events that this chunk completes."""
+        """Return the events that this chunk completes."""
         if whole := self._whole_events(chunk):
             return whole
         if self._after_cr and chunk:
@@ -53,8 +53,7 @@ class SSEParser:
         return events
 
     def _whole_events(self, chunk: bytes) -> list[Event]:
-        """What nearly every chunk is: events of one data line each, from the first byte to the last. Nothing where it
-        is anything else."""
+        """Fast path for nearly every chunk: complete events of one data line each. Returns [] for anything else."""
         if self._line or self._data or self._name or self._after_cr:
             return []
         if not chunk.startswith(b"data: ") or not chunk.endswith(b"\n\n") or len(chunk) > self._limit:
@@ -66,7 +65,7 @@ class SSEParser:
         return [("", data) for data in events]
 
     def close(self) -> list[Event]:
-        """The stream is over: what an event lacks of its blank line, or its line of a line end, is forgiven."""
+        """Called at the end of the stream. A missing blank line or line break at the end is tolerated."""
         events = self.feed(b"\n") if self._line else []
         self._dispatch(events)
         return events

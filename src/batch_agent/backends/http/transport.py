@@ -1,6 +1,6 @@
-"""The connections under the HTTP clients: one pool, one TLS context, the proxies of the environment.
+"""The connections of the HTTP clients: one pool, one TLS context, and the proxies of the environment.
 
-A client has a transport of its own unless it is given one; a thousand clients of one fleet share theirs.
+A client has its own transport unless it is given one; the thousand clients of a fleet share one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CONNECT_SECONDS = 30.0
 
 
 class Transport:
-    """Entered once by each user; the first opens the pool, the last closes it. ``proxies`` says whether those of the
-    environment are used: between the nodes of a cluster they are not meant. ``connections`` is the most that are open
-    at once; 0: no limit."""
+    """Entered once per user; the first opens the pool, the last closes it. ``proxies``: whether to use the
+    environment's proxies, which are not meant for traffic inside a cluster. ``connections``: the maximum open at once;
+    0: no limit."""
 
     def __init__(self, *, proxies: bool = True, connections: int = 0) -> None:
         self._proxies = proxies
@@ -71,11 +71,12 @@ class Transport:
         fresh: bool = False,
         connect_seconds: float = CONNECT_SECONDS,
     ) -> ResponseParser:
-        """Sends a request and reads its response: to the end, as far as the stream from ``on_head`` wants it, or, with
-        ``opened``, the head. Raises a TransportError, and whatever the stream raises. Cancelling closes the connection.
+        """Send a request and read its response: to the end, as far as the stream from ``on_head`` wants it, or, with
+        ``opened``, only the head. Raises a TransportError, and whatever the stream raises. Cancelling closes the
+        connection.
 
-        A request that meets a connection which the server closed meanwhile is sent once more, on a new one. With
-        ``fresh`` it has a new one from the start, and is sent once.
+        If the server closed an idle connection meanwhile, the request is sent once more on a new one. With ``fresh`` it
+        uses a new connection from the start, and is sent only once.
         """
         pool = self._open_pool()
         connection = None if fresh else pool.take(origin)
@@ -96,7 +97,7 @@ class Transport:
             except BaseException:
                 connection.abandon(response)
                 if done.done() and not done.cancelled():
-                    done.exception()  # an upload that was cancelled has not looked at it
+                    done.exception()  # mark the error as retrieved: a cancelled upload has not read it
                 raise
 
     def open(
@@ -109,8 +110,8 @@ class Transport:
         proxy: URL | None = None,
         connect_seconds: float = CONNECT_SECONDS,
     ) -> OpenResponse:
-        """A response to be entered (``async with``) and read piece by piece. Nothing is added to ``headers`` but Host,
-        Content-Length and a login for ``proxy``."""
+        """Return a response to enter (``async with``) and read piece by piece. Only Host, Content-Length and a login
+        for ``proxy`` are added to ``headers``."""
         head = with_length(write_head(method, url, headers, proxy), method, body)
         origin = Origin.of(url, proxy)
 
@@ -130,11 +131,11 @@ class Transport:
 
     def _open_pool(self) -> Pool:
         if self._pool is None:
-            raise InternalError("a server was asked before its backend was entered (async with backend)")
+            raise InternalError("a request was sent before its backend was entered (async with backend)")
         return self._pool
 
     def proxy_for(self, url: URL) -> URL | None:
-        """The proxy that the environment names for ``url``, or None."""
+        """Return the proxy that the environment sets for ``url``, or None."""
         proxies = getproxies() if self._proxies else {}
         proxy = proxies.get(url.scheme) or proxies.get("all")
         if not proxy or proxy_bypass(url.authority):
@@ -142,12 +143,10 @@ class Transport:
         try:
             found = URL(proxy if "://" in proxy else f"http://{proxy}")
         except ValueError:
-            raise SpecError(
-                f"the proxy that the environment names for {url.host} is not a URL that can be read"
-            ) from None
+            raise SpecError(f"the proxy set in the environment for {url.host} is not a valid URL") from None
         if found.scheme not in ("http", "https"):
             raise SpecError(
-                f"the environment names a {found.scheme} proxy for {url.host}: only http and https proxies are "
-                "supported; set NO_PROXY for this host to go without"
+                f"the environment sets a {found.scheme} proxy for {url.host}: only http and https proxies are "
+                "supported; set NO_PROXY for this host to connect directly"
             )
         return found

@@ -1,5 +1,6 @@
-"""What wires have in common, whatever they look like: the ids of tool calls, counts of tokens, and texts that a server
-takes. Pure; ``http_backend`` has what those over HTTP share beside it."""
+"""Code that all wires share: ids of tool calls, token counts, and texts that a server accepts. Pure.
+
+``http/backend`` has what the wires over HTTP share beyond this."""
 
 from __future__ import annotations
 
@@ -14,22 +15,22 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject, Message, Reply, ToolCall, Usage
 from batch_agent.outputs.surrogates import mended_all, read_json, readable_json
 
-if TYPE_CHECKING:  # an HTTP client would come along
+if TYPE_CHECKING:  # it would import an HTTP client
     from batch_agent.backends.http.faults import Faults
 
-LARGEST_COUNT = 2**53  # tokens: what is more is no count, and no reason to fail
+LARGEST_COUNT = 2**53  # tokens: a larger number is not a count, but no reason to fail
 
 
 class CallIds:
-    """Ids for the tool calls of one answer, none of which another call of its conversation has: the engine and the
-    server pair results with calls by them. A server's own id is kept where it is such a one. Some servers send none,
-    the same for all calls of an answer, or the same again in every turn."""
+    """Creates ids for the tool calls of one answer that are unique in the conversation: engine and server match results
+    to calls by them. A server's own id is kept if it is unique. Some servers send no id, the same id for all calls, or
+    the same ids in every turn."""
 
     __slots__ = ("_messages", "_used")
 
     def __init__(self, messages: Sequence[Message]) -> None:
-        self._messages = messages  # those that the request had
-        self._used: set[str] | None = None  # most answers call nothing
+        self._messages = messages  # of the request
+        self._used: set[str] | None = None  # None at first: most answers call no tool
 
     def take(self, call_id: str) -> str:
         if self._used is None:
@@ -43,7 +44,7 @@ class CallIds:
 
 
 class Naming:
-    """Makes the ToolCalls of one answer, each with an id of its own; errors of reading it are ``faults``'."""
+    """Creates the ToolCalls of one answer with unique ids. ``faults`` creates the errors of reading it."""
 
     __slots__ = ("_ids", "faults")
 
@@ -58,25 +59,25 @@ class Naming:
 
 
 def report_calls(reply: Reply, on_tool_call: OnToolCall | None) -> None:
-    """Of an answer that came as a whole: to whoever would have heard of them while it was streamed."""
+    """Report the tool calls of an answer that was not streamed."""
     if on_tool_call is not None:
         for call in reply.tool_calls:
             on_tool_call(call)
 
 
 def echoed_object(arguments: str) -> JsonObject:
-    """A model's arguments as servers take them back: they parse them, and refuse a conversation with a broken one. What
-    the model really wrote is in the tool's error message."""
+    """Return a model's arguments as servers accept them back: they parse them, and refuse a conversation with invalid
+    JSON. The tool's error message has what the model really wrote."""
     return mapping(json_of(arguments))
 
 
 def echoed(arguments: str) -> str:
-    """The same as text, verbatim where it can be."""
+    """Return the same as text, unchanged if possible."""
     return readable_json(arguments) if isinstance(json_of(arguments), dict) else "{}"
 
 
 def written(value: object) -> bytes:
-    """A part of a conversation as JSON, its texts mended where they must be: no row is worth more than the run."""
+    """Return a part of a conversation as JSON. Invalid characters are replaced, so that one row cannot stop the run."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
@@ -84,11 +85,11 @@ def written(value: object) -> bytes:
 
 
 def written_options(shape: RequestShape, fields: Mapping[str, object], reserved: Sequence[str]) -> bytes:
-    """The fields that all requests of a shape have, as a JSON object; None: not said. ``extra_body`` has the last word,
-    but for what is ``reserved``, which a request is made of. SpecError for what cannot be written."""
+    """Return the fields that all requests of a shape share, as a JSON object without None values. ``extra_body``
+    overrides all fields except ``reserved`` ones. Raises SpecError for what cannot be encoded."""
     for name in reserved:
         if name in shape.extra_body:
-            raise SpecError(f"extra_body cannot set {name!r}: it is what a request is made of")
+            raise SpecError(f"extra_body cannot set {name!r}: the engine sets this field itself")
     said = {name: value for name, value in fields.items() if value is not None}
     try:
         return orjson.dumps(said | dict(shape.extra_body))
@@ -97,7 +98,7 @@ def written_options(shape: RequestShape, fields: Mapping[str, object], reserved:
 
 
 def counted(value: JsonValue, *names: str) -> int:
-    """The first of these counts that an object has and that is one; 0 without."""
+    """Return the first of these counts that is valid; 0 if there is none."""
     for name in names:
         number = value.get(name) if isinstance(value, dict) else None
         if type(number) is int and number > 0:
@@ -106,19 +107,19 @@ def counted(value: JsonValue, *names: str) -> int:
 
 
 def usage_of(prompt: int, cached: int, completion: int, reasoning: int = 0, written: int = 0) -> Usage:
-    """With what passes a cache as a part of the prompt, also of a provider that counts it apart."""
+    """Return the usage, with cached tokens as part of the prompt, even if the provider counts them apart."""
     if cached + written > prompt:
         prompt += cached + written
     return Usage(prompt, cached, completion, reasoning, written)
 
 
 def mapping(value: JsonValue) -> JsonObject:
-    """Empty for what is no object."""
+    """Return the value if it is an object, or an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def json_of(data: bytes | str) -> JsonValue:
-    """None for what is no JSON."""
+    """Return the parsed JSON, or None if it is invalid."""
     try:
         return read_json(data)
     except ValueError:
@@ -126,11 +127,11 @@ def json_of(data: bytes | str) -> JsonValue:
 
 
 def object_of(data: bytes, faults: Faults) -> JsonObject:
-    """An answer that must be a JSON object."""
+    """Return an answer that must be a JSON object."""
     value = json_of(data)
     if isinstance(value, dict):
         return value
     shown = faults.clean(data.decode("utf-8", "replace")) or "(nothing)"
     if data.lstrip()[:1] == b"<":
-        raise faults.bad(f"the answer is a web page, not JSON; is this the URL of an API? {shown}")
+        raise faults.bad(f"the answer is a web page, not JSON; check that the URL is that of an API. {shown}")
     raise faults.bad(f"the answer is not a JSON object: {shown}")

@@ -1,7 +1,7 @@
-"""The embedded engine as a Backend: real weights on this machine's CPU, no server, no key, no network once fetched.
+"""The embedded engine as a Backend: real weights on this machine's CPU, without server, key or network once downloaded.
 
-Owns what one request becomes for the engine process and what its answer becomes for us, and sends requests again when
-the process dies under them. Batching, prefix sharing and grammars happen in the process; see design/embedded.md.
+Owns the translation of requests to the engine process and of its answers, and resends requests when the process dies.
+Batching, prefix sharing and grammars happen in the process; see design/embedded.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from batch_agent.errors import InternalError, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, JsonObject, Reply, ToolCall, Usage
 
 DEFAULT_MAX_TOKENS = 512
-STARTS = 3  # processes one request may outlive, its first included
+STARTS = 3  # processes that one request may use, including the first
 SAMPLING = frozenset({"top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"})
 
 log = logging.getLogger(__name__)
@@ -42,19 +42,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What all requests of one shape have in common, worked out once."""
+    """What all requests of one shape share, computed once."""
 
     grammar: str | None
     instructions: str
     max_tokens: int
     sampling: JsonObject
-    unforced: str  # what no grammar keeps
-    answering: RequestShape | None  # the same without a choice of tools, where there is one
+    unforced: str  # the part that no grammar enforces
+    answering: RequestShape | None  # the same shape without the forced tool choice, if there was one
 
 
 class LocalBackend(Backend):
-    """``async with`` starts the engine process, or takes the one that an earlier run left; entering again shares it.
-    Leaving last lets it go, to be kept for a while or to end."""
+    """``async with`` starts the engine process, or reuses the idle one of an earlier run. Entering again shares it; the
+    last exit keeps it idle for a while, or ends it."""
 
     def __init__(self, options: Options, program: str = ENGINE_PROGRAM, keeper: EngineKeeper = KEPT) -> None:
         self._options = options
@@ -73,14 +73,14 @@ class LocalBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        # A call ends its answer: there is nothing to hear of it before.
+        # A tool call ends the answer, so there is nothing to report earlier.
         return Capabilities(
             native_schema=True, schema_with_tools=True, streaming=False, default_inflight=self._options.max_seqs
         )
 
     @property
     def pid(self) -> int | None:
-        """The engine process, while there is one."""
+        """Return the id of the engine process, while it runs."""
         return self._process.pid if self._process is not None and self._process.alive else None
 
     async def models(self) -> list[str]:
@@ -88,7 +88,7 @@ class LocalBackend(Backend):
 
     async def probe(self, endpoint: str = "") -> Probe:
         if not self._entered:
-            return Probe("unknown", "it is not open, so its engine process does not run")
+            return Probe("unknown", "the backend is not open, so its engine process does not run")
         if self.pid is None:
             return Probe("down", "its engine process has ended", (self._options.model,))
         return Probe("up", models=(self._options.model,))
@@ -120,7 +120,7 @@ class LocalBackend(Backend):
             await in_thread(partial(self._keeper.keep, self._key, engine, self._options.keep))
 
     async def _engine(self) -> EngineProcess:
-        """The running process, started if there is none, and ready."""
+        """Return the running process, ready for requests. Starts it if needed."""
         async with self._lock:
             if self._entered == 0:
                 raise Unavailable(f"{self.name} is closed")
@@ -146,9 +146,9 @@ class LocalBackend(Backend):
         if path is None:
             known = weights.find(self._options.model)
             if known is None:
-                raise InternalError(f"{self.name} has neither a path nor a name that is known")
+                raise InternalError(f"{self.name} has neither a path nor a known name")
             if not weights.is_present(known):
-                log.warning("fetching the weights of %s, %d MB, once", known.name, known.size_bytes // 10**6)
+                log.warning("downloading the weights of %s, %d MB, once", known.name, known.size_bytes // 10**6)
             path = await asyncio.to_thread(weights.fetch, known)
         options = self._options
         version = await in_thread(partial(_version, path))
@@ -164,15 +164,15 @@ class LocalBackend(Backend):
         unforced = self._turn(shape).unforced
         if unforced and unforced not in self._warned:
             self._warned.add(unforced)
-            log.warning("not forced by grammar, only validated: %s", unforced)
+            log.warning("not enforced by the grammar, only validated: %s", unforced)
 
     async def infer(self, request: ModelRequest, on_tool_call: OnToolCall | None = None) -> Reply:
         turn = self._turn(request.shape)
         if turn.answering is not None and request.turns_left == 1:
-            turn = self._turn(turn.answering)  # a call in the last turn would be lost
+            turn = self._turn(turn.answering)  # a tool call in the last turn would be lost
         reply = await self._infer(turn, request)
         if turn.answering is not None and _made_before(reply.tool_calls, request.conversation):
-            # A small model shown the result of its call makes the same call again, for as long as it may.
+            # A small model that sees the result of its tool call repeats the same call as long as it is allowed to.
             try:
                 again = await self._infer(self._turn(turn.answering), request)
             except Truncated as error:
@@ -200,7 +200,7 @@ class LocalBackend(Backend):
         return _reply(answer)
 
     async def _ask(self, request: JsonObject) -> Answer:
-        """Sends the request, and again to a new process when the one that had it died."""
+        """Send the request, and again to a new process if the process died."""
         deaths: list[str] = []
         while len(deaths) < STARTS:
             try:
@@ -214,7 +214,7 @@ class LocalBackend(Backend):
     def _turn(self, shape: RequestShape) -> _Turn:
         turn = self._turns.get(shape)
         if turn is None:
-            if shape.model not in ("", self._options.model):  # none is named before a run that names none starts
+            if shape.model not in ("", self._options.model):  # "" before the start of a run that names no model
                 raise SpecError(f"model: {self.name} has {self._options.model!r}, not {shape.model!r}")
             max_tokens = shape.max_tokens or DEFAULT_MAX_TOKENS
             grammar = compile_turn(shape, max_tokens)
@@ -235,7 +235,7 @@ class LocalBackend(Backend):
 
 
 def _sampling(shape: RequestShape) -> JsonObject:
-    """The engine's generation options. No temperature, or none to speak of, is greedy."""
+    """Return the engine's generation options. A temperature of 0 or None means greedy."""
     if unknown := sorted(shape.extra_body.keys() - SAMPLING):
         raise SpecError(f"extra_body: local:// has no {unknown[0]!r}. Known: {', '.join(sorted(SAMPLING))}")
     for name, value in shape.extra_body.items():
@@ -274,7 +274,7 @@ def _version(path: Path) -> int:
 
 
 def require_engine() -> None:
-    """Raises a SpecError that says how to install the engine, unless it is there."""
+    """Raise a SpecError with the install command, unless the engine is installed."""
     if importlib.util.find_spec("openvino_genai") is None:
         raise SpecError(
             "local://, the backend when none is given, needs the package openvino-genai: pip install openvino-genai; "
@@ -283,7 +283,7 @@ def require_engine() -> None:
 
 
 def from_url(url: str) -> LocalBackend:
-    """The backend that ``local://…`` names; nothing is fetched or started yet."""
+    """Return the backend for a ``local://…`` URL. Nothing is downloaded or started yet."""
     require_engine()
     return LocalBackend(parse_url(url))
 

@@ -1,12 +1,11 @@
-"""The process that owns the engine: requests come in on stdin, answers go out on stdout, one JSON object a line.
+"""The process that owns the engine: requests on stdin, answers on stdout, one JSON object per line.
 
 In:   {"id", "job", "messages", "grammar", "max_tokens", "sampling"}   or {"cancel": id}
 Out:  {"ready": …} once, then for each request {"id", "first": true} and {"id", "text", "finish", …} or {"id", "error"}
-      {"fatal": …, "suspects": [id…]} as the last words of an engine that cannot go on
+      {"fatal": …, "suspects": [id…]} last message of an engine that must stop
 
-A process of its own because a step holds the interpreter lock, and because native code may die. It ends when stdin ends
-or the parent dies, whichever the system shows first. It never prints: stdout is the wire, and what native code writes
-there is sent to stderr.
+It is a separate process because a step holds the interpreter lock, and because native code may crash. It ends when
+stdin ends or the parent dies. It never prints: stdout carries the protocol, and output of native code goes to stderr.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ class Request:
     cached: int = 0
     generated: array[int] = field(default_factory=lambda: array("q"))
     finish: str = ""
-    ignored: bool = False  # there was no room for it in the KV cache
+    ignored: bool = False  # the KV cache had no room for it
 
 
 class Engine:
     """``schedule → step → report`` around the pipeline. Everything here runs in one thread."""
 
     def __init__(self, config: JsonObject, wire: BinaryIO) -> None:
-        # The engine's package would report its use over the network; it takes a missing module for a no.
+        # The engine's package would send telemetry over the network; a missing module disables that.
         sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
         self._genai = import_module("openvino_genai")
         self._tensor = import_module("openvino").Tensor
@@ -71,13 +70,13 @@ class Engine:
         self._tokenizer = self._pipeline.get_tokenizer()
         self._waiting: OrderedDict[int, Request] = OrderedDict()
         self._running: dict[int, Request] = {}
-        self._proven: set[str] = set()  # grammars that the engine has taken
+        self._proven: set[str] = set()  # grammars that the engine has accepted
         self._told: OrderedDict[str, list[Told]] = OrderedDict()  # job → its last turn, with and without the answer
         self._prefixes = PrefixCache(self._measure_blocks())
 
     def _measure_blocks(self) -> int:
-        """Runs one token through the engine: what is wrong with it on this machine shows now, and the share of the
-        cache that one block takes says how many there are."""
+        """Run one token through the engine. Problems on this machine show now, and the share of the cache that one
+        block uses gives the number of blocks."""
         config = self._genai.GenerationConfig(max_new_tokens=2, ignore_eos=True)
         handle = self._pipeline.add_request(0, self._as_tensor(array("q", [0])), config)
         self._pipeline.step()
@@ -108,7 +107,7 @@ class Engine:
                     self._report(request)
 
     def suspects(self) -> list[int]:
-        """The requests whose grammar the engine had not been seen to take."""
+        """Return the requests whose grammar was new to the engine."""
         return [r.id for r in self._running.values() if r.grammar is not None and r.grammar not in self._proven]
 
     def _take(self, message: JsonObject) -> None:
@@ -117,12 +116,12 @@ class Engine:
             return
         try:
             request = self._parse(message)
-        except Exception as error:  # of the engine's template, tokenizer or option checks, for this request alone
+        except Exception as error:  # from the engine's template, tokenizer or option checks; affects only this request
             self.send({"id": message["id"], "error": "invalid", "message": str(error)})
             return
         room = self._context - len(request.tokens)
         if room < 1:
-            # The tokenizer stops at the model's context: the characters tell the real size.
+            # The tokenizer stops at the model's context length; the number of characters shows the real size.
             size = f"{len(request.tokens):,} tokens or more ({len(request.text):,} characters)"
             what = f"the prompt has {size}, the model's context is {self._context:,}"
             self.send({"id": request.id, "error": "context", "message": what})
@@ -142,8 +141,8 @@ class Engine:
         return Request(message["id"], message["job"], text, tokens, chain_of(tokens), config, message["grammar"])
 
     def _tokenize(self, job: str, text: str) -> array[int]:
-        """Extends the tokens the job has: a model may write a text in other tokens than the tokenizer would, and only
-        the very same tokens are found in the cache."""
+        """Extend the job's known tokens. A model may write a text in other tokens than the tokenizer would, and only
+        identical tokens are found in the cache."""
         told = self._told.get(job, [])
         before, known = next((pair for pair in told if text.startswith(pair[0])), ("", array("q")))
         if text == before:
@@ -208,8 +207,8 @@ class Engine:
         )
 
     def _try_alone(self, request: Request) -> None:
-        """The KV cache had no room for it beside the others, all of whom are told so in the same step. One at a time
-        goes on for sure, or can never."""
+        """Retry a request for which the KV cache had no room beside the others. All of them fail in the same step; one
+        at a time either succeeds or never fits."""
         if request.ignored:
             what = f"the KV cache is too small for a prompt of {len(request.tokens)} tokens: local://…?kv_gb=2"
             self.send({"id": request.id, "error": "context", "message": what})
@@ -236,8 +235,8 @@ def open_pipeline(genai: Any, path: Path, config: JsonObject) -> Any:
     properties = {
         "INFERENCE_NUM_THREADS": config["threads"],
         "ENABLE_CPU_PINNING": False,  # pinned threads wait for a busy core while another is free
-        # The engine's own choice is bf16 where the CPU names it: slower at this size, and an illegal instruction on
-        # virtual machines that name AMX without allowing it.
+        # The engine would choose bf16 if the CPU reports it: slower at this size, and an illegal instruction on virtual
+        # machines that report AMX without allowing it.
         "INFERENCE_PRECISION_HINT": "f32",
     }
     return genai.ContinuousBatchingPipeline(str(path), scheduler, "CPU", properties)
@@ -246,7 +245,7 @@ def open_pipeline(genai: Any, path: Path, config: JsonObject) -> Any:
 def _read(source: BinaryIO, inbox: queue.SimpleQueue[JsonObject]) -> None:
     for line in source:
         inbox.put(orjson.loads(line))
-    os._exit(0)  # the parent is gone or wants us gone; there is nothing to save
+    os._exit(0)  # the parent is gone or ends us; there is nothing to save
 
 
 def _die_with_parent(parent: int) -> None:

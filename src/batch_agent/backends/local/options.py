@@ -1,4 +1,4 @@
-"""What ``local://…`` says: which model, how many threads, how much memory for the KV cache."""
+"""Options of a ``local://…`` URL: the model, threads, and memory for the KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``path`` is None for a model that is fetched by name."""
+    """``path`` is None for a model that is downloaded by name."""
 
     model: str
     path: Path | None
@@ -68,7 +68,7 @@ def _positive(given: dict[str, str], name: str, default: int) -> int:
 
 
 def physical_cores() -> int:
-    """The cores this process may use, two hyperthreads counted once: a second thread on a core slows the first down."""
+    """Return the physical cores this process may use: a second thread on one core slows the first down."""
     try:
         usable = os.sched_getaffinity(0)
     except AttributeError:

@@ -1,8 +1,8 @@
-"""Which prompt blocks the engine holds, seen from outside, and so: who may start now and who had better wait.
+"""Tracks from outside which prompt blocks the engine has cached, to decide which request starts now and which waits.
 
-The engine shares the KV cache of equal prompt beginnings in blocks of BLOCK_TOKENS, but only once they are computed:
-two requests that start cold together both compute them. A request whose next block is being computed by another waits
-until that one's first token. Pure bookkeeping: no engine, no clock.
+The engine shares the KV cache of equal prompt prefixes in blocks of BLOCK_TOKENS, but only after they are computed: two
+requests that start cold together both compute them. A request whose next block is being computed by another one waits
+for that one's first token. Pure bookkeeping: no engine, no clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def chain_of(tokens: array[int]) -> Chain:
 
 
 class PrefixCache:
-    """``capacity`` is the engine's number of blocks; beyond it the ones used longest ago are given up, as it does."""
+    """``capacity`` is the engine's number of blocks. Beyond it the least recently used are dropped, as in the
+    engine."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -33,7 +34,7 @@ class PrefixCache:
         self._coming: dict[int, int] = {}  # block → the request that computes it
 
     def begin(self, request: int, chain: Chain) -> int | None:
-        """How many leading blocks are held, the rest now being computed by this request; None: wait."""
+        """Return the number of cached leading blocks; this request now computes the rest. None: wait."""
         held = 0
         while held < len(chain) and chain[held] in self._held:
             held += 1
@@ -45,18 +46,18 @@ class PrefixCache:
         return held
 
     def computed(self, request: int, chain: Chain) -> None:
-        """The request's first token is there, and with it every block of its prompt."""
+        """Record the request's first token: every block of its prompt is now cached."""
         self.drop(request, chain)
         self._touch(chain)
 
     def drop(self, request: int, chain: Chain) -> None:
-        """The request ended, whether or not it computed what it began."""
+        """Record the end of the request, whether or not its blocks were computed."""
         for block in chain:
             if self._coming.get(block) == request:
                 del self._coming[block]
 
     def _touch(self, chain: Iterable[int]) -> None:
-        # From the end, so that of one chain the beginning, which more requests share, is given up last.
+        # In reverse order, so that the start of a chain, which more requests share, is dropped last.
         for block in reversed(tuple(chain)):
             self._held[block] = None
             self._held.move_to_end(block)

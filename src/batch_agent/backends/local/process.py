@@ -1,7 +1,8 @@
-"""The parent's end of the engine process on one event loop: start it, ask it, hear of its death, leave it or end it.
+"""The parent's side of the engine process on one event loop: start or attach, send requests, detect its death, detach
+or end it.
 
-No tasks: what the process says arrives in callbacks of the event loop and resolves the futures that callers await.
-Starting it again is the caller's decision.
+No tasks: messages of the process arrive in callbacks of the event loop and resolve the futures that callers await. The
+caller decides whether to restart it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ERRORS: dict[str, type[BackendError]] = {"context": ContextOverflow, "invalid": 
 
 
 def encode_line(message: JsonObject) -> bytes:
-    """What the process reads."""
+    """Return the line that the process reads."""
     return written(message) + b"\n"
 
 
@@ -52,14 +53,14 @@ class _InFlight:
 
 
 class EngineProcess(asyncio.Protocol):
-    """An engine as one event loop speaks with it, from ``start`` or ``attach`` to its end or to ``detach``."""
+    """The connection of one event loop to an engine, from ``start`` or ``attach`` to its end or to ``detach``."""
 
     def __init__(self, engine: LoadedEngine) -> None:
         self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._in_flight: dict[int, _InFlight] = {}
-        self._fatal = ""  # its last words, or how it ended
-        self._ready: asyncio.Future[bool] = self._loop.create_future()  # False: it ended before it was ready
+        self._fatal = ""
+        self._ready: asyncio.Future[bool] = self._loop.create_future()  # False: the process ended before it was ready
         if engine.ready:
             self._ready.set_result(True)
         self._output: asyncio.ReadTransport
@@ -70,7 +71,7 @@ class EngineProcess(asyncio.Protocol):
 
     @classmethod
     async def start(cls, program: str, config: JsonObject) -> Self:
-        """Starts the process; it is loading the model when this returns."""
+        """Start the process. It is still loading the model when this returns."""
         try:
             engine = await asyncio.wrap_future(start_engine(program, config))
         except OSError as error:
@@ -101,7 +102,7 @@ class EngineProcess(asyncio.Protocol):
             raise EngineDied(self._fatal)
 
     async def ask(self, request: JsonObject) -> Answer:
-        """Cancelling this cancels the request in the engine."""
+        """Send a request and return its answer. Cancelling this cancels the request in the engine."""
         if not self.alive:
             raise EngineDied(self._fatal)
         number = next(self._engine.ids)
@@ -126,7 +127,7 @@ class EngineProcess(asyncio.Protocol):
         return self._engine
 
     async def close(self) -> None:
-        """Ends the process and waits until it is gone."""
+        """End the process and wait until it is gone."""
         engine = await self.detach()
         await in_thread(engine.end)
 
@@ -134,7 +135,7 @@ class EngineProcess(asyncio.Protocol):
         if not self._input.is_closing():
             self._input.write(encode_line(message))
 
-    # What asyncio calls.
+    # Called by asyncio
 
     def data_received(self, data: bytes) -> None:
         unread = self._engine.unread
@@ -182,7 +183,7 @@ class EngineProcess(asyncio.Protocol):
         self._fatal = str(message["fatal"]).strip()
         if "grammar" not in self._fatal:
             return
-        # Sending those again would end the next process in the same way, and everyone else's requests with it.
+        # Resending those would end the next process in the same way, and all other requests with it.
         for number in cast(list[int], message["suspects"]):
             if entry := self._in_flight.pop(number, None):
                 entry.answer.set_exception(Rejected(f"the engine refused the schema's grammar: {self._fatal}"))

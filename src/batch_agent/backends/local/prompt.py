@@ -1,7 +1,7 @@
-"""A conversation as the plain chat messages that any chat template takes, and a model's text as the call it may be.
+"""Converts a conversation to plain chat messages that any chat template accepts, and a model's text to a tool call.
 
-Tools are described in the system message and their results come back as user messages, because a template may know
-neither; what is written for a call is exactly what the model wrote, so turn n+1 extends turn n.
+Tools are described in the system message and their results are user messages, because a template may support neither. A
+call is repeated exactly as the model wrote it, so that turn n+1 extends turn n.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ChatMessage = dict[str, str]
 
 
 def chat_messages(messages: Sequence[Message], instructions: str) -> list[ChatMessage]:
-    """``instructions`` are ours, for all requests of a shape, and go behind the system message."""
+    """Return the chat messages. ``instructions`` are ours, for all requests of a shape, and follow the system
+    message."""
     out: list[ChatMessage] = []
     results: list[str] = []
     for message in messages:
@@ -58,12 +59,12 @@ def describe_tools(tools: Sequence[ToolSpec]) -> str:
 
 
 def describe_schema(schema: JsonObject) -> str:
-    """For an answer that no grammar keeps to its schema."""
+    """Return the instruction for an answer whose schema no grammar enforces."""
     return f"Your answer must be JSON alone, valid against this JSON schema: {json_text(schema)}"
 
 
 def read_call(text: str) -> ToolCall | None:
-    """The tool call that ``text`` is, if it is one; the grammar has seen to its form."""
+    """Return the tool call in ``text``, if it is one; the grammar has ensured its form."""
     body = text.strip()
     if not (body.startswith(OPEN) and body.endswith(CLOSE)):
         return None

@@ -1,5 +1,5 @@
-"""Questions about a JSON schema that its grammar depends on: which keywords speak of which type, whether branches can
-overlap, how many strings are open-ended. Nothing here knows of grammars."""
+"""Analyses a JSON schema for its grammar: which keywords apply to which type, whether branches can overlap, how many
+strings are unbounded. Independent of grammars."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEYWORDS: Final[Mapping[str, frozenset[str]]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-TYPICAL_ITEMS: Final = 4  # an array shares the room as if it had so many
+TYPICAL_ITEMS: Final = 4  # assumed length of an array when room is divided
 
 
 def count(said: JsonObject, key: str) -> int | None:
@@ -38,7 +38,7 @@ def count(said: JsonObject, key: str) -> int | None:
 
 
 def about(kind: str, said: JsonObject) -> JsonObject:
-    """The keywords that speak of one type; JSON schema ignores the others where the value is of that type."""
+    """Return the keywords that apply to one type; JSON schema ignores the others for values of that type."""
     others = frozenset().union(*(words for name, words in KEYWORDS.items() if name != kind))
     return {key: value for key, value in said.items() if key in KEYWORDS.get(kind, ()) or key not in others}
 
@@ -48,7 +48,7 @@ def implied_type(said: JsonObject) -> str | None:
 
 
 def without_decimal_text(branches: Sequence[JsonValue]) -> list[JsonValue]:
-    """A Decimal is a number or a string of a pattern: the number says it all."""
+    """Drop the string branch of a Decimal (a number, or a string with a pattern): the number is enough."""
     kinds = [branch.get("type") if isinstance(branch, dict) else None for branch in branches]
     if "number" not in kinds:
         return list(branches)
@@ -56,7 +56,7 @@ def without_decimal_text(branches: Sequence[JsonValue]) -> list[JsonValue]:
 
 
 def disjoint(resolve: Callable[[str], JsonValue], branches: Sequence[JsonValue]) -> bool:
-    """Whether no value can satisfy two of the branches, judged by type and by literal properties."""
+    """Return whether no value can satisfy two of the branches, judged by type and by literal properties."""
     resolved = []
     for branch in branches:
         while isinstance(branch, dict) and "$ref" in branch:
@@ -80,7 +80,7 @@ def _apart(first: JsonObject, second: JsonObject) -> bool:
 
 
 def _tags(schema: JsonObject) -> dict[str, frozenset[str]]:
-    """The required properties that are literals, with the values they may have."""
+    """Return the required properties that are literals, with their allowed values."""
     required = listed(schema, "required")
     found = {
         name: _options(value)
@@ -91,19 +91,19 @@ def _tags(schema: JsonObject) -> dict[str, frozenset[str]]:
 
 
 def _options(schema: JsonObject) -> frozenset[str] | None:
-    """The values of a literal or an enum, as JSON."""
+    """Return the values of a literal or an enum, as JSON."""
     if "const" in schema:
         return frozenset({json_text(schema["const"])})
     return frozenset(map(json_text, listed(schema, "enum"))) if "enum" in schema else None
 
 
 def open_strings(schema: JsonObject) -> int:
-    """How many strings without a limit of their own an answer may have, to share the room among them."""
+    """Return how many unbounded strings an answer may have, so that they can share the available length."""
     return _OpenStrings(schema).visit(schema, ())
 
 
 class _OpenStrings(SchemaVisitor[tuple[str, ...], int]):
-    """``where`` are the references that led to a node."""
+    """``where`` holds the references that led to a node."""
 
     def anything(self, node: JsonValue, where: tuple[str, ...]) -> int:
         return 0

@@ -1,6 +1,6 @@
 """The leaves of a JSON grammar as EBNF expressions: literals, strings of bounded length, numbers in ranges.
 
-Each function returns one parenthesis-safe expression. What the expressions add up to belongs to ``grammar``.
+Each function returns one parenthesis-safe expression. ``grammar`` combines them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from pydantic import JsonValue
 
 from batch_agent.backends.http.wire import written
 
-LIMIT = 10**15  # what an open range stops short of: integers below it survive a trip through a double
-PLACES = (1, 2, 4)  # decimal places a number may have, besides those of its bounds
+LIMIT = 10**15  # bound of an open range: integers below it are exact as doubles
+PLACES = (1, 2, 4)  # allowed decimal places, besides those of the bounds
 
-EXACT_CHARS = 200  # the longest string that is counted by character
-REPEATS = 100  # the engine's compiler unrolls up to 127 repetitions; longer ones make each step take seconds
+EXACT_CHARS = 200  # the longest string that is counted in characters
+REPEATS = 100  # the engine's compiler unrolls up to 127 repetitions; with more, each step takes seconds
 
-# A JSON string's characters. \u escapes are left out: UTF-8 says the same, and one character stays one code point.
+# Characters of a JSON string. \u escapes are left out: UTF-8 expresses the same, and one character stays one code
+# point.
 PLAIN = r'[^"\\\x00-\x1f\x7f]'
 IN_WORD = r'[^"\\ \x00-\x1f\x7f]'
 ESCAPE = r'"\\" ["\\/bfnrt]'
@@ -43,7 +44,7 @@ FORMATS = {
 
 
 def quote(text: str) -> str:
-    """An EBNF literal that matches exactly ``text``."""
+    """Return an EBNF literal that matches exactly ``text``."""
     out = []
     for char in text:
         if char in '"\\':
@@ -57,7 +58,7 @@ def quote(text: str) -> str:
 
 
 def json_text(value: JsonValue) -> str:
-    """JSON as the grammar writes it everywhere: one space after colon and comma, as models were taught."""
+    """Return JSON as the grammar writes it: one space after colon and comma, as in most training data."""
     match value:
         case dict():
             return "{" + ", ".join(f"{json_text(k)}: {json_text(v)}" for k, v in value.items()) + "}"
@@ -68,16 +69,16 @@ def json_text(value: JsonValue) -> str:
 
 
 def either(options: Iterable[str]) -> str:
-    """One of several expressions; a repeated one counts once."""
+    """Return an alternative of the expressions, without duplicates."""
     distinct = list(dict.fromkeys(options))
     return distinct[0] if len(distinct) == 1 else f"({' | '.join(distinct)})"
 
 
 def string(least: int, most: int) -> str:
-    """A JSON string of ``least`` to ``most`` characters, at most EXACT_CHARS.
+    """Return a JSON string of ``least`` to ``most`` characters, at most EXACT_CHARS.
 
-    Written without rules of its own: the engine works out which tokens may follow for every position of a rule, and
-    tokens that reach beyond its end it has to try again at every step.
+    It uses no rules of its own: the engine precomputes the allowed tokens for every position of a rule, but must test
+    tokens that reach beyond its end at every step.
     """
     if most <= REPEATS:
         return f'"\\"" {CHARACTER}{{{least},{most}}} "\\""'
@@ -88,10 +89,10 @@ def string(least: int, most: int) -> str:
 
 
 def words(least: int, most: int | None) -> str:
-    """A JSON string of at least ``least`` characters, at most REPEATS, and of ``most`` words more or less.
+    """Return a JSON string of at least ``least`` characters, at most REPEATS, and of about ``most`` words.
 
-    Counting words costs the engine a tenth of counting characters. An escape counts as a word: rows of line breaks
-    are where small models get stuck.
+    Counting words costs the engine a tenth of counting characters. An escape counts as a word, because small models
+    tend to repeat line breaks forever.
     """
     head = f"{CHARACTER}{{{least}}} " if least else ""
     if most is None:
@@ -100,7 +101,7 @@ def words(least: int, most: int | None) -> str:
 
 
 def integer(low: int | None, high: int | None) -> str:
-    """An integer from ``low`` to ``high``, both included; an open end stops where doubles stop being exact."""
+    """Return an integer from ``low`` to ``high``, both included; an open end stops where doubles stop being exact."""
     least = low if low is not None else min(1 - LIMIT, high if high is not None else 0)
     most = high if high is not None else max(LIMIT - 1, least)
     if least > most:
@@ -109,10 +110,10 @@ def integer(low: int | None, high: int | None) -> str:
 
 
 def number(low: Decimal | None, high: Decimal | None, *, above: bool = False, below: bool = False) -> str:
-    """A decimal between the bounds, written without exponent; ``above`` and ``below`` leave out the bound itself.
+    """Return a decimal between the bounds without exponent; ``above`` and ``below`` exclude the bound itself.
 
-    A few numbers of decimal places are offered, enough to write the bounds themselves; with the number of places
-    fixed, a range of decimals is a range of integers.
+    A few numbers of decimal places are allowed, enough to write the bounds. With the number of places fixed, a range of
+    decimals is a range of integers.
     """
     if low is None:
         low, above = (Decimal(-LIMIT), True) if high is None or high > -LIMIT else (high - 1, False)
@@ -136,7 +137,8 @@ def _places(value: Decimal) -> int:
 
 
 def _fixed_point(low: int, high: int, places: int) -> list[str]:
-    """The numbers ``low`` to ``high``, each divided by ten to the ``places``. There is no minus zero."""
+    """Return the numbers ``low`` to ``high``, each divided by ten to the power of ``places``. There is no minus
+    zero."""
     options = []
     if high >= 0:
         options.append(_natural(max(low, 0), high, places))
@@ -147,8 +149,8 @@ def _fixed_point(low: int, high: int, places: int) -> list[str]:
 
 def _natural(low: int, high: int, places: int) -> str:
     options = []
-    whole: list[int] = []  # the lengths of which every number is in the range
-    shortest = places + 1  # at least one digit stands before the point
+    whole: list[int] = []  # lengths for which every number is in the range
+    shortest = places + 1  # at least one digit before the point
     for length in range(max(len(str(low)), shortest), max(len(str(high)), shortest) + 1):
         floor, ceiling = 10 ** (length - 1) if length > shortest else 0, 10**length - 1
         if length > shortest and low <= floor and ceiling <= high:
@@ -166,7 +168,7 @@ def _pointed(value: int, length: int, places: int) -> str:
 
 
 def _digits(low: str, high: str) -> str:
-    """All texts from ``low`` to ``high``, which have the same length and their point, if any, in the same place."""
+    """Return all texts from ``low`` to ``high``, which have the same length and the same place of the point."""
     if not low:
         return ""
     zeros, nines = _filled(low[1:], "0"), _filled(low[1:], "9")
@@ -195,5 +197,5 @@ def _filled(text: str, digit: str) -> str:
 
 
 def _any_digits(shape: str) -> str:
-    """As many digits as ``shape`` has, with its point."""
+    """Return as many digits as ``shape`` has, with its point."""
     return ' "." '.join(f"[0-9]{{{len(part)}}}" if part else "" for part in shape.split(".")).strip()

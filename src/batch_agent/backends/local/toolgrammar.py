@@ -1,7 +1,8 @@
-"""The choice a model has in one turn, as one grammar: call one of the tools it is offered, or answer.
+"""The grammar of one turn: the model calls one of the offered tools, or answers.
 
-A call is written ``<tool_call>{"name": …, "arguments": …}</tool_call>``, so its first character tells it from an
-answer, and a model of any size writes it with arguments that fit. One call a turn: a small model that may go on, does.
+A call is written ``<tool_call>{"name": …, "arguments": …}</tool_call>``, so its first character distinguishes it from
+an answer, and a model of any size writes valid arguments. One call per turn: a small model that may continue always
+does.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ FREE_TEXT = r"[^<] [\x00-\U0010FFFF]*"
 
 @dataclass(frozen=True, slots=True)
 class TurnGrammar:
-    """``text`` is None where the model may write what it likes. ``unforced`` says what only validation will catch, and
-    ``schema_unforced`` whether the answer's schema is among it."""
+    """``text`` is None if the model is unconstrained. ``unforced``: what only validation checks; ``schema_unforced``:
+    whether that includes the answer's schema."""
 
     text: str | None
     unforced: str = ""
@@ -47,7 +48,7 @@ def compile_turn(shape: RequestShape, max_tokens: int) -> TurnGrammar:
 
 
 def _answer(grammar: Grammar, shape: RequestShape) -> tuple[str | None, str]:
-    """The expression of the schema, or why there is none."""
+    """Return the expression of the schema, or the reason why there is none."""
     if shape.schema is None:
         return None, ""
     try:
@@ -67,7 +68,7 @@ def _call(grammar: Grammar, tool: ToolSpec, unforced: list[str]) -> str:
 
 
 def _choice(shape: RequestShape) -> tuple[tuple[ToolSpec, ...], bool]:
-    """The tools that may be called in this turn, and whether the model may answer instead."""
+    """Return the tools that may be called in this turn, and whether the model may answer instead."""
     choice = shape.tool_choice
     if isinstance(choice, dict):
         function = choice.get("function", choice)

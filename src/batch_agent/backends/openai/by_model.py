@@ -1,4 +1,4 @@
-"""OpenAI itself: chat completions, and responses for the models that are served there alone."""
+"""OpenAI itself: chat completions, or responses for the models served only there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batch_agent.messages import Reply
 
 
 class OpenAIByModel(OpenAIBackend):
-    """An OpenAIBackend that passes on to a ResponsesBackend what only that can ask."""
+    """An OpenAIBackend that forwards to a ResponsesBackend the models that need it."""
 
     def __init__(
         self,
@@ -37,7 +37,8 @@ class OpenAIByModel(OpenAIBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What either wire found out about schemas counts: a run has one model, and so one of them."""
+        """Return the capabilities. What either wire learnt about schemas counts: a run has one model, and so one
+        wire."""
         note = self._responses.capabilities.schema_note
         return replace(self._capabilities, native_schema=False, schema_note=note) if note else self._capabilities
 

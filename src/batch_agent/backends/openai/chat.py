@@ -1,9 +1,9 @@
 """The ``/chat/completions`` wire: OpenAI, and every server that speaks its dialect (vLLM, SGLang, llama.cpp, Ollama …).
 
-This file writes requests; ``openai_answer`` reads answers, ``openai_schema`` writes the schemas they must keep to,
-``openai_server`` has what such servers share beside the wire, and ``http_backend`` takes the one to the other. A body
-is head, messages and tail. The head is encoded once per RequestShape, each message once per conversation, the shared
-ones once for all agents; the tail is what a turn has of its own, if anything.
+This file writes requests; ``chat_answer`` reads answers, ``schema`` writes the schemas, ``server`` has what these
+servers share beside the wire, and ``http/backend`` sends requests. A body is head, messages and tail. The head is
+encoded once per RequestShape, each message once per conversation, the shared ones once for all agents; the tail has
+fields of one turn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class OpenAIBackend(OpenAIServer):
 
 
 def encode_head(shape: RequestShape, stream: bool, dialect: Dialect = STANDARD) -> bytes:
-    """All of a body up to and with the bracket that opens the messages. ``extra_body`` has the last word."""
+    """Return the body up to and including the bracket that opens the messages. ``extra_body`` overrides other
+    fields."""
     fields: dict[str, object] = {
         "model": dialect.deployment or shape.model,
         dialect.max_tokens_field: shape.max_tokens,
@@ -83,7 +84,7 @@ def encode_message(message: Message) -> bytes:
     sealed = opened(message.sealed)
     fields: dict[str, object] = {"role": message.role, "content": content_json(message.content), **sealed.fields}
     if message.tool_calls:
-        # Content stays "" beside calls: null is what some chat templates stumble over.
+        # Content stays "" beside calls: some chat templates fail on null.
         fields["tool_calls"] = [
             {
                 "id": call.id,
@@ -108,7 +109,7 @@ def join_body(head: bytes, conversation: Conversation, end: bytes = b"]}") -> by
 
 
 def end_body(fields: JsonObject) -> bytes:
-    """What closes the messages, with the fields of a request's own."""
+    """Return the end of a body: what closes the messages, with the fields of this request."""
     return b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
 
 

@@ -1,8 +1,7 @@
-"""Answers of ``/chat/completions``, whole or streamed, read into a Reply: pure, and tolerant of the many dialects.
+"""Reads answers of ``/chat/completions``, whole or streamed, into a Reply. Pure, and tolerant of the many dialects.
 
-Tolerant means that everything which says the same is accepted: null for an empty list, an object for JSON text, parts
-for text, missing ids. An answer that is not complete (cut, aborted, filtered, empty, an error object) is always raised
-as a BackendError, never passed on.
+Tolerant means that equivalent forms are accepted: null for an empty list, an object for JSON text, parts for text,
+missing ids. An incomplete answer (cut, aborted, filtered, empty, an error object) is always raised as a BackendError.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ def read_answer(body: bytes, naming: Naming) -> Reply:
 
 
 class AnswerStream:
-    """Chunks of an event stream in, one Reply out; tool calls are reported as soon as each is complete.
+    """Takes chunks of an event stream and returns one Reply. Reports each tool call as soon as it is complete.
 
-    A call is complete when its JSON object closes, or when the answer ends well; the pieces of several calls may come
-    in any order. ``said`` gets the text piece by piece, for whoever gives the answer up before its end.
+    A call is complete when its JSON object closes, or when the answer ends well; pieces of several calls may arrive in
+    any order. ``said`` receives the text piece by piece, for a caller that cancels.
     """
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
@@ -75,15 +74,15 @@ class AnswerStream:
         self._text = said
         self._reasoning: list[str] = []
         self._started: list[_CallInProgress] = []
-        self._latest: dict[object, _CallInProgress] = {}  # by the server's number; None: of them all
-        self._dispatched: dict[object, str] = {}  # ids of calls that were told whole, by the server's number
+        self._latest: dict[object, _CallInProgress] = {}  # by the server's index; None: the latest of all
+        self._dispatched: dict[object, str] = {}  # ids of calls reported whole, by the server's index
         self._usage: JsonValue = None
         self._finish: str | None = None
         self._model = ""
         self._done = False
 
     def feed(self, chunk: bytes) -> bool:
-        """True when the stream said that it is done."""
+        """Process a chunk. Returns True when the stream has ended."""
         try:
             events = self._sse.feed(chunk)
         except EventTooLarge as error:
@@ -120,14 +119,14 @@ class AnswerStream:
                 self._chunk(object_of(data, self._faults))
 
     def _chunk(self, chunk: JsonObject) -> None:
-        # Once for every token: what is usually not there is looked for before anything is made of it.
+        # Runs for every token, so rare fields are tested before anything is created.
         if ("error" in chunk or chunk.get("object") == "error") and (error := error_in(chunk)):
             raise self._faults.reported(error)
         if usage := chunk.get("usage"):
             self._usage = usage
         choices = chunk.get("choices")
         for choice in choices if isinstance(choices, list) else ():
-            # More than one choice comes only where the user's extra_body asked for it; the first is the answer.
+            # Several choices come only if the user's extra_body requested them; the first is the answer.
             if isinstance(choice, dict) and not choice.get("index"):
                 if error := choice.get("error"):
                     raise self._faults.reported(error)
@@ -141,7 +140,7 @@ class AnswerStream:
     def _delta(self, delta: JsonObject) -> None:
         content = delta.get("content")
         if len(delta) == 1 and content and isinstance(content, str) and self._first_token is not None:
-            self._text.append(content)  # what nearly every event is
+            self._text.append(content)  # the most common event
             return
         text = _text(content, self._faults) or string_of(delta.get("refusal"))
         reasoning = _reasoning(delta)
@@ -156,7 +155,7 @@ class AnswerStream:
             self._call_delta(item)
 
     def _dispatch(self, event: JsonObject) -> None:
-        """A whole call that is told before its deltas (NVIDIA Dynamo): they come all the same, and add nothing."""
+        """Handle a whole call sent before its deltas (NVIDIA Dynamo): the deltas still come, and add nothing."""
         call = event.get("tool_call")
         if isinstance(call, dict) and not event.get("choice_index"):
             number, (call_id, name, _) = _number(call), _call_fields(call, self._faults)
@@ -181,7 +180,7 @@ class AnswerStream:
             self._settle(call)
 
     def _settle(self, call: _CallInProgress) -> ToolCall:
-        """The call is complete."""
+        """Report a complete call."""
         if call.done is None:
             call.done = self._naming.call(call.id, call.name, call.arguments)
             self._on_tool_call(call.done)
@@ -189,8 +188,8 @@ class AnswerStream:
 
 
 class _CallInProgress:
-    """The fragments of one call, and the one thing to know of them: whether the JSON object has closed. What follows a
-    closed object is not part of it."""
+    """The fragments of one call, and whether its JSON object has closed. Text after a closed object is not part of
+    it."""
 
     _MARKS = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
     __slots__ = ("_depth", "_escaped", "_in_string", "_pieces", "closed", "done", "id", "name", "signature")
@@ -204,16 +203,16 @@ class _CallInProgress:
         self._pieces: list[str] = []
         self._depth = 0
         self._in_string = False
-        self._escaped = False  # the last fragment ended in a backslash, inside a string
+        self._escaped = False  # the last fragment ended in a backslash inside a string
 
     @property
     def arguments(self) -> str:
         return "".join(self._pieces)
 
     def is_over(self, call_id: str, name: str, arguments: str) -> bool:
-        """Whether a delta with the same number begins another call. Some servers number every call 0, or none; then a
-        new id or another name marks the beginning, or arguments that come with an id or a name after a complete
-        object. With the same id they must be another object: some servers end with the whole call once more."""
+        """Return whether a delta with the same index starts another call. Some servers number every call 0, or none.
+        Then a new id or another name marks the start, or arguments that come with an id or a name after a complete
+        object. With the same id they must be another object, because some servers repeat the whole call at the end."""
         if not (call_id or name):
             return False
         if (call_id and self.id and call_id != self.id) or (name and self.name and name != self.name):
@@ -232,10 +231,10 @@ class _CallInProgress:
         self._pieces.append(fragment[:end])
 
     def _scan(self, fragment: str) -> int:
-        """How much of the fragment belongs to the object."""
+        """Return how much of the fragment belongs to the object."""
         if not self._pieces and not fragment.startswith("{"):
             self._in_string, self._depth = False, -1
-        if self._depth < 0:  # not an object: nothing closes it but the end of the call
+        if self._depth < 0:  # not an object: only the end of the call closes it
             return len(fragment)
         start = 1 if self._escaped else 0
         self._escaped = False
@@ -266,12 +265,12 @@ def check_finish(finish: str, text: str, has_calls: bool, usage: Usage, faults: 
             in_call=has_calls,
         )
     if finish in _ABORTED:
-        raise faults.bad(f"the server gave the answer up (finish_reason {finish})", text=text)
+        raise faults.bad(f"the server aborted the answer (finish_reason {finish})", text=text)
     if finish in _FILTERED:
         message = f"{faults.where}: the provider's content filter stopped the answer (finish_reason {finish})"
         raise Rejected(message, text=text, usage=usage)
     if finish == "tool_calls" and not has_calls and not text:
-        raise faults.bad("the answer announces tool calls and has none")
+        raise faults.bad("the finish_reason is tool_calls, but the answer has no tool call")
 
 
 def error_in(document: Mapping[str, JsonValue]) -> JsonValue:
@@ -313,16 +312,16 @@ def _call_items(message: JsonObject, faults: Faults) -> list[JsonValue]:
 
 
 def _number(item: JsonValue) -> int | str | None:
-    """The server's, of a call."""
+    """Return the server's index of a call."""
     index = item.get("index") if isinstance(item, dict) else None
     return index if isinstance(index, int | str) else None
 
 
 def _call_fields(item: JsonValue, faults: Faults) -> tuple[str, str, str]:
-    """Id, name and arguments, each as text and possibly empty."""
+    """Return id, name and arguments, each as text and possibly empty."""
     function = item.get("function") if isinstance(item, dict) else None
     if not isinstance(item, dict) or not isinstance(function, dict | None):
-        raise faults.bad("the answer has a tool call that is not one")
+        raise faults.bad("the answer has a malformed tool call")
     arguments = function.get("arguments") if function else None
     if arguments is None:
         arguments = ""

@@ -1,4 +1,4 @@
-"""The models that a server has: its list read, and what to tell who asked for another. Pure."""
+"""Reads a server's list of models, and explains a refused model name. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from batch_agent.errors import Rejected
 from batch_agent.messages import JsonObject
 
 MOST_SHOWN = 12
-# As DeepSeek, Mistral, OpenRouter and others say it, with a 400.
+# The words of DeepSeek, Mistral, OpenRouter and others, with status 400.
 _UNKNOWN_MODEL = re.compile(
     r"model\b.{0,80}\b(not exist|not found)|\b(invalid|unknown|no such|not a valid) model\b", re.IGNORECASE | re.DOTALL
 )
 
 
 def read_models(body: bytes) -> list[str] | None:
-    """Returns the models' names; None if the body is no list of models."""
+    """Return the models' names; None if the body is not a list of models."""
     entries = read_entries(body)
     return None if entries is None else list(entries)
 
 
 def read_entries(body: bytes) -> dict[str, JsonObject] | None:
-    """Returns the entries of a list of models by name; None if the body is no list of models."""
+    """Return the entries of a list of models by name; None if the body is not a list of models."""
     document = json_of(body)
     entries = document.get("data") if isinstance(document, dict) else document
     if not isinstance(entries, list):
@@ -34,12 +34,12 @@ def read_entries(body: bytes) -> dict[str, JsonObject] | None:
 
 
 def may_be_unknown(refusal: Rejected) -> bool:
-    """Whether a refusal may be for want of the model."""
+    """Return whether the model's name may be the reason for a refusal."""
     return refusal.status == 404 or (refusal.status == 400 and _UNKNOWN_MODEL.search(str(refusal)) is not None)
 
 
 def no_such_model(model: str, names: Sequence[str], place: str) -> str | None:
-    """What to say of a model that was refused; None where it is not for want of it."""
+    """Return the message for a refused model; None if the server has it."""
     known = {name: name.rpartition("models/")[2] for name in names}
     if not names or model in names or model in known.values():
         return None

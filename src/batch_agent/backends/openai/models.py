@@ -1,4 +1,4 @@
-"""What OpenAI's models take, known from their names: which API, and which options they refuse."""
+"""What OpenAI's models accept, by name: which API, and which options they refuse."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from batch_agent.backends.base import RequestShape
 from batch_agent.errors import SpecError
 
-# Served by /v1/responses alone.
+# Served only at /v1/responses.
 _RESPONSES_ONLY = re.compile(r"^o\d+-pro|^gpt-[\w.]+-pro|codex|deep-research|^computer-use")
 _REASONING = re.compile(r"^(o\d|gpt-[5-9](?!\d)|codex|computer-use)")
 _CHATTING = re.compile(r"-chat(-|$)")
-# From 5.1 on a model can be told not to reason, and then takes them.
+# From 5.1 on, reasoning can be switched off; then these options are accepted.
 _MAY_NOT_REASON = re.compile(r"^gpt-(5\.[1-9]|[6-9](?!\d))")
 
 
@@ -25,8 +25,8 @@ def reasons(model: str) -> bool:
 
 
 def check_options(shape: RequestShape) -> None:
-    """SpecError for options that the model refuses: every row would come back with a 400. They are not left out in
-    silence, since who asks for temperature 0 relies on it."""
+    """Raise SpecError for options that the model refuses: every row would get a 400. They are not dropped silently,
+    because a user who sets temperature 0 relies on it."""
     if not reasons(shape.model):
         return
     may = _MAY_NOT_REASON.match(_bare(shape.model)) is not None
@@ -47,7 +47,7 @@ def _effort(shape: RequestShape) -> object:
 
 
 def _bare(model: str) -> str:
-    """Without what stands before the name of a fine-tuned one, ``ft:gpt-…:org``."""
+    """Return the name without the prefix and suffix of a fine-tuned model, ``ft:gpt-…:org``."""
     return model.lower().removeprefix("ft:")
 
 

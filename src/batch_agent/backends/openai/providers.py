@@ -1,8 +1,7 @@
-"""Providers and servers that speak ``/chat/completions``, by name, as data: where they are, where their key is, what
-they take. ``servers`` makes a backend of one.
+"""Providers and servers of ``/chat/completions`` by name, as data: address, key variable, and accepted options.
 
-A name is a scheme (``groq://``) and may stand before a model's (``groq/llama-3.3-70b-versatile``). Where one is can be
-said otherwise: by a host in the URL, or by the variable ``NAME_BASE_URL``.
+``servers`` creates the backends. A name is a scheme (``groq://``) and may precede a model's name
+(``groq/llama-3.3-70b-versatile``). A host in the URL or the variable ``NAME_BASE_URL`` overrides the address.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ Keeps = Literal["always", "maybe", "never"]
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    what: str  # for people
+    what: str
     base_url: str  # up to and without /chat/completions
-    key: str | None = None  # the variable that holds it; None: it needs none
-    port: int | None = None  # of a server that people run themselves, at a host they name
-    schemas: Keeps = "maybe"  # whether it keeps to a JSON schema; maybe: it depends on the model, and is found out
+    key: str | None = None  # the variable that holds it; None: no key needed
+    port: int | None = None  # of a self-hosted server, at a host that the user gives
+    schemas: Keeps = "maybe"  # whether it enforces a JSON schema; maybe: depends on the model, and is tested
     dialect: Dialect = STANDARD
     files: bool = False  # takes PDF files as parts of a message
 
@@ -40,14 +39,14 @@ PROVIDERS: Mapping[str, Provider] = {
     ),
     "together": Provider("Together AI", "https://api.together.xyz/v1", "TOGETHER_API_KEY"),
     "fireworks": Provider("Fireworks AI", "https://api.fireworks.ai/inference/v1", "FIREWORKS_API_KEY"),
-    # Refuses every field that it does not know, and tells usage at the end of a stream without being asked.
+    # Refuses unknown fields, and reports usage at the end of a stream without being asked.
     "mistral": Provider(
         "Mistral",
         "https://api.mistral.ai/v1",
         "MISTRAL_API_KEY",
         dialect=Dialect(seed_field="random_seed", stream_options=False),
     ),
-    # Has JSON without a schema alone, and refuses to go on without the reasoning that it gave.
+    # Supports JSON only without a schema, and requires its reasoning back.
     "deepseek": Provider(
         "DeepSeek",
         "https://api.deepseek.com/v1",
@@ -65,5 +64,5 @@ PROVIDERS: Mapping[str, Provider] = {
 
 
 def base_variable(name: str) -> str:
-    """Where the provider is, if not where everybody finds it."""
+    """Return the variable that overrides the provider's address."""
     return f"{name.upper()}_BASE_URL"

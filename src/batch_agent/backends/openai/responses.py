@@ -1,9 +1,7 @@
-"""The ``/responses`` wire of OpenAI, which some of its models are served on alone: requests; ``responses_answer`` reads
-answers.
+"""Writes requests for OpenAI's ``/responses``, the only API of some models; ``responses_answer`` reads answers.
 
-Nothing is stored at the server (``store: false``): the whole conversation goes along each time, as items. Reasoning
-comes back encrypted and is returned as it came, between the calls that it led to, so a sealed answer is sent as
-the items that it was.
+Nothing is stored on the server (``store: false``): each request has the whole conversation, as items. Reasoning arrives
+encrypted and is sent back unchanged between the calls that it led to. So a sealed answer is sent as its original items.
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ class ResponsesBackend(OpenAIServer):
 
 
 def encode_head(shape: RequestShape, stream: bool, dialect: Dialect) -> bytes:
-    """All of a body up to and with the bracket that opens the input. ``extra_body`` has the last word."""
+    """Return the body up to and including the bracket that opens the input. ``extra_body`` overrides other fields."""
     for name, value in {"seed": shape.seed, "stop": shape.stop or None}.items():
         if value is not None:
-            raise SpecError(f"{name}: {shape.model} is asked at /responses, which takes no {name}; leave it out")
+            raise SpecError(f"{name}: {shape.model} is served at /responses, which accepts no {name}; leave it out")
     fields: dict[str, object] = {
         "model": dialect.deployment or shape.model,
         "max_output_tokens": shape.max_tokens,
@@ -56,7 +54,7 @@ def encode_head(shape: RequestShape, stream: bool, dialect: Dialect) -> bytes:
         "store": False,
     }
     if dialect.openai_models and reasons(shape.model):
-        fields["include"] = ["reasoning.encrypted_content"]  # a model that does not reason refuses to be asked for it
+        fields["include"] = ["reasoning.encrypted_content"]  # a model without reasoning refuses this field
     if shape.tools:
         fields["tools"] = [
             {
@@ -64,7 +62,7 @@ def encode_head(shape: RequestShape, stream: bool, dialect: Dialect) -> bytes:
                 "name": tool.name,
                 "description": tool.description,
                 "parameters": tool.parameters,
-                "strict": False,  # left out, it would be true, and the parameters refused
+                "strict": False,  # the default is true, which would refuse the parameters
             }
             for tool in shape.tools
         ]
@@ -79,7 +77,7 @@ def encode_head(shape: RequestShape, stream: bool, dialect: Dialect) -> bytes:
 
 
 def encode_items(message: Message) -> bytes:
-    """The items of one message, with commas between them."""
+    """Return the items of one message, separated by commas."""
     return written(_items(message))[1:-1]
 
 
@@ -89,7 +87,7 @@ class ItemView(MessageView):
 
 
 def join_body(head: bytes, conversation: Conversation, fields: JsonObject) -> bytes:
-    """``fields`` come last, and must be none of the head's."""
+    """Join the body. ``fields`` come last, and must not repeat those of the head."""
     end = b"]," + orjson.dumps(fields)[1:] if fields else b"]}"
     return b"".join((head, b",".join(conversation.view(ItemView).pieces), end))
 

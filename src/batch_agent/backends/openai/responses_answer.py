@@ -1,8 +1,8 @@
 """Answers of ``/responses``, whole or streamed, read into a Reply. Pure.
 
-An answer is a list of items: reasoning, calls, messages. A stream tells each as it is done and ends with the
-whole once more; the calls that were reported are the ones of the Reply. An answer that is not complete (cut, failed,
-filtered) is raised as a BackendError, never passed on.
+An answer is a list of items: reasoning, calls, messages. A stream reports each item when it is done, and repeats all of
+them at the end; the reported calls are those of the Reply. An incomplete answer (cut, failed, filtered) is raised as a
+BackendError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_response(body: bytes, naming: Naming) -> Reply:
 
 
 class ResponseStream:
-    """Chunks of an event stream in, one Reply out; each call is reported as soon as it is done."""
+    """Takes chunks of an event stream and returns one Reply. Reports each call as soon as it is done."""
 
     def __init__(self, naming: Naming, on_tool_call: OnToolCall, clock: Callable[[], float], said: list[str]) -> None:
         self._naming = naming
@@ -42,12 +42,12 @@ class ResponseStream:
         self._first_token: float | None = None
         self._sse = SSEParser()
         self._said = said
-        self._items: dict[int, JsonObject] = {}  # by their place, as far as they are known
+        self._items: dict[int, JsonObject] = {}  # by position, as far as known
         self._calls: dict[int, ToolCall] = {}
         self._end: JsonObject | None = None
 
     def feed(self, chunk: bytes) -> bool:
-        """True when the stream said that it is done."""
+        """Process a chunk. Returns True when the stream has ended."""
         try:
             events = self._sse.feed(chunk)
         except EventTooLarge as error:
@@ -95,7 +95,7 @@ class ResponseStream:
                 self._settle(place, self._items[place])
 
     def _settle(self, place: int, item: JsonObject) -> None:
-        """The call is complete."""
+        """Report a complete call."""
         if place not in self._calls:
             self._calls[place] = _call(item, self._naming)
             self._on_tool_call(self._calls[place])
@@ -109,7 +109,7 @@ def _reply(
     first_token: float | None,
     said: str = "",
 ) -> Reply:
-    """``said`` is the text as it was streamed, where the end does not tell it again."""
+    """Build the Reply. ``said`` is the streamed text, for servers that do not repeat it at the end."""
     faults = naming.faults
     if error := error_in(document):
         raise faults.reported(error)
@@ -126,7 +126,7 @@ def _reply(
 
 
 def _finish(document: JsonObject, has_calls: bool) -> str:
-    """In the words of the other wire, which ``check_finish`` knows."""
+    """Return the finish reason in the terms of the chat wire, which ``check_finish`` knows."""
     status = string_of(document.get("status"))
     if status == "incomplete":
         details = document.get("incomplete_details")
@@ -138,8 +138,8 @@ def _finish(document: JsonObject, has_calls: bool) -> str:
 
 
 def _sealed(items: list[JsonObject], calls: dict[int, ToolCall]) -> Sealed | None:
-    """All items as they came, where there is encrypted reasoning among them: it belongs to what follows it. A call has
-    the id by which its result will name it."""
+    """Return all items unchanged if there is encrypted reasoning among them, because it belongs to what follows it. A
+    call keeps the id that its result will use."""
     if not any(item.get("type") == "reasoning" and item.get("encrypted_content") for item in items):
         return None
     sealed: list[JsonValue] = [

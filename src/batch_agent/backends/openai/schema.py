@@ -1,10 +1,10 @@
-"""An answer's JSON schema as servers take it, and the answer as the user's schema wants it. Pure.
+"""Rewrites an answer's JSON schema for servers, and converts the answer back to the user's schema. Pure.
 
-OpenAI's strict mode knows a part of JSON schema and refuses the request otherwise: the root is an object, every object
-is closed and requires all it has, every node has a type, a reference stands alone. Whatever has a form within that part
-is sent in it; what strict mode cannot say of a value (a length, a range, a pattern) goes into its description, and
-is checked when the answer is there. A schema without such a form goes out as it is, not strict. A root that is no
-object is wrapped in one, and ``unwrapped`` takes the answer out again.
+OpenAI's strict mode supports a part of JSON schema and refuses the rest: the root must be an object, every object is
+closed and requires all its properties, every node has a type, a reference stands alone. A schema that can be expressed
+in that part is sent that way. What strict mode cannot express (a length, a range, a pattern) goes into a description,
+and is checked when the answer arrives. Any other schema is sent unchanged and not strict. A root that is not an object
+is wrapped in one, and ``unwrapped`` removes it from the answer.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from batch_agent.backends.schema.visitor import Inexpressible, SchemaVisitor, li
 from batch_agent.messages import JsonObject
 from batch_agent.outputs.surrogates import read_json
 
-WRAPPER = "answer"  # the one property of an object around a root that is none
+WRAPPER = "answer"  # the only property of an object around a root of another type
 
-# What a schema may have in all, beyond which strict mode refuses it.
+# Totals beyond which strict mode refuses a schema.
 MOST_PROPERTIES, MOST_LEVELS, MOST_VALUES, MOST_CHARACTERS = 5_000, 10, 1_000, 120_000
 LONG_ENUM, LONG_ENUM_CHARACTERS = 250, 15_000
 
 _WORDS = frozenset(["title", "description"])
 _KEPT = _WORDS | {"type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref"}
-# Said in words instead. Some of them strict mode takes, but not for every model and not on every host.
+# Expressed in words instead. Strict mode accepts some of them, but not for every model and host.
 _SAID = (
     *("minLength", "maxLength", "pattern", "format"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     *("minItems", "maxItems", "uniqueItems", "minProperties", "maxProperties"),
 )
-# Structure for which there are no words. Whatever else a schema has is a note to its readers, and left out.
+# Structure that words cannot express. All other keywords are annotations and are left out.
 _UNSAYABLE = {
     *("allOf", "not", "if", "then", "else", "prefixItems", "additionalItems", "contains", "unevaluatedItems"),
     *("patternProperties", "propertyNames", "unevaluatedProperties", "$dynamicRef", "$anchor"),
@@ -55,7 +55,7 @@ class SchemaForm:
 
 
 def strict_form(schema: JsonObject) -> SchemaForm:
-    """For OpenAI, which takes nothing else."""
+    """Return the schema for OpenAI, which accepts only this form."""
     root = _plain_root(schema)
     wrapped = root is None
     if root is None:
@@ -67,8 +67,8 @@ def strict_form(schema: JsonObject) -> SchemaForm:
 
 
 def engine_form(schema: JsonObject) -> SchemaForm:
-    """For engines that keep to any schema by a grammar: the strict form where that is the schema with its objects
-    closed, which leaves a small model the least to do wrong; else the schema as it is."""
+    """Return the schema for engines that enforce any schema with a grammar: the strict form if it only closes objects,
+    which leaves a small model the least room for errors; else the schema unchanged."""
     strict = _Strict(schema)
     try:
         if _is_root(schema) and (form := strict.root()) and strict.only_closed:
@@ -79,7 +79,7 @@ def engine_form(schema: JsonObject) -> SchemaForm:
 
 
 def unwrapped(text: str) -> str:
-    """The answer without the object around it, character for character; as it is where there is none."""
+    """Return the answer without the wrapping object, character for character; unchanged if there is none."""
     if found := _WRAPPED.fullmatch(text):
         inner = found[1].strip()
         try:
@@ -91,9 +91,9 @@ def unwrapped(text: str) -> str:
 
 
 class _Strict(SchemaVisitor[int, JsonObject]):
-    """Writes one schema in its strict form. Whatever that form accepts, the user's schema accepts too, but for what is
-    only said in words. ``where`` is the level of a node. ``only_closed``: nothing was done but to close objects and to
-    leave out notes."""
+    """Rewrites one schema in strict form. The user's schema accepts whatever that form accepts, except for what is only
+    in words. ``where`` is the level of a node. ``only_closed``: nothing changed except closed objects and dropped
+    annotations."""
 
     def __init__(self, document: JsonObject) -> None:
         super().__init__(document)
@@ -124,7 +124,7 @@ class _Strict(SchemaVisitor[int, JsonObject]):
         return super().visit(written, where)
 
     def reference(self, node: JsonObject, pointer: str, where: int) -> JsonObject:
-        """Strict mode takes a reference only alone; as the one alternative it may have a description."""
+        """Rewrite a reference. Strict mode accepts it only alone; as the only alternative it may have a description."""
         words = without(node, "$ref")
         match pointer.split("/"):
             case ["#"]:
@@ -155,7 +155,7 @@ class _Strict(SchemaVisitor[int, JsonObject]):
         values = [node["const"]] if "const" in node else node["enum"]
         if not isinstance(values, list) or not values or not node.keys() <= _WORDS | {"type", "enum", "const"}:
             raise Inexpressible
-        words = {name: part for name, part in node.items() if name in _WORDS}  # in an order that stays
+        words = {name: part for name, part in node.items() if name in _WORDS}  # in a stable order
         by_type: dict[str, list[JsonValue]] = {}
         for value in values:
             if type(value) not in _TYPES:
@@ -211,7 +211,7 @@ class _Strict(SchemaVisitor[int, JsonObject]):
 
 
 def _merged(node: JsonObject) -> JsonObject:
-    """With what older writers put in an ``allOf`` of one in its place, and alternatives under one name."""
+    """Return the node with a one-element ``allOf`` merged, and alternatives under one keyword."""
     whole = node.get("allOf")
     if isinstance(whole, list) and len(whole) == 1 and isinstance(whole[0], dict):
         rest = without(node, "allOf")
@@ -227,7 +227,7 @@ def _is_root(schema: JsonObject) -> bool:
 
 
 def _plain_root(schema: JsonObject) -> JsonObject | None:
-    """The schema with an object at its root, where that says the same; else None."""
+    """Return the schema with an object at its root, if that is equivalent; else None."""
     seen: set[str] = set()
     while not _is_root(schema):
         schema = _merged(schema)
@@ -246,7 +246,7 @@ def _plain_root(schema: JsonObject) -> JsonObject | None:
 
 
 def _wrap(schema: JsonObject) -> JsonObject:
-    """An object around the root. References to the root and into it are turned to where it is now."""
+    """Wrap the root in an object. References to the root and into it are adjusted."""
     elsewhere = (*_DEFINITIONS, "$schema", "$id")
     moved = _rebased(without(schema, *elsewhere))
     definitions = {name: _rebased(part) for name, part in schema.items() if name in _DEFINITIONS}

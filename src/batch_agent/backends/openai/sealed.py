@@ -1,6 +1,6 @@
-"""What a chat server gives with an answer and wants back: signatures of calls (Gemini's), reasoning (DeepSeek's).
+"""What a chat server sends with an answer and wants back: call signatures (Gemini), reasoning (DeepSeek).
 
-It is sealed under this wire's name, and only what a server gave is returned to it.
+It is sealed under this wire's name; a server gets back only what it sent.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from batch_agent.messages import JsonObject, Sealed
 
 WIRE = "chat"
-SIGNATURES = "extra_content"  # of a call
+SIGNATURES = "extra_content"  # field of a call
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
     fields: JsonObject = field(default_factory=dict)  # of the message
-    signatures: JsonObject = field(default_factory=dict)  # of its calls, by their ids
+    signatures: JsonObject = field(default_factory=dict)  # of its calls, by id
 
     def of_call(self, call_id: str) -> JsonObject:
         return {SIGNATURES: self.signatures[call_id]} if call_id in self.signatures else {}
@@ -27,7 +27,7 @@ NOTHING = Opened()
 
 
 def sealed_calls(signatures: Mapping[str, object]) -> Sealed | None:
-    """Of an answer whose calls, by their ids, came with these."""
+    """Return the sealed signatures of an answer's calls, by call id."""
     kept: JsonObject = {call_id: value for call_id, value in signatures.items() if isinstance(value, dict)}
     return Sealed(WIRE, {"signatures": kept}) if kept else None
 

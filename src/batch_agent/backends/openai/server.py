@@ -1,8 +1,7 @@
-"""What asking a server of OpenAI's family has beside its wire: its dialect, what each request has of its own, and what
-the server turns out not to do.
+"""What servers of OpenAI's family share beside the wire: dialect, per-request fields, detection of missing features.
 
-A schema that is refused or ignored is found out here, from the first answers, and remembered: the request is then made
-without, and ``Capabilities`` say so. For a model that the server does not have, its list says what it has.
+A schema that is refused or ignored is detected from the first answers and remembered: later requests omit it, and
+``Capabilities`` reports it. If a server does not have a model, the error lists the models it has.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from batch_agent.backends.schema.support import blamed, is_kept
 from batch_agent.errors import BackendError, Rejected, SpecError
 from batch_agent.messages import JsonObject, Message, Reply, content_text
 
-LISTING_SECONDS = 5.0  # to learn which models there are, for an error message
+LISTING_SECONDS = 5.0  # to list the models for an error message
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What one request has of its own beside its messages: fields of the body (a priority, hints) and headers (an id).
-    It stands behind the messages, so that the prefix stays the same."""
+    """Fields of one request beside its messages: body fields (a priority, hints) and headers (an id). They come after
+    the messages, so that the prefix stays the same."""
 
     fields: JsonObject = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -46,9 +45,9 @@ NO_TAIL = Tail()
 
 
 class OpenAIServer(HttpBackend[bytes]):
-    """One server at ``base_url`` (up to and without the wire's path), as an HttpBackend but for the wire. ``tail`` says
-    what each request has of its own, for servers that take hints; ``query`` stands behind every path. With ``models``
-    the server is not asked which it has."""
+    """One server at ``base_url`` (up to and without the wire's path), an HttpBackend without the wire. ``tail`` returns
+    the fields of one request, for servers that accept hints; ``query`` is appended to every path. With ``models`` the
+    server is not asked for its list."""
 
     path: str  # of the wire
 
@@ -71,17 +70,17 @@ class OpenAIServer(HttpBackend[bytes]):
         super().__init__(http, route, capabilities=capabilities or Capabilities(images=True), name=name)
         self._models = http.route("GET", f"/models{query}")
         self._given = list(models)
-        self._served: list[str] | None = None  # None: it was not asked yet
+        self._served: list[str] | None = None  # None: not requested yet
         self._listing = asyncio.Lock()
         self._dialect = dialect
         self._tail = tail
         self._keeps_schemas = False  # an answer has shown it
 
-    # What is known of shapes; made when it is needed, since a fleet has a thousand of these.
+    # Facts about shapes, created on first use, because a fleet may have a thousand of these.
 
     @cached_property
     def _bare(self) -> WeakKeyDictionary[RequestShape, RequestShape]:
-        """Each without its schema."""
+        """Each shape without its schema."""
         return WeakKeyDictionary()
 
     @cached_property
@@ -148,9 +147,9 @@ class OpenAIServer(HttpBackend[bytes]):
         return {**tail.fields, **fields}, {**(headers or {}), **tail.headers}
 
     def tail_of(self, request: ModelRequest) -> Tail:
-        """What the request has of its own, but for what the user's extra_body sets: that has the last word."""
+        """Return the fields of this request; the user's extra_body overrides them."""
         if self._tail is None and not self._dialect.cache_key:
-            return NO_TAIL  # as with most servers
+            return NO_TAIL  # most servers
         tail = NO_TAIL if self._tail is None else self._tail(request)
         fields = dict(tail.fields)
         if self._dialect.cache_key:
@@ -159,7 +158,7 @@ class OpenAIServer(HttpBackend[bytes]):
         return Tail({name: value for name, value in fields.items() if name not in extra}, tail.headers)
 
     def _cache_key(self, request: ModelRequest) -> str:
-        """The same for all agents that begin alike: with the same model, tools and system prompt."""
+        """Return a key shared by all agents with the same prefix: the same model, tools and system prompt."""
         shape, shared = request.shape, _system(request.conversation.messages)
         known = self._keys.get(shape)
         if known is None or known[0] != shared:
@@ -168,13 +167,13 @@ class OpenAIServer(HttpBackend[bytes]):
             known = self._keys[shape] = shared, f"batch-agent-{blake2b(begins, digest_size=12).hexdigest()}"
         return known[1]
 
-    # What the server turns out not to do
+    # Detection of missing features
 
     async def _ask_without_schema(
         self, request: ModelRequest, on_tool_call: OnToolCall | None, refusal: Rejected
     ) -> Reply:
-        """The same without the schema, where that is why it was refused: another request, and no retry of the row's. A
-        server of which nothing is known yet may refuse it in any words."""
+        """Send the request without the schema, if the schema is the reason for the refusal. This is another request,
+        not a retry of the row. A server without earlier answers may refuse a schema with any message."""
         blame = blamed(refusal)
         if blame == "no" or (blame == "perhaps" and (self._capabilities.schema_proven or self._keeps_schemas)):
             raise refusal
@@ -191,11 +190,11 @@ class OpenAIServer(HttpBackend[bytes]):
         if is_kept(text, schema):
             self._keeps_schemas = True
         else:
-            self._give_schemas_up("took the output schema and did not keep to it")
+            self._give_schemas_up("accepted the output schema but did not enforce it")
 
     def _give_schemas_up(self, why: str) -> None:
         if not self._capabilities.schema_note:
-            note = f"{self.name} {why}: answers are checked, and asked for again where they do not fit"
+            note = f"{self.name} {why}: answers are validated, and repaired if they do not fit"
             self._capabilities = replace(
                 self._capabilities, native_schema=False, schema_with_tools=False, schema_note=note
             )
@@ -211,7 +210,7 @@ class OpenAIServer(HttpBackend[bytes]):
         return wraps
 
     async def _explained(self, refusal: Rejected, model: str) -> Rejected:
-        """A refusal that may be for want of the model, with what the server has instead."""
+        """Return the refusal, with the models that the server has if the model may be the reason."""
         if not may_be_unknown(refusal):
             return refusal
         async with self._listing:

@@ -1,4 +1,4 @@
-"""Servers that speak OpenAI's wires, by scheme: where each listens, where its key is, and what it can do."""
+"""Creates the backends of OpenAI's wires, by scheme: address, key variable and capabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPENAI = Dialect(
     cache_key=True,
     openai_models=True,
 )
-# The latest of the dated versions that is no preview; every resource knows it.
+# The latest dated version that is not a preview; every resource supports it.
 AZURE_API_VERSION = "2024-10-21"
 
 
@@ -31,18 +31,18 @@ def openai(address: Address) -> Backend:
 
 
 def openai_batch(address: Address) -> Backend:
-    """The same server and key, through its batch API. ``gather`` and ``look`` are seconds: how long nobody may have
-    joined a job before it is sent, and after how long it is first asked whether it is done."""
+    """Create the batch API backend for the same server and key. ``gather`` is the seconds without a new request after
+    which a job is sent, ``look`` the seconds until its first poll."""
     waits, address = address.seconds("gather", "look")
-    # A key by which requests find a cache is for those that come one by one.
+    # A cache key only helps requests that are sent one by one.
     dialect = replace(OPENAI, cache_key=False)
     wire = _openai(replace(address, url=address.url._replace(scheme="openai")), OpenAIBackend, dialect)
     return JobBackend(wire, OpenAIJobs(wire.client), **waits)
 
 
 def azure(address: Address) -> Backend:
-    """``azure://resource/deployment``. The path with the deployment in it is known to every resource; the newer one
-    without, which the responses API needs, is taken where the version says so."""
+    """Create the backend for ``azure://resource/deployment``. Every resource supports the path with the deployment; the
+    newer path without it, which the responses API needs, is used if the version asks for it."""
     environ, deployment = address.environ, address.url.path.strip("/")
     endpoint = environ.get("AZURE_OPENAI_ENDPOINT", "").strip().rstrip("/") or _azure_host(address)
     if not endpoint or not deployment or "/" in deployment:
@@ -70,7 +70,7 @@ def azure(address: Address) -> Backend:
 
 
 def provider(address: Address) -> Backend:
-    """One of ``providers``."""
+    """Create the backend of one of ``providers``."""
     name = address.url.scheme
     found = PROVIDERS[name]
     own = bool(address.url.netloc)
@@ -120,7 +120,7 @@ def _form(address: Address) -> type[OpenAIBackend] | type[ResponsesBackend]:
 
 
 def _placed(address: Address, variable: str, usual: str) -> Address:
-    """Where the URL names no host: the place that the variable names, else the usual one."""
+    """Return the address with a host: the URL's, else the variable's, else the default."""
     if address.url.netloc:
         return address
     url = urlsplit((address.environ.get(variable) or "").strip() or usual)
@@ -149,7 +149,7 @@ def _capabilities(
     proven: bool = True,
     files: bool = False,
 ) -> Capabilities:
-    """What the user says of schemas is not doubted."""
+    """Return the capabilities. What the user states about schemas is taken as true."""
     given = address.options.get("native_schema")
     native = native_schema if given is None else given
     return Capabilities(

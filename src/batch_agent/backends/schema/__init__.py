@@ -1,1 +1,1 @@
-"""JSON schemas, as servers take them."""
+"""JSON schemas, as servers accept them."""

@@ -1,4 +1,4 @@
-"""Does a server keep to the schema that it is sent? What its refusals and answers say of it. Pure."""
+"""Judges from refusals and answers whether a server enforces the schema that it is sent. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNCLEAR = frozenset({400, 415, 422, 501})
 
 
 def blamed(refusal: Rejected) -> Literal["surely", "perhaps", "no"]:
-    """Whether the schema is why a request was refused. Perhaps: it may have been anything that was asked."""
+    """Return whether the schema is the reason for a refusal. "perhaps": another field may be the reason."""
     if isinstance(refusal, ContextOverflow) or refusal.status is None:
         return "no"
     if refusal.status in _UNCLEAR:
@@ -27,7 +27,7 @@ def blamed(refusal: Rejected) -> Literal["surely", "perhaps", "no"]:
 
 
 def is_kept(text: str, schema: JsonObject) -> bool:
-    """Whether a complete answer looks as if the schema had been kept to: what a grammar would have made sure of."""
+    """Return whether a complete answer looks as if the schema was enforced by a grammar."""
     try:
         value = read_json(strip_reasoning(text.strip()))
     except (ValueError, OutputError):

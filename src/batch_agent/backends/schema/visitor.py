@@ -1,6 +1,6 @@
-"""One traversal of JSON schemas, for everything that reads one: the form of a wire, a grammar, an instance. Pure.
+"""One traversal of JSON schemas for all their readers: the form of a wire, a grammar, an instance. Pure.
 
-A visitor has a method for each kind of node, and ``visit`` finds the kind. What a node becomes is each visitor's rule.
+A visitor has a method for each kind of node; ``visit`` finds the kind. Each visitor decides what a node becomes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pydantic import JsonValue
 
 from batch_agent.messages import JsonObject
 
-Where = TypeVar("Where")  # what a visitor carries from node to node: a path, a depth, the references above
+Where = TypeVar("Where")  # passed from node to node: a path, a depth, the references above
 Result = TypeVar("Result")
 
 
 class Inexpressible(Exception):
-    """The visitor has no form of this schema. The message says why, if anybody reads it."""
+    """The visitor cannot express this schema. The message is the reason."""
 
 
 class SchemaVisitor(ABC, Generic[Where, Result]):
-    """Reads one schema. ``document`` is what its references lead into."""
+    """Reads one schema. ``document`` is the target of its references."""
 
     def __init__(self, document: JsonObject) -> None:
         self.document = document
@@ -40,39 +40,39 @@ class SchemaVisitor(ABC, Generic[Where, Result]):
         return self.typed(node, where)
 
     def anything(self, node: JsonValue, where: Where) -> Result:
-        """Of a node that is no object: True accepts every value, False none."""
+        """Handle a node that is not an object: True accepts every value, False none."""
         raise Inexpressible
 
     def choice(self, node: JsonObject, where: Where) -> Result:
-        """Of a node with ``const`` or ``enum``."""
+        """Handle a node with ``const`` or ``enum``."""
         return self.typed(node, where)
 
     @abstractmethod
     def reference(self, node: JsonObject, pointer: str, where: Where) -> Result: ...
 
     def combined(self, word: str, node: JsonObject, where: Where) -> Result:
-        """Of a node with anyOf, oneOf or allOf, whichever comes first in that order."""
+        """Handle a node with anyOf, oneOf or allOf, the first of these that it has."""
         return self.typed(node, where)
 
     @abstractmethod
     def typed(self, node: JsonObject, where: Where) -> Result:
-        """Of any other node, mostly one with a type."""
+        """Handle any other node, usually one with a type."""
 
     def resolve(self, pointer: str) -> JsonValue:
-        """The node that a reference leads to. Raises Inexpressible if there is none."""
+        """Return the node that a reference points to. Raises Inexpressible if there is none."""
         if not pointer.startswith("#"):
-            raise Inexpressible(f"$ref {pointer}: only references within the schema")
+            raise Inexpressible(f"$ref {pointer}: only references within the schema are supported")
         found: JsonValue = self.document
         for step in pointer.removeprefix("#").split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
             if not isinstance(found, dict) or step not in found:
-                raise Inexpressible(f"$ref {pointer} leads nowhere")
+                raise Inexpressible(f"$ref {pointer} points to nothing")
             found = found[step]
         return found
 
 
 def nodes(node: JsonValue) -> Iterator[JsonObject]:
-    """The schema and all schemas inside it, without following references."""
+    """Yield the schema and all schemas inside it, without following references."""
     if isinstance(node, dict):
         yield node
         inner = [*named(node, "properties").values(), *named(node, "$defs").values(), node.get("items")]
@@ -81,13 +81,13 @@ def nodes(node: JsonValue) -> Iterator[JsonObject]:
 
 
 def named(node: JsonObject, keyword: str) -> JsonObject:
-    """The object that a keyword has; empty if it has none."""
+    """Return the object of a keyword; empty if it has none."""
     value = node.get(keyword)
     return value if isinstance(value, dict) else {}
 
 
 def listed(node: JsonObject, keyword: str) -> list[JsonValue]:
-    """The list that a keyword has; empty if it has none."""
+    """Return the list of a keyword; empty if it has none."""
     value = node.get(keyword)
     return value if isinstance(value, list) else []
 

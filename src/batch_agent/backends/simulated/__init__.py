@@ -1,8 +1,8 @@
 """A deterministic model of an inference engine: prefill, decode, batching, a paged prefix cache, a queue.
 
-``model`` its parameters · ``tokens`` stand-in tokeniser · ``blocks`` KV cache · ``core`` the engine, pure · ``runner``
-the engine in time · ``answers`` what it says · ``backend`` in process · ``metrics`` as Prometheus text. Over HTTP it is
-served by ``batch_agent.testing``. Its numbers are simulated and say so wherever they appear.
+``model`` its parameters · ``tokens`` placeholder tokenizer · ``blocks`` KV cache · ``core`` the engine, pure ·
+``runner`` the engine over time · ``answers`` its texts · ``backend`` in process · ``metrics`` as Prometheus text.
+``batch_agent.testing`` serves it over HTTP. Its numbers are simulated and are marked so wherever they appear.
 """
 
 from batch_agent.backends.simulated.backend import SimulatedBackend, from_address

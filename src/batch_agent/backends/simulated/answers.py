@@ -1,6 +1,6 @@
-"""What the simulated model says: chosen by the request alone, so the same request always gets the same answer.
+"""What the simulated model answers: determined by the request alone, so equal requests get equal answers.
 
-The words mean nothing. Their number, the tool calls, and JSON that fits the schema are what a plan needs.
+The words have no meaning. A plan needs their number, the tool calls, and JSON that fits the schema.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORDS = ("sim", "ula", "ted", "ans", "wer", "tok", "ens", "and", "the", "rest", 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``output`` is its tokens, END included; ``cut`` says that ``max_tokens`` ended it before END."""
+    """``output`` is its tokens, including END; ``cut``: ``max_tokens`` ended it before END."""
 
     text: str
     calls: tuple[ToolCall, ...]
@@ -34,11 +34,12 @@ class Answer:
         return "length" if self.cut else "tool_calls" if self.calls else "stop"
 
     def text_until(self, tokens: int) -> str:
-        """The text that ``tokens`` tokens have revealed; a character split between two tokens waits for the second."""
+        """Return the text of the first ``tokens`` tokens; a character split between two tokens appears with the
+        second."""
         return self.text.encode()[: tokens * TOKEN_BYTES].decode("utf-8", "ignore")
 
     def calls_until(self, tokens: int) -> int:
-        """How many calls are complete after ``tokens`` tokens."""
+        """Return how many calls are complete after ``tokens`` tokens."""
         position, complete = count_tokens(encode(self.text)), 0
         for call in self.calls:
             position += count_tokens(encode_call(call))
@@ -68,7 +69,7 @@ def chat_answer(
 
 
 def text_answer(model: EngineModel, prompt: bytes, *, max_tokens: int | None = None) -> Answer:
-    """``answer_tokens`` long, or as long as ``max_tokens`` lets it be and still come to an end."""
+    """Return an answer of ``answer_tokens`` tokens, or fewer if ``max_tokens`` requires it."""
     length = min(model.answer_tokens, max_tokens or model.answer_tokens)
     start = hashlib.blake2b(b"%d" % model.seed + prompt, digest_size=32).digest()
     words = " ".join(WORDS[start[i % 32] % len(WORDS)] for i in range(length))

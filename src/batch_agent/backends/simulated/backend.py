@@ -24,7 +24,7 @@ from batch_agent.vllm_pin import Order
 
 
 class SimulatedBackend(Backend):
-    """``runner.engine.counters`` tells what the simulated engine did; its cache outlives the runs that use it."""
+    """``runner.engine.counters`` counts what the simulated engine did; its cache outlives the runs that use it."""
 
     def __init__(self, model: EngineModel | None = None) -> None:
         self.model = model if model is not None else EngineModel()
@@ -84,7 +84,7 @@ class SimulatedBackend(Backend):
         return reply
 
     def answer(self, prompt: bytes, request: ModelRequest) -> Answer:
-        """What the model says; how long that takes is the engine's affair."""
+        """Return what the model answers; the engine decides how long that takes."""
         shape = request.shape
         return chat_answer(
             self.model,
@@ -116,7 +116,7 @@ class SimulatedBackend(Backend):
                 if sequence.ended:
                     done.set_result(None)
             except Exception as error:
-                # It is the caller's; raised here it would stop the engine for everybody.
+                # The error belongs to this caller; raised here it would stop the engine for all callers.
                 done.set_exception(error)
 
         sequences = self.runner.start([(prompt, answer.output)], on_token, priority, order)

@@ -1,8 +1,8 @@
 """The paged KV cache: a fixed number of blocks, shared by content, evicted least recently used first.
 
 A block is *held* while a running sequence refers to it and *idle* otherwise. An idle block keeps its content and its
-name until its memory is needed; naming it again (a prefix hit) brings it back for nothing. This file knows blocks and
-their names; what is in them and who holds which is the engine's.
+name until its memory is needed; a prefix hit reuses it at no cost. This file knows blocks and their names; the engine
+knows their content and holders.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BlockPool:
         return self._names[block]
 
     def find(self, names: Sequence[BlockName]) -> list[int]:
-        """The blocks of the longest cached prefix of ``names``; holds nothing yet."""
+        """Return the blocks of the longest cached prefix of ``names``; holds nothing yet."""
         found = []
         for name in names:
             block = self._named.get(name)
@@ -49,7 +49,8 @@ class BlockPool:
         return found
 
     def room_for(self, fresh: int, hits: Sequence[int]) -> bool:
-        """Whether ``hits`` can be held and ``fresh`` blocks taken besides: an idle hit is not free to be taken."""
+        """Return whether ``hits`` can be held and ``fresh`` more blocks taken: an idle hit is not available to be
+        taken."""
         return fresh + sum(1 for block in hits if not self._holders[block]) <= len(self._idle)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -59,7 +60,7 @@ class BlockPool:
             self._holders[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Fresh blocks, at the cost of what was cached longest ago; the caller has asked for room."""
+        """Return new blocks, evicting what was cached longest ago; the caller has checked for room."""
         taken = []
         for _ in range(count):
             block, _ = self._idle.popitem(last=False)
@@ -73,16 +74,17 @@ class BlockPool:
         return taken
 
     def name(self, block: int, name: BlockName) -> None:
-        """From now on ``block`` is found by its content. A second block of the same content stays nameless."""
+        """Make ``block`` findable by its content. A second block with the same content stays nameless."""
         if name not in self._named:
             self._named[name] = block
             self._names[block] = name
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Deepest first, so that a conversation's tail is evicted before the prefix it shares with others."""
+        """Release the blocks, deepest first, so that a conversation's end is evicted before the prefix it shares with
+        others."""
         for block in reversed(blocks):
             if self._holders[block] < 1:
-                raise InternalError(f"KV block {block} released by nobody who held it")
+                raise InternalError(f"KV block {block} released without being held")
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._idle[block] = None

@@ -1,9 +1,9 @@
 """The engine as pure code: ``add`` requests, then ``schedule`` a step and ``complete`` it, until nothing is left.
 
 One step is one forward pass, as in vLLM: running sequences first, each decoding a token or prefilling its next chunk,
-then new ones from the queue while tokens, sequences and KV blocks last. When a running sequence finds no block, the
-last one in line is preempted and later computed again from its start. No clock, no I/O, no randomness: the same calls
-give the same steps. Time passing, and who waits for which sequence, belong to ``runner``, which sets ``now``.
+then new ones from the queue while tokens, sequences and KV blocks last. If a running sequence finds no free block, the
+last one in line is preempted and later recomputed from its start. No clock, no I/O, no randomness: the same calls give
+the same steps. ``runner`` adds time and callers, and sets ``now``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from batch_agent.vllm_pin import Order
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request. ``output`` is what the model will say, known from the start and revealed token by token."""
+    """One request. ``output`` is the complete answer, known from the start and revealed token by token."""
 
     prompt: bytes
     output: bytes
@@ -31,23 +31,23 @@ class Sequence:
     generated: int = 0
     computed: int = 0  # tokens whose KV is in blocks
     blocks: list[int] = field(default_factory=list)
-    cached_tokens: int | None = None  # prompt tokens found in the cache when it first ran
+    cached_tokens: int | None = None  # prompt tokens found in the cache on its first run
     prompt_tokens: int = 0
     output_tokens: int = 0
-    named: int = 0  # blocks whose content has been given its name
+    named: int = 0  # blocks that have a name for their content
     names: list[BlockName] = field(default_factory=list)
     ended: bool = False
     order: Order | None = None  # what to pin when it ends
 
     @property
     def known(self) -> int:
-        """Tokens that exist: the prompt and what has been said so far."""
+        """Return the tokens that exist: the prompt and the answer so far."""
         return self.prompt_tokens + self.generated
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one sequence does in a step."""
+    """The part of one sequence in a step."""
 
     sequence: Sequence
     tokens: int
@@ -62,14 +62,14 @@ class Step:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the engine was made."""
+    """Counts since the engine was created."""
 
     steps: int = 0
     preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # ... and found
     prompt_tokens: int = 0
-    prompt_tokens_computed: int = 0  # what preemption made it compute again included
+    prompt_tokens_computed: int = 0  # including recomputation after preemption
     generated_tokens: int = 0
     finished: int = 0
     aborted: int = 0
@@ -81,8 +81,8 @@ class Engine:
         self.pool = BlockPool(model.blocks)
         self.offload = OffloadTier(model.offload_tokens // model.block_size)
         self.counters = Counters()
-        self.running: list[Sequence] = []  # in order of precedence: the last is the first to be preempted
-        self._queue: list[tuple[tuple[int, int], Sequence]] = []  # a heap; aborted ones are skipped when met
+        self.running: list[Sequence] = []  # in order of precedence: the last is preempted first
+        self._queue: list[tuple[tuple[int, int], Sequence]] = []  # a heap; aborted ones are skipped
         self._waiting = 0
         self._arrivals = 0
         self.now = 0.0  # for pins alone
@@ -93,7 +93,7 @@ class Engine:
         return self._waiting
 
     def check(self, prompt: bytes, output: bytes, count: int = 1) -> None:
-        """Raises what a server would answer to ``count`` requests of this size now."""
+        """Raise what a server would answer to ``count`` requests of this size now."""
         limit, asked = self.model.context_tokens, count_tokens(prompt)
         if asked + count_tokens(output) > limit:
             raise ContextOverflow(
@@ -117,7 +117,7 @@ class Engine:
         return sequence
 
     def abort(self, sequence: Sequence) -> None:
-        """Its client has left. Once ended, a sequence stays as it is."""
+        """Abort a sequence whose client has left. An ended sequence stays unchanged."""
         if sequence.ended:
             return
         self.counters.aborted += 1
@@ -128,7 +128,7 @@ class Engine:
             self._waiting -= 1
 
     def schedule(self) -> Step | None:
-        """The next forward pass; None when there is nothing to compute."""
+        """Return the next forward pass; None if there is nothing to compute."""
         if self.pinning.pins.blocks:
             self._make_room()
         budget = self.model.max_batched_tokens
@@ -153,7 +153,7 @@ class Engine:
         return Step(seconds, tuple(shares), prefill)
 
     def complete(self, step: Step) -> list[Sequence]:
-        """Enters the step's results. Returns the sequences that got a token; those at their end are ``ended``."""
+        """Apply the step's results. Returns the sequences that got a token; finished ones are ``ended``."""
         advanced = []
         self.counters.steps += 1
         for sequence, tokens in ((share.sequence, share.tokens) for share in step.shares):
@@ -211,7 +211,7 @@ class Engine:
             found = (len(hits) + offloaded) * self.model.block_size
             tokens = min(sequence.known - found, budget)
             if not self.pool.room_for(self._blocks_for(found + tokens) - len(hits), hits):
-                return loaded  # nobody overtakes: a long request is not starved by short ones
+                return loaded  # strict order: short requests must not starve a long one
             heapq.heappop(self._queue)
             self._start(sequence, hits, offloaded)
             loaded += offloaded * self.model.block_size
@@ -231,7 +231,7 @@ class Engine:
         self.pool.hold(hits)
         sequence.blocks, sequence.named = hits, len(hits)
         sequence.computed = (len(hits) + offloaded) * self.model.block_size
-        if sequence.cached_tokens is None:  # a preempted sequence is looked up again, but its client asked once
+        if sequence.cached_tokens is None:  # a preempted sequence is looked up again, but counts once
             sequence.cached_tokens = sequence.computed
             self.counters.prompt_tokens += sequence.prompt_tokens
             if self.model.prefix_caching:
@@ -242,7 +242,7 @@ class Engine:
             self.running.sort(key=self._precedence)
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
-        """Blocks for ``tokens`` more; False, and nothing taken, when there is no room."""
+        """Take blocks for ``tokens`` more. Returns False, and takes nothing, if there is no room."""
         until = sequence.computed + tokens
         fresh = self._blocks_for(until) - len(sequence.blocks)
         if fresh > self.pool.idle:
@@ -261,7 +261,7 @@ class Engine:
     def _prefix(self, sequence: Sequence) -> list[int]:
         if not self.model.prefix_caching:
             return []
-        # The last known token is always computed: its result is the next token.
+        # The last known token is always computed: it produces the next token.
         usable = (sequence.known - 1) // self.model.block_size
         if usable:
             self._name(sequence, usable - 1)
@@ -300,7 +300,7 @@ class Engine:
         sequence.blocks, sequence.named, sequence.computed = [], 0, 0
 
     def _enqueue(self, sequence: Sequence) -> None:
-        # A preempted sequence arrived before all that still wait, so its arrival alone puts it in front.
+        # A preempted sequence arrived before all waiting ones, so its arrival time puts it first.
         self._waiting += 1
         heapq.heappush(self._queue, (self._precedence(sequence), sequence))
 

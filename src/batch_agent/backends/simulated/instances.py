@@ -1,8 +1,8 @@
-"""The smallest JSON value that fits a JSON schema: what a model that says nothing in particular would answer.
+"""Builds the smallest JSON value that fits a JSON schema, as the answer of a simulated model.
 
-Understood: ``$ref`` into the schema itself, ``const``, ``enum``, ``anyOf``, ``oneOf``, ``allOf``, types and lists of
+Supported: ``$ref`` into the schema itself, ``const``, ``enum``, ``anyOf``, ``oneOf``, ``allOf``, types and lists of
 types, required properties, array and string lengths, number bounds and ``multipleOf``, the common string formats.
-Not understood: ``pattern``, ``not``, conditionals, ``uniqueItems`` above one item; such a value may not validate.
+Not supported: ``pattern``, ``not``, conditionals, ``uniqueItems`` above one item; such a value may not validate.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ FORMATS = {
 
 
 class Endless(Exception):
-    """Every value of this schema contains another one of it."""
+    """Every value of this schema contains another value of it."""
 
 
 def minimal_instance(schema: JsonObject, *, filler: str = "") -> JsonValue:
-    """``filler`` is put into strings that may hold anything, so that two callers can differ."""
+    """Return the value. ``filler`` is put into unconstrained strings, so that two callers can differ."""
     try:
         return _Builder(schema, filler).visit(schema, ())
     except Endless:
         raise SpecError("this JSON schema has no finite value: it requires itself") from None
     except Inexpressible as error:
-        raise SpecError(f"the JSON schema refers to what is not in it: {error}") from None
+        raise SpecError(f"the JSON schema has an unresolved reference: {error}") from None
 
 
 class _Builder(SchemaVisitor[tuple[str, ...], JsonValue]):
-    """``where`` are the references that led to a node."""
+    """``where`` holds the references that led to a node."""
 
     def __init__(self, document: JsonObject, filler: str) -> None:
         super().__init__(document)
@@ -119,14 +119,14 @@ class _Builder(SchemaVisitor[tuple[str, ...], JsonValue]):
         return text[: _int(schema, "maxLength")] if "maxLength" in schema else text
 
     def _flat(self, node: JsonValue, refs: tuple[str, ...]) -> JsonValue:
-        """What a chain of references leads to, with the keywords beside them."""
+        """Return the target of a chain of references, with the keywords beside them."""
         while isinstance(node, dict) and "$ref" in node:
             pointer = str(node["$ref"])
             if pointer in refs:
                 raise Endless
             target = self.resolve(pointer)
             if not isinstance(target, dict):
-                raise Inexpressible(f"$ref {pointer} leads to no schema")
+                raise Inexpressible(f"$ref {pointer} points to no schema")
             node, refs = {**target, **without(node, "$ref")}, (*refs, pointer)
         return node
 
@@ -154,7 +154,7 @@ def _bound(schema: JsonObject, key: str) -> float | None:
 
 
 def _number(schema: JsonObject, *, whole: bool) -> JsonValue:
-    """The allowed number nearest to 0."""
+    """Return the allowed number nearest to 0."""
     step = _bound(schema, "multipleOf") or (1 if whole else None)
     low, high = _bound(schema, "minimum"), _bound(schema, "maximum")
     above, below = _bound(schema, "exclusiveMinimum"), _bound(schema, "exclusiveMaximum")

@@ -1,4 +1,4 @@
-"""The engine's state in Prometheus text, under the names vLLM gives the same things."""
+"""The engine's state as Prometheus text, under vLLM's metric names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batch_agent.backends.simulated.core import Engine
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One line: ``name`` without the ``vllm:`` in front; counters end in ``_total``."""
+    """One line: ``name`` without the prefix ``vllm:``; counters end in ``_total``."""
 
     name: str
     help: str
@@ -20,7 +20,7 @@ class Sample:
 
 
 def prometheus_text(samples: Iterable[Sample], *, model_name: str, origin: str) -> str:
-    """``origin`` stands behind every HELP line: whoever reads the numbers sees where they come from."""
+    """Return the text. ``origin`` is added to every HELP line, so that readers see where the numbers come from."""
     lines: list[str] = []
     described: set[str] = set()
     for sample in samples:
@@ -36,7 +36,7 @@ def prometheus_text(samples: Iterable[Sample], *, model_name: str, origin: str) 
 
 
 def engine_load(engine: Engine) -> Load:
-    """The same, for whoever is in this process."""
+    """Return the same values for callers in this process."""
     counters, pool = engine.counters, engine.pool
     return Load(
         running=len(engine.running),
@@ -68,7 +68,9 @@ def engine_metrics(engine: Engine) -> str:
         Sample("kv_cache_usage_perc", "Part of the KV cache held by running requests, 0 to 1", pool.held / pool.size),
         Sample("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache", counters.prefix_queries),
         Sample("prefix_cache_hits_total", "Prompt tokens found in the prefix cache", counters.prefix_hits),
-        Sample("num_preemptions_total", "Running requests put back for want of KV", counters.preemptions),
+        Sample(
+            "num_preemptions_total", "Running requests preempted because the KV cache was full", counters.preemptions
+        ),
         Sample("prompt_tokens_total", "Prompt tokens of requests that started", counters.prompt_tokens),
         Sample("prompt_tokens_by_source_total", source, computed, {"source": "local_compute"}),
         Sample("prompt_tokens_by_source_total", source, counters.prefix_hits, {"source": "local_cache_hit"}),

@@ -1,7 +1,7 @@
-"""EngineModel: the numbers that a simulated engine is made of, and how a URL spells them.
+"""EngineModel: the parameters of a simulated engine, and how a URL sets them.
 
-Every field is one the person who plans a run can measure on a real engine or read in its log. The defaults are round
-numbers in the range of a 7-billion-parameter model on one large GPU; they are nobody's measurement.
+Every field can be measured on a real engine or read in its log. The defaults are round numbers in the range of a
+7-billion-parameter model on one large GPU; they are not measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EngineModel:
     prefix_caching: Annotated[bool, Doc("keep finished requests' blocks and find them again")] = True
     context_tokens: Annotated[int, Doc("prompt and answer of one request; more is refused with 400")] = 32_768
     max_queued: Annotated[int | None, Doc("requests waiting; one more is refused with 503. None: no limit")] = None
-    policy: Annotated[Literal["fcfs", "priority"], Doc("priority: the lower number of a request goes sooner")] = "fcfs"
+    policy: Annotated[Literal["fcfs", "priority"], Doc("priority: requests with a lower number run first")] = "fcfs"
     answer_tokens: Annotated[int, Doc("length of a plain text answer, unless max_tokens is smaller")] = 64
     tool_calls_per_agent: Annotated[int, Doc("turns in which an agent that has tools calls one before it answers")] = 1
     seed: Annotated[int, Doc("another seed gives other texts, tool choices and arguments")] = 0
@@ -63,7 +63,7 @@ class EngineModel:
         if self.policy not in POLICIES:
             raise SpecError(f"policy must be fcfs or priority, not {self.policy!r}")
         if self.blocks * self.block_size < self.context_tokens:
-            # Such a request could neither run nor finish; real engines refuse to start as well.
+            # Such a request could neither run nor finish; real engines also refuse to start.
             raise SpecError(
                 f"kv_tokens={self.kv_tokens} holds {self.blocks * self.block_size} tokens in whole blocks, less than "
                 f"one request of context_tokens={self.context_tokens}: raise kv_tokens or lower context_tokens"
@@ -75,16 +75,16 @@ class EngineModel:
 
     @classmethod
     def instant(cls) -> Self:
-        """An engine that takes no time at all: what is left is what the caller itself costs."""
+        """Return an engine that takes no time: what remains is the caller's own cost."""
         return cls(prefill_tokens_per_second=math.inf, step_seconds=0.0, sequence_seconds=0.0)
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """``simulated://?prefill=20000&decode=0.008&kv=65536&…``: any field by its name, three by a short one;
-        ``simulated://instant`` takes no time."""
+        """Create the model from ``simulated://?prefill=20000&decode=0.008&kv=65536&…``: any field by its name, three by
+        a short name; ``simulated://instant`` takes no time."""
         parts = urlsplit(url)
         if parts.netloc not in ("", "instant") or parts.path.strip("/"):
-            raise SpecError(f"a simulated engine is nowhere: write simulated:// or simulated://instant, not {url!r}")
+            raise SpecError(f"a simulated engine has no host: write simulated:// or simulated://instant, not {url!r}")
         options = {SHORT_NAMES.get(key, key): value for key, value in parse_qsl(parts.query, keep_blank_values=True)}
         names = [field.name for field in fields(cls)]
         for name in options.keys() - set(names):

@@ -1,7 +1,7 @@
-"""The engine in time: one step after the other on the event loop's clock, as callbacks, without a task of its own.
+"""Runs the engine over time: one step after another on the event loop's clock, as callbacks, without a task.
 
-A step's results appear when its seconds have passed. The clock is ``loop.time()``, so a virtual clock makes hours of
-simulated serving take as long as computing them. Who asked, and in which wire format, is no business of this file.
+A step's results appear when its seconds have passed. The clock is ``loop.time()``, so under a virtual clock simulated
+hours take only their computing time. This file does not know callers or wire formats.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class EngineRunner:
     def start(
         self, work: Many[tuple[bytes, bytes]], on_token: OnToken, priority: int = 0, order: Order | None = None
     ) -> list[Sequence]:
-        """Queues (prompt, output) pairs, all or none, and reports each of their tokens. Raises what a server would
-        answer when it refuses. The caller must ``stop`` what it started."""
+        """Queue (prompt, output) pairs, all or none, and report each of their tokens. Raises what a refusing server
+        would answer. The caller must ``stop`` what it started."""
         self.engine.now = asyncio.get_running_loop().time()
         for prompt, output in work:
             self.engine.check(prompt, output, len(work))
@@ -37,18 +37,18 @@ class EngineRunner:
         for sequence in sequences:
             self._listeners[sequence] = on_token
         if self._timer is None:
-            # Not at once: requests that arrive in the same turn of the loop share their first step.
+            # Not at once: requests that arrive in the same iteration of the loop share their first step.
             self._timer = asyncio.get_running_loop().call_soon(self._next_step)
         return sequences
 
     def stop(self, sequences: Many[Sequence]) -> None:
-        """Drops what has not ended; the rest of the batch goes on."""
+        """Abort unfinished sequences; the rest of the batch continues."""
         for sequence in sequences:
             self.engine.abort(sequence)
             self._listeners.pop(sequence, None)
 
     def close(self) -> None:
-        """Forgets the step under way; the cache stays warm for whoever comes next, maybe on another event loop."""
+        """Drop the running step. The cache stays warm for the next user, possibly on another event loop."""
         self.stop(list(self._listeners))
         if self._timer is not None:
             self._timer.cancel()

@@ -1,8 +1,8 @@
-"""A stand-in for a tokeniser and a chat template: four bytes are a token.
+"""A simple substitute for a tokenizer and a chat template: four bytes are a token.
 
-It is right about what a plan depends on (lengths to within a factor that English text keeps steady, equal prefixes have
-equal tokens, what an engine said is tokenised the same way when it comes back as history) and about nothing else.
-Tokens are kept as bytes, four each, padded per segment, so that counting is a division and a block is a slice.
+It is accurate only in what a plan needs: lengths (within a constant factor for English text), equal tokens for equal
+prefixes, and equal tokens for an answer that comes back as history. Tokens are kept as bytes, four each, padded per
+segment, so that counting is a division and a block is a slice.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from batch_agent.messages import Message, MessageView, ToolCall, ToolSpec
 TOKEN_BYTES = 4
 END = b"\x03end"  # ends a message; an answer's last token
 BEGIN = b"\x02bos"
-ANSWER = b"\x01ast"  # the header behind which the model speaks
+ANSWER = b"\x01ast"  # header before the model's answer
 HEADERS = {"system": b"\x01sys", "user": b"\x01usr", "assistant": ANSWER, "tool": b"\x01tol"}
 
 
 def encode(text: str) -> bytes:
-    """The tokens of one segment of text."""
+    """Return the tokens of one segment of text."""
     data = text.encode("utf-8", "replace")
     return data + b"\x00" * (-len(data) % TOKEN_BYTES)
 
@@ -45,7 +45,7 @@ class PromptView(MessageView):
 
 
 def encode_tools(tools: Iterable[ToolSpec]) -> bytes:
-    """Tools stand in front of everything, as in most chat templates."""
+    """Return the tokens of the tools, which come first, as in most chat templates."""
     described = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools]
     return encode(written(described).decode()) + END if described else b""
 

@@ -1,4 +1,4 @@
-"""A board on which agents of different roles write, round after round."""
+"""A shared board on which agents of different roles write, round after round."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Blackboard:
         """Returns the board after ``max_rounds``, or after a round for which ``convergence_fn`` returns True. In each
         round the answers of the agents tagged ``role=section`` are appended to each section in turn."""
         if options.get("run_dir") is not None:
-            raise SpecError("a blackboard cannot be resumed from a run_dir: what it asks depends on the board")
+            raise SpecError("a blackboard cannot be resumed from a run_dir: its prompts depend on the board")
         sections = {section: pool.by_tag("role", section) for section in self._board}
         steps = Steps(options)
         for _ in range(max_rounds):

@@ -1,4 +1,4 @@
-"""Sends the same prompt to every agent, and has one agent sum up the answers."""
+"""Sends the same prompt to every agent, and lets one agent summarise the answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def broadcast(pool: AgentPool, prompt: str, **options: Unpack[Options]) ->
 async def broadcast_and_reduce(
     pool: AgentPool, prompt: str, reduce_prompt: str, reducer_agent_index: int = 0, **options: Unpack[Options]
 ) -> Response:
-    """Returns one agent's answer to ``reduce_prompt``, with the answers of all in place of ``{responses}``."""
+    """Return one agent's answer to ``reduce_prompt``, with all answers in place of ``{responses}``."""
     steps = Steps(options)
     responses = await pool.broadcast_prompt(prompt, **steps.first())
     return await collect(pool, reducer_agent_index, reduce_prompt, responses, steps)

@@ -17,8 +17,8 @@ from batch_agent.swarm.response import Response
 
 @dataclass
 class Stage:
-    """The input of the stage takes the place of ``{input}``. Its answers are filtered, then transformed; without a
-    transform the successful ones are joined by newlines."""
+    """The stage's input replaces ``{input}``. Its answers are filtered, then transformed; without a transform the
+    successful ones are joined by newlines."""
 
     name: str
     prompt_template: str
@@ -34,8 +34,8 @@ async def run_pipeline(
     reuse_agents: bool = True,
     **options: Unpack[Options],
 ) -> Any:  # the type of the last transform's value
-    """Returns the output of the last stage. A stage asks the first ``n_agents`` of the pool; without ``reuse_agents``
-    the first of those that no stage before it has asked."""
+    """Return the output of the last stage. A stage uses the first ``n_agents`` of the pool; without ``reuse_agents``
+    the first of those not used by an earlier stage."""
     if options.get("n", 1) != 1 or options.get("run_dir") is not None:
         raise SpecError("a pipeline takes no n and no run_dir: BatchAgent's Pipeline has stages that are recorded")
     steps = Steps(options)
@@ -53,7 +53,7 @@ async def run_pipeline(
 async def fan_out_fan_in(
     pool: AgentPool, prompt: str, collect_prompt: str, n_workers: int | None = None, **options: Unpack[Options]
 ) -> Response:
-    """Returns agent 0's answer to ``collect_prompt``, with those of the first ``n_workers`` in place of
+    """Return agent 0's answer to ``collect_prompt``, with those of the first ``n_workers`` in place of
     ``{responses}``."""
     workers = pool if n_workers is None else pool.slice(0, whole("n_workers", n_workers))
     steps = Steps(options)

@@ -19,5 +19,5 @@ async def scatter_gather(pool: AgentPool, prompts: Sequence[str], **options: Unp
 async def map_gather(
     pool: AgentPool, items: Sequence[object], prompt_template: str, **options: Unpack[Options]
 ) -> list[Response]:
-    """Does the same with prompts made of the template: each item takes the place of ``{item}``."""
+    """Like ``scatter_gather``, with prompts made from the template: each item replaces ``{item}``."""
     return await scatter_gather(pool, [filled(prompt_template, item=item) for item in items], **options)

@@ -1,4 +1,4 @@
-"""What the patterns share: one deadline over several steps, templates, the request that sums up."""
+"""What the patterns share: one deadline over several steps, templates, and the summarising request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from batch_agent.swarm.pool import AgentPool
 from batch_agent.swarm.response import Response
 
 BETWEEN = "\n---\n"
-LEAST_SECONDS = 0.001  # for a step after the deadline: it fails with a message that says so
-# Options of the first step alone, if a pattern has several: the number of samples, and the record.
+LEAST_SECONDS = 0.001  # for a step after the deadline, which fails with a message about it
+# Options of the first step only, if a pattern has several: the number of samples, and the record.
 _FIRST = ("n", "run_dir")
 
 
 class Steps:
-    """The options of each step of a pattern. The last step has ``schema``: it is about the pattern's own answer."""
+    """The options of each step of a pattern. ``schema`` applies to the last step, the pattern's own answer."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -50,7 +50,7 @@ class Steps:
 
 
 def filled(template: str, **values: object) -> str:
-    """Returns the template with values in place of ``{name}``. Braces in a value are left alone."""
+    """Return the template with values in place of ``{name}``. Braces in a value stay unchanged."""
     pattern = re.compile(r"\{(" + "|".join(values) + r")\}")
     return pattern.sub(lambda match: str(values[match[1]]), template)
 
@@ -58,11 +58,12 @@ def filled(template: str, **values: object) -> str:
 async def collect(
     pool: AgentPool, agent_index: int, template: str, responses: Sequence[Response], steps: Steps
 ) -> Response:
-    """Returns one answer made of the successful ones, with the aggregation budget. Without any, a failed response."""
+    """Return one answer made from the successful ones, with the aggregation token limit; a failed response if there are
+    none."""
     texts = [response.text for response in responses if response.success]
     if not texts:
-        why = responses[0].error if responses else "nobody was asked"
-        return Response(False, "", f"none of {len(responses)} answers came, so there is nothing to sum up: {why}")
+        why = responses[0].error if responses else "no agent was asked"
+        return Response(False, "", f"all {len(responses)} requests failed, so there is nothing to summarise: {why}")
     prompt, options = filled(template, responses=BETWEEN.join(texts)), steps.last()
     if options.get("dispatch") == "balanced":
         (response,) = await pool.send_all([prompt], pool.aggregation_tokens, **options)

@@ -1,7 +1,7 @@
-"""Sums up many answers, level by level, until one is left, and records which leaves are in it.
+"""Summarises many answers level by level until one is left, and records which leaves it includes.
 
-The groups of a level have at most ``fanin`` answers each. With ``max_context`` a group also fits a request of so many
-tokens, and an answer that is alone in its group goes up to the next level unchanged.
+A group has at most ``fanin`` answers. With ``max_context`` a group also fits a request of that many tokens, and an
+answer alone in its group moves to the next level unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from batch_agent.swarm.response import Response
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Which leaves are in the answer, and why the others are not, by their numbers."""
+    """Which leaves are in the answer, and why the others are not, by number."""
 
     leaves: int
     included: tuple[int, ...]
@@ -33,8 +33,8 @@ class Coverage:
 
 @dataclass
 class Reduced(Response):
-    """``usage`` is that of all requests. ``levels``, kept with ``keep_levels``, are the leaves, then each level's
-    responses."""
+    """``usage`` is that of all requests. ``levels``, kept with ``keep_levels``, are the leaves, then the responses of
+    each level."""
 
     coverage: Coverage = field(default_factory=lambda: Coverage(0, (), {}))
     levels: list[list[Response]] = field(default_factory=list)
@@ -57,11 +57,11 @@ async def tree_reduce(
     keep_levels: bool = False,
     **options: Unpack[Options],
 ) -> Reduced:
-    """Returns the sum of the leaves. With ``items`` each takes the place of ``{item}`` in the prompt; without, every
-    agent gets the prompt. ``reduce_prompt`` has ``{responses}`` and may have ``{level}``, from 1."""
-    whole("fanin", fanin, least=2)  # groups of one never come to an end
+    """Return the reduction of the leaves. With ``items`` each replaces ``{item}`` in the prompt; without, every agent
+    gets the prompt. ``reduce_prompt`` must contain ``{responses}`` and may contain ``{level}``, from 1."""
+    whole("fanin", fanin, least=2)  # groups of one would never end
     if "{responses}" not in reduce_prompt:
-        raise SpecError("reduce_prompt has no {responses}: nothing of the answers would be in it")
+        raise SpecError("reduce_prompt has no {responses}: it would not contain the answers")
     steps = Steps(options)
     room = None if max_context is None else _room(max_context, reduce_prompt, pool)
     if items is None:
@@ -78,7 +78,7 @@ async def tree_reduce(
         own = steps.last() if len(groups) == 1 else steps.between()
         responses = await pool.send_all([tree.prompt(reduce_prompt, group) for group in together], **own)
         tree.grow(together, responses, alone)
-    return tree.result("no answer was left to sum up", keep_levels)
+    return tree.result("no answer was left to summarise", keep_levels)
 
 
 class _Tree:
@@ -96,7 +96,7 @@ class _Tree:
     def grow(
         self, groups: Sequence[Sequence[_Node]], responses: Sequence[Response], alone: Sequence[Sequence[_Node]]
     ) -> None:
-        """Makes the next level: an answer for each group, and those that go up unchanged, in the order of leaves."""
+        """Build the next level: an answer for each group, and the unchanged ones, in the order of leaves."""
         where = f"level {len(self.levels)}: "
         self.levels.append(list(responses))
         self.nodes = [node for group in alone for node in group]
@@ -112,7 +112,7 @@ class _Tree:
             self._lost.update(dict.fromkeys(leaves, f"{where}{why}"))
 
     def result(self, problem: str, keep_levels: bool) -> Reduced:
-        """Returns the answer that is left, or a failed one with ``problem``."""
+        """Return the remaining answer, or a failed one with ``problem``."""
         whole = self.nodes[0] if len(self.nodes) == 1 else None
         for node in self.nodes if whole is None else ():
             self._lost.update(dict.fromkeys(node.leaves, problem))
@@ -140,7 +140,7 @@ def _room(max_context: int, template: str, pool: AgentPool) -> int:
     answer = pool.answer_tokens or DEFAULT_TOKENS
     room = (max_context - answer) * CHARACTERS_PER_TOKEN - len(template)
     if room <= 0:
-        raise SpecError(f"max_context is {max_context}: an answer of {answer} tokens and the prompt fill it alone")
+        raise SpecError(f"max_context is {max_context}: an answer of {answer} tokens and the prompt already fill it")
     return room
 
 

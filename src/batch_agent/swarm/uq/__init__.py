@@ -1,4 +1,5 @@
-"""How sure a swarm is, from the spread of its answers' embeddings. Needs numpy and scipy (the extra ``uq``)."""
+"""Measures the certainty of a swarm, from the spread of its answers' embeddings. Needs numpy and scipy (the extra
+``uq``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel language entropy: semantic entropy without clusters, from the similarity of every two answers."""
+"""Kernel language entropy: semantic entropy without clusters, from the similarity of all pairs of answers."""
 
 from __future__ import annotations
 

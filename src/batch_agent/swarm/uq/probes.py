@@ -1,4 +1,5 @@
-"""Probes: predict semantic entropy from a model's hidden states, by ridge regression. The intercept is not shrunk."""
+"""Probes: predict semantic entropy from a model's hidden states, by ridge regression. The intercept is not
+penalised."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def save_probe(
     if metadata is not None:
         words.write_text(json.dumps(dict(metadata), indent=2), encoding="utf-8")
     else:
-        words.unlink(missing_ok=True)  # of another probe
+        words.unlink(missing_ok=True)  # from another probe
 
 
 def load_probe(path: str | Path) -> tuple[Matrix, float, JsonObject | None]:
