@@ -15,11 +15,7 @@ elsewhere, and holds up nobody behind it. With one endpoint none of this is look
 While every endpoint is down, one turn after another is its trial. A turn whose trial failed is set aside, so that not
 one row alone decides; where those are few, a new agent may start to be tried, and later now and then another. A turn
 that was in flight when its endpoint went down, twice, is a suspect: it may be what brings the server down. It goes when
-<<<<<<< HEAD
-there is nobody else, and never beside another suspect.
-=======
 no other turn waits, and never beside another suspect.
->>>>>>> wmerge
 
 Everything here is synchronous and is given the time. ``dispatch.slots`` wakes the coroutines of the tickets that
 ``grant`` returns.
