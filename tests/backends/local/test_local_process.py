@@ -18,6 +18,7 @@ import pytest
 from batch_agent.backends.base import ModelRequest, RequestShape
 from batch_agent.backends.local.backend import LocalBackend
 from batch_agent.backends.local.options import Options
+from batch_agent.backends.local.process import EngineProcess
 from batch_agent.errors import ContextOverflow, Rejected, SpecError, Truncated, Unavailable
 from batch_agent.messages import Conversation, Message, ToolSpec, Usage
 
@@ -132,6 +133,29 @@ async def test_a_grammar_that_the_engine_refuses_fails_its_own_request_only(tmp_
         await waiting
 
 
+async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    start = asyncio.create_task(EngineProcess.start(STAND_IN, {"path": str(path)}))
+    await asyncio.sleep(0)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    async with asyncio.timeout(20):
+        while any(STAND_IN in _command(child) for child in _children()):
+            await asyncio.sleep(0.01)
+
+
+def _children() -> list[str]:
+    return [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+
+
+def _command(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
 async def test_cancelling_tells_the_engine(tmp_path: Path) -> None:
     async with stand_in(tmp_path) as peer, asyncio.timeout(20):
         task = asyncio.create_task(peer.backend.infer(ask("hang")))
@@ -220,6 +244,7 @@ import asyncio, sys
 from pathlib import Path
 from batch_agent.backends.local.backend import LocalBackend
 from batch_agent.backends.local.options import Options
+from batch_agent.backends.local.process import EngineProcess
 async def main():
     async with LocalBackend(Options("m", Path(sys.argv[1]), threads=1), program=sys.argv[2]) as backend:
         print(backend.pid, flush=True)

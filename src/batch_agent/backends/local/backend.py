@@ -116,7 +116,11 @@ class LocalBackend(Backend):
         self._entered -= 1
         if self._entered == 0 and self._process is not None:
             process, self._process = self._process, None
-            engine = await process.detach()
+            try:
+                engine = await process.detach()
+            except BaseException:  # cancelled: it is not known what of the last requests reached the engine
+                process.kill()
+                raise
             await in_thread(partial(self._keeper.keep, self._key, engine, self._options.keep))
 
     async def _engine(self) -> EngineProcess:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Self, cast
 
@@ -71,12 +72,15 @@ class EngineProcess(asyncio.Protocol):
 
     @classmethod
     async def start(cls, program: str, config: JsonObject) -> Self:
-        """Start the process. It is still loading the model when this returns."""
+        """Start the process. It is still loading the model when this returns. Cancelled, it ends what it started."""
+        starting = start_engine(program, config)
         try:
-            engine = await asyncio.wrap_future(start_engine(program, config))
+            return await cls.attach(await asyncio.shield(asyncio.wrap_future(starting)))
         except OSError as error:
             raise EngineDied(f"cannot be started: {error}") from error
-        return await cls.attach(engine)
+        except BaseException:
+            starting.add_done_callback(_end_started)
+            raise
 
     @classmethod
     async def attach(cls, engine: LoadedEngine) -> Self:
@@ -125,6 +129,10 @@ class EngineProcess(asyncio.Protocol):
         await asyncio.shield(self._closed)
         await asyncio.shield(self._input_closed)
         return self._engine
+
+    def kill(self) -> None:
+        """End the process without waiting for requests."""
+        self._engine.end()
 
     async def close(self) -> None:
         """End the process and wait until it is gone."""
@@ -187,6 +195,11 @@ class EngineProcess(asyncio.Protocol):
         for number in cast(list[int], message["suspects"]):
             if entry := self._in_flight.pop(number, None):
                 entry.answer.set_exception(Rejected(f"the engine refused the schema's grammar: {self._fatal}"))
+
+
+def _end_started(starting: Future[LoadedEngine]) -> None:
+    if starting.exception() is None:
+        starting.result().end()
 
 
 class _Input(asyncio.BaseProtocol):
