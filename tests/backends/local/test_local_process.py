@@ -146,13 +146,17 @@ async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> No
 
 
 def _children() -> list[str]:
-    return [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+    return [pid for task in Path("/proc/self/task").iterdir() for pid in _read(task / "children").split()]
 
 
 def _command(pid: str) -> str:
+    return _read(Path("/proc", pid, "cmdline"))
+
+
+def _read(path: Path) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
+        return path.read_text()
+    except OSError:  # it has ended
         return ""
 
 
