@@ -40,6 +40,10 @@ class RunRecord:
     def index(self) -> RowIndex:
         return RowIndex(self.path)
 
+    def index_more(self) -> bool:
+        """Take in the next rows; True while there is more to read. Makes the index in the thread that calls it."""
+        return self.index.step()
+
     def close(self) -> None:
         if "index" in vars(self):
             self.index.close()

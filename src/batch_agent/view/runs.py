@@ -43,7 +43,7 @@ class ShownRun:
         await asyncio.wait([self._indexing], timeout=most)
 
     async def _index(self) -> None:
-        while await self.do(self.record.index.step):
+        while await self.do(self.record.index_more):
             pass
 
     async def close(self) -> None:
