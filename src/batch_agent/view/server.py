@@ -131,8 +131,11 @@ class ViewServer:
             else:
                 run, query, (sort, descending) = self._run(request), _query(asked), _sorting(asked)
                 name = f"{run.record.path.name}.{kind}"
-                records = partial(run.record.index.records, query, sort, descending)
-                await run.do(lambda: write_rows(records, kind, file))
+
+                def write() -> None:
+                    write_rows(partial(run.record.index.records, query, sort, descending), kind, file)
+
+                await run.do(write)
             named = f"attachment; filename*=UTF-8''{quote(name, safe='')}"
             headers = {"Content-Type": "application/octet-stream", "Content-Disposition": named}
             response = web.StreamResponse(headers=headers)
