@@ -62,7 +62,7 @@ PEERS = (
     Peer("LangChain", "langchain_agents", "langchain", "langchain"),
     Peer("inspect_ai", "inspect_eval", "inspect", "inspect_ai"),
     Peer("curator (one turn)", "curator_rows", "curator", "bespokelabs-curator", turns=1),
-    Peer("batch-agent 0.2.0", "old", "old", "batch-agent"),
+    Peer("batch-agent", "old", "old", "batch-agent"),
 )
 
 
@@ -84,6 +84,8 @@ def started(peer: Peer, server: Server, agents: int, keep: str, *more: str) -> I
     with subprocess.Popen(
         command,
         cwd=environments.ROOT,
+        # A path to this source would hide the older package of the same name.
+        env=None if peer.environment is None else {k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
