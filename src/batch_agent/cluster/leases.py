@@ -150,13 +150,14 @@ class WorkerLeases(AsyncIterator[Placed]):
             self._threads.shutdown(wait=False)
 
     def _judge(self, standing: RunStanding) -> None:
+        counts = standing.counts
         if standing.generation != self._generation:
             self.leave("replaced")
+        elif counts.fed and not counts.unstarted and not counts.leased:  # also if the feeder has ended the run already
+            self.leave("done")
         elif standing.phase != "running":
             self.leave("asked to leave")
-        elif standing.done:
-            self.leave("done")
-        elif standing.feeder or standing.counts.unstarted:
+        elif standing.feeder or counts.unstarted:
             self._lonely_since = None
         else:
             now = asyncio.get_running_loop().time()
