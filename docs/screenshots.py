@@ -1,4 +1,4 @@
-"""Pictures of the page for docs/images: ``python docs/screenshots.py [FOLDER]``. Needs Chromium."""
+"""Takes screenshots of the page for docs/images: ``python docs/screenshots.py [FOLDER]``. Needs Chromium."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def take(page: Page, place: str, ready: str, file: Path) -> None:
 
 
 async def live(folder: Path, place: Path) -> None:
-    """A run at work."""
+    """Takes the screenshots of a run that is at work."""
     async with triage(place / "triage-live", 2000, pace=1.2, max_inflight=64) as run:
 
         async def drop() -> None:
@@ -55,6 +55,7 @@ async def live(folder: Path, place: Path) -> None:
 
 
 async def pipeline(folder: Path, place: Path) -> None:
+    """Takes the screenshot of a pipeline."""
     async with ScriptedServer(
         lambda request: Say(f"About this: {request.text[:60]}", latency=0.4), models=["triage-7b"]
     ) as server:
@@ -71,7 +72,7 @@ async def pipeline(folder: Path, place: Path) -> None:
 
 
 async def over(folder: Path, place: Path) -> None:
-    """Runs that have ended."""
+    """Takes the screenshots of runs that have ended."""
     one = await recorded(place / "triage-7b", 400, pace=0.1)
     other = await recorded(place / "triage-32b", 400, pace=0.02, seed="b")
     async with showing(one, other) as page:

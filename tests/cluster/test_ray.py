@@ -159,4 +159,4 @@ def test_a_cluster_that_is_not_there_is_named(server: str, tmp_path: Path) -> No
     prepare(tmp_path, server, 1, 8)
     driver = Driver(tmp_path, "run", "spec.yaml", "--inputs", "rows.jsonl", "--ray", "127.0.0.1:1")
     assert driver.wait() == 4
-    assert "127.0.0.1:1 cannot be reached" in (tmp_path / "driver.log").read_text()
+    assert "127.0.0.1:1 is unreachable" in (tmp_path / "driver.log").read_text()

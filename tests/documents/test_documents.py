@@ -107,12 +107,12 @@ def test_a_broken_or_encrypted_file_is_an_error_that_names_it(tmp_path: Path, ho
         archive.writestr("a.txt", "no document")
     write_docx(tmp_path / "bad.docx", "<w:p>")
     for name, why in (
-        ("cut.pdf", "is not a PDF file, or a broken one"),
-        ("empty.pdf", "is not a PDF file, or a broken one"),
+        ("cut.pdf", "is not a PDF file, or is damaged"),
+        ("empty.pdf", "is not a PDF file, or is damaged"),
         ("locked.pdf", "is encrypted: save a copy without a password"),
         ("old.docx", "is encrypted, or in the old .doc format"),
-        ("other.docx", "is not a DOCX file, or a broken one"),
-        ("bad.docx", "is not a DOCX file, or a broken one"),
+        ("other.docx", "is not a DOCX file, or is damaged"),
+        ("bad.docx", "is not a DOCX file, or is damaged"),
         ("gone.pdf", "cannot be read: No such file"),
         ("x\0.pdf", "cannot be read: embedded null"),
     ):

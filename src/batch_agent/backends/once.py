@@ -1,4 +1,4 @@
-"""Identical work of several workers, done once: the seam for tool calls and model answers."""
+"""Interface for work that several workers of a run need and only one does: tool calls and model answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What another worker's run of the work came to."""
+    """The result of work that another worker did."""
 
     text: str
     ok: bool
@@ -16,11 +16,15 @@ class Found:
 
 class Once(Protocol):
     async def begin(self, key: str) -> Found | str:
-        """The result of another worker, waited for while it is at work. Or a token: the caller is to do the work, and
-        ``end`` must follow."""
+        """Return the result of another worker, after waiting for it, or a token.
+
+        With a token, the caller must do the work and call ``end``.
+        """
         ...
 
     def end(self, key: str, token: str, found: Found | None, keep: float) -> None:
-        """The work has ended; None: it was not done, or nobody else may use it. It is kept for ``keep`` seconds, 0: for
-        those who wait for it."""
+        """Report that the work has ended. ``found`` is None if it failed, or if other workers may not use the result.
+
+        The result is kept for ``keep`` seconds. With 0 only the workers that wait for it now get it.
+        """
         ...

@@ -1,1 +1,1 @@
-"""One run worked on by many processes: who feeds it, who works on it, and what travels between them."""
+"""One run with many processes: the feeder, the workers, and the data that they exchange."""

@@ -1,4 +1,4 @@
-"""A run directory written into Redis, through the same calls that a feeder and a worker make."""
+"""Copies a run directory into Redis, with the same calls that a feeder and a worker make."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ ResultRecord = Mapping[str, object]
 
 
 def copy_in(store: RunStore, view: RunView, prepared: Prepared, records: Iterable[ResultRecord]) -> int:
-    """Write the rows of a directory that have results into a new run. ``prepared`` asks what the run did; ``records``
-    are its result lines. Returns the number of rows."""
+    """Write the rows of a directory that have results into a new run; return their number.
+
+    ``prepared`` must make the same requests as the run. ``records`` are the run's result lines.
+    """
     facts = _facts(view, prepared)
     sitting = store.open_feed(facts, resume=False, keep_results_only=False).sitting
     worker, plan, keys = store.join({"copies": view.name}), prepared.plan, Keys(rows_under(prepared))
@@ -51,7 +53,7 @@ def copy_in(store: RunStore, view: RunView, prepared: Prepared, records: Iterabl
             for change in _changes(store, worker, journal, ended):
                 number += 1
                 if store.commit(worker, number, [change]):
-                    raise StoreError("the copy took longer than a lease; delete it and try again with a longer one")
+                    raise StoreError("the copy took longer than a lease; delete it and try again with a longer lease")
                 count += 1
             store.keep_feed(sitting)
     store.end_inputs(sitting)
@@ -92,7 +94,7 @@ def _kept(journal: SqliteJournal, agent: int, identity: Identity) -> Iterator[Ke
 
 
 def _note_spent(store: RunStore, latest: Progress) -> None:
-    """What the run has spent stays spent for its budget."""
+    """Record the spending of the run, so that its budget counts it."""
     lent, cost = store.lent(), round((latest.cost or 0.0) * DOLLAR)
     spent = {BUDGET_TOKENS: latest.tokens, **({BUDGET_COST: cost} if cost else {})}
     lent.beat("copied", 1.0, {name: Claim(used, used, used, spent=used) for name, used in spent.items()}, {}, {})
@@ -100,5 +102,5 @@ def _note_spent(store: RunStore, latest: Progress) -> None:
 
 
 def directory_is_new(path: Path) -> bool:
-    """Whether a run can be written there: there is nothing, or an empty directory."""
+    """Whether a run can be written to this path: it does not exist, or it is an empty directory."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))

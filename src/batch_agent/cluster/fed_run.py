@@ -1,7 +1,7 @@
-"""A run that is kept in a shared store, as the process that feeds it has it: the same ``Run`` for its user.
+"""The feeder's side of a run in a shared store. For its user it is an ordinary ``Run``.
 
-It reads the inputs and delivers the results. Unless it is to feed only, one of the workers is in this process, on the
-same dispatcher, so that what is seen of the run here is as on one machine.
+It reads the inputs and delivers the results. Unless ``feed_only`` is set, this process is also a worker. That worker
+uses the same dispatcher, so that events and statistics are the same as on one machine.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from batch_agent.store.shared import RunStore
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
-# What a feeder says of its run by itself, for all workers.
+# Events that the feeder emits itself, for the rows of all workers.
 OWN_EVENTS = (RunStarted, RunFinished, JobStarted, JobFinished, ModelChosen, DrainStarted)
 
 
 class FedRun(Run[T]):
-    """``open_shared`` opens the store of the run; it blocks. ``feed_only``: no row is worked on in this process."""
+    """``open_shared`` opens the store of the run; it blocks. With ``feed_only`` this process works on no row."""
 
     def __init__(
         self,
@@ -64,8 +64,10 @@ class FedRun(Run[T]):
     ) -> None:
         spec = prepared.spec
         if spec.force_resume:
-            raise SpecError("force_resume is for run directories: bring the run into one with batch-agent copy URL DIR")
-        self._shared_spec = spec_json(prepared)  # raises for what cannot travel, before anything is sent
+            raise SpecError(
+                "force_resume works only for run directories: copy the run into one with batch-agent copy URL DIR"
+            )
+        self._shared_spec = spec_json(prepared)  # raises before anything is sent
         self._open_shared, self._feed_only = open_shared, feed_only
         retry = (spec.retry_failed,) if isinstance(spec.retry_failed, str) else spec.retry_failed
         self._sitting = partial(
@@ -96,14 +98,14 @@ class FedRun(Run[T]):
         )
         self._lender = Lending(session.store.lent(), f"feeder-{session.feed.sitting}", session.lease)
         await self._lender.begin(prepared.backend)
-        self._feed.set_reading(True)  # the worker has a feed of its own for the rows that it starts
+        self._feed.set_reading(True)  # the worker has its own feed for the rows that it starts
         async with self._budget(), asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(feeder.keep())
             self._feeder = tasks.create_task(feeder.feed())
             delivering = tasks.create_task(feeder.deliver())
             working = None if self._feed_only else tasks.create_task(self._work_here(prepared, session))
             await asyncio.wait({delivering, *filter(None, (working,))}, return_when=asyncio.FIRST_COMPLETED)
-            if not delivering.done() and self._cannot_go_on:  # nor can the workers elsewhere
+            if not delivering.done() and self._cannot_continue:  # the other workers cannot either
                 self._feed.close()
                 delivering.cancel()
             await asyncio.wait({delivering})
@@ -114,7 +116,7 @@ class FedRun(Run[T]):
                 self._worker_run.drain()
 
     @property
-    def _cannot_go_on(self) -> bool:
+    def _cannot_continue(self) -> bool:
         return self.shared.dispatcher.over is not None or bool(self.shared.spending.exhausted)
 
     async def _facts_of(self, prepared: Prepared) -> dict[str, JsonValue]:
@@ -130,14 +132,14 @@ class FedRun(Run[T]):
         }
 
     async def _work_here(self, prepared: Prepared, session: FeederSession) -> None:
-        """Be one of the workers."""
+        """Work on rows in this process, as one of the workers."""
         store = session.store
         self._number = await session.run(lambda: store.join({"feeder": True}))
         work = await session.run(lambda: open_worker_session(store, self._number, session.facts, patience=float("inf")))
         within = replace(self.shared, emit=self._from_worker, pool=None, session=None)
         assert self._lender is not None
         self._worker_run = run = WorkerRun(prepared, work, self._lender, within)
-        run.id = self.id  # what its rows do is told as of this run
+        run.id = self.id  # events of its rows carry the id of this run
         try:
             await run.finish()
         finally:
@@ -174,7 +176,7 @@ class FedRun(Run[T]):
 
     async def _row_finished(self, result: AgentResult[object], worker: int) -> None:
         if worker != self._number and not result.resumed:
-            self._tell_turns(result)
+            self._emit_turns(result)
         self._emit(
             JobFinished(
                 self.shared.clock(),
@@ -192,8 +194,8 @@ class FedRun(Run[T]):
         )
         await self._delivery.deliver(result)
 
-    def _tell_turns(self, result: AgentResult[object]) -> None:
-        """Count what another worker spent on a row: its turns are not seen here."""
+    def _emit_turns(self, result: AgentResult[object]) -> None:
+        """Emit the turns of a row of another worker, so that its usage and cost are counted here."""
         for turn in range(1, result.turns + 1):
             last = turn == result.turns
             usage, cost = (result.usage, result.cost) if last else (Usage(), None)

@@ -1,6 +1,6 @@
-"""From inputs to the queue, and from the record to results: what a feeder does while its run goes on.
+"""Moves inputs into the queue, and results from the record to the user, while a run is at work.
 
-Inputs are read as the queue has room. Results are delivered as they come, whichever worker they are from.
+Inputs are read when the queue has room. Results of all workers are delivered in the order in which they arrive.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from batch_agent.errors import JobError
 from batch_agent.job import AgentError, AgentResult, Failure, Placed, UnreadableRow
 from batch_agent.store.shared import NewRow, RunStanding
 
-WINDOW = 4096  # unstarted rows in the queue
-AT_ONCE = 256  # rows fed, and results read, with one call
-IDLE = 0.1  # seconds after which a full queue is looked at again
+WINDOW = 4096  # most unstarted rows in the queue
+AT_ONCE = 256  # rows fed, or results read, per call
+IDLE = 0.1  # seconds between two checks of a full queue
 WAIT = 1.0  # seconds that a call waits for results
 
 Started = Callable[[int, str], None]
@@ -30,8 +30,11 @@ Finished = Callable[[AgentResult[object], int], Awaitable[None]]
 
 
 class Feeder:
-    """``started`` is called with the index and the id of each row that is fed, ``finished`` with each result and the
-    number of its worker."""
+    """Feeds rows and delivers results.
+
+    ``started`` is called with the index and the id of each row that is fed. ``finished`` is called with each result and
+    the number of its worker.
+    """
 
     def __init__(
         self,
@@ -46,28 +49,28 @@ class Feeder:
     ) -> None:
         self._session, self._rows, self._plan, self._schema = session, rows, plan, schema
         self._started, self._finished, self._originals = started, finished, originals
-        self.outstanding = 0  # rows in the queue or leased, whose results are to come
-        self.failure: Exception | None = None  # what the inputs ended in, where that was not their end
-        self.fed = False  # every input was read
-        self._moved = asyncio.Event()  # set when a result came
-        self._held = asyncio.Event()  # cleared while nobody takes results
+        self.outstanding = 0  # rows that are queued or leased
+        self.failure: Exception | None = None  # the error that reading the inputs raised
+        self.fed = False  # every input was read and fed
+        self._moved = asyncio.Event()  # set when a result arrives
+        self._held = asyncio.Event()  # cleared while the user takes no results
         self._held.set()
         self._stopping = asyncio.Event()
-        self._draining = False  # the workers were told
+        self._draining = False  # the draining phase is set in the store
 
     def hold(self, full: bool) -> None:
-        """Read no results while those before them are not taken."""
+        """Stop reading results while the buffer of untaken results is full."""
         if full:
             self._held.clear()
         else:
             self._held.set()
 
     def stop(self) -> None:
-        """Feed nothing more; rows that were begun finish."""
+        """Feed no more rows; started rows finish."""
         self._stopping.set()
 
     async def feed(self) -> None:
-        """Put the inputs into the queue, as there is room."""
+        """Put the inputs into the queue while it has room."""
         session, sitting = self._session, self._session.feed.sitting
         index = 0
         while not self._stopping.is_set() and await self._room():
@@ -89,7 +92,7 @@ class Feeder:
                     shown = None if isinstance(value, UnreadableRow) else value
                     await self._deliver(Failure(place, str(place), shown, False, None, AgentError.of(error)), 0)
             rows = [row for row, _ in new]
-            self.outstanding += len(rows)  # before a result can come
+            self.outstanding += len(rows)  # before a result can arrive
             answers = await session.run(partial(session.store.feed, sitting, rows, session.retry))
             for (row, name), answer in zip(new, answers, strict=True):
                 self._started(row.index, name)
@@ -101,7 +104,7 @@ class Feeder:
             self.fed = True
 
     def _compiled(self, index: int, value: object) -> tuple[NewRow, str]:
-        """The row as it is fed, and its id. Raises JobError when it can be no job."""
+        """Return the row as it is fed, and its id. Raises JobError if it cannot be a job."""
         if isinstance(value, UnreadableRow):
             self._plan.job(index, value)
         data = encode_row(value)
@@ -112,7 +115,7 @@ class Feeder:
         return NewRow(index, identity.key, identity.row, data), job.job_id
 
     async def _room(self) -> bool:
-        """Wait until the queue has room. False when nothing more is to be fed."""
+        """Wait until the queue has room. Returns False when the feeder is stopped."""
         while not self._stopping.is_set():
             if self._held.is_set():
                 standing = await self.standing()
@@ -128,7 +131,10 @@ class Feeder:
         return await session.run(lambda: session.store.keep_feed(session.feed.sitting))
 
     async def keep(self) -> None:
-        """Renew the feeder's lease, for ever; tell the workers once to take no more rows, if that is so."""
+        """Renew the feeder's lease until cancelled.
+
+        After ``stop``, set the draining phase once: workers then take no rows.
+        """
         session, pause = self._session, self._session.lease / 3
         while True:
             if self._draining:
@@ -142,7 +148,7 @@ class Feeder:
             await self.standing()
 
     async def deliver(self) -> None:
-        """Deliver results until every row that was fed has its own; or, once stopped, until no row is leased."""
+        """Deliver results until every fed row has one. After ``stop``: until no row is leased."""
         session, sitting = self._session, self._session.feed.sitting
         position, wait = session.feed.position, min(WAIT, session.lease / 4)
         while not (self.fed and not self.outstanding):

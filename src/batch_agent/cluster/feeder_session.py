@@ -1,4 +1,4 @@
-"""A feeder's sitting at a shared run: the facts of the run, and the lease that makes this process its one feeder."""
+"""A feeder's session with a shared run: the facts of the run, and the lease that makes this process the only feeder."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from batch_agent.store.trail import Trail
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
-CALLS = 4  # of the store at once: feeding, reading results, keeping the lease
+CALLS = 4  # most concurrent calls of the store: feeding, reading results, renewing the lease
 
 
 class FeederSession:
-    """``facts`` are what workers need, beside what is said of every run."""
+    """``facts`` are the facts that workers need, in addition to those of every run."""
 
     has_past = False
 
@@ -75,27 +75,27 @@ class FeederSession:
         )
         if previous and previous.get("fingerprint") != self.facts["fingerprint"]:
             logger.warning(
-                "the task, model, schema or tools of the run have changed: rows are asked again, and workers that "
-                "were started before leave"
+                "the task, model, schema or tools of the run have changed: all rows are sent again, and workers that "
+                "were started before the change leave"
             )
 
     @property
     def feed(self) -> FeederSitting:
-        assert self._feed is not None, "a session is begun before rows come"
+        assert self._feed is not None, "begin() is called before rows are fed"
         return self._feed
 
     def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """What the store answers, which blocks."""
+        """Run a blocking call of the store in a thread."""
         return asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     def say_trouble(self, trouble: str | None, since: float) -> None:
         if self._feed is not None and self.facts.get("trouble") != trouble:
             self.facts["trouble"], self.facts["trouble_since"] = trouble, since if trouble else None
             facts, sitting = dict(self.facts), self._feed.sitting
-            self.run(lambda: self.store.write_facts(sitting, facts)).add_done_callback(_heard)
+            self.run(lambda: self.store.write_facts(sitting, facts)).add_done_callback(_log_failure)
 
     async def end(self, state: State, why: str, summary: JsonObject) -> None:
-        """Tell the workers that it is over. Raises StoreError when that cannot be written."""
+        """Write the end of the run, so that workers leave. Raises StoreError if that fails."""
         failure = None
         if self._feed is not None:
             facts = self.last_facts(state, why, summary)
@@ -107,7 +107,7 @@ class FeederSession:
             raise failure
 
     def last_facts(self, state: State, why: str, summary: JsonObject) -> JsonObject:
-        """What is said of the run when this sitting ends."""
+        """Return the facts of the run at the end of this session."""
         rows: JsonObject = {
             "read": self.keys.count,
             "digest": self.keys.digest,
@@ -119,7 +119,7 @@ class FeederSession:
             **self.facts, "state": state, "why": why or None, "ended": now_text(), "rows": rows, "summary": summary,
         }  # fmt: skip
 
-    # What other sittings have, and this one has not: it works on no row itself.
+    # The rest of the session interface. A feeder works on no row, so most of it is not supported.
 
     def part(self, fingerprint: bytes) -> NoReturn:
         raise NotImplementedError("a feeder records no rows")
@@ -140,7 +140,7 @@ class FeederSession:
         return 0, 0.0, None
 
     def touch(self) -> None:
-        """Its workers record what they spend."""
+        """Do nothing: the workers record what they spend."""
 
     @property
     def lag(self) -> float:
@@ -150,6 +150,6 @@ class FeederSession:
         return True
 
 
-def _heard(written: asyncio.Future[None]) -> None:
+def _log_failure(written: asyncio.Future[None]) -> None:
     if not written.cancelled() and (error := written.exception()) is not None:
-        logger.warning("what keeps the run from going on could not be noted: %s", error)
+        logger.warning("the reason why the run is blocked could not be recorded: %s", error)

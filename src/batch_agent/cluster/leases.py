@@ -1,7 +1,7 @@
-"""The leases of one worker: taken as it has room for rows, renewed while it works on them, handed back at its end.
+"""The leases of one worker. It takes rows when it has room, renews their leases, and hands back the rest at its end.
 
-Everything that the store does blocks, and runs in a thread beside the event loop. That the leases are renewed from the
-event loop is on purpose: a worker whose loop is stuck cannot record anything, and should lose its rows.
+Calls of the store block, so they run in threads. The event loop starts each renewal. This is intentional: a worker
+whose loop is stuck cannot record anything, and should lose its rows.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from batch_agent.store.shared import LeasedRow, RowLease, RunStanding, RunStore
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
-GROUP = 16  # rows that are leased at once
-RENEWALS = 3  # in the time of a lease
+GROUP = 16  # rows leased per call
+RENEWALS = 3  # per lease time
 Over = Literal["", "done", "asked to leave", "no feeder", "replaced"]
 
 
 @dataclass(slots=True)
 class HeldRow:
-    """A row that is being worked on. ``claimed`` are the agents in its record that were taken up again."""
+    """A row that this worker works on. ``claimed`` are the agents of its record that were continued."""
 
     row: LeasedRow
     claimed: set[int] = field(default_factory=set)
@@ -45,14 +45,17 @@ class HeldRow:
 
 
 class WorkerLeases(AsyncIterator[Placed]):
-    """An iterator over the rows of one worker. ``over`` says why it ended. ``patience`` is how many seconds an empty
-    queue without a feeder is waited for. ``on_lost`` is called with the index of a row whose lease is lost, ``on_away``
-    when the store does not answer, and when it does again."""
+    """An iterator over the rows of one worker.
+
+    ``over`` is the reason why it ended, or "". ``patience`` is the number of seconds to wait if the queue is empty and
+    there is no feeder. ``on_lost`` is called with the index of a row whose lease is lost. ``on_away`` is called with
+    True when the store does not answer, and with False when it answers again.
+    """
 
     def __init__(self, store: RunStore, worker: int, *, lease: float, generation: int, patience: float) -> None:
         self.store, self.worker = store, worker
-        self.held: dict[int, HeldRow] = {}  # by index: those that are being worked on
-        self.ending: set[int] = set()  # of those, the ones whose results are on their way to the record
+        self.held: dict[int, HeldRow] = {}  # by index: rows that this worker works on
+        self.ending: set[int] = set()  # held rows whose results are not committed yet
         self.over: Over = ""
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_away: Callable[[bool], None] = lambda _: None
@@ -61,13 +64,13 @@ class WorkerLeases(AsyncIterator[Placed]):
         self._taking: asyncio.Future[list[LeasedRow]] | None = None
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="batch-agent-leases")
         self._renewing: asyncio.Task[None] | None = None
-        self._lonely_since: float | None = None  # when it was first seen that nobody feeds
+        self._lonely_since: float | None = None  # when the worker first found no feeder
         self._fed = False  # every input was fed
-        self._wait = min(0.25, lease / (2 * RENEWALS))  # seconds for rows to come
+        self._wait = min(0.25, lease / (2 * RENEWALS))  # seconds that a call waits for rows
         self._changed, self._leaving = asyncio.Event(), asyncio.Event()
 
     def begin(self) -> None:
-        """Renew the leases from now on."""
+        """Start to renew the leases."""
         self._renewing = asyncio.get_running_loop().create_task(self._renew(), name="batch-agent leases")
 
     async def __anext__(self) -> Placed:
@@ -81,18 +84,21 @@ class WorkerLeases(AsyncIterator[Placed]):
             standing = await self._run(self.store.standing)
             self._judge(standing)
             self._fed = standing.counts.fed
-            if self._fed and not self.over:  # what comes now are rows of workers that died
+            if self._fed and not self.over:  # only rows of dead workers can arrive now
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._leaving.wait(), self._wait)
         row = self._ready.popleft()
         index = row.lease.index
-        if self.held.pop(index, None) is not None:  # its lease had ended, and this worker has it again
+        if self.held.pop(index, None) is not None:  # its lease expired, and this worker took the row again
             self.on_lost(index)
         self.held[index] = HeldRow(row)
         return Placed(index, decode_row(row.value))
 
     async def _take(self) -> list[LeasedRow]:
-        """The next rows. A call that is under way when this is cancelled is left to the next, or to ``close``."""
+        """Return the next rows.
+
+        If this is cancelled, the next call or ``close`` takes the result of the running call.
+        """
         if self._taking is None:
             wait = 0.0 if self._fed else self._wait
             self._taking = self._run(lambda: self.store.take(self.worker, GROUP, wait))
@@ -104,19 +110,19 @@ class WorkerLeases(AsyncIterator[Placed]):
         return rows
 
     def leave(self, why: Over = "asked to leave") -> None:
-        """Take no more rows, and hand back those that were not begun."""
+        """Take no more rows, and hand back rows that were not started."""
         self.over = self.over or why
         self._changed.set()
         self._leaving.set()
 
     def finished(self, indices: Iterable[int]) -> None:
-        """These rows have their results in the record."""
+        """Forget these rows: their results are recorded."""
         for index in indices:
             self.held.pop(index, None)
             self.ending.discard(index)
 
     def lose(self, places: set[str]) -> None:
-        """Drop the rows at these places of the queue: others have them."""
+        """Drop the rows at these places of the queue: other workers have them."""
         for index in [index for index, row in self.held.items() if row.lease.place in places] if places else ():
             del self.held[index]
             self.ending.discard(index)
@@ -126,7 +132,7 @@ class WorkerLeases(AsyncIterator[Placed]):
             self._ready = deque(row for row in self._ready if row.lease.place not in places)
 
     async def close(self) -> None:
-        """Hand back what is held, and leave the run. A store that cannot be reached ends the leases itself."""
+        """Hand back all rows and leave the run. If the store is unreachable, the leases expire."""
         self.over = self.over or "asked to leave"
         if self._renewing is not None:
             self._renewing.cancel()
@@ -144,13 +150,14 @@ class WorkerLeases(AsyncIterator[Placed]):
             self._threads.shutdown(wait=False)
 
     def _judge(self, standing: RunStanding) -> None:
+        counts = standing.counts
         if standing.generation != self._generation:
             self.leave("replaced")
+        elif counts.fed and not counts.unstarted and not counts.leased:  # also if the feeder has ended the run already
+            self.leave("done")
         elif standing.phase != "running":
             self.leave("asked to leave")
-        elif standing.done:
-            self.leave("done")
-        elif standing.feeder or standing.counts.unstarted:
+        elif standing.feeder or counts.unstarted:
             self._lonely_since = None
         else:
             now = asyncio.get_running_loop().time()
@@ -170,13 +177,13 @@ class WorkerLeases(AsyncIterator[Placed]):
             alarm = asyncio.get_running_loop().call_later(OVERDUE, self.on_away, True)
             try:
                 lost, standing = await self._run(partial(self.store.renew, self.worker, leases))
-            except StoreError as error:  # the journal stops the run when that cannot be recorded
+            except StoreError as error:  # if the outage lasts, the journal stops the run
                 logger.warning("leases cannot be renewed: %s", error)
                 continue
             finally:
                 alarm.cancel()
             self.on_away(False)
-            # Of rows that end just now the commit decides: one that it ended has no lease any more.
+            # For rows whose results are being committed, the commit decides: a finished row has no lease.
             self.lose(lost - {self.held[index].lease.place for index in self.ending if index in self.held})
             if not self.over and (standing.phase != "running" or standing.generation != self._generation):
                 self._judge(standing)

@@ -1,8 +1,9 @@
-"""A worker's shares of what its run shares: reported and renewed about once a second, used without asking.
+"""A worker's shares of slots, rate limits and budget. They are renewed about once per second, and used without asking.
 
-``scheduler.lending`` decides what each worker holds. Here a worker's own numbers become claims, and grants become
-limits of its dispatchers and its ledger. A worker that cannot reach the store for as long as its membership lasts stops
-using its shares before others are given them: requests in flight finish, and nothing new is sent.
+``scheduler.lending`` decides the share of each worker. This module makes claims from the worker's own numbers, and
+applies grants as limits of its dispatchers and its ledger. If a worker cannot reach the store, it stops using its
+shares when its membership expires, before other workers get them: requests in flight finish, and no new request is
+sent.
 """
 
 from __future__ import annotations
@@ -54,42 +55,44 @@ T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
 EVERY = 1.0  # seconds between two beats
-MANY = 20  # workers; with more of them each reports less often
-GAP = 0.1  # seconds between two beats at the least, when something waits for the next one
-PEAKS = 3  # beats over which the most in flight counts as wanted
+MANY = 20  # workers; if there are more, each reports less often
+GAP = 0.1  # least seconds between two beats, when a request waits for the next beat
+PEAKS = 3  # a worker wants the most requests that it had in flight in this many beats
 UNLIMITED = 2**62
-THREADS = 8  # calls of the store at once
+THREADS = 8  # most concurrent calls of the store
 
 
 @dataclass(slots=True, eq=False)
 class Pot:
-    """One pot as this worker uses it. ``apply`` sets its share."""
+    """A shared limit. ``claim`` returns what this worker holds and wants; ``apply`` sets its share."""
 
     claim: Callable[[], Claim]
     apply: Callable[[int], None]
 
 
 class Lending:
-    """``worker`` is a name that no other worker of the run has, ``seconds`` how long a membership lasts."""
+    """``worker`` is a name that is unique in the run. ``seconds`` is the time after which a membership expires."""
 
     def __init__(self, store: LentStore, worker: str, seconds: float = LEASE) -> None:
         self._store, self._worker, self._seconds = store, worker, seconds
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batch-agent-lent")
         self.once = SharedOnce(store, worker, self._threads)
-        self._wanted = asyncio.Event()  # the next beat is waited for
+        self._wanted = asyncio.Event()  # set when a request waits for the next beat
         self._peaks: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=PEAKS))
         self._places: dict[str, Pot] = {}
         self._down: set[str] = set()  # endpoints that another worker found down
         self._steered: Steering | None = None
         self._joined = False
         self._every = EVERY
-        self._hostfile: Hostfile | None = None  # of the feeder
-        self._kept = ""  # its text, as the store has it
+        self._hostfile: Hostfile | None = None  # only in the feeder
+        self._kept = ""  # the text of the hostfile in the store
         self._lost: asyncio.TimerHandle | None = None
 
     async def begin(self, backend: Backend) -> None:
-        """A new sitting of the run begins, with this process as its feeder: forget what earlier ones were asked to do,
-        and keep the hostfile for workers on other machines."""
+        """Start a new sitting of the run, with this process as the feeder.
+
+        Clear the control actions of earlier sittings, and store the hostfile for workers on other machines.
+        """
         self._hostfile = _hostfile_of(backend)
         await self._beside(lambda: self._store.steer({"do": "begin"}))
         await self._keep_hostfile()
@@ -129,7 +132,7 @@ class Lending:
             try:
                 await self._beat(shared, controls)
             except StoreError as error:
-                logger.warning("this worker's shares are not renewed: %s", error)
+                logger.warning("the shares of this worker could not be renewed: %s", error)
 
     async def _beat(self, shared: Shared, controls: Controls) -> None:
         loop = asyncio.get_running_loop()
@@ -151,14 +154,14 @@ class Lending:
         self._every = min(EVERY * max(1.0, beat.workers / MANY), max(EVERY, self._seconds / 5))
 
     async def _leave(self, shared: Shared) -> None:
-        """Return what is not used. A store that is away counts all of it as used."""
+        """Return unused shares. If the store is unreachable, all of them count as used."""
         self._stop_using(shared)
         claims = {name: _final(name, place.claim()) for name, place in self._find_places(shared)}
         try:
             spent = Learnt(bool(shared.spending.exhausted), shared.spending.exhausted)
             await asyncio.shield(self._beside(lambda: self._return(claims, {BUDGET: spent})))
         except StoreError as error:
-            logger.warning("what this worker holds of the budget is not returned: %s", error)
+            logger.warning("the unused budget of this worker could not be returned: %s", error)
         await self.once.close()
         self._threads.shutdown(wait=False)
 
@@ -223,7 +226,7 @@ class Lending:
         self._wake(shared)
 
     def _stop_using(self, shared: Shared) -> None:
-        """Use nothing until the next beat, except what is in flight and the lease, which nobody else is given."""
+        """Send nothing until the next beat. The budget stays usable, because no other worker gets this share."""
         for name, place in self._find_places(shared):
             if not name.startswith(BUDGET):
                 place.apply(0)
@@ -237,12 +240,12 @@ class Lending:
             dispatcher.endpoints.budgets.serve()
             dispatcher.slots.pump()
 
-    # What others learnt
+    # Reports of other workers
 
     def _learn(self, shared: Shared, beat: Allotment) -> None:
-        for told in beat.learnt.get(BUDGET, ()):
-            if told.down:
-                shared.spending.exhaust(told.reason)
+        for report in beat.learnt.get(BUDGET, ()):
+            if report.down:
+                shared.spending.exhaust(report.reason)
         for name, dispatcher, endpoint in _endpoints(shared):
             others = beat.learnt.get(name, ())
             down, was_down = any(each.down for each in others), name in self._down
@@ -271,19 +274,19 @@ class Lending:
             controls.drain() if steering.ending == "drain" else controls.cancel()
         for number, action, row in steering.rows:
             if number > before.number:
-                with suppress(SpecError):  # another worker has it
+                with suppress(SpecError):  # another worker has the row
                     controls.cancel_row(row) if action == "cancel-row" else controls.retry_row(row)
 
 
 def _endpoints(shared: Shared) -> Iterator[tuple[str, Dispatcher, Endpoint]]:
-    """Endpoints with the names that all workers know them by."""
+    """Yield the endpoints with the names that all workers use for them."""
     for name, dispatcher in shared.dispatchers.items():
         for endpoint in dispatcher.scheduler.endpoints:
             yield endpoint.name or name, dispatcher, endpoint
 
 
 def _layers(backend: Backend) -> Iterator[Backend]:
-    """A backend, and those that it passes requests on to."""
+    """Yield a backend, and the backends to which it forwards requests."""
     yield backend
     while isinstance(backend, ForwardingBackend):
         backend = backend.inner
@@ -295,7 +298,7 @@ def _hostfile_of(backend: Backend) -> Hostfile | None:
 
 
 def _own_ceiling(dispatcher: Dispatcher, endpoint: Endpoint) -> int | None:
-    """Slots of an endpoint that the total of its backend does not bound already."""
+    """Return the slot limit of an endpoint, or None if the total of its backend is the tighter limit."""
     ceiling, whole = endpoint.capacity.ceiling, dispatcher.scheduler.max_inflight
     if endpoint.capacity.search is not None or ceiling is None or (whole is not None and ceiling >= whole):
         return None
@@ -317,7 +320,7 @@ def _rate_at(dispatcher: Dispatcher, endpoint: Endpoint, kind: str) -> Pot:
 
 
 def _budget(spending: Spending) -> Iterator[tuple[str, Pot]]:
-    """Both budgets, which are granted together. Without a limit they tell what is spent."""
+    """Yield both budgets, which are granted together. Without a limit they only report the spending."""
     if spending.is_leased:
         spent, kept, wanted, part = spending.claim()
         tokens, cost = spending.limits
@@ -327,7 +330,7 @@ def _budget(spending: Spending) -> Iterator[tuple[str, Pot]]:
         part, tokens, cost = NOTHING, None, None
 
     def nothing(share: int) -> None:
-        """Both are applied at once."""
+        """Do nothing: ``_grant_budget`` applies both budgets together."""
 
     most = UNLIMITED if tokens is None else tokens
     of_tokens = Claim(most, kept.tokens, wanted.tokens, part.tokens, spent.tokens)
@@ -353,7 +356,7 @@ def _grant_budget(spending: Spending, grants: Mapping[str, Grant]) -> None:
 
 
 def _final(name: str, claim: Claim) -> Claim:
-    """What a worker that ends still holds: what it used."""
+    """Return the last claim of a worker that leaves: it holds only what it used."""
     return replace(claim, held=claim.spent if name.startswith(BUDGET) else claim.held, want=0)
 
 
@@ -363,6 +366,6 @@ def _learnt(endpoint: Endpoint) -> Learnt:
 
 
 def _in_short(status: JsonObject) -> JsonObject:
-    """A worker's status for people who look at the whole run."""
+    """Return the part of a worker's status that the status of the whole run shows."""
     kept: JsonObject = {name: status.get(name) for name in ("state", "rows", "agents", "rows_per_second", "cost")}
     return {**kept, "host": platform.node(), "pid": os.getpid()}

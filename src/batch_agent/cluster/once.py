@@ -1,7 +1,7 @@
-"""Identical tool calls and requests of all workers of a run, done once.
+"""Runs identical tool calls and requests of all workers of a run only once.
 
-The first worker that asks runs the call. The others wait for it to end, without polling: the store tells which calls
-ended. Once a second they ask again, in case that the worker that ran it is dead.
+The first worker that needs a call runs it. The others wait until it ends: the store reports finished calls, so they do
+not poll. Once per second they ask again, because the worker that runs the call may be dead.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class SharedOnce:
     def __init__(self, store: LentStore, worker: str, threads: ThreadPoolExecutor) -> None:
         self._store, self._worker, self._threads = store, worker, threads
         self._numbers = count()
-        self._waiting: dict[str, asyncio.Future[None]] = {}  # by key, until the call ends or it is time to ask again
+        self._waiting: dict[str, asyncio.Future[None]] = {}  # by key, until the call ends or a second has passed
         self._listener: asyncio.Task[None] | None = None
-        self._writes: set[asyncio.Future[None]] = set()  # ends that are being reported
+        self._writes: set[asyncio.Future[None]] = set()  # reports of finished calls that are in flight
 
     async def begin(self, key: str) -> Found | str:
         token, seen = f"{self._worker}:{next(self._numbers)}", ""
@@ -49,7 +49,7 @@ class SharedOnce:
         write.add_done_callback(self._written)
 
     async def close(self) -> None:
-        """Wait until every end is reported."""
+        """Wait until every finished call is reported."""
         if self._listener is not None:
             self._listener.cancel()
             await asyncio.wait([self._listener])
@@ -67,14 +67,14 @@ class SharedOnce:
             raise
 
     def _abandon(self, key: str, asked: asyncio.Future[SharedCall]) -> None:
-        """Give a call back that was granted after nobody wanted it any more."""
+        """Release a call that was granted after its caller was cancelled."""
         if not asked.cancelled() and asked.exception() is None and asked.result().state == "mine":
             self.end(key, asked.result().token, None, 0.0)
 
     def _written(self, write: asyncio.Future[None]) -> None:
         self._writes.discard(write)
         if not write.cancelled():
-            write.exception()  # the others find the call free when this worker's membership ends
+            write.exception()  # others can run the call when this worker's membership expires
 
     async def _until_ended(self, key: str, position: str) -> None:
         waiter = self._waiting.get(key)

@@ -1,4 +1,4 @@
-"""A run whose ``run_dir`` is a URL, opened."""
+"""Opens a run whose ``run_dir`` is a URL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ logger = logging.getLogger("batch_agent")
 def open_fed_run(
     prepared: Prepared, command: Mapping[str, JsonValue] | None = None, sinks: Sequence[Sink] = ()
 ) -> FedRun[Any]:
-    """The run of the process that has the inputs. Raises SpecError for a wrong URL, and for what cannot travel."""
+    """Return the run of the feeder.
+
+    Raises SpecError for a wrong URL, and for options that other processes cannot use.
+    """
     spec = prepared.spec
     address = StoreAddress.parse(str(spec.run_dir))
 

@@ -1,4 +1,4 @@
-"""Inputs and results as the JSON in which they travel between the processes of a run."""
+"""JSON encoding of inputs and results, for the exchange between the processes of a run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 def encode_row(value: object) -> bytes:
-    """An input as JSON. Raises InputError for what JSON cannot carry to another process."""
+    """Return an input as JSON. Raises InputError for a value that JSON cannot represent."""
     _refuse_data(value)
     try:
         return to_json(value)
-    except Exception as error:  # whatever the user's own classes raise
+    except Exception as error:  # the user's own classes can raise anything
         raise InputError(
-            f"this input cannot be written as JSON, so no other process can have it: {describe(error)}"
+            f"this input cannot be written as JSON, so it cannot be sent to other processes: {describe(error)}"
         ) from None
 
 
@@ -35,7 +35,7 @@ def decode_row(data: bytes) -> object:
 
 def _refuse_data(value: object) -> None:
     if isinstance(value, bytes | bytearray | Image):
-        raise InputError("bytes and Image objects do not travel to other processes: give a path or a URL")
+        raise InputError("bytes and Image objects cannot be sent to other processes: give a path or a URL")
     if isinstance(value, Mapping):
         for item in value.values():
             if not isinstance(item, PLAIN):
@@ -49,12 +49,12 @@ def _refuse_data(value: object) -> None:
 def encode_result(
     result: AgentResult[object], schema: OutputSchema[object] | None, *, worker: int, messages: bool
 ) -> bytes:
-    """A result as JSON: the fields of a line of results, the number of the worker, and with ``messages`` the
+    """Return a result as JSON: the fields of a result line, the number of the worker and, with ``messages``, the
     transcript."""
     result = plainly(result, schema)
     try:
         return to_json({**_record(result, messages=messages), "worker": worker})
-    except Exception as error:  # a worker may return anything
+    except Exception as error:  # the user's worker function can return anything
         failed = unwritten(result, Invalid(f"the output cannot be written as JSON: {describe(error)}"))
         return to_json({**_record(failed, messages=messages), "worker": worker})
 
@@ -90,7 +90,7 @@ def _record(result: AgentResult[object], *, messages: bool) -> dict[str, object]
 def decode_result(
     data: bytes, index: int, schema: OutputSchema[object] | None, *, resumed: bool
 ) -> tuple[AgentResult[object], int]:
-    """The result in that JSON, with its output as an instance of its schema; and the number of its worker."""
+    """Return the result, with its output as an instance of the schema, and the number of its worker."""
     record = cast("dict[str, Any]", from_json(data))
     error = record["error"]
     result: BaseResult[object] = BaseResult(
@@ -120,5 +120,5 @@ def decode_result(
         return typed, worker
     try:
         return replace(typed, output=schema.validate_json(to_json(typed.output))), worker
-    except OutputError as refused:  # its own validators may not take what they made
+    except OutputError as refused:  # the schema's validators may reject their own output
         return typed.as_failure(AgentError.of(refused)), worker

@@ -1,6 +1,7 @@
-"""A spec as the JSON that workers take it from. Functions and classes travel as ``module:name``, never as code.
+"""JSON encoding of a spec, for workers. Functions and classes are encoded as ``module:name``, never as code.
 
-What cannot be named is refused before anything is sent. Keys do not travel: each worker has its own in its environment.
+A function or class without such a name is refused before anything is sent. API keys are not included: each worker has
+its own in its environment.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from batch_agent.spec import BatchSpec
 from batch_agent.store.keys import shape_fields
 from batch_agent.tools.base import BUILTIN_NAMES, Tool
 
-# Of the feeder alone: its inputs, its record, who watches it, its key.
+# Options that only the feeder uses: inputs, record, observers, API key.
 FEEDERS = {
     *("inputs", "on_result", "sinks", "events", "metrics_port", "telemetry", "api_key", "no_hoist"),
     *("run_dir", "resume", "retry_failed", "force_resume", "predictive_prewarm", "prewarm_max_age"),
@@ -38,7 +39,7 @@ HINT = "define it at the top of a module that every worker can import (batch-age
 
 
 def spec_json(prepared: Prepared) -> JsonObject:
-    """The options that workers need, as JSON. Raises SpecError for what cannot travel."""
+    """Return the options that workers need, as JSON. Raises SpecError for a value that other processes cannot use."""
     spec = prepared.spec
     options: dict[str, JsonValue] = {"no_hoist": True, "task": spec.task}
     for name in sorted(spec.model_fields_set - FEEDERS):
@@ -61,7 +62,7 @@ def spec_json(prepared: Prepared) -> JsonObject:
 
 
 def read_spec(options: JsonObject, inputs: object, import_from: Path | None) -> BatchSpec:
-    """The spec of a worker. Modules are looked up in ``import_from`` first. Raises SpecError."""
+    """Return the spec of a worker. Modules are imported from ``import_from`` first. Raises SpecError."""
     directory = str((import_from or Path.cwd()).resolve())
     if directory not in sys.path:
         sys.path.insert(0, directory)
@@ -77,29 +78,31 @@ def read_spec(options: JsonObject, inputs: object, import_from: Path | None) -> 
 
 
 def reference(value: object, option: str) -> str:
-    """``module:name`` of a function or a class. Raises SpecError when another process could not import it."""
+    """Return ``module:name`` of a function or a class. Raises SpecError if another process cannot import it."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     shown = name or repr(value)
     if not module or not name or "<" in name:
         raise SpecError(f"{option}: {shown} has no name that another process can import; {HINT}")
     if module == "__main__":
-        raise SpecError(f"{option}: {shown} is defined in the script that is run, which workers cannot import; {HINT}")
+        raise SpecError(f"{option}: {shown} is defined in the main script, which workers cannot import; {HINT}")
     found = _resolved(module, name)
     if found is not value and not (isinstance(found, Tool) and found.function is value):
-        raise SpecError(f"{option}: {module}:{name} is something else than what was given; {HINT}")
+        raise SpecError(f"{option}: {module}:{name} is a different object; {HINT}")
     return f"{module}:{name}"
 
 
 def imported(name: str) -> object:
-    """What ``module:name`` names. Raises SpecError."""
+    """Return the object that ``module:name`` names. Raises SpecError."""
     module = name.partition(":")[0]
     try:
         importlib.import_module(module)
         return resolve_name(name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # the user's module may raise anything
-        raise SpecError(f"{name} cannot be imported here: {describe(error)}; see --import-from") from None
+    except BaseException as error:  # the user's module can raise anything
+        raise SpecError(
+            f"{name} cannot be imported: {describe(error)}; name its directory with --import-from"
+        ) from None
 
 
 def _resolved(module: str, name: str) -> object:
@@ -119,7 +122,7 @@ def _flat(tools: Sequence[object]) -> list[object]:
 def _tool(tool: object) -> str:
     if isinstance(tool, str):
         if tool.startswith("mcp:") and ("@" in tool or "?" in tool):
-            raise SpecError("tools: the address of an MCP server with a key in it would be stored with the run")
+            raise SpecError("tools: the address of this MCP server contains a key, which would be stored with the run")
         return tool
     if not isinstance(tool, Tool):
         return reference(tool, "tools")
@@ -130,7 +133,7 @@ def _tool(tool: object) -> str:
     module = sys.modules.get(getattr(function, "__module__", ""))
     named = next((name for name, value in vars(module).items() if value is tool), None) if module is not None else None
     if module is None or named is None or module.__name__ == "__main__":
-        raise SpecError(f"tools: no module has the tool {tool.name!r} under a name of its own; {HINT}")
+        raise SpecError(f"tools: no module has a variable with the tool {tool.name!r}; {HINT}")
     return f"{module.__name__}:{named}"
 
 
@@ -141,10 +144,10 @@ def _schema(value: object) -> JsonValue:
 
 
 def _runtime(runtime: CommandLineRuntime) -> JsonValue:
-    """A command-line agent as a spec file names it."""
+    """Return a command-line agent in the format of spec files."""
     name = next((name for name, kind in RUNTIMES.items() if type(runtime) is kind), None)
     if name is None:
-        raise SpecError(f"runtime: a {type(runtime).__name__} is none of {', '.join(RUNTIMES)}, so it does not travel")
+        raise SpecError(f"runtime: workers know only {', '.join(RUNTIMES)}, not {type(runtime).__name__}")
     plain = type(runtime)()
     given = {each.name: getattr(runtime, each.name) for each in fields(runtime) if each.init}
     changed = {option: value for option, value in given.items() if value != getattr(plain, option)}
@@ -152,29 +155,29 @@ def _runtime(runtime: CommandLineRuntime) -> JsonValue:
 
 
 def _place(value: object, option: str) -> JsonValue:
-    """A backend or a runtime by its URL, its name or its mapping."""
+    """Return the URL, name or mapping of a backend or a runtime."""
     if value is None:
         return None
     if isinstance(value, str):
         if "@" in value:
-            raise SpecError(f"{option}: a password in the URL would be stored with the run; give it in the environment")
+            raise SpecError(f"{option}: a password in the URL would be stored with the run; set it in the environment")
         return value
     if isinstance(value, Mapping):
         secret = next((name for name in value if str(name).lower() in ("api_key", "headers")), None)
         if secret is not None:
             raise SpecError(
-                f"{option}: {secret} would be stored with the run; give keys in the environment of each worker"
+                f"{option}: {secret} would be stored with the run; set keys in the environment of each worker"
             )
         return {str(name): cast(JsonValue, from_json(to_json(item))) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_place(item, option) for item in value]
     raise SpecError(
-        f"{option}: a {type(value).__name__} object does not travel to other processes; give its URL or name"
+        f"{option}: a {type(value).__name__} object cannot be sent to other processes; give its URL or name"
     )
 
 
 def pieces(prepared: Prepared) -> dict[str, str]:
-    """A digest of each part of what all rows are asked, to say which of them differs."""
+    """Return a digest of each part of the requests of all rows. A worker compares them to name what differs."""
     spec = prepared.spec
     asked: dict[str, object] = {
         "task": [spec.task, spec.template],

@@ -1,6 +1,6 @@
-"""A worker: joins a run that another process feeds, and works until the run is done or it is asked to leave.
+"""A worker: joins a run that another process feeds, and works until the run is done or the worker is stopped.
 
-It is an ordinary ``Run`` whose inputs are leased rows and whose record is the shared one.
+It is an ordinary ``Run``. Its inputs are leased rows, and its record is the shared one.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from batch_agent.store.shared import LEASE, RunStore
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
-WAIT = 60.0  # seconds for a run, or for a feeder to come back
-LOOK = 0.25  # seconds between two looks whether there is a run
+WAIT = 60.0  # seconds to wait for a run, or for a new feeder
+LOOK = 0.25  # seconds between two checks for a run
 
 
 class NoRunCame(StoreError):
-    """There was no run to work on, or nobody fed it any more."""
+    """There was no run to work on, or it had no feeder."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkReport:
-    """What a worker did: ``rows`` that it ended, and why it left."""
+    """Number of rows that a worker finished, and the reason why it left."""
 
     rows: int
     why: Over
 
 
 class WorkerRun(Run[object]):
-    """The run of one worker. Its results go to the record; nobody takes them here."""
+    """The run of one worker. Its results go to the shared record."""
 
     def __init__(
         self, prepared: Prepared, session: WorkerSession, lender: Lender, within: Shared | None = None
@@ -75,13 +75,14 @@ class WorkerRun(Run[object]):
         super().drain()
 
     async def finish(self) -> None:
-        """Work until there is nothing left to do."""
+        """Work until the leases end."""
         async with self:
             async for _ in self.results():
                 pass
 
 
 def open_worker_session(store: RunStore, worker: int, facts: JsonObject, *, patience: float) -> WorkerSession:
+    """Return the session of a worker. Calls the store, so it blocks."""
     leases = WorkerLeases(
         store,
         worker,
@@ -93,8 +94,11 @@ def open_worker_session(store: RunStore, worker: int, facts: JsonObject, *, pati
 
 
 class Worker:
-    """Works on the run of a store. ``import_from`` is where the user's modules are; ``wait`` is how many seconds a run,
-    or a feeder that is gone, is waited for."""
+    """Works on the run of a store.
+
+    ``import_from`` is the directory of the user's modules. ``wait`` is the number of seconds to wait for a run to
+    start, or for a new feeder.
+    """
 
     def __init__(self, store: RunStore, *, import_from: Path | None = None, wait: float = WAIT) -> None:
         self._store, self._import_from, self._wait = store, import_from, wait
@@ -102,7 +106,7 @@ class Worker:
         self.run: WorkerRun | None = None
 
     def drain(self) -> None:
-        """Take no more rows, finish those under way, and leave."""
+        """Take no more rows, finish the running ones, and leave."""
         self._leaving.set()
         if self.run is not None:
             self.run.drain()
@@ -114,7 +118,7 @@ class Worker:
             self.run.cancel()
 
     async def work(self) -> WorkReport:
-        """Raises SpecError when this process cannot work on the run, NoRunCame when there is none."""
+        """Work on the run. Raises SpecError if this process cannot work on it, NoRunCame if there is no run."""
         facts = await self._facts()
         if facts is None:
             return WorkReport(0, "asked to leave" if self._leaving.is_set() else "done")
@@ -122,8 +126,8 @@ class Worker:
         KEPT_HOSTFILES.set(lent.get_file)
         prepared = prepare_worker(facts, self._import_from)
         description: JsonObject = {"host": platform.node(), "process": os.getpid()}
-        worker = await _beside(lambda: self._store.join(description))
-        session = await _beside(lambda: open_worker_session(self._store, worker, facts, patience=self._wait))
+        worker = await _in_thread(lambda: self._store.join(description))
+        session = await _in_thread(lambda: open_worker_session(self._store, worker, facts, patience=self._wait))
         lender = Lending(lent, str(worker), float(cast(float, facts.get("lease", LEASE))))
         self.run = run = WorkerRun(prepared, session, lender)
         if self._leaving.is_set():
@@ -131,23 +135,23 @@ class Worker:
         await run.finish()
         rows, why = run.statistics().done, session.leases.over
         if why == "no feeder":
-            raise NoRunCame(f"the queue is empty, and nobody has fed the run for {self._wait:g} s")
+            raise NoRunCame(f"the queue is empty, and the run had no feeder for {self._wait:g} s")
         return WorkReport(rows, why or "done")
 
     async def _facts(self) -> JsonObject | None:
-        """What is said of a run that can be worked on. None if it is done, or this worker is to leave."""
+        """Wait for a run and return its facts. None if the run is done, or if this worker is stopped."""
         deadline = asyncio.get_running_loop().time() + self._wait
         while not self._leaving.is_set():
-            facts = await _beside(self._store.facts)
+            facts = await _in_thread(self._store.facts)
             if facts is not None:
                 if facts.get("state") == "complete":
                     return None
-                standing = await _beside(self._store.standing)
+                standing = await _in_thread(self._store.standing)
                 left = standing.counts.unstarted + standing.counts.leased
                 if standing.phase == "running" and (standing.feeder or left):
                     return facts
             if asyncio.get_running_loop().time() >= deadline:
-                what = "there is no run" if facts is None else "nobody feeds the run"
+                what = "there is no run" if facts is None else "the run has no feeder"
                 raise NoRunCame(f"{what}; waited {self._wait:g} s (--wait)")
             try:
                 await asyncio.wait_for(self._leaving.wait(), LOOK)
@@ -156,18 +160,18 @@ class Worker:
         return None
 
 
-async def _beside(function: Callable[[], T]) -> T:
-    """The answer of the store, which blocks."""
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Run a blocking call of the store in a thread."""
     return await asyncio.get_running_loop().run_in_executor(None, function)
 
 
 def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
-    """The run of a feeder, as this process would run it. Raises SpecError that says what differs."""
+    """Prepare the feeder's run in this process. Raises SpecError, which names what differs."""
     theirs, ours = cast(JsonObject, facts.get("versions", {})), versions()
     for name in ("batch-agent", "journal"):
         if theirs.get(name) != ours[name]:
             raise SpecError(
-                f"the run was begun with {name} {theirs.get(name)}, and this worker has {ours[name]}: install the same"
+                f"the run was started with {name} {theirs.get(name)}, this worker has {ours[name]}: install the same"
             )
     prepared = prepare(read_spec(cast(JsonObject, facts["spec"]), [], import_from))
     prepared.plan.check_first(decode_row(str(facts["first"]).encode()))
@@ -175,7 +179,7 @@ def prepare_worker(facts: JsonObject, import_from: Path | None) -> Prepared:
         known, here = cast("dict[str, str]", facts.get("pieces", {})), pieces(prepared)
         differ = sorted(name for name in {*known, *here} if known.get(name) != here.get(name))
         raise SpecError(
-            f"this worker would ask something else than the run does; different: {', '.join(differ) or 'the worker'}. "
+            f"the requests of this worker would differ from those of the run in: {', '.join(differ) or 'the worker'}. "
             "Give it the same code and environment (--import-from)"
         )
     return prepared
@@ -191,12 +195,15 @@ async def work(url: str, *, import_from: str | Path | None = None, wait: float =
 
 
 async def open_store(url: str, wait: float) -> RedisRunStore:
-    """The store at ``url``, for which is waited that long. Raises SpecError, also when it cannot be reached."""
+    """Open the store at ``url``.
+
+    Raises SpecError for a wrong URL, and if the store is unreachable for ``wait`` seconds.
+    """
     address = StoreAddress.parse(url)
     deadline = asyncio.get_running_loop().time() + wait
     while True:
         try:
-            return await _beside(lambda: RedisRunStore.open(address))
+            return await _in_thread(lambda: RedisRunStore.open(address))
         except StoreError as error:
             if asyncio.get_running_loop().time() >= deadline:
                 raise SpecError(str(error)) from None

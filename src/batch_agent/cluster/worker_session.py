@@ -1,7 +1,7 @@
-"""The record of a worker: its journal writes each row's steps and result under the lease of that row.
+"""The record of a worker. Its journal writes the steps and the result of each row under the lease of that row.
 
-A commit is one call of the store. Rows whose lease is lost are refused there, and their agents are dropped before
-anything that waits for the commit goes on.
+A commit is one call of the store. The store refuses rows whose lease is lost. Their agents are dropped before any code
+that waits for the commit continues.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from batch_agent.value_type import value_type
 logger = logging.getLogger("batch_agent")
 
 _RANKS = {DONE: 0, ENDED: 0, FAILED: 2}
-NUMBERS = 32  # bits of the number of an agent that count; the others are the worker's
+NUMBERS = 32  # low bits of an agent's number; the high bits are the number of the worker
 
 
 @value_type
@@ -44,7 +44,7 @@ class LeasedIdentity(Identity):
 
 
 class WorkerJournal(Journal):
-    """A journal that writes to a shared run. ``encoded`` makes the JSON of a result."""
+    """A journal that writes to a shared run. ``encoded`` returns a result as JSON."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class WorkerJournal(Journal):
         on_overdue: Callable[[bool], None],
     ) -> None:
         super().__init__(
-            cast(Store, leases.store),  # ``_write`` is all that uses it
+            cast(Store, leases.store),  # only ``_write`` uses it, which is overridden here
             cast(Log, leases.store),
             thread,
             next_agent=leases.worker << NUMBERS | 1,
@@ -67,7 +67,7 @@ class WorkerJournal(Journal):
         )
         self._leases, self._encoded = leases, encoded
         self._number = 0
-        self._ended: list[int] = []  # rows whose results were in the commit
+        self._ended: list[int] = []  # rows whose results are in the commit
         self._lost: set[str] = set()
 
     def _write(self, entries: list[Entry], results: list[AgentResult[object]], progress: Progress) -> None:
@@ -102,8 +102,10 @@ class WorkerJournal(Journal):
 
 
 class WorkerSession:
-    """A worker's sitting at a shared run. ``fingerprint`` is what the feeder asks; ``messages``: results carry their
-    transcripts."""
+    """A worker's session with a shared run.
+
+    ``fingerprint`` is the hash of the feeder's requests. With ``messages``, results include their transcripts.
+    """
 
     has_past = True
 
@@ -143,7 +145,7 @@ class WorkerSession:
         self.leases.begin()
 
     def _set_overdue(self, what: str, overdue: bool) -> None:
-        """Nothing is sent while a commit, or the renewal of the leases, waits for the store."""
+        """Pause sending while a commit or a renewal of the leases waits for the store."""
         before = bool(self._overdue)
         if overdue:
             self._overdue.add(what)
@@ -173,7 +175,7 @@ class WorkerSession:
         assert isinstance(identity, LeasedIdentity)
         row = self.leases.held.get(identity.row_lease.index)
         past = None if row is None else _past_of(row, identity.key)
-        # A row that failed is in the queue again because it is to be tried again.
+        # A failed row is in the queue again only if it is to be retried.
         return Trail(self._open_journal, identity, past, retried=past is not None and past.failed is not None)
 
     def publish(self, result: AgentResult[object]) -> None:
@@ -190,7 +192,7 @@ class WorkerSession:
             self._journal.touch()
 
     def say_trouble(self, trouble: str | None, since: float) -> None:
-        """The feeder tells how the run is."""
+        """Do nothing: the feeder reports the state of the run."""
 
     @property
     def lag(self) -> float:
@@ -208,12 +210,12 @@ class WorkerSession:
 
     @property
     def _open_journal(self) -> WorkerJournal:
-        assert self._journal is not None, "a session is begun before rows come"
+        assert self._journal is not None, "begin() is called before rows are taken"
         return self._journal
 
 
 class WorkerPart:
-    """The agents of rows that are done in parts: they work under the lease of their row."""
+    """Records the agents of rows that are processed in parts. They use the lease of their row."""
 
     has_past = True
 
@@ -231,12 +233,14 @@ class WorkerPart:
         return await self._session.trails(identities)
 
     def publish(self, result: AgentResult[object]) -> None:
-        """The row has the result."""
+        """Do nothing: the row itself publishes its result."""
 
 
 def _past_of(held: HeldRow, key: bytes) -> Past | None:
-    """What earlier holders recorded of an agent with that key: one that is done first, then one under way. Each agent
-    is given out once."""
+    """Return what earlier workers recorded for an agent with that key, or None.
+
+    A finished agent is preferred to a running one, and a running one to a failed one. Each agent is returned once.
+    """
     agents: dict[int, list[KeptStep]] = {}
     for step in held.row.steps:
         if step.key == key and step.agent not in held.claimed:
@@ -249,5 +253,5 @@ def _past_of(held: HeldRow, key: bytes) -> Past | None:
         except ValueError as error:
             if any(step.kind in WRITES for step in steps):
                 return Past(agent, (), unreadable=str(error))
-            logger.warning("the record of row %d cannot be read and counts as none: %s", held.lease.index, error)
+            logger.warning("the record of row %d cannot be read and is ignored: %s", held.lease.index, error)
     return None

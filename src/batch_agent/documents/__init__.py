@@ -1,8 +1,8 @@
-"""PDF, Word and HTML files as text, as page pictures, or as the file itself.
+"""Reads PDF, Word and HTML files as text, as page pictures, or as the file itself.
 
-``content`` decides what a model is sent. ``process`` reads a document in a process of its own, one per document: PDFium
-is not safe in threads, and a parser that crashes or hangs costs only that document. ``child`` is the program of that
-process; ``pdf``, ``word`` and ``web`` are the formats, and run there.
+``content`` decides what is sent to the model. ``process`` reads each document in a separate process, because PDFium is
+not thread-safe, and so that a parser that crashes or hangs affects only that document. ``child`` is the program of that
+process. ``pdf``, ``word`` and ``web`` are the formats; they run in that process.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ MEDIA_TYPES = {
 
 
 def format_of_document(path: str | PathLike[str]) -> str | None:
-    """Returns the format that the file's name says, or None for a file that is not a document."""
+    """Return the format of a document by its file name, or None for a file that is not a document."""
     return FORMATS.get(PurePath(fspath(path)).suffix.lower())

@@ -1,7 +1,7 @@
-"""The program that reads the document at its standard input and writes its pages to standard output as lines of JSON.
+"""The program that reads a document from standard input and writes its pages to standard output as lines of JSON.
 
-The lines are ``{"pages": N}``, then a ``{"text": …}`` or ``{"image": base64}`` for each page, then ``{"end": true}``;
-or ``{"error": …, "missing": …}``. The reader closes the pipe when it has enough.
+The lines are ``{"pages": N}``, then a ``{"text": …}`` or ``{"image": base64}`` for each page, then ``{"end": true}``.
+If it fails, the last line is ``{"error": …, "missing": …}``. The parent closes the pipe when it needs no more pages.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from itertools import islice
 from batch_agent.documents.failure import DocumentError
 
 FILE = "/dev/fd/0"
-MEMORY_BYTES = 4 * 2**30  # of address space: a file that unpacks without end is stopped here
+MEMORY_BYTES = 4 * 2**30  # limit of the address space: stops a file that unpacks to an unlimited size
 
 
 def main() -> None:
-    """Arguments: ``text`` or ``images``, the format, the first page."""
+    """Read the document. Arguments: ``text`` or ``images``, the format, the first page."""
     what, kind, first = sys.argv[1], sys.argv[2], int(sys.argv[3])
     _limit_memory()
     try:
@@ -31,7 +31,7 @@ def main() -> None:
         _write({"error": str(error), "missing": error.missing})
     except MemoryError:
         _write({"error": "needs too much memory to be read", "missing": False})
-    except BrokenPipeError:  # the reader has enough
+    except BrokenPipeError:  # the parent needs no more pages
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         _write({"error": f"cannot be read: {error.strerror}", "missing": False})
@@ -52,7 +52,7 @@ def _read(what: str, kind: str, first: int) -> None:
     if kind == "docx":
         from batch_agent.documents.word import word_pages
 
-        pages = list(word_pages(FILE))  # how many there are is known at the end
+        pages = list(word_pages(FILE))  # the number of pages is known only at the end
     else:
         from batch_agent.documents.web import web_text
 
@@ -72,7 +72,7 @@ def _write(message: dict[str, object]) -> None:
 
 
 def _limit_memory() -> None:
-    with suppress(ImportError, OSError, ValueError):  # not every system has it
+    with suppress(ImportError, OSError, ValueError):  # not supported on every system
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

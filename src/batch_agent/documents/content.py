@@ -1,7 +1,7 @@
-"""What a model is sent of a document: its text, pictures of its pages, or the file itself.
+"""Makes the content that is sent to the model for a document: its text, pictures of its pages, or the file itself.
 
-Word and HTML files have no pages to show: where the backend does not take the file itself, they are sent as text.
-What is wrong with a file is an InputError, which concerns its row alone. Blocking: callers are threads.
+Pictures exist only for PDF. Word and HTML files are sent as text, unless the backend accepts the file itself. A bad
+file raises InputError, which fails only its own row. The functions block, so callers use threads.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from batch_agent.documents.process import open_document
 from batch_agent.errors import InputError
 from batch_agent.messages import Attachment, Document, Image
 
-TEXT_BYTES = 16 * 2**20  # more than any model reads at once
-MOST_PICTURES = 100  # pages: what providers take in one request
-FILE_BYTES = 32 * 2**20  # of a file that is sent as it is
-TOKENS_PER_PAGE = 2000  # about what providers count for the text and the picture of a page
+TEXT_BYTES = 16 * 2**20  # more than the context of any model
+MOST_PICTURES = 100  # pages: the most that providers accept in one request
+FILE_BYTES = 32 * 2**20  # of a file that is sent unchanged
+TOKENS_PER_PAGE = 2000  # about what providers count for the text and the picture of one page
 NO_TEXT = "[no text on this page: probably a scan]"
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentContent:
-    """``text`` has the marks of what is ``attached`` in their places."""
+    """``text`` has a mark at the place of each item in ``attached``."""
 
     text: str
     pages: int
@@ -44,8 +44,10 @@ def read_document(
     native: Collection[str] = (),
     picture: Callable[[Image], Image] = lambda image: image,
 ) -> DocumentContent:
-    """Reads a file below ``root``. ``native`` are the formats that the backend takes as files; ``picture`` makes a page
-    picture ready to send. Raises InputError."""
+    """Return the content of a file; relative paths are below ``root``. Raises InputError.
+
+    ``native`` are the formats that the backend accepts as files. ``picture`` prepares a page picture for sending.
+    """
     path = Path(document.url).expanduser() if root is None else root / Path(document.url).expanduser()
     kind = format_of_document(path)
     try:
@@ -68,7 +70,7 @@ def page_mark(number: int) -> str:
 
 
 def _opened(path: Path) -> FileIO:
-    if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+    if path.exists() and not path.is_file():  # opening a pipe would block until it has a writer
         raise DocumentError("is not a file")
     return FileIO(path)
 
@@ -110,21 +112,19 @@ def _pictures(file: FileIO, ready: Callable[[Image], Image]) -> DocumentContent:
 
 
 def _file(file: FileIO, kind: str, name: str) -> DocumentContent:
-    """The file itself. It is opened here too, so that a broken or encrypted one fails before it is sent."""
+    """Return the file itself. It is also parsed, so that a broken or encrypted file fails before it is sent."""
     data = file.read(FILE_BYTES + 1)
     if len(data) > FILE_BYTES:
-        raise DocumentError(
-            f'is larger than {FILE_BYTES // 2**20} MiB, the most that is sent as a file: use documents="text"'
-        )
+        raise DocumentError(f'is larger than {FILE_BYTES // 2**20} MiB, the limit for files: use documents="text"')
     with open_document(file, kind) as opened:
         pages = opened.pages
     attached = Document.of(data, MEDIA_TYPES[kind], tokens=TOKENS_PER_PAGE * pages, digest=sha256(data).hexdigest())
     attached.name = name
-    return DocumentContent(f"[file {name}]\n{attached.mark}", pages, (attached,))  # Bedrock wants text beside a file
+    return DocumentContent(f"[file {name}]\n{attached.mark}", pages, (attached,))  # Bedrock requires text with a file
 
 
 def plain_text(path: Path) -> str:
-    """Returns the text of a file that is not a document. Raises DocumentError."""
+    """Return the text of a file that is not a document. Raises DocumentError."""
     with _opened(path) as file:
         data = file.read(TEXT_BYTES + 1)
     if len(data) > TEXT_BYTES:

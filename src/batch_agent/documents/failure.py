@@ -1,11 +1,13 @@
-"""Why a document cannot be read."""
+"""The error for a document that cannot be read."""
 
 from __future__ import annotations
 
 
 class DocumentError(Exception):
-    """The message completes a sentence that begins with the file's name. ``missing`` says that a package is not
-    installed, which is no fault of the file."""
+    """A document cannot be read. The message continues a sentence that starts with the path of the file.
+
+    If ``missing`` is true, a package is not installed, and the file itself may be valid.
+    """
 
     def __init__(self, message: str, *, missing: bool = False) -> None:
         super().__init__(message)

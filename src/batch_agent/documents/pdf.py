@@ -1,4 +1,4 @@
-"""The pages of a PDF file, as text or as JPEG pictures. Runs in the process of ``child``."""
+"""Reads the pages of a PDF file as text or as JPEG pictures. Runs in the process of ``child``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from batch_agent.documents.failure import DocumentError
 if TYPE_CHECKING:
     from pypdfium2 import PdfDocument, PdfPage
 
-PICTURE_PIXELS = 1568  # of the longer side: providers scale larger pictures down
+PICTURE_PIXELS = 1568  # length of the longer side: providers scale larger pictures down
 JPEG_QUALITY = 85
 WRONG_PASSWORD = 4  # FPDF_ERR_PASSWORD
 _LINE_BREAKS = {"\r\n": "\n", "\r": "\n", "\x02\n": "", "\ufffe\n": "", "\x02": "", "\ufffe": "", "\0": ""}
 
 
 def open_pdf(path: str) -> PdfDocument:
-    """Raises DocumentError for a file that is broken or encrypted."""
+    """Open a PDF file. Raises DocumentError if it is broken or encrypted."""
     try:
         pdfium = importlib.import_module("pypdfium2")
     except ModuleNotFoundError:
@@ -31,7 +31,7 @@ def open_pdf(path: str) -> PdfDocument:
     except pdfium.PdfiumError as error:
         if getattr(error, "err_code", None) == WRONG_PASSWORD or "password" in str(error).lower():
             raise DocumentError("is encrypted: save a copy without a password") from None
-        raise DocumentError("is not a PDF file, or a broken one") from None
+        raise DocumentError("is not a PDF file, or is damaged") from None
     if not len(document):
         raise DocumentError("is a PDF file without pages")
     return document
@@ -42,7 +42,7 @@ def page_texts(document: PdfDocument, first: int) -> Iterator[str]:
         page = document[number]
         text = page.get_textpage().get_text_range()
         page.close()
-        for mark, replacement in _LINE_BREAKS.items():  # marks of a hyphenated line end are among them
+        for mark, replacement in _LINE_BREAKS.items():  # this also removes marks of hyphenated line ends
             text = text.replace(mark, replacement)
         yield text
 

@@ -1,4 +1,4 @@
-"""A document read in a process of its own, page by page. Blocking: callers are threads."""
+"""Reads a document in a separate process, page by page. The functions block, so callers use threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Literal
 
 from batch_agent.documents.failure import DocumentError
 
-SILENCE = 60.0  # seconds without a page after which the process is stopped
+SILENCE = 60.0  # seconds without a page after which the process is killed
 CHUNK_BYTES = 2**16
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from batch_agent.documents.child import main; main()"
@@ -24,24 +24,24 @@ PROGRAM = (
 
 
 class OpenDocument:
-    """A document that is being read. ``pages`` is their number in the whole file."""
+    """A document that is being read. ``pages`` is the number of pages in the whole file."""
 
     def __init__(self, lines: Iterator[dict[str, object]]) -> None:
         self._lines = lines
         self.pages = int(str(self._next("pages")))
 
     def texts(self) -> Iterator[str]:
-        """The text of each page from the first one asked for."""
+        """Yield the text of each page, from the requested first page."""
         while (text := self._next("text")) is not None:
             yield str(text)
 
     def pictures(self) -> Iterator[str]:
-        """Each page as JPEG in base64."""
+        """Yield each page as a JPEG picture in base64."""
         while (picture := self._next("image")) is not None:
             yield str(picture)
 
     def _next(self, name: str) -> object:
-        """Returns the value of that name in the next line; None at the end. Raises DocumentError."""
+        """Return the value of that name in the next line; None at the end. Raises DocumentError."""
         line = next(self._lines)
         if "error" in line:
             raise DocumentError(str(line["error"]), missing=bool(line["missing"]))
@@ -58,11 +58,13 @@ def open_document(
     silence: float = SILENCE,
     program: str = PROGRAM,
 ) -> Iterator[OpenDocument]:
-    """Starts the process, and ends it when the block is left. ``kind`` is one of ``FORMATS``, ``first`` the first page
-    that is wanted. Raises DocumentError."""
+    """Start the process, and kill it when the block ends. Raises DocumentError.
+
+    ``kind`` is one of ``FORMATS``. ``first`` is the first page to read.
+    """
     command = [sys.executable, "-c", program, json.dumps(sys.path), what, kind, str(first)]
-    # The open file is its standard input: what is read is the file that was checked here, whatever its path leads to
-    # now. A session of its own: Ctrl-C in the terminal is for us.
+    # The open file is the standard input of the process. So the process reads the file that was checked here, even if
+    # another file now has that path. In its own session it gets no Ctrl-C from the terminal.
     process = subprocess.Popen(
         command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -81,7 +83,7 @@ def _lines(process: subprocess.Popen[bytes], silence: float) -> Iterator[dict[st
     until = time.monotonic() + silence
     while True:
         if not output.poll(max(0.0, until - time.monotonic()) * 1000):
-            raise DocumentError(f"was given up: no page was read in {silence:g} s")
+            raise DocumentError(f"could not be read: no page was read in {silence:g} s")
         chunk = os.read(descriptor, CHUNK_BYTES)
         if not chunk:
             raise DocumentError(f"could not be read: the reader {_how_it_ended(process.wait())}")

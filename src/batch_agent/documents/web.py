@@ -1,4 +1,4 @@
-"""The text of an HTML file. Runs in the process of ``child``."""
+"""Reads the text of an HTML file. Runs in the process of ``child``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from batch_agent.documents.failure import DocumentError
 
 MOST_BYTES = 64 * 2**20
-CHARSET_BYTES = 2048  # where a page has to say its encoding, with some to spare
+CHARSET_BYTES = 2048  # twice the length within which HTML must declare its encoding
 HIDDEN = {"script", "style", "noscript", "template", "svg", "iframe", "object", "canvas"}
 BLOCKS = {
     *("address", "article", "aside", "blockquote", "body", "br", "caption", "dd", "details", "div", "dl", "dt"),
@@ -21,7 +21,7 @@ _CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?
 
 
 def web_text(path: str) -> str:
-    """Raises DocumentError for a file that is too large."""
+    """Return the text of an HTML file. Raises DocumentError if the file is too large."""
     with Path(path).open("rb") as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
@@ -35,8 +35,8 @@ def web_text(path: str) -> str:
 def _decoded(data: bytes) -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return data.decode("utf-16", "replace")
-    said = _CHARSET.search(data[:CHARSET_BYTES])
-    for encoding in (*((said[1].decode("ascii", "replace"),) if said else ()), "utf-8-sig"):
+    declared = _CHARSET.search(data[:CHARSET_BYTES])
+    for encoding in (*((declared[1].decode("ascii", "replace"),) if declared else ()), "utf-8-sig"):
         try:
             return data.decode(encoding)
         except (LookupError, UnicodeDecodeError):
@@ -49,10 +49,10 @@ class _TextParser(HTMLParser):
         super().__init__(convert_charrefs=True)
         self._parts: list[str] = []
         self._hidden = 0
-        self._kept = 0  # depth of elements whose line breaks count
+        self._kept = 0  # depth of elements that keep their line breaks
 
     def text(self) -> str:
-        """Returns the text with one line for each block and at most one empty line between two."""
+        """Return the text, with one line per block and at most one empty line between two blocks."""
         lines = [re.sub(r"[ \t\r\f\v\xa0]+", " ", line).strip() for line in "".join(self._parts).split("\n")]
         return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 

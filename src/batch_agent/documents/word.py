@@ -1,7 +1,7 @@
-"""The text of a Word file (DOCX), page by page. Runs in the process of ``child``.
+"""Reads the text of a Word file (DOCX), page by page. Runs in the process of ``child``.
 
-A DOCX file does not store its pages. Its page breaks are the ones that the author set, and those that Word noted when
-it last laid the file out.
+A DOCX file does not store its pages. It has the page breaks that the author set, and those that Word wrote when it last
+laid out the file.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from batch_agent.documents.failure import DocumentError
 
 W = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"  # repeats its sibling's text
-OLE = b"\xd0\xcf\x11\xe0"  # how a .doc file begins, and an encrypted .docx
+OLE = b"\xd0\xcf\x11\xe0"  # first bytes of a .doc file, and of an encrypted .docx file
 CELL = " | "
 
 
 def word_pages(path: str) -> Iterator[str]:
-    """Raises DocumentError for a file that is broken or encrypted."""
+    """Yield the text of each page. Raises DocumentError if the file is broken or encrypted."""
     with open(path, "rb") as file:  # noqa: PTH123
         if file.read(4) == OLE:
             raise DocumentError("is encrypted, or in the old .doc format: save it as .docx without a password")
@@ -27,11 +27,11 @@ def word_pages(path: str) -> Iterator[str]:
             with zipfile.ZipFile(file) as archive, archive.open("word/document.xml") as xml:
                 yield from _Body().pages(ElementTree.iterparse(xml, ("start", "end")))
         except (zipfile.BadZipFile, KeyError, ElementTree.ParseError, EOFError, ValueError, RuntimeError):
-            raise DocumentError("is not a DOCX file, or a broken one") from None
+            raise DocumentError("is not a DOCX file, or is damaged") from None
 
 
 class _Body:
-    """What was read of the page so far. Cells of a table are kept apart until their row ends."""
+    """The text of the current page. Cells of a table are collected until their row ends."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -55,7 +55,7 @@ class _Body:
             yield page
 
     def _read(self, element: ElementTree.Element) -> bool:
-        """Returns whether a page ends here."""
+        """Read an element; return whether a page ends here."""
         match element.tag.removeprefix(W):
             case "t":
                 self._words.append(element.text or "")
@@ -85,9 +85,9 @@ class _Body:
         (self._lines if self._cell is None else self._cell).append(text)
 
     def _page(self) -> str:
-        """Returns the page so far and begins another; "" if it has no text, since Word notes a break twice."""
+        """Return the current page and start another; "" if the page has no text, because Word writes a break twice."""
         if self._cell is not None or self._cells:
-            return ""  # a table goes on over the page: its row stays whole
+            return ""  # a table row across two pages is not split
         self._end_line()
         text = "\n".join(self._lines).strip()
         if text:

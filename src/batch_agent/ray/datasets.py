@@ -1,8 +1,8 @@
-"""A run as a stage of Ray Data: a lazy ``Dataset`` in, a ``Dataset`` with the results as columns out.
+"""A run as a stage of Ray Data: it takes a lazy ``Dataset`` and returns a ``Dataset`` with the results as columns.
 
-One actor holds the run. The tasks of the stage hand their batches to it and wait for the results, so all of them have
-one record and one budget. The run ends when no batch came for a while, and goes on from its record if another comes:
-rows of a dataset that is consumed again later are not asked again, if the run is recorded.
+One actor holds the run. The tasks of the stage send their batches to it and wait for the results, so all of them share
+one record and one budget. The run ends when no batch has arrived for a while. If another batch arrives later, the run
+continues from its record. So if the run is recorded and the dataset is consumed again, no recorded row is sent again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from batch_agent.ray.workers import Ray, ray_package
 if TYPE_CHECKING:
     import ray.data
 
-BATCH_ROWS, BATCHES = 256, 8  # rows of a batch, and batches that are worked on at once
-IDLE_SECONDS = 2.0  # without a batch, after which the run ends
+BATCH_ROWS, BATCHES = 256, 8  # rows per batch, and batches at once
+IDLE_SECONDS = 2.0  # the run ends after this time without a batch
 TYPES: dict[str, Type] = {"boolean": "bool", "integer": "int", "number": "float", "string": "text"}
 
 
@@ -38,19 +38,21 @@ def map_dataset(
     concurrency: int = BATCHES,
     **options: Any,
 ) -> ray.data.Dataset:
-    """The dataset with a result for each row: ``ok``, ``output`` or a column ``output.FIELD`` for each field of the
-    schema, ``error_type``, ``error_message``, and what it took. Lazy: nothing is asked before the dataset is consumed.
+    """Return the dataset with a result for each row. Raises SpecError.
 
-    ``options`` are those of ``BatchAgent.run``, without ``inputs``. ``batch_size`` rows times ``concurrency`` are under
-    way at once. ``cluster`` brings workers of its own; without it the run has one process. Raises SpecError.
+    The new columns are ``ok``, ``output`` or ``output.FIELD`` for each field of the schema, ``error_type``,
+    ``error_message``, and tokens, cost and time. The dataset is lazy: no request is sent before it is consumed.
+
+    ``options`` are those of ``BatchAgent.run``, without ``inputs``. At most ``batch_size`` times ``concurrency`` rows
+    run at once. With ``cluster`` the run has workers on the cluster; without it, it has one process.
     """
     if "inputs" in options:
         raise SpecError("inputs: the rows are those of the dataset")
-    BatchAgent.plan(**options, inputs=[])  # whatever is wrong with the options is said here
+    BatchAgent.plan(**options, inputs=[])  # raises for wrong options
     ray = ray_package()
     place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
-    )  # where a run directory is the one that the user means
+    )  # the user's node, on which a run directory has the path that the user means
     if cluster is not None:
         options["cluster"] = cluster
     actor = ray.remote(DatasetRun).options(num_cpus=0, scheduling_strategy=place, max_concurrency=1000).remote(options)
@@ -67,7 +69,7 @@ def map_dataset(
 
 
 def result_columns(output_schema: object) -> list[Column]:
-    """The columns of results, which are the same for every batch."""
+    """Return the columns of results, which are the same for every batch."""
     schema = OutputSchema.of(output_schema)
     properties = None if schema is None else schema.json_schema.get("properties")
     if not isinstance(properties, dict):
@@ -81,7 +83,7 @@ def result_columns(output_schema: object) -> list[Column]:
 
 
 def _type_of(field: object) -> object:
-    """The JSON type of a field; of one that may be null, the other type."""
+    """Return the JSON type of a field. For a field that can be null, return the other type."""
     if not isinstance(field, dict):
         return None
     choices = [choice for choice in field.get("anyOf", ()) if choice != {"type": "null"}]
@@ -89,7 +91,7 @@ def _type_of(field: object) -> object:
 
 
 def with_results(table: Any, columns: Sequence[Column], lines: Sequence[bytes]) -> Any:
-    """The Arrow table with the columns of its results. An input's column whose name is taken becomes ``input.NAME``."""
+    """Return the Arrow table with the result columns. An input column with the same name becomes ``input.NAME``."""
     pyarrow = extra("pyarrow", "results as columns of a dataset")
     types = {"bool": pyarrow.bool_(), "int": pyarrow.int64(), "float": pyarrow.float64(), "text": pyarrow.string()}
     records = [Record(from_json(line)) for line in lines]  # type: ignore[call-overload]
@@ -108,19 +110,19 @@ class DatasetRun:
         self._options = options
         self._schema = OutputSchema.of(options.get("output_schema"))
         self._rows: asyncio.Queue[object] = asyncio.Queue()
-        self._open: dict[int, asyncio.Future[bytes]] = {}  # by place in this sitting of the run
+        self._open: dict[int, asyncio.Future[bytes]] = {}  # by index in the current session of the run
         self._count = 0
         self._run: asyncio.Task[None] | None = None
         self._ending = False  # the run takes no more rows
 
     async def work(self, rows: Sequence[object]) -> list[bytes]:
-        """The result of each row, as a line of JSON."""
+        """Return the result of each row as a line of JSON."""
         while self._run is not None and self._ending:
             await asyncio.wait([self._run])
         loop = asyncio.get_running_loop()
         if self._run is None:
             self._count, self._ending, self._rows = 0, False, asyncio.Queue()
-            self._run = loop.create_task(self._sitting(), name="batch-agent dataset")
+            self._run = loop.create_task(self._session(), name="batch-agent dataset")
         results: list[asyncio.Future[bytes]] = []
         for row in rows:
             results.append(loop.create_future())
@@ -129,7 +131,7 @@ class DatasetRun:
             self._rows.put_nowait(row)
         return list(await asyncio.gather(*results))
 
-    async def _sitting(self) -> None:
+    async def _session(self) -> None:
         recorded: JsonObject = {"resume": True} if self._options.get("run_dir") is not None else {}
         failure: BatchAgentError = StoreError("the run ended before this row was done")
         try:
@@ -147,7 +149,7 @@ class DatasetRun:
                     waiter.set_exception(failure)
 
     async def _inputs(self) -> AsyncIterator[object]:
-        """Rows as they come; ends when none came for a while and none is worked on."""
+        """Yield rows as they arrive. Ends if none arrived for a while and no row is in work."""
         while True:
             try:
                 row = await asyncio.wait_for(self._rows.get(), IDLE_SECONDS)

@@ -1,8 +1,8 @@
-"""The record of a run in the driver's own run directory, as the workers of a Ray cluster reach it.
+"""Gives the workers of a Ray cluster access to the record in the driver's run directory.
 
-Workers call an actor, and the driver takes the calls from it, makes them on its own store and gives the answers back.
-So the record stays in the driver's process and directory, also where the driver is no node of the cluster
-(``ray://``). Ray repeats the calls of an actor that was restarted; the store's calls may be repeated.
+Workers call an actor. The driver takes the calls from the actor, makes them on its own store, and returns the answers.
+So the record stays in the driver's process and directory, even if the driver is not a node of the cluster (``ray://``).
+Ray repeats the calls of an actor that was restarted. This is safe, because the store's calls can be repeated.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from batch_agent.errors import BatchAgentError, StoreError
 from batch_agent.store.lent import LentStore
 from batch_agent.store.shared import RunStore
 
-THREADS = 512  # calls that may wait at once: each worker has one that waits for rows
-POLL_SECONDS = 5.0  # after which an empty answer is given, so that a driver that is gone is not waited for
+THREADS = 512  # most waiting calls: each worker has one that waits for rows
+POLL_SECONDS = 5.0  # then the answer is empty, so that no call waits for a dead driver
 
 Call = tuple[int, str, str, tuple[object, ...], dict[str, object]]  # number, store, method, arguments
-Answer = tuple[int, object]  # number, and what the method returned, or the error that it raised
+Answer = tuple[int, object]  # number, and the value that the method returned or the error that it raised
 
 
 class Relay:
@@ -46,7 +46,7 @@ class Relay:
             del self._open[number]
 
     async def calls(self) -> list[Call]:
-        """Calls to make; waits for the first of them."""
+        """Wait for calls and return them; an empty list after POLL_SECONDS."""
         try:
             await asyncio.wait_for(self._came.wait(), POLL_SECONDS)
         except TimeoutError:
@@ -63,7 +63,7 @@ class Relay:
 
 
 class RelayedStore:
-    """A worker's end: every method of one of the driver's stores. Blocks, and may be used from any thread."""
+    """The worker's side: has every method of one of the driver's stores. Blocking and thread-safe."""
 
     def __init__(self, relay: Any, store: Literal["rows", "lent"]) -> None:
         self._relay, self._store = relay, store
@@ -78,7 +78,7 @@ class RelayedStore:
             try:
                 answer = ray.get(self._relay.call.remote(self._store, method, arguments, named))
             except ray.exceptions.RayError as error:
-                raise StoreError(f"the driver of this run cannot be reached: {error}") from None
+                raise StoreError(f"the driver of this run is unreachable: {error}") from None
             if isinstance(answer, BatchAgentError):
                 raise answer
             return answer
@@ -89,16 +89,16 @@ class RelayedStore:
         return RelayedStore(self._relay, "lent")
 
     def close(self) -> None:
-        """The store is the driver's, and stays open."""
+        """Do nothing: the driver owns the store, and it stays open."""
 
 
 def relayed(relay: Any) -> RunStore:
-    """The store behind a relay, for a worker."""
+    """Return the store behind a relay, for a worker."""
     return cast(RunStore, RelayedStore(relay, "rows"))
 
 
 class RelayServer:
-    """The driver's end: makes the calls that come to ``relay``, until ``close``."""
+    """The driver's side: makes the calls that arrive at ``relay``, until ``close``."""
 
     def __init__(self, relay: Any, store: RunStore) -> None:
         self._relay = relay
@@ -111,7 +111,7 @@ class RelayServer:
             thread.start()
 
     def close(self) -> None:
-        """End the relay. Blocks until no thread uses Ray any more: Ray may be shut down next."""
+        """End the relay. Blocks until no thread uses Ray, because Ray may be shut down next."""
         import ray
 
         self._stopping = True
@@ -128,7 +128,7 @@ class RelayServer:
             try:
                 calls = cast("list[Call]", ray.get(self._relay.calls.remote()))
             except ray.exceptions.RayError:
-                continue  # it is being restarted, or this is the end
+                continue  # the actor is being restarted, or was killed by ``close``
             for call in calls:
                 if not self._stopping:
                     self._threads.submit(self._make, call)
@@ -139,12 +139,12 @@ class RelayServer:
             value = getattr(self._stores[store], method)(*arguments, **named)
         except BatchAgentError as error:
             value = error
-        except Exception as error:  # of our own making; the worker must not wait for ever
+        except Exception as error:  # a bug of this package; the worker must get an answer
             value = StoreError(f"{method} failed in the driver: {type(error).__name__}: {error}")
         self._answers.put((number, value))
 
     def _send_answers(self) -> None:
-        """Whatever has gathered, in one call."""
+        """Send all answers that are ready in one call."""
         while (first := self._answers.get()) is not None:
             answers = [first]
             while not self._answers.empty():

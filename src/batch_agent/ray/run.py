@@ -1,7 +1,8 @@
-"""A run whose workers are actors of a Ray cluster, as the driver has it: it feeds rows and delivers results.
+"""The driver's side of a run whose workers are actors of a Ray cluster. It feeds rows and delivers results.
 
-The run is kept in Redis, or in the driver's own run directory: then the workers reach it through a relay. The directory
-has the results files and ``run.json`` of every run directory; its record is ``shared.db`` in place of ``journal.db``.
+The run is kept in Redis, or in the driver's own run directory. In the second case the workers reach it through a relay.
+The directory has the results files and ``run.json`` of every run directory. Its record is ``shared.db`` instead of
+``journal.db``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ RELAY = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurr
 
 
 class RayRun(FedRun[T]):
-    """``prepared.spec.run_dir`` is a URL of Redis, a directory of this machine, or None: then the record is dropped."""
+    """``prepared.spec.run_dir`` is a Redis URL, a directory on this machine, or None for a temporary record."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class RayRun(FedRun[T]):
         self._url = str(spec.run_dir) if is_store_url(spec.run_dir) else None
         self._store: RunStore | None = None
         self._directory: RunDir | None = None
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None  # removed when this run is dropped
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None  # removed with this object
 
     def _open(self) -> RunStore:
         assert self._store is not None
@@ -79,7 +80,7 @@ class RayRun(FedRun[T]):
             await super()._work(prepared)
 
     async def _open_record(self, extent: AsyncExitStack) -> object:
-        """What workers reach the record by: its URL, or the relay."""
+        """Open the record; return its URL or the relay, through which workers reach it."""
         if self._url is not None:
             address = StoreAddress.parse(self._url)
             self._store = await asyncio.to_thread(RedisRunStore.open, address)
@@ -105,7 +106,7 @@ class RayRun(FedRun[T]):
 
 
 class DirectorySession(FeederSession):
-    """A feeder's sitting at a run that is kept in its own directory, with the files that a run directory has."""
+    """A feeder's session with a run in its own directory. It also writes the files of a run directory."""
 
     def __init__(self, directory: RunDir, store: RunStore, **options: Any) -> None:
         super().__init__(store, **options)
@@ -127,7 +128,7 @@ class DirectorySession(FeederSession):
         await self.run(lambda: self._directory.write_run(self.facts))
 
     def write(self, result: AgentResult[object]) -> None:
-        """Write the result to the files, with others that come meanwhile."""
+        """Write the result to the files, together with others that arrive in the meantime."""
         self._unwritten.append(result)
         if self._writing is None or self._writing.done():
             self._writing = self.run(self._write)
@@ -152,16 +153,16 @@ class DirectorySession(FeederSession):
 
 
 def _open_shared(path: Path, *, begun: bool) -> Store:
-    """The record of a run directory, as ``RunDir`` opens it."""
+    """Open the record of a run directory, for ``RunDir``."""
     if path.exists():
         raise SpecError(
-            f"{path.parent} was begun on one machine: go on with it there, or give another directory for the cluster"
+            f"{path.parent} was started on one machine: continue it there, or give another directory for the cluster"
         )
     return cast(Store, SqliteRunStore(path.parent / SHARED))
 
 
 def user_modules(spec: JsonObject) -> list[ModuleType]:
-    """The modules of the user's that a spec names: those that no installed package brings."""
+    """Return the user's own modules that a spec names, without those of installed packages."""
     named = [spec.get(name) for name in ("output_schema", "worker", "compaction", "runtime")]
     tools = spec.get("tools")
     found = {}

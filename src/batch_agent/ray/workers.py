@@ -1,7 +1,7 @@
-"""The workers of a run as actors of a Ray cluster.
+"""The workers of a run, as actors of a Ray cluster.
 
-A fixed number of actors is spread over the nodes, and Ray starts an actor again where its process or node died. With
-``workers="auto"`` each node has one: nodes that join get one, and the worker of a node that left is forgotten.
+A fixed number of actors is spread over the nodes. Ray restarts an actor if its process or node dies. With
+``workers="auto"`` each node has one actor: a node that joins gets one, and the actor of a node that left is removed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batch_agent")
 
-NODES_SECONDS = 5.0  # between two looks at the nodes: Ray does not announce those that join
-REACH_SECONDS = 10.0  # for a cluster to answer at its address
-SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in jobs that were submitted, whose working_dir travels
-LEAVE_SECONDS = 5.0  # for workers to leave when the run is over: a dead one does not keep it
+NODES_SECONDS = 5.0  # between two checks of the nodes: Ray does not report nodes that join
+REACH_SECONDS = 10.0  # for a cluster to accept a connection
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in submitted jobs, whose working_dir is on all nodes
+LEAVE_SECONDS = 5.0  # for workers to leave when the run has ended; a dead worker must not block the end
 
 
 @dataclass(frozen=True, slots=True)
 class Ray:
     """A Ray cluster to run on: ``BatchAgent.run(…, cluster=Ray("auto", workers=8))``.
 
-    ``address`` is what ``ray.init`` takes: "auto" for the cluster of this machine, ``ray://host:10001`` for
-    another one, "local" to start one here. ``workers`` is a number, or "auto" for one on each node. ``worker_cpus`` and
-    ``worker_memory`` (bytes) are what each of them reserves. ``runtime_env`` is Ray's own; the modules that the run
-    names travel with it.
+    ``address`` is that of ``ray.init``: "auto" for the cluster of this machine, ``ray://host:10001`` for another one,
+    "local" to start one on this machine. ``workers`` is a number, or "auto" for one per node. Each worker reserves
+    ``worker_cpus`` and ``worker_memory`` (bytes). ``runtime_env`` is that of Ray; the modules that the run names are
+    added to it.
     """
 
     address: str = "auto"
@@ -54,7 +54,7 @@ class Ray:
 
     def __post_init__(self) -> None:
         if self.workers != "auto" and self.workers < 1:
-            raise SpecError(f'workers: give a number from 1 on, or "auto", not {self.workers!r}')
+            raise SpecError(f'workers: give a number of at least 1, or "auto", not {self.workers!r}')
         if self.worker_cpus < 0:
             raise SpecError(f"worker_cpus: a worker cannot reserve {self.worker_cpus:g} CPUs")
         if self.worker_memory is not None and self.worker_memory <= 0:
@@ -63,14 +63,16 @@ class Ray:
     def open_run(
         self, prepared: Prepared, command: Mapping[str, JsonValue] | None = None, sinks: Sequence[Sink] = ()
     ) -> Run[Any]:
-        """The run of the driver. Raises SpecError for what cannot travel to the workers."""
+        """Return the run of the driver. Raises SpecError for options that workers cannot use."""
         from batch_agent.ray.run import RayRun
 
         return RayRun(prepared, self, sinks, command)
 
     def connect(self, modules: Sequence[ModuleType] = ()) -> bool:
-        """Connect this process to the cluster, with the modules that workers import. False if it was connected
-        already: then the program that did it says what travels."""
+        """Connect this process to the cluster, with the modules that workers import.
+
+        Returns False if it was connected already. Then the program that connected it has set the ``runtime_env``.
+        """
         ray = ray_package()
         if ray.is_initialized():
             return False
@@ -80,18 +82,18 @@ class Ray:
         try:
             ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise RunUnreachable(f"the Ray cluster at {self.address} cannot be reached: {error}") from None
+            raise RunUnreachable(f"the Ray cluster at {self.address} is unreachable: {error}") from None
         return True
 
     def _look(self) -> None:
-        """Raises RunUnreachable when nothing listens at the address: Ray itself would try for many minutes."""
+        """Raise RunUnreachable if nothing listens at the address. Ray itself would try for many minutes."""
         host, _, port = self.address.removeprefix("ray://").rpartition(":")
         if not host or not port.isdecimal():
             return
         try:
             socket.create_connection((host, int(port)), REACH_SECONDS).close()
         except OSError as error:
-            raise RunUnreachable(f"the Ray cluster at {self.address} cannot be reached: {error}") from None
+            raise RunUnreachable(f"the Ray cluster at {self.address} is unreachable: {error}") from None
 
     def _environment(self, modules: Sequence[ModuleType]) -> dict[str, Any]:
         environment = dict(self.runtime_env)
@@ -106,7 +108,7 @@ def ray_package() -> ModuleType:
 
 
 def _travels(module: ModuleType) -> str:
-    """The file or folder that holds a module of the user's."""
+    """Return the file or folder of a user's module."""
     path = Path(module.__file__ or "")
     return str(path.parent if path.name == "__init__.py" else path)
 
@@ -119,8 +121,10 @@ class WorkerActor:
         self._leaving = False
 
     async def work(self, target: object) -> int:
-        """Work until the run is done, or until ``leave``; the number of rows that it has finished. ``target`` is the
-        URL of the run, or the relay of the driver that keeps it."""
+        """Work until the run is done, or until ``leave``; return the number of finished rows.
+
+        ``target`` is the URL of the run, or the relay of the driver.
+        """
         if self._leaving:
             return 0
         store = await open_store(target, WAIT) if isinstance(target, str) else relayed(target)
@@ -138,7 +142,7 @@ class WorkerActor:
 
 
 class RayWorkers:
-    """The actors that work on one run, for as long as this is entered."""
+    """The actors that work on one run, while this context is entered."""
 
     def __init__(self, cluster: Ray, target: object) -> None:
         self._cluster, self._target = cluster, target
@@ -207,9 +211,9 @@ class RayWorkers:
                 self._tasks[name] = asyncio.create_task(self._watch(name, actor), name=f"batch-agent worker {name}")
 
     async def _watch(self, name: str, actor: Any) -> None:
-        """Let one actor work. Ray repeats the call in an actor that it has started again."""
+        """Let one actor work. Ray repeats the call after it restarts an actor."""
         try:
             await actor.work.remote(self._target)
         except ray_package().exceptions.RayError as error:
             if name in self._actors:
-                logger.warning("a worker on Ray is gone: %s", str(error).splitlines()[0])
+                logger.warning("a worker on Ray was lost: %s", str(error).splitlines()[0])

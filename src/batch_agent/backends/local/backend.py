@@ -53,8 +53,10 @@ class _Turn:
 
 
 class LocalBackend(Backend):
-    """``async with`` starts the engine process, or reuses the idle one of an earlier run. Entering again shares it; the
-    last exit keeps it idle for a while, or ends it."""
+    """The embedded engine. ``async with`` starts its process, or reuses the idle process of an earlier run.
+
+    Entering again shares the process. The last exit keeps it loaded for ``keep`` seconds, or ends it.
+    """
 
     def __init__(self, options: Options, program: str = ENGINE_PROGRAM, keeper: EngineKeeper = KEPT) -> None:
         self._options = options
@@ -152,7 +154,8 @@ class LocalBackend(Backend):
             if known is None:
                 raise InternalError(f"{self.name} has neither a path nor a known name")
             if not weights.is_present(known):
-                log.warning("downloading the weights of %s, %d MB, once", known.name, known.size_bytes // 10**6)
+                size = f", {known.size_bytes // 10**6} MB" if known.size_bytes else ""
+                log.warning("downloading the weights of %s%s; later runs use the stored file", known.name, size)
             path = await asyncio.to_thread(weights.fetch, known)
         options = self._options
         version = await in_thread(partial(_version, path))
@@ -273,7 +276,7 @@ def _made_before(calls: Sequence[ToolCall], conversation: Conversation) -> bool:
 
 
 def _version(path: Path) -> int:
-    """Returns a number that changes with the file."""
+    """Return a number that changes when the file changes."""
     return path.stat().st_mtime_ns if path.exists() else 0
 
 

@@ -34,7 +34,7 @@ BATCHED_TOKENS = 512
 PR_SET_PDEATHSIG = 1
 
 
-Told: TypeAlias = "tuple[str, array[int]]"  # a text and its tokens
+Tokenized: TypeAlias = "tuple[str, array[int]]"  # a text and its tokens
 
 
 @dataclass(slots=True)
@@ -71,12 +71,14 @@ class Engine:
         self._waiting: OrderedDict[int, Request] = OrderedDict()
         self._running: dict[int, Request] = {}
         self._proven: set[str] = set()  # grammars that the engine has accepted
-        self._told: OrderedDict[str, list[Told]] = OrderedDict()  # job → its last turn, with and without the answer
+        self._known: OrderedDict[str, list[Tokenized]] = OrderedDict()  # job → last turn, with and without the answer
         self._prefixes = PrefixCache(self._measure_blocks())
 
     def _measure_blocks(self) -> int:
-        """Run one token through the engine. Problems on this machine show now, and the share of the cache that one
-        block uses gives the number of blocks."""
+        """Run one token through the engine and return the number of its cache blocks.
+
+        Problems with this machine appear now. The number follows from the share of the cache that one block uses.
+        """
         config = self._genai.GenerationConfig(max_new_tokens=2, ignore_eos=True)
         handle = self._pipeline.add_request(0, self._as_tensor(array("q", [0])), config)
         self._pipeline.step()
@@ -141,10 +143,12 @@ class Engine:
         return Request(message["id"], message["job"], text, tokens, chain_of(tokens), config, message["grammar"])
 
     def _tokenize(self, job: str, text: str) -> array[int]:
-        """Extend the job's known tokens. A model may write a text in other tokens than the tokenizer would, and only
-        identical tokens are found in the cache."""
-        told = self._told.get(job, [])
-        before, known = next((pair for pair in told if text.startswith(pair[0])), ("", array("q")))
+        """Return the tokens of a text that starts with the job's previous turn, and reuse the tokens of that turn.
+
+        A model may write a text with other tokens than the tokenizer, and only identical tokens are found in the cache.
+        """
+        turns = self._known.get(job, [])
+        before, known = next((pair for pair in turns if text.startswith(pair[0])), ("", array("q")))
         if text == before:
             return known
         fresh = self._tokenizer.encode(text[len(before) :], add_special_tokens=False).input_ids.data
@@ -207,8 +211,10 @@ class Engine:
         )
 
     def _try_alone(self, request: Request) -> None:
-        """Retry a request for which the KV cache had no room beside the others. All of them fail in the same step; one
-        at a time either succeeds or never fits."""
+        """Retry a request alone, because the KV cache had no room for it together with the others.
+
+        All such requests fail in the same step. Alone, a request either succeeds or never fits.
+        """
         if request.ignored:
             what = f"the KV cache is too small for a prompt of {len(request.tokens)} tokens: local://…?kv_gb=2"
             self.send({"id": request.id, "error": "context", "message": what})
@@ -220,10 +226,10 @@ class Engine:
     def _remember(self, request: Request, text: str, said: array[int]) -> None:
         tokens = request.tokens + said
         self._prefixes.computed(request.id, chain_of(tokens[:-1]))  # the last token was sampled, not computed
-        self._told[request.job] = [(request.text + text, tokens), (request.text, request.tokens)]
-        self._told.move_to_end(request.job)
-        if len(self._told) > REMEMBERED_JOBS:
-            self._told.popitem(last=False)
+        self._known[request.job] = [(request.text + text, tokens), (request.text, request.tokens)]
+        self._known.move_to_end(request.job)
+        if len(self._known) > REMEMBERED_JOBS:
+            self._known.popitem(last=False)
 
 
 def open_pipeline(genai: Any, path: Path, config: JsonObject) -> Any:
@@ -245,7 +251,7 @@ def open_pipeline(genai: Any, path: Path, config: JsonObject) -> Any:
 def _read(source: BinaryIO, inbox: queue.SimpleQueue[JsonObject]) -> None:
     for line in source:
         inbox.put(orjson.loads(line))
-    os._exit(0)  # the parent is gone or ends us; there is nothing to save
+    os._exit(0)  # the parent has ended or stops this process; there is nothing to save
 
 
 def _die_with_parent(parent: int) -> None:

@@ -1,6 +1,6 @@
-"""An engine process with its pipes, as the operating system has it: no event loop owns it, so that it can outlive one.
+"""An engine process with its pipes. It belongs to no event loop, so that it can outlive one.
 
-``process`` speaks with it from an event loop; ``keeper`` has it while nobody does.
+``process`` connects it to an event loop. ``keeper`` holds it while no run uses it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ STDERR_TAIL_BYTES = 4096
 @dataclass(slots=True, eq=False)
 class LoadedEngine:
     process: subprocess.Popen[bytes]
-    stderr: IO[bytes]  # a file: nobody would read a pipe between two runs
+    stderr: IO[bytes]  # a file, because no task reads a pipe between two runs
     owner: int = field(default_factory=os.getpid)
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    unread: bytearray = field(default_factory=bytearray)  # a line whose end has not come
+    unread: bytearray = field(default_factory=bytearray)  # the start of an incomplete line
     ready: bool = False
 
     @property
@@ -38,7 +38,7 @@ class LoadedEngine:
         return self.process.poll() is None
 
     def memory_bytes(self) -> int | None:
-        """Returns the memory that the process has in use, or None where the system does not tell."""
+        """Return the memory that the process uses, in bytes, or None if it is unknown."""
         try:
             pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         except (OSError, ValueError, IndexError):
@@ -46,7 +46,7 @@ class LoadedEngine:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def end(self) -> None:
-        """Ends the process and waits until it is gone. Blocks for as long as its memory takes to be freed."""
+        """Kill the process and wait until it has ended. Blocks until its memory is freed."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout, self.stderr):
@@ -65,10 +65,10 @@ class LoadedEngine:
 
 
 def start_engine(program: str, config: JsonObject) -> Future[LoadedEngine]:
-    """Starts the process, which gets our import path and ``config``.
+    """Start the process with this program's import path and ``config``.
 
-    A thread of its own starts it and stays until it has ended: the system ends the process with the thread that started
-    it, and a run may be in a thread that ends with the run.
+    A separate thread starts the process and waits for its end, because the system kills the process when the thread
+    that started it ends. A run may be in a thread that ends with the run.
     """
     started: Future[LoadedEngine] = Future()
     arguments = [orjson.dumps(sys.path).decode(), orjson.dumps({**config, "parent": os.getpid()}).decode()]
@@ -76,7 +76,7 @@ def start_engine(program: str, config: JsonObject) -> Future[LoadedEngine]:
     def accompany() -> None:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115  the engine closes it
         try:
-            # A session of its own: Ctrl-C in the terminal is for us, who may want to drain what is in flight.
+            # In its own session it gets no Ctrl-C from the terminal: this process may drain the requests in flight.
             process = subprocess.Popen(
                 [sys.executable, "-c", program, *arguments],
                 bufsize=0,

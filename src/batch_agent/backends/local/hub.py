@@ -1,8 +1,8 @@
-"""One file from a model hub (huggingface.co, or ``HF_ENDPOINT``) onto the disk: resumed after a break, checked by the
-hash that the hub states.
+"""Downloads one file from a model hub (huggingface.co, or ``HF_ENDPOINT``), resumes after a break, and checks its hash.
 
-The file is downloaded beside its place under a name with that hash, so that a later download goes on with what is
-there. It gets its own name when it is whole. Proxies are those of the environment. Blocking.
+The hub reports the hash. The incomplete file is in the target directory under a name that contains the hash, so that a
+later download can continue it. It gets its final name when it is complete. Proxies are those of the environment.
+Blocks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from batch_agent.errors import SpecError
 HUB = "https://huggingface.co"
 CHUNK_BYTES = 1 << 20
 SILENCE = 30.0  # seconds without a byte
-ATTEMPTS = 5  # that bring nothing, one after the other
-PAUSE = 1.0  # seconds before the second attempt, doubled for each further one
+ATTEMPTS = 5  # in sequence without progress
+PAUSE = 1.0  # seconds before the second attempt; doubled for each further attempt
 SPARE_BYTES = 64 << 20  # left free on the disk
 REDIRECTS = 5
 _SHA256 = re.compile(r'(?:W/)?"?([0-9a-f]{64})"?')
 
-Report = Callable[[int, int | None], None]  # bytes done, bytes in all
+Report = Callable[[int, int | None], None]  # bytes done, total bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class _Stated:
-    """What the hub says of a file."""
+    """What the hub reports about a file."""
 
     commit: str
     size_bytes: int
@@ -59,13 +59,13 @@ class _Stated:
 
 
 class _Broken(Exception):
-    """The connection broke, or the server asks to come later."""
+    """A temporary failure: the connection broke, or the server is busy."""
 
 
 def fetch_file(
     file: HubFile, target: Path, report: Report, *, pause: float = PAUSE, spare_bytes: int = SPARE_BYTES
 ) -> str:
-    """Downloads the file to ``target`` and returns its SHA-256. Raises SpecError, and OSError for the disk."""
+    """Download the file to ``target`` and return its SHA-256. Raises SpecError, and OSError for disk errors."""
     hub = _Hub(os.environ)
     stated = hub.ask(file)
     part = target.with_name(f".{target.name}.{stated.sha256[:16]}.part")
@@ -76,22 +76,22 @@ def fetch_file(
     free = shutil.disk_usage(target.parent).free
     if stated.size_bytes - have + spare_bytes > free:
         raise SpecError(
-            f"{file} needs {_mb(stated.size_bytes - have)} and {target.parent} has {_mb(free)} free: make room, or set "
-            "BATCH_AGENT_CACHE to a folder on a larger disk"
+            f"{file} needs {_mb(stated.size_bytes - have)} and {target.parent} has {_mb(free)} free: make room, or "
+            "set BATCH_AGENT_CACHE to a folder on a larger disk"
         )
     digest = _download(hub, file, stated, part, report, pause)
     if digest != stated.sha256:
         part.unlink()
         raise SpecError(
-            f"{file} has the SHA-256 {digest}, and the hub states {stated.sha256}: the download was damaged or changed "
-            "on its way. It was deleted; fetch it again"
+            f"{file} has the SHA-256 {digest}, but the hub reports {stated.sha256}: the download is damaged or was "
+            "changed. It was deleted; fetch it again"
         )
     part.replace(target)
     return digest
 
 
 def _download(hub: _Hub, file: HubFile, stated: _Stated, part: Path, report: Report, pause: float) -> str:
-    """Appends to the part until it is whole and returns the hash of it all."""
+    """Append to the partial file until it is complete; return the hash of the whole file."""
     failures, last = 0, ""
     with part.open("a+b") as out:
         out.seek(0)
@@ -102,7 +102,7 @@ def _download(hub: _Hub, file: HubFile, stated: _Stated, part: Path, report: Rep
         while (done := out.tell()) < stated.size_bytes:
             try:
                 with hub.open(file, stated.commit, done) as body:
-                    if body.status != http.client.PARTIAL_CONTENT and done:  # it does not know ranges: from the start
+                    if body.status != http.client.PARTIAL_CONTENT and done:  # no range support: from the start
                         out.truncate(0)
                         digest = hashlib.sha256()
                     while chunk := _read(body):
@@ -114,8 +114,8 @@ def _download(hub: _Hub, file: HubFile, stated: _Stated, part: Path, report: Rep
             failures = 0 if out.tell() > done else failures + 1
             if failures == ATTEMPTS:
                 raise SpecError(
-                    f"the download of {file} broke off at {_mb(out.tell())} of {_mb(stated.size_bytes)}: "
-                    f"{last or 'the server closed the connection'}. What is there is kept: the same command goes on"
+                    f"the download of {file} stopped at {_mb(out.tell())} of {_mb(stated.size_bytes)}: "
+                    f"{last or 'the server closed the connection'}. Run the same command again to continue it"
                 )
             if failures:
                 time.sleep(pause * 2 ** (failures - 1))
@@ -137,8 +137,7 @@ def _read(body: http.client.HTTPResponse) -> bytes:
 
 
 class _Hub:
-    """``HF_ENDPOINT`` is where it is, ``HF_TOKEN`` who asks. The token goes to the hub alone, not to the host that it
-    sends us to."""
+    """The hub at ``HF_ENDPOINT``. ``HF_TOKEN`` is sent to the hub only, not to the host that the hub redirects to."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._endpoint = (environ.get("HF_ENDPOINT") or HUB).strip().rstrip("/")
@@ -152,24 +151,25 @@ class _Hub:
         self._opener = urllib.request.build_opener(_NoRedirects)
 
     def ask(self, file: HubFile) -> _Stated:
-        """Returns what the hub states of a file, without downloading it."""
+        """Return what the hub reports about a file, without downloading it."""
         url = file.url(self._endpoint)
         try:
             for _ in range(REDIRECTS):
                 headers = self._request("HEAD", url, file).headers
                 location = headers.get("Location")
-                if location is None or headers.get("X-Linked-Etag"):  # a move within the hub says nothing of the file
+                # A redirect within the hub does not describe the file.
+                if location is None or headers.get("X-Linked-Etag"):
                     return _stated(file, headers)
                 url = urljoin(url, location)
         except _Broken as error:
             raise SpecError(
-                f"{self._endpoint} cannot be reached: {error}. Set HF_ENDPOINT for a mirror, HTTPS_PROXY for a proxy; "
+                f"{self._endpoint} is unreachable: {error}. Set HF_ENDPOINT for a mirror, HTTPS_PROXY for a proxy; "
                 "without a network, name a file: local://path/to/model.gguf"
             ) from None
         raise SpecError(f"{file}: {self._endpoint} answers with redirects only")
 
     def open(self, file: HubFile, commit: str, start: int) -> http.client.HTTPResponse:
-        """The body of the file from a byte on. Raises _Broken for what may work later."""
+        """Return the body of the file from byte ``start``. Raises _Broken for temporary failures."""
         url = file.url(self._endpoint, commit)
         for _ in range(REDIRECTS):
             response = self._request("GET", url, file, start)
@@ -202,7 +202,7 @@ class _Hub:
         why = error.headers.get("X-Error-Code") or ""
         if error.code in (401, 403):
             known = "accept its terms on the hub with the account of that token" if self._token else "set HF_TOKEN"
-            return f"{file}: the hub refuses it ({error.code} {why}): the name is wrong, or it is not public: {known}"
+            return f"{file}: the hub denies access ({error.code} {why}): wrong name, or not public: {known}"
         if error.code == http.client.NOT_FOUND:
             what = f"no file {file.file} in {file.repo}" if why == "EntryNotFound" else f"no {file} ({why or 404})"
             return f"the hub has {what} at {self._endpoint}"
@@ -210,7 +210,7 @@ class _Hub:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Answers with a redirect are answers: whoever asked decides where its token goes."""
+    """Returns redirects to the caller, which decides whether the next host gets the token."""
 
     def http_error_302(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message
@@ -224,7 +224,7 @@ def _stated(file: HubFile, headers: Message) -> _Stated:
     etag = _SHA256.fullmatch(headers.get("X-Linked-Etag") or headers.get("ETag") or "")
     size = headers.get("X-Linked-Size") or headers.get("Content-Length") or ""
     if etag is None or not size.isdecimal():
-        raise SpecError(f"{file}: the hub states no SHA-256 and size of it, so that it cannot be checked")
+        raise SpecError(f"{file}: the hub does not report its SHA-256 and size, so it cannot be checked")
     return _Stated(headers.get("X-Repo-Commit") or file.revision, int(size), etag[1])
 
 

@@ -1,4 +1,4 @@
-"""The engine that stays loaded between two runs of one process: one at most, for a time, if there is memory for it."""
+"""Keeps at most one engine loaded between two runs of one program, for a limited time, if there is enough memory."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def _available_bytes() -> int | None:
 
 
 class EngineKeeper:
-    """Has the engine that was used last. ``key`` says what it was started with."""
+    """Holds the idle engine. ``key`` identifies the options that an engine was started with."""
 
     def __init__(self, available: Callable[[], int | None] = _available_bytes) -> None:
-        """``available`` returns the memory that is free, or None where the system does not tell."""
+        """``available`` returns the free memory in bytes, or None if it is unknown."""
         self._available = available
         self._lock = threading.Lock()
         self._idle: tuple[str, LoadedEngine, threading.Timer] | None = None
 
     def take(self, key: str) -> LoadedEngine | None:
-        """Returns the idle engine of that key. One of another key is ended: its memory is needed."""
+        """Return the idle engine of that key, or None. An engine of another key is ended: its memory is needed."""
         idle = self._remove()
         if idle is None:
             return None
@@ -43,8 +43,10 @@ class EngineKeeper:
         return None
 
     def keep(self, key: str, engine: LoadedEngine, seconds: float) -> None:
-        """Keeps an engine that nobody uses, in place of the one that was kept before. Ends it if there is no time or no
-        memory for it."""
+        """Keep an idle engine for that time, and end the engine that was kept before.
+
+        If ``seconds`` is 0, or if there is not enough memory, end the engine instead.
+        """
         if seconds <= 0 or not engine.ready or not engine.alive or not self._fits(engine):
             engine.end()
             return
@@ -58,14 +60,14 @@ class EngineKeeper:
             before[1].end()
 
     def release(self) -> bool:
-        """Ends the idle engine; returns whether there was one."""
+        """End the idle engine; return whether there was one."""
         idle = self._remove()
         if idle is not None:
             idle[1].end()
         return idle is not None
 
     def _fits(self, engine: LoadedEngine) -> bool:
-        """Whether it takes no more memory than is free beside it."""
+        """Return whether the engine uses no more memory than is still free."""
         used, available = engine.memory_bytes(), self._available()
         return used is None or available is None or available >= used
 
@@ -81,7 +83,7 @@ class EngineKeeper:
                 return None
             self._idle = None
         idle[2].cancel()
-        return idle if idle[1].owner == os.getpid() else None  # after a fork it is still the parent's
+        return idle if idle[1].owner == os.getpid() else None  # after a fork, the engine belongs to the parent
 
 
 KEPT = EngineKeeper()
@@ -89,6 +91,8 @@ atexit.register(KEPT.release)
 
 
 def release_models() -> bool:
-    """Ends the embedded model that stayed loaded after a run on ``local://``, and frees its memory. Returns whether
-    there was one. One that a run is using is not touched."""
+    """Unload the idle model of earlier runs on ``local://`` and free its memory; return whether there was one.
+
+    A model that a run is using stays loaded.
+    """
     return KEPT.release()

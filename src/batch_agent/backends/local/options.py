@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from batch_agent.backends.local import weights
 from batch_agent.errors import SpecError
 
-KEPT_SECONDS = 300  # after its last use
+KEPT_SECONDS = 300  # default of ``keep``
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -23,7 +23,7 @@ class Options:
     threads: int
     kv_gb: int = 1
     max_seqs: int = 64
-    keep: int = 0  # seconds that it stays loaded after its last use
+    keep: int = 0  # seconds that the model stays loaded after its last use
 
     @property
     def url(self) -> str:
@@ -31,6 +31,7 @@ class Options:
 
 
 def parse_url(url: str) -> Options:
+    """Return the options of a ``local://…`` URL. Raises SpecError."""
     parts = urlsplit(url)
     if parts.scheme != "local":
         raise SpecError(f"{url!r} is not a local:// URL")

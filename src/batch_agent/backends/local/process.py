@@ -1,8 +1,7 @@
-"""The parent's side of the engine process on one event loop: start or attach, send requests, detect its death, detach
-or end it.
+"""Connects the engine process to one event loop: starts or attaches it, sends requests, detects its death, detaches it.
 
-No tasks: messages of the process arrive in callbacks of the event loop and resolve the futures that callers await. The
-caller decides whether to restart it.
+There are no tasks: messages of the process arrive in callbacks of the event loop and resolve the futures that callers
+await. The caller decides whether to restart the process.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class EngineProcess(asyncio.Protocol):
 
     @classmethod
     async def attach(cls, engine: LoadedEngine) -> Self:
-        """Speaks with a process that runs. Its pipes stay open when this ends."""
+        """Connect to a running process. Its own pipes stay open after ``detach``."""
         self = cls(engine)
         assert engine.process.stdin is not None and engine.process.stdout is not None
         output = os.fdopen(os.dup(engine.process.stdout.fileno()), "rb", 0)
@@ -120,11 +119,11 @@ class EngineProcess(asyncio.Protocol):
                 self._send({"cancel": number})
 
     async def detach(self) -> LoadedEngine:
-        """Returns the engine, with which nobody speaks any more. Requests in flight are cancelled and fail."""
+        """Disconnect and return the engine. Requests in flight are cancelled and fail."""
         self._detached = True
         for number in self._in_flight:
             self._send({"cancel": number})
-        self._input.close()  # what was written is sent first
+        self._input.close()  # sends what was written before
         self._output.close()
         await asyncio.shield(self._closed)
         await asyncio.shield(self._input_closed)
@@ -135,7 +134,7 @@ class EngineProcess(asyncio.Protocol):
         self._engine.end()
 
     async def close(self) -> None:
-        """End the process and wait until it is gone."""
+        """End the process and wait until it has ended."""
         engine = await self.detach()
         await in_thread(engine.end)
 
@@ -161,7 +160,7 @@ class EngineProcess(asyncio.Protocol):
             self._ready.set_result(False)
         entries = self._drain()
         if self._detached:
-            self._fatal = "it was left"
+            self._fatal = "the run disconnected from it"
         else:
             self._fatal = self._fatal or self._engine.how_it_ended()
             self._engine.end()
@@ -191,7 +190,7 @@ class EngineProcess(asyncio.Protocol):
         self._fatal = str(message["fatal"]).strip()
         if "grammar" not in self._fatal:
             return
-        # Resending those would end the next process in the same way, and all other requests with it.
+        # If they were sent again, the next process would die in the same way, with all other requests.
         for number in cast(list[int], message["suspects"]):
             if entry := self._in_flight.pop(number, None):
                 entry.answer.set_exception(Rejected(f"the engine refused the schema's grammar: {self._fatal}"))

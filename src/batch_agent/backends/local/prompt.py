@@ -18,7 +18,7 @@ ChatMessage = dict[str, str]
 
 
 def chat_messages(messages: Sequence[Message], instructions: str) -> list[ChatMessage]:
-    """Return the chat messages. ``instructions`` are ours, for all requests of a shape, and follow the system
+    """Return the chat messages. ``instructions`` are the same for all requests of a shape and follow the system
     message."""
     out: list[ChatMessage] = []
     results: list[str] = []
@@ -76,7 +76,7 @@ def read_call(text: str) -> ToolCall | None:
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """Returns what a model thought before its answer, and the answer. Qwen3 thinks between two tags."""
+    """Return the reasoning of the model and its answer. Qwen3 writes its reasoning between two tags."""
     thought, tag, answer = text.lstrip().partition("</think>")
     if not tag or not thought.startswith("<think>"):
         return "", text

@@ -22,8 +22,10 @@ FREE_TEXT = r"[^<] [\x00-\U0010FFFF]*"
 
 @dataclass(frozen=True, slots=True)
 class TurnGrammar:
-    """``text`` is None if the model is unconstrained. ``unforced``: what only validation checks; ``schema_unforced``:
-    whether that includes the answer's schema."""
+    """The grammar of a turn. ``text`` is None if the model is unconstrained.
+
+    ``unforced`` names what only validation checks. ``schema_unforced`` tells whether that includes the answer's schema.
+    """
 
     text: str | None
     unforced: str = ""
@@ -31,6 +33,7 @@ class TurnGrammar:
 
 
 def compile_turn(shape: RequestShape, max_tokens: int) -> TurnGrammar:
+    """Return the grammar for the tool calls and the answer that the shape allows."""
     offered, may_answer = _choice(shape)
     grammar = Grammar(max_tokens)
     unforced: list[str] = []

@@ -60,7 +60,7 @@ SMOLLM2 = Weights(
 
 @dataclass(frozen=True, slots=True)
 class HubWeights:
-    """A model that a hub has. The hub states its hash and its size; ``size_bytes`` is about that size, 0 if unknown."""
+    """A model of a hub. The hub reports its hash and size; ``size_bytes`` is the approximate size, 0 if unknown."""
 
     name: str
     description: str
@@ -73,7 +73,7 @@ class HubWeights:
 
     @property
     def hash_path(self) -> Path:
-        """Where the hash that the hub stated is kept."""
+        """Return the path of the file with the hash that the hub reported."""
         return self.path.with_name(f"{self.path.name}.sha256")
 
 
@@ -83,14 +83,14 @@ def _qwen(version: str, size: str, file: str, megabytes: int, description: str) 
     return HubWeights(name, f"Qwen{version} {size}, {description}", HubFile(repo, file), megabytes * 10**6)
 
 
-# Of an architecture (qwen2, qwen3) and in a quantisation (Q4_0, Q4_K and Q6_K, Q8_0) that the engine reads. The K
-# quantisations of the 0.5B have tensors in Q5_0, which it does not read.
+# The engine reads their architectures (qwen2, qwen3) and quantisations (Q4_0, Q4_K and Q6_K, Q8_0). The K
+# quantisations of the 0.5B model have tensors in Q5_0, which it does not read.
 QWENS = (
     _qwen("2.5", "0.5B", "qwen2.5-0.5b-instruct-q4_0.gguf", 429, "4 bit, Apache-2.0, about 2 GB of memory"),
     _qwen("2.5", "1.5B", "qwen2.5-1.5b-instruct-q4_k_m.gguf", 1117, "4 bit, Apache-2.0, about 4 GB of memory"),
     _qwen("2.5", "3B", "qwen2.5-3b-instruct-q4_k_m.gguf", 2105, "4 bit, not for commercial use, about 6 GB of memory"),
-    _qwen("3", "0.6B", "Qwen3-0.6B-Q8_0.gguf", 639, "8 bit, Apache-2.0, thinks first, about 2 GB of memory"),
-    _qwen("3", "1.7B", "Qwen3-1.7B-Q8_0.gguf", 1834, "8 bit, Apache-2.0, thinks first, about 5 GB of memory"),
+    _qwen("3", "0.6B", "Qwen3-0.6B-Q8_0.gguf", 639, "8 bit, Apache-2.0, reasons first, about 2 GB of memory"),
+    _qwen("3", "1.7B", "Qwen3-1.7B-Q8_0.gguf", 1834, "8 bit, Apache-2.0, reasons first, about 5 GB of memory"),
 )
 AnyWeights = Weights | HubWeights
 KNOWN: tuple[AnyWeights, ...] = (SMOLLM2, *QWENS)
@@ -119,8 +119,10 @@ def cache_dir() -> Path:
 
 
 def find(name: str) -> AnyWeights | None:
-    """Returns the model of that name, or the file that ``hf:owner/repo/file.gguf`` names; None if there is no such
-    model. SpecError for an ``hf:`` that is in another form."""
+    """Return the model of that name, or the file that ``hf:owner/repo/file.gguf`` names; None if the name is unknown.
+
+    Raises SpecError for a malformed ``hf:`` name.
+    """
     if name.startswith(FROM_HUB):
         owner, repo, file = [*name.removeprefix(FROM_HUB).split("/", 2), "", ""][:3]
         repo, _, revision = repo.partition("@")
@@ -132,8 +134,10 @@ def find(name: str) -> AnyWeights | None:
 
 
 def is_present(weights: AnyWeights) -> bool:
-    """Return whether the file is there, with the right size if that is known. Only a verified file gets this name, and
-    hashing it at each start is slow."""
+    """Return whether the file exists, with the right size if the size is known.
+
+    The hash is not checked: only a verified file gets this name, and hashing it at each start is slow.
+    """
     if isinstance(weights, HubWeights):
         return weights.path.is_file()
     return weights.path.is_file() and weights.path.stat().st_size == weights.size_bytes
@@ -156,7 +160,7 @@ def _state(weights: AnyWeights) -> State:
 def _is_whole(weights: AnyWeights) -> bool:
     if not is_present(weights):
         return False
-    if isinstance(weights, HubWeights) and not weights.hash_path.is_file():  # it was copied here
+    if isinstance(weights, HubWeights) and not weights.hash_path.is_file():  # the user copied the file to this path
         return _other(weights.path).state == "ready"
     expected = weights.hash_path.read_text().strip() if isinstance(weights, HubWeights) else weights.sha256
     with weights.path.open("rb") as file:
@@ -260,8 +264,11 @@ def _open_member(weights: Weights, work: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Hold a lock between processes, so that a concurrent first use waits instead of downloading again. Yields False if
-    the system has no such lock: then both download, and the later move replaces the file by an identical one."""
+    """Hold a lock between processes, so that a concurrent first use waits instead of downloading again.
+
+    Yields False if the system has no such lock. Then both processes download, and the second one replaces the file with
+    an identical one.
+    """
     with path.open("w") as file:
         try:
             import fcntl
