@@ -193,7 +193,7 @@ async def test_a_killed_runs_pointer_is_no_life(tmp_path: Path) -> None:
         free.set()
         await taken(run)
     (tmp_path / "run" / "control.json").write_bytes(pointer)
-    with pytest.raises(NotAlive, match="ended without saying so"):
+    with pytest.raises(NotAlive, match="it was killed"):
         await ask(tmp_path / "run", {"do": "status"})
     elsewhere = json.loads(pointer) | {"host": "another-machine"}
     (tmp_path / "run" / "control.json").write_text(json.dumps(elsewhere))
