@@ -35,7 +35,7 @@ Outcome = Literal[
     "broken",  # 500, 502, 504, connection reset, incomplete or unreadable answer
     "unreachable",  # connection refused, DNS, TLS handshake, connect timeout
     "silent",  # no complete answer in time
-    "recalled",  # taken back by the dispatcher; says nothing about either side
+    "recalled",  # withdrawn by the dispatcher; no evidence about either side
 ]
 
 SEVERAL = 3  # number of rows whose failures put an endpoint down without a probe

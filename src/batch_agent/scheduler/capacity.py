@@ -3,11 +3,11 @@
 The user's ``max_inflight`` is the ceiling and the initial limit. Without it, a ``LimitSearch`` finds the number. The
 engine's reports about its queue (``LoadGuide``) change the limit too.
 
-A refusal for load (429, 503) halves the limit, once per generation of requests: requests that were already in flight
-when the limit fell give no evidence about the new limit. The limit grows back in three steps:
+A refusal for load (429, 503) lowers the limit to half of the requests in flight, once per generation: requests sent
+before the limit fell give no evidence about the new limit. The limit grows back in three steps:
 
 - Every good answer adds one, so the limit doubles with each round of answers. A round has as many answers as the limit.
-  This ends at ``_known``, which is an eighth of the refused number, and one more, below it.
+  This ends at ``_known``: the refused number minus an eighth of it, minus one.
 - Then the limit grows slowly: the first slot takes a few rounds, and the pace doubles every two rounds. The pace does
   not depend on the limit, but the reduction does. So processes that share a server converge to equal shares: all
   gain equally, and the largest loses most.

@@ -177,7 +177,7 @@ class Scheduler:
 
     def _spare(self) -> float:
         """Return the number of slots that would stay idle."""
-        one = len(self.endpoints) == 1  # as nearly always, and on the hot path
+        one = len(self.endpoints) == 1  # the common case, on the hot path
         spare = self.endpoints[0].spare if one else self.router.spare
         most = self.max_inflight if self.allotted is None else self.allotted
         return spare if most is None else min(spare, most - self.inflight)
