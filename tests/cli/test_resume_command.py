@@ -183,7 +183,7 @@ async def test_a_run_whose_run_file_or_journal_is_lost_goes_on_by_the_commands_t
             path.unlink()
         code, _, stderr = await batch_agent(tmp_path, "resume", "here")
         assert (code, server.received) == (0, 8)
-        assert "every row is asked again" in stderr
+        assert "every row is processed again" in stderr
     code, _, stderr = await batch_agent(tmp_path, "run", "spec.yaml", "--resume")
     assert (code, "--resume needs --run-dir" in stderr) == (1, True)
 

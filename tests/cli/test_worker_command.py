@@ -39,7 +39,7 @@ async def test_a_worker_is_named_in_a_spec_file_and_its_rows_are_shown_and_expor
         (tmp_path / "spec.yaml").write_text(f"{SPEC}backend: {server.backend_url}\n")
         command = ("spec.yaml", "--inputs", "rows.jsonl")
         planned = await batch_agent(tmp_path, "run", *command, "--dry-run")
-        assert "kettles.work: what it asks is not known here" in planned.stdout
+        assert "kettles.work: its requests are not known before the run" in planned.stdout
         done = await batch_agent(tmp_path, "run", *command, "--run-dir", "here")
         assert done.code == 0, done.stderr
         [result] = done.results

@@ -91,7 +91,7 @@ def test_without_a_table_or_without_a_number_of_rows_it_says_so(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "genai_prices.data_snapshot", None)
     known = {**OPTIONS, "backend": ScriptedBackend([])}
     assert "pip install genai-prices" in str(BatchAgent.plan(**known).compare())
-    with pytest.raises(SpecError, match="the number of rows is not known"):
+    with pytest.raises(SpecError, match="the number of rows is unknown"):
         BatchAgent.plan(**known | {"inputs": iter(["a"])}).compare()
 
 

@@ -54,7 +54,7 @@ async def test_inputs_that_let_a_cancellation_escape_end_the_run_with_an_error()
         yield "a"
         raise asyncio.CancelledError
 
-    with pytest.raises(RuntimeError, match="cancellation of their own"):
+    with pytest.raises(RuntimeError, match="the inputs raised CancelledError"):
         await BatchAgent.run(task="{input}", inputs=rows(), backend=ScriptedBackend())
 
 
@@ -69,7 +69,7 @@ async def test_inputs_that_exit_end_the_run_and_not_the_process(error: BaseExcep
         yield "a"
 
     for rows in (later, at_once):
-        with pytest.raises(RuntimeError, match=f"the inputs ended in {type(error).__name__}"):
+        with pytest.raises(RuntimeError, match=f"the inputs raised {type(error).__name__}"):
             await BatchAgent.run(task="{input}", inputs=rows(), backend=ScriptedBackend())
 
 

@@ -56,7 +56,7 @@ def test_the_plan_of_a_large_file_shows_its_first_row_and_prints_the_same_again(
 
 def test_a_plan_without_a_number_says_that_it_will_be_found() -> None:
     plan = BatchAgent.plan(task="{input}", inputs=["a"], backend="http://127.0.0.1:9/v1", model="m")
-    assert "as many model calls as are found to pay" in str(plan)
+    assert "the number of model calls is found during the run" in str(plan)
 
 
 def test_a_cell_of_megabytes_is_cut_where_it_is_printed_and_warned_of_by_its_real_size() -> None:

@@ -95,7 +95,7 @@ async def test_one_damaged_record_costs_one_row(tmp_path: Path, caplog: pytest.L
     results, backend = await run(tmp_path)
     assert [result.output for result in results] == ["a", "b", "c"]
     assert [request.text for request in backend.requests] == ["b"]
-    assert "counts as none" in caplog.text
+    assert "is unreadable and is ignored" in caplog.text
 
 
 async def test_a_drain_when_every_row_is_done_leaves_a_complete_run(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ async def test_a_kind_of_step_that_only_a_newer_version_knows_costs_its_row(
     results, requests = await resume(directory, retry_failed=False)
     assert [result.output and result.output.word for result in results] == ["new", "mended", None, "new"]
     assert len(requests) == 2
-    assert "kind 99 is of a newer version" in caplog.text
+    assert "kind 99 was written by a newer version" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -128,4 +128,4 @@ async def test_a_record_of_a_wrong_type_costs_its_row(
     db.close()
     results, _ = await resume(directory)
     assert [result.output and result.output.word for result in results] == ["new", "mended", "new", "new"]
-    assert "counts as none" in caplog.text
+    assert "is unreadable and is ignored" in caplog.text

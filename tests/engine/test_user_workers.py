@@ -355,7 +355,7 @@ async def test_options_of_an_ask_are_checked_and_an_exit_is_the_row_s_alone() ->
     rows = ["misspelt", "wrong", "no tool", "nothing", "exits", "fine"]
     results = await run(work, backend, inputs=rows, model="usual")
     messages = [result.error.message if result.error else "" for result in results]
-    assert "there is no option 'temprature' of an ask" in messages[0]
+    assert "ask has no option 'temprature'" in messages[0]
     assert "temperature: must be a number from 0 to 10" in messages[1]
     assert "nothing is not a tool of this run" in messages[2]
     assert "the run has no task" in messages[3]

@@ -15,7 +15,7 @@ def trial(streaming: Streaming, gained: float, tokens: int = 100, inflight: int 
 def test_it_is_tried_first_and_goes_on_while_it_pays() -> None:
     streaming = Streaming()
     [(streams, reason)] = trial(streaming, gained=0.5)
-    assert streams and "0.5 s a turn, more than" in reason
+    assert streams and "0.5 s per turn, more than" in reason
     assert trial(streaming, gained=0.5) == [], "nothing new"
     assert streaming.wants_next()
 

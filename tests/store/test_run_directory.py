@@ -158,7 +158,7 @@ async def test_a_run_without_its_journal_is_begun_again_with_a_warning_and_its_l
     assert RunView.of(tmp_path).glance.sessions == 0
     with pytest.raises(SpecError):
         await run(tmp_path, 5, lambda _: Fail(401))
-    assert "journal of" in caplog.text and "is gone" in caplog.text
+    assert "journal of" in caplog.text and "is missing" in caplog.text
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 5
 
 

@@ -102,10 +102,10 @@ async def test_a_row_that_begins_again_has_one_result(tmp_path: Path) -> None:
 async def test_what_cannot_be_done_is_refused_with_its_reason(tmp_path: Path) -> None:
     async with held(tmp_path / "run") as (_, _free):
         for request, why in [
-            ({"do": "cancel-row", "row": "nobody"}, "row nobody is not under way"),
+            ({"do": "cancel-row", "row": "nobody"}, "row nobody is not running"),
             ({"do": "cancel-row"}, "name a row"),
             ({"do": "resize", "inflight": 0}, "above 0"),
-            ({"do": "dance"}, "there is no request 'dance'"),
+            ({"do": "dance"}, "unknown request 'dance'"),
         ]:
             with pytest.raises(Refused, match=why):
                 await ask(tmp_path / "run", request)
@@ -152,7 +152,7 @@ async def test_the_command_steers_and_says_when_a_run_is_not_alive(tmp_path: Pat
         free.set()
         results = await taken(run)
     assert json.loads(status.stdout)["agents"]["running"] == 2 and "2 running" in words.stdout
-    assert (paused.code, refused.code) == (0, 1) and "paused" in paused.stderr and "not under way" in refused.stderr
+    assert (paused.code, refused.code) == (0, 1) and "paused" in paused.stderr and "not running" in refused.stderr
     assert all(result.error is not None and result.error.type == "Interrupted" for result in results)
     dead = await batch_agent(tmp_path, "control", "run", "pause")
     nothing = await batch_agent(tmp_path, "control", "nowhere", "pause")
@@ -193,7 +193,7 @@ async def test_a_killed_runs_pointer_is_no_life(tmp_path: Path) -> None:
         free.set()
         await taken(run)
     (tmp_path / "run" / "control.json").write_bytes(pointer)
-    with pytest.raises(NotAlive, match="ended without saying so"):
+    with pytest.raises(NotAlive, match="it was killed"):
         await ask(tmp_path / "run", {"do": "status"})
     elsewhere = json.loads(pointer) | {"host": "another-machine"}
     (tmp_path / "run" / "control.json").write_text(json.dumps(elsewhere))

@@ -1,1 +1,1 @@
-"""Who goes next, how many at once, how long to wait: pure code, no await, no clock, no I/O."""
+"""Decides the order of requests, the concurrency and the delays. Pure code: no await, no clock, no I/O."""

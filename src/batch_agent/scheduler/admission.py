@@ -1,12 +1,13 @@
-"""Which agents may have their contexts in an engine's KV cache at the same time.
+"""Decides which agents may have their contexts in an engine's KV cache at the same time.
 
 An agent that waits for a tool leaves its context in the cache. If the contexts of all live agents do not fit, the
 engine evicts some of them, and the next turn of those agents computes its whole history again. So an agent is admitted
 to an endpoint only if, for every turn ahead, the projected sum of the admitted agents' contexts stays within the
 capacity. An agent that does not fit waits at a turn boundary.
 
-Nothing is held back if the capacity is unknown, if all contexts fit, or if the engine would stand idle: agents that
-wait 20 seconds for their tools need more agents beside them, and computing their contexts again costs less.
+No agent is held back if the capacity is unknown, if all contexts fit, or if the engine would be idle. With tool waits
+of 20 seconds, for example, more agents keep the engine busy, and recomputing their contexts costs less than an idle
+engine.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ if TYPE_CHECKING:
     from batch_agent.scheduler.endpoint import Endpoint
     from batch_agent.scheduler.server import Server
 
-GONE = 0.5  # with less weight than this an agent has to be admitted again
-RECHECK_SECONDS = 1.0  # between two looks at the weights of contexts while an agent is held back
-EVICTED = 0.5  # of an agent's own context: if the cache had less of it, the context was evicted
+GONE = 0.5  # an agent whose context has less weight than this must be admitted again
+RECHECK_SECONDS = 1.0  # between two checks of the context weights while an agent is held back
+EVICTED = 0.5  # part of an agent's own context: if less of it was cached, the context was evicted
 
 Waiting = TypeVar("Waiting", bound=Hashable)
 
 
 def kv_tokens_left(load: Reading, server: Server) -> int | None:
-    """Tokens of an engine's KV cache that one dispatcher may use; None if the engine does not report its size, or keeps
-    what is evicted in a larger memory.
+    """Return the tokens of an engine's KV cache that one dispatcher may use. None if the engine does not report its
+    size, or keeps evicted blocks in a larger memory.
 
-    What the requests of other clients hold is left out: their part of the running requests, of the part in use.
+    The part that requests of other clients hold is subtracted: their share of the running requests, times the part in
+    use.
     """
     if not load.kv_tokens or load.offloads:
         return None
@@ -47,14 +49,14 @@ def kv_tokens_left(load: Reading, server: Server) -> int | None:
 
 @dataclass(slots=True)
 class KvCounts:
-    """What came of the engine's KV cache so far."""
+    """Totals about the engine's KV cache."""
 
-    recomputed: int = 0  # tokens that had to be computed again because they were evicted
-    recompute_seconds: float = 0.0  # of the engines, that this took
-    held_seconds: float = 0.0  # that agents were held back, all together
+    recomputed: int = 0  # tokens that were computed again after an eviction
+    recompute_seconds: float = 0.0  # engine time spent on that
+    held_seconds: float = 0.0  # total time that agents were held back
     touches: int = 0  # contexts that were touched while their agents waited for tools
-    touched_tokens: int = 0  # computed by these
-    kept_alive: int = 0  # times that the shared prefix was touched
+    touched_tokens: int = 0  # tokens computed by these
+    kept_alive: int = 0  # number of times that the shared prefix was touched
 
 
 class Admission(Generic[Waiting]):
@@ -66,14 +68,14 @@ class Admission(Generic[Waiting]):
         self._sets: dict[Endpoint, WorkingSet] = {}
         self._home: dict[Progress, WorkingSet] = {}
         self._recheck = inf
-        self.held: dict[Waiting, float] = {}  # since when
-        self.enabled = False  # somebody reads the load of the engines
+        self.held: dict[Waiting, float] = {}  # waiting turn → time since when
+        self.enabled = False  # the load of the engines is read
         self.holds = True  # agents that do not fit are held back
-        self.is_on = False  # the capacity of some endpoint is known
+        self.is_on = False  # the capacity of at least one endpoint is known
         self.counts = KvCounts()
 
     def read(self, endpoint: Endpoint, load: Reading) -> None:
-        """The engine reported its load."""
+        """Update the working set from the engine's load report."""
         if self.enabled:
             self.set_capacity(endpoint, kv_tokens_left(load, endpoint.server))
             working_set = self._sets[endpoint]
@@ -92,7 +94,7 @@ class Admission(Generic[Waiting]):
 
     @property
     def capacity(self) -> int | None:
-        """Tokens that the caches hold together; None if that is known of none."""
+        """Total tokens that the caches hold; None if no capacity is known."""
         return sum(each.capacity or 0 for each in self._sets.values()) or None
 
     @property
@@ -101,7 +103,7 @@ class Admission(Generic[Waiting]):
         return sum(tokens for each in self._sets.values() for _, tokens in each.members.values())
 
     def drop(self, endpoint: Endpoint) -> None:
-        """The endpoint is gone."""
+        """Remove an endpoint."""
         gone = self._sets.pop(endpoint, None)
         if gone is not None:
             self._home = {progress: home for progress, home in self._home.items() if home is not gone}
@@ -114,7 +116,7 @@ class Admission(Generic[Waiting]):
         return found
 
     def has_room(self, now: float) -> bool:
-        """Whether a new agent's context fits somewhere."""
+        """Return whether a new agent's context fits at some endpoint."""
         if not self.is_on:
             return True
         return not self.held and any(self._takes(each, now, 0, 0) for each in self._sets.values())
@@ -126,7 +128,7 @@ class Admission(Generic[Waiting]):
         return not working_set.pays(inf if rows is None else (self._forecast.live + rows) / len(self._sets))
 
     def admit(self, waiting: Waiting, progress: Progress, endpoint: Endpoint, now: float) -> bool:
-        """Whether the agent's turn may go to the endpoint. If not, it is kept in ``held``."""
+        """Return whether the agent's turn may go to the endpoint. If not, the turn is added to ``held``."""
         if not progress.live:
             return True
         working_set = self._set_of(endpoint)
@@ -148,7 +150,7 @@ class Admission(Generic[Waiting]):
         return True
 
     def is_evicted(self, progress: Progress) -> bool:
-        """Whether the agent's context has probably been evicted."""
+        """Return whether the agent's context has probably been evicted."""
         if not progress.tokens or not self.is_on:
             return False
         sets, where = self._sets, progress.home
@@ -156,8 +158,8 @@ class Admission(Generic[Waiting]):
         return home is not None and progress not in home.residency
 
     def may_touch(self, progress: Progress, waiting: int, now: float) -> bool:
-        """Whether a request that computes the agent's context again is worth sending while its tool runs: the context
-        was evicted, no turn waits here or in the engine, and none of the others' is evicted for it."""
+        """Return whether to send a request that recomputes the agent's context while its tool runs. True if the context
+        was evicted, no turn waits here or in the engine, and no other agent's context would be evicted for it."""
         home = self._home.get(progress)
         if home is None or waiting or home.queue or self.held or not self.is_evicted(progress):
             return False
@@ -169,20 +171,20 @@ class Admission(Generic[Waiting]):
         return others + progress.tokens <= FULL * home.room
 
     def seconds_to_compute(self, progress: Progress) -> float:
-        """Seconds that the engine takes to compute the agent's context, with those of a turn."""
+        """Return the seconds that the engine needs to compute the agent's context, plus those of a turn."""
         home = self._home.get(progress)
         return 0.0 if home is None or not home.pace.rate else progress.tokens / home.pace.rate + home.pace.quick
 
     def touched(self, progress: Progress, endpoint: Endpoint, usage: Usage) -> None:
-        """The agent's context was computed again, and is in the cache."""
+        """Record that the agent's context was computed again and is in the cache."""
         self.counts.touches += 1
         self.counts.touched_tokens += usage.prompt_tokens - usage.cached_tokens
         if progress.live:
             self._set_of(endpoint).use(progress, usage.prompt_tokens)
 
     def go_on(self, progress: Progress, waited: float, now: float) -> None:
-        """An agent is ready for its next turn, after a tool wait of some seconds. It has to be admitted again if its
-        context is no longer expected in the cache."""
+        """Record that an agent is ready for its next turn after ``waited`` seconds at a tool. It must be admitted again
+        if its context is no longer expected in the cache."""
         if self._growth.expect(progress.turns, progress.expected - progress.tokens):
             for each in self._sets.values():
                 each.ample = 0
@@ -196,7 +198,7 @@ class Admission(Generic[Waiting]):
             del home.members[progress], self._home[progress]
 
     def answered(self, progress: Progress, endpoint: Endpoint, usage: Usage, seconds: float, now: float) -> None:
-        """Learn from the tokens of an answer."""
+        """Learn from the token counts of an answer."""
         tokens, cached, before = usage.prompt_tokens + usage.completion_tokens, usage.cached_tokens, progress.tokens
         growth, home = self._growth, self._home.get(progress)
         if not usage.prompt_tokens:
@@ -222,7 +224,7 @@ class Admission(Generic[Waiting]):
         home.members[progress] = progress.turns + 1, tokens
 
     def end(self, progress: Progress) -> None:
-        """The agent has ended, and its context is no longer needed."""
+        """Record that the agent has ended; its context is no longer needed."""
         progress.live = False
         home = self._home.pop(progress, None)
         if home is not None:
@@ -232,11 +234,11 @@ class Admission(Generic[Waiting]):
 
     @property
     def due(self) -> float:
-        """When the agents that are held back are looked at again; never, if there are none."""
+        """When to check the held agents again; infinite if there are none."""
         return self._recheck if self.held else inf
 
     def release(self, now: float) -> list[Waiting]:
-        """The turns to look at again, which are no longer held back."""
+        """Return the turns to check again. They are no longer held."""
         if not self.held or now < self._recheck:
             return []
         held = list(self.held)

@@ -1,17 +1,17 @@
-"""Whose fault a failed request is: the row's, its endpoint's, or not known yet.
+"""Attributes a failed request: to its row, to its endpoint, or undecided.
 
-An attempt is an immutable fact. ``judge`` is one pure function of an attempt and the history of its endpoint. Its
-verdict says whether the row is charged, what the endpoint is from now on, whether the row should be sent elsewhere, and
+An attempt is an immutable value. ``judge`` is a pure function of an attempt and the history of its endpoint. Its
+verdict says whether the row is charged, the new state of the endpoint, whether the row should be sent elsewhere, and
 whether the endpoint should be probed.
 
 A failure that either side may have caused is undecided until there is evidence:
 
-- A good answer to a request that was sent no earlier, and that ended after the failure, charges the row: the endpoint
-  works, this request does not. Evidence has a time: an answer proves nothing about requests that were sent after it.
-- The endpoint goes down: its undecided failures are forgiven. A row with a failure that can crash a server collects a
+- A good answer to a request that was sent at the same time or later, and ended after the failure, charges the row: the
+  endpoint works, this request does not. An answer proves nothing about requests that were sent after it.
+- If the endpoint goes down, its undecided failures are forgiven. A row with a failure that can crash a server gets a
   hit. A row with two hits is a suspect, and is tried last and alone.
-- With too few rows to tell, the endpoint is probed. If it is down, the row is forgiven. If it was up just before the
-  row was sent and is down afterwards, the row has crashed it; after a few of these it fails. If it is up, the row is
+- With too few rows to decide, the endpoint is probed. If it is down, the row is forgiven. If it was up just before the
+  row was sent and is down afterwards, the row has crashed it; after a few crashes it fails. If it is up, the row is
   charged, but not before it has been tried for ``LEAST_TRYING``: a probe does not show every fault of a server.
 
 A refusal for load is never charged while other requests hold slots at the endpoint.
@@ -28,25 +28,25 @@ from batch_agent.errors import BackendError, EmptyAnswer, Rejected, Timeout, Tru
 
 Outcome = Literal[
     "answered",  # a complete, readable answer
-    "flawed",  # the server works; what it answered is of no use
+    "flawed",  # the server works, but its answer is not usable
     "refused",  # 400, 413, 422, context overflow, content filter
     "denied",  # 401, 403, 404: may concern every row
-    "overloaded",  # 429, 503 with too much to do
-    "broken",  # 500, 502, 504, reset, cut off, garbage
+    "overloaded",  # 429, or 503 because of load
+    "broken",  # 500, 502, 504, connection reset, incomplete or unreadable answer
     "unreachable",  # connection refused, DNS, TLS handshake, connect timeout
     "silent",  # no complete answer in time
-    "recalled",  # taken back by the dispatcher; says nothing about either side
+    "recalled",  # withdrawn by the dispatcher; no evidence about either side
 ]
 
-SEVERAL = 3  # rows whose failures put an endpoint down without a probe
+SEVERAL = 3  # number of rows whose failures put an endpoint down without a probe
 SUSPECT = 2  # hits and crashes after which a row is tried last and alone
-LEAST_TRYING = 20.0  # seconds of failures before a row is charged on the word of a probe alone
-MOST_REFUSED = 20  # refusals for load of one row alone, while others were answered, before it fails
+LEAST_TRYING = 20.0  # seconds of failures before a row is charged because of a probe alone
+MOST_REFUSED = 20  # refusals of one row for load, alone at the endpoint while others were answered, before it fails
 DENIED = frozenset({301, 302, 303, 307, 308, 401, 402, 403, 404, 405, 429})  # 429: a spent quota, raised as Rejected
 
 
 def outcome_of(error: BackendError) -> Outcome:
-    """What an error says about the attempt that ended in it."""
+    """Return the outcome of the attempt that ended in this error."""
     if error.second_hand or isinstance(error, Truncated | EmptyAnswer):
         return "flawed"
     if error.overload:
@@ -65,17 +65,17 @@ class RowHistory:
     charges: int = 0
     undecided: int = 0
     hits: int = 0  # endpoints that went down right after a failure of this row that can crash a server
-    crashes: int = 0  # endpoints that were up before it was sent there alone, and down afterwards
+    crashes: int = 0  # endpoints that were up before the row was sent there alone, and down afterwards
     refused: int = 0  # refusals for load, alone at the endpoint, while others were answered
     denials: int = 0
-    failures: int = 0  # since it was last forgiven; the delay grows with them
+    failures: int = 0  # since it was last forgiven; the delay grows with this number
 
     @property
     def suspect(self) -> bool:
         return self.hits + self.crashes >= SUSPECT
 
     def settle(self, number: int, *, charge: bool) -> None:
-        """Decide some of its undecided failures."""
+        """Decide ``number`` of its undecided failures."""
         number = min(number, self.undecided)
         self.undecided -= number
         if charge:
@@ -84,51 +84,51 @@ class RowHistory:
             self.failures = 0
 
     def excuse(self, max_retries: int) -> None:
-        """Let it be sent once more: of its undecided failures no more than its retries count."""
+        """Allow one more attempt: count at most as many undecided failures as there are retries left."""
         self.undecided = min(self.undecided, max(0, max_retries - self.charges))
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One request that ended."""
+    """A request that has ended."""
 
     row: RowHistory
     sent_at: float
     ended_at: float
     outcome: Outcome
-    trial: bool = False  # the endpoint was down; this request was sent to find out
-    sound: bool = False  # the endpoint had just shown that it was up when the request was sent
-    left_in_flight: int = 0  # other requests at the endpoint
+    trial: bool = False  # the endpoint was down; this request tests it
+    sound: bool = False  # the endpoint had just proved to be up when the request was sent
+    left_in_flight: int = 0  # number of other requests at the endpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     row: Literal["clear", "charged", "undecided"]
-    endpoint: Literal["", "healthy", "suspect", "down"] = ""  # "": as it was
+    endpoint: Literal["", "healthy", "suspect", "down"] = ""  # "": unchanged
     move: bool = False  # send the row to another endpoint
-    probe: bool = False  # ask the endpoint whether it is there
-    hears_probe: bool = False  # what the probe says counts for the row too
-    alone: bool = False  # no other row can tell
+    probe: bool = False  # probe the endpoint
+    hears_probe: bool = False  # the result of the probe decides about the row too
+    alone: bool = False  # no other row can give evidence
     at_once: bool = False  # send the row again without a delay
-    soon: bool = False  # send it again after a short delay: the endpoint holds everything back by itself
+    soon: bool = False  # send it again after a short delay: the endpoint itself delays all requests
 
 
 @dataclass(slots=True, eq=False)
 class EndpointHistory:
-    """The undecided failures of one endpoint: all that is known against it. ``alone`` has the rows that failed with no
-    other row to tell, and since when: all that the word of the probe says against them."""
+    """The undecided failures of one endpoint. ``alone`` has the rows that failed while no other row could give
+    evidence, and since when. Only a probe decides about them."""
 
     open: dict[RowHistory, list[Attempt]] = field(default_factory=dict)
     alone: dict[RowHistory, float] = field(default_factory=dict)
 
     @property
     def witnesses(self) -> int:
-        """Rows with a failure that the endpoint may have caused. A refusal for load is none, and neither is a row that
-        has failed before while others were answered."""
+        """Number of rows with a failure that the endpoint may have caused. Excludes refusals for load, and rows that
+        failed before while others were answered."""
         return sum(not row.charges and _not_refused(attempts) > 0 for row, attempts in self.open.items())
 
     def add(self, attempt: Attempt, verdict: Verdict) -> None:
-        """Record an attempt and its verdict with the row and here."""
+        """Record an attempt and its verdict, in the row's history and here."""
         row = attempt.row
         if attempt.outcome == "answered":
             self._answered(attempt.sent_at)
@@ -147,7 +147,8 @@ class EndpointHistory:
             self._answered(attempt.sent_at)
 
     def _answered(self, sent_at: float) -> None:
-        """A request that was sent then was answered: what was sent no later has failed by itself."""
+        """Settle failures after a good answer to a request sent at ``sent_at``: requests sent no later are charged to
+        their rows."""
         self.alone.clear()
         for row, attempts in list(self.open.items()):  # a hedge may end before the request that was sent first
             proven = [attempt for attempt in attempts if attempt.sent_at <= sent_at]
@@ -162,26 +163,27 @@ class EndpointHistory:
                 self.open[row] = [attempt for attempt in attempts if attempt.sent_at > sent_at]
 
     def forgive(self) -> None:
-        """The endpoint is down: its undecided failures were its own, though one of these rows may have caused that."""
+        """Forgive the undecided failures, because the endpoint is down. A row that may have caused the outage gets a
+        hit."""
         for row, attempts in self.open.items():
             row.hits += any(attempt.outcome == "broken" for attempt in attempts)
             row.settle(_not_refused(attempts), charge=False)
         self.open.clear()
 
     def go_down(self) -> None:
-        """The endpoint was up, and is down."""
+        """Record that the endpoint went down."""
         self.forgive()
         self.alone.clear()
 
-    # The word of a probe, if no other row can tell
+    # Evidence from a probe, if no other row can give evidence
 
     def contradict(self, attempt: Attempt) -> None:
-        """A probe says that the endpoint is up. A row that fails as a trial is charged for each time from now on."""
+        """Record that a probe found the endpoint up. A row that fails as a trial is charged each time from now on."""
         self.alone.setdefault(attempt.row, attempt.sent_at)
         attempt.row.charges += attempt.trial and self.is_ripe(attempt)
 
     def is_ripe(self, attempt: Attempt) -> bool:
-        """Whether the row has failed alone for long enough to be charged."""
+        """Return whether the row has failed alone for long enough to be charged."""
         return attempt.ended_at - self.alone.get(attempt.row, inf) >= LEAST_TRYING
 
     def give_up_on(self, row: RowHistory) -> None:
@@ -197,7 +199,8 @@ def _not_refused(attempts: Iterable[Attempt]) -> int:
 def judge(
     attempt: Attempt, history: EndpointHistory, *, is_down: bool, others_healthy: bool, few_rows: bool
 ) -> Verdict:
-    """The verdict on one attempt. ``few_rows``: too few rows are left to tell a bad row from a bad endpoint."""
+    """Return the verdict on one attempt. ``few_rows``: too few rows are left to distinguish a bad row from a bad
+    endpoint."""
     outcome = attempt.outcome
     if outcome == "recalled":
         return Verdict("clear", move=others_healthy, at_once=True)
@@ -212,12 +215,12 @@ def judge(
     alone = few_rows and not others_healthy
     if is_down and attempt.trial:
         return Verdict("clear", "down", others_healthy, probe=True, hears_probe=True, alone=alone)
-    if is_down:  # it was in flight when the endpoint went down, and may have caused that
+    if is_down:  # the request was in flight when the endpoint went down, and may have caused that
         return Verdict("undecided", "down", move=others_healthy)
     witnesses = history.witnesses + (not row.charges and row not in history.open)
     if (
         not row.charges and witnesses >= SEVERAL and attempt.left_in_flight <= 2 * witnesses
-    ):  # those in flight may yet be answered
+    ):  # requests in flight may still be answered
         return Verdict("undecided", "down", move=others_healthy)
     hears = row.suspect or alone
     probe = hears or others_healthy or outcome == "silent"
@@ -228,8 +231,8 @@ Step = Literal["fail", "retry", "wait"]
 
 
 def next_step(row: RowHistory, max_retries: int, *, retryable: bool, move: bool = False) -> Step:
-    """What becomes of a row whose attempt failed. ``wait``: its retries are used up, as far as they are its own; so
-    wait until its undecided failures are decided. ``move``: it will go to another endpoint, which can tell too."""
+    """Return what to do with a row whose attempt failed. ``wait``: its retries are used up if its undecided failures
+    are charged, so wait until they are decided. ``move``: it will go to another endpoint, which gives evidence too."""
     if not retryable or row.charges > max_retries:
         return "fail"
     if row.crashes > max(1, max_retries - SUSPECT) or row.refused > MOST_REFUSED:

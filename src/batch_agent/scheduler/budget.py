@@ -1,15 +1,15 @@
-"""The ledger of a run: what may still be spent, in tokens and in dollars.
+"""The ledger of a run: the remaining budget, in tokens and in dollars.
 
-Each call is reserved before it is sent, at the most that it can take, and settled when its answer is there. A call fits
-while everything settled plus everything reserved plus the call itself stays within the limits. A call that does not fit
-beside others may fit when they are settled, because answers mostly take less than the most. So the run is out of budget
-only when a call does not fit with nothing in flight.
+Before a call is sent, the most that it can use is reserved. When its answer arrives, the reservation is settled. A call
+fits if everything settled, everything reserved and the call itself stay within the limits. A call that does not fit
+beside others may fit after they are settled, because most answers use less than was reserved. So the run is out of
+budget only if a call does not fit with nothing in flight.
 
-The ledger of a recorded run also has a lease: the amount up to which it may spend, on disk before it is reached. After
-a kill the lease counts as spent, so the limits hold over any number of kills. To keep a kill from costing the rest of
-the budget, calls in flight may take no more than a part of that rest (``AT_RISK``).
+The ledger of a recorded run also has a lease: the amount up to which it may spend. The lease is on disk before that
+amount is reached. After a kill the lease counts as spent, so the limits hold over any number of kills. To keep a kill
+from costing the rest of the budget, calls in flight may use only a part of that rest (``AT_RISK``).
 
-Waiting is ``dispatch.spending``'s part; here is no clock and no await.
+``dispatch.spending`` does the waiting; this module has no clock and no await.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import TypeAlias
 from batch_agent.messages import Usage
 from batch_agent.value_type import value_type
 
-FIRST_ANSWER_TOKENS = 512  # expected of an answer before there was one, where max_tokens is not given
-TEMPLATE_TOKENS = 64  # what a chat template adds to a prompt, until a server has counted more
-# The same beside other calls, where the server has counted no prompt with this beginning: errors would add up.
+FIRST_ANSWER_TOKENS = 512  # expected tokens of an answer before the first one, without max_tokens
+TEMPLATE_TOKENS = 64  # tokens that a chat template adds to a prompt, until a server has counted more
+# The same for calls beside others, if the server has counted no prompt with this prefix: errors would add up.
 UNKNOWN_TEMPLATE_TOKENS = 1024
-LEASED_TEMPLATE_TOKENS = 256  # the same for a lease: what an unknown template may have beyond what is reserved for it
-AT_RISK = 0.5  # of what is left: the most that several calls in flight of a recorded run may take
-AHEAD = 0.25  # of what is in flight: leased beyond it, so that a call rarely waits for the disk
-SMALL = 32  # part of what is left that a worker may lease for requests to come: one of so many
+LEASED_TEMPLATE_TOKENS = 256  # the same for a lease: how much more than its reservation an unknown template may have
+AT_RISK = 0.5  # part of the rest that several calls in flight of a recorded run may use
+AHEAD = 0.25  # part of the amount in flight that is leased in addition, so that a call rarely waits for the disk
+SMALL = 32  # a worker may lease 1/32 of the rest for coming requests
 ROUNDING = 1e-9  # $ by which sums of floats may differ
 
 
@@ -46,13 +46,13 @@ class Amount:
 
 NOTHING = Amount()
 Learnt: TypeAlias = tuple[int, ...]
-"""What an estimator knows after its calls: answers counted, tokens of the longest answer and of the shortest prompt."""
+"""Statistics of an estimator: number of answers, tokens of the longest answer, tokens of the shortest prompt."""
 
 
 class Ledger:
-    """``spent`` is settled; with a resumed run it begins with what was spent before. ``lease`` is what may be spent in
-    all, as it stands on disk; None for a run that is not recorded. ``others`` is what other workers of the run have
-    spent, and ``others_open`` what they may spend beyond that."""
+    """``spent`` is the settled amount; a resumed run starts with what earlier sessions spent. ``lease`` is the total
+    that may be spent, as written on disk; None for a run without a record. ``others`` is what other workers of the run
+    have spent, and ``others_open`` what they may spend in addition."""
 
     __slots__ = ("_open", "lease", "max_cost", "max_tokens", "others", "others_open", "reserved", "spent")
 
@@ -70,9 +70,10 @@ class Ledger:
         return self._open
 
     def short(self, amount: Amount, *, beside: Amount = NOTHING) -> str | None:
-        """Which limit leaves no room for this call, for people; None when it fits. ``beside`` will be sent before."""
+        """Return a message about the limit that leaves no room for this call, or None if it fits. ``beside`` will be
+        sent first."""
         needed, spent = self.reserved + beside + amount + self.others_open, self.spent + self.others
-        # Part of what is left that may be in flight.
+        # Part of the rest that may be in flight.
         several = self._open or beside != NOTHING or self.others_open != NOTHING
         most = AT_RISK if self.lease is not None and several else 1.0
         if self.max_tokens is not None and needed.tokens > (self.max_tokens - spent.tokens) * most:
@@ -88,15 +89,15 @@ class Ledger:
         return None
 
     def covers(self, amount: Amount) -> bool:
-        """Whether the lease covers this call too."""
+        """Return whether the lease covers this call too."""
         if self.lease is None:
             return True
         needed = self.spent + self.reserved + amount
         return needed.tokens <= self.lease.tokens and needed.cost <= self.lease.cost + ROUNDING
 
     def next_lease(self, waiting: Amount, more: Amount = NOTHING) -> Amount:
-        """The lease to be written: what is spent and in flight, what waits to be sent, and a little ahead of it;
-        ``more`` is what calls may take beyond what is reserved for them. Never above the limits, if that is enough."""
+        """Return the lease to write: what is spent, in flight and waiting to be sent, and a little more. ``more`` is
+        what calls may use beyond their reservations. It stays within the limits if these are sufficient."""
         needed = self.spent + self.reserved + waiting
         ahead = Amount(math.ceil(self.reserved.tokens * AHEAD), self.reserved.cost * AHEAD) + more
         tokens, cost = needed.tokens + ahead.tokens, needed.cost + ahead.cost
@@ -107,8 +108,8 @@ class Ledger:
         return Amount(tokens, cost)
 
     def ahead_of(self, lately: Amount) -> Amount:
-        """What a worker of a shared run leases beyond what is in flight: twice what it spent since it last did, but a
-        small part of what is left, because it is lost if the worker dies."""
+        """Return what a worker of a shared run leases beyond what is in flight: twice what it spent since its last
+        lease, but only a small part of the rest, because it is lost if the worker dies."""
         spent, tokens, cost = self.spent + self.others, 2 * lately.tokens, 2 * lately.cost
         if self.max_tokens is not None:
             tokens = min(tokens, max(0, self.max_tokens - spent.tokens) // SMALL)
@@ -122,39 +123,38 @@ class Ledger:
 
     def settle(self, reserved: Amount, spent: Amount) -> None:
         self._open -= 1
-        # Sums of floats drift: with nothing in flight, nothing is reserved.
+        # Sums of floats drift. With nothing in flight, nothing is reserved.
         self.reserved = self.reserved - reserved if self._open else Amount()
         self.spent += spent
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The beginning of a prompt: its bytes, and the most tokens that it can have, as a server counted them."""
+    """A prefix of a prompt: its bytes, and an upper bound of its tokens from a server's count."""
 
     prompt_bytes: int
     tokens: int
 
 
 class Estimator:
-    """What a call takes, learnt from the calls before.
+    """Estimates what a call uses, from earlier calls.
 
-    For a limit in all, the most that it can take (``bound``): no token is shorter than a byte, so a prompt has no more
-    tokens than its beginning was counted to have and one for each further byte. For a limit by the minute, the most
-    that is likely (``most``): of n prompts in any order, the last is the densest with a chance of one in n, and it may
-    then have a token for each byte.
+    For a total limit it returns the most that a call can use (``bound``). A token has at least one byte. So a prompt
+    has at most the counted tokens of its prefix, plus one per further byte. For a limit per minute it returns the most
+    that is likely (``most``): among n prompts in random order, the last has the most tokens per byte with probability
+    1/n, and may then have one token per byte.
 
-    An answer has ``max_tokens`` at most. Where that is not given nothing bounds it, and it is expected to be as long as
-    the longest before.
+    An answer has at most ``max_tokens``. Without that option it is expected to be as long as the longest so far.
     """
 
     __slots__ = ("_answers", "_counted", "_densest", "_least", "_longest", "_template_tokens")
 
     def __init__(self) -> None:
-        self._answers = 0  # that the server has counted
-        self._longest = 0  # of them, in tokens
+        self._answers = 0  # number of answers that the server has counted
+        self._longest = 0  # tokens of the longest of them
         self._least = 0  # tokens of the shortest prompt; a template has no more
-        self._counted = 0  # prompts that the server has counted
-        self._densest = 0.0  # tokens per byte, 1 at most
+        self._counted = 0  # number of prompts that the server has counted
+        self._densest = 0.0  # tokens per byte, at most 1
         self._template_tokens = TEMPLATE_TOKENS
 
     @property
@@ -162,20 +162,20 @@ class Estimator:
         return self._answers, self._longest, self._least
 
     def start(self, learnt: Learnt) -> None:
-        """Begin with what an earlier session has learnt."""
+        """Start with the statistics of an earlier session."""
         if len(learnt) == 3:
             self._answers, self._longest, self._least = learnt
 
     def bound(self, prompt_bytes: int, known: Counted | None, max_tokens: int | None, *, alone: bool) -> Usage:
-        """``known`` is a beginning of the prompt that was counted before; ``alone``: no other call is in flight. None
-        of the prompt is expected to be cached."""
+        """Return the most that a call can use. ``known`` is a prefix of the prompt that was counted before. ``alone``:
+        no other call is in flight. No part of the prompt is expected to be cached."""
         if known is None and self._least:
             prompt = prompt_bytes + max(TEMPLATE_TOKENS, self._least)
         elif known is None:
             prompt = prompt_bytes + (TEMPLATE_TOKENS if alone else UNKNOWN_TEMPLATE_TOKENS)
         else:
             prompt = min(prompt_bytes + UNKNOWN_TEMPLATE_TOKENS, known.tokens + prompt_bytes - known.prompt_bytes)
-        # Of n answers the last is the longest with a chance of one in n.
+        # Among n answers, the last is the longest with probability 1/n.
         longest = self._longest + FIRST_ANSWER_TOKENS // max(1, self._answers)
         return Usage(prompt_tokens=prompt, completion_tokens=max_tokens or longest)
 
@@ -198,11 +198,10 @@ class Estimator:
 
 
 class TimeShare:
-    """The seconds of a run shared among its calls: each second is divided evenly among those in flight.
+    """Divides the seconds of a run evenly among the calls in flight.
 
-    ``_each`` is what a call that was there from the start would have been given so far, so a call's share is the
-    difference between its end and its beginning, however the number in flight changed meanwhile. Seconds without any
-    call belong to nobody.
+    ``_each`` is the total share of a call that was in flight from the start. So a call's share is the difference of
+    ``_each`` between its end and its beginning. Seconds without any call are not assigned.
     """
 
     __slots__ = ("_at", "_each", "_open")
@@ -213,7 +212,7 @@ class TimeShare:
         self._open = 0
 
     def begin(self, now: float) -> float:
-        """Hand what this returns to ``end``."""
+        """Return a value to pass to ``end``."""
         self._advance(now)
         self._open += 1
         return self._each

@@ -1,24 +1,22 @@
 """The scheduler: which ready agent gets the next inference slot, at which endpoint, and whether a new agent may start.
 
-Two gates. An endpoint's capacity bounds its slots, held from the moment a request leaves until its answer is complete
-and never during a tool. ``max_agents`` bounds the agents alive. A new agent starts only when a slot would otherwise
-stay idle, so agents under way are always served before newcomers, and inputs are read exactly as fast as they are
-needed. An agent that waits to repeat a failed request will want a slot again, so it counts as if it wanted one; and
-while as many agents as there are slots wait for a tool that cannot keep up, more of them would only wait there too.
-When the batch comes to its end, what is left starts at once.
+There are two limits. The capacity of an endpoint bounds its slots. A slot is held from the sending of a request until
+its answer is complete, and never during a tool call. ``max_agents`` bounds the live agents. A new agent starts only if
+a slot would otherwise be idle, so running agents come before new ones, and inputs are read only as fast as needed. An
+agent that waits for a retry counts as if it wanted a slot. While as many agents as slots wait for a saturated tool, no
+new agent starts. At the end of the batch, all remaining rows start at once.
 
-Which ready agent goes first is ``ordering``'s part, what may be expected of an agent is ``forecast``'s, and which of
-many endpoints suits a turn is ``routing``'s. A turn goes where its agent's last one was answered, or where its key
-belongs. Where that endpoint is full it waits there (``parking``), for as long as the prefix is worth that it would lose
-elsewhere, and holds up nobody behind it. With one endpoint none of this is looked at.
+``ordering`` decides which ready agent goes first, ``forecast`` estimates the rest of an agent, and ``routing`` chooses
+among endpoints. A turn goes to the endpoint of the agent's last turn, or to the one of its key. If that endpoint is
+full, the turn waits there (``parking``) until the wait costs more than recomputing the prefix elsewhere. It does not
+block the turns behind it. With one endpoint, all of this is skipped.
 
-While every endpoint is down, one turn after another is its trial. A turn whose trial failed is set aside, so that not
-one row alone decides; where those are few, a new agent may start to be tried, and later now and then another. A turn
-that was in flight when its endpoint went down, twice, is a suspect: it may be what brings the server down. It goes when
-no other turn waits, and never beside another suspect.
+While every endpoint is down, one turn after another is a trial. A turn whose trial failed is set aside, so that no
+single row decides. If few are set aside, a new agent may start as a trial, and later another one now and then. A turn
+that was in flight twice when its endpoint went down is a suspect: it may crash the server. It is sent when no other
+turn waits, and never beside another suspect.
 
-Everything here is synchronous and is given the time. ``dispatch.slots`` wakes the coroutines of the tickets that
-``grant`` returns.
+All methods are synchronous and get the time as a parameter. ``dispatch.slots`` wakes the coroutines of granted tickets.
 """
 
 from __future__ import annotations
@@ -42,38 +40,38 @@ from batch_agent.scheduler.parking import Parking
 from batch_agent.scheduler.rates import Lease
 from batch_agent.scheduler.routing import Router
 
-MOST_AT_TOOLS = 1024  # agents that may wait for busy tools while the number of slots is unlimited
-MOST_ASIDE = 8  # turns whose trial failed, before a new agent is started only once in as many trials
-MUCH_SLOWER = 2.0  # times what another endpoint takes: an agent leaves its own endpoint
-CHANCE = 0.1  # seconds: a smaller difference between two endpoints says nothing
+MOST_AT_TOOLS = 1024  # agents that may wait for saturated tools while the number of slots is unlimited
+MOST_ASIDE = 8  # turns set aside after a failed trial; above that, a new agent starts only once in as many trials
+MUCH_SLOWER = 2.0  # an agent leaves its endpoint if it takes this many times the seconds of another endpoint
+CHANCE = 0.1  # seconds; a smaller difference between two endpoints is ignored
 
 State = Literal["waiting", "set aside", "held", "gone"]
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One agent's claim to one slot for one turn; used again when the request is repeated."""
+    """One agent's request for one slot for one turn. It is used again for a retry."""
 
-    progress: Progress  # the agent's
+    progress: Progress  # of the agent
     row: RowHistory = field(default_factory=RowHistory)
     state: State = "waiting"
     endpoint: Endpoint | None = None  # where it was last granted a slot
     pinned: Endpoint | None = None  # the only endpoint it may go to
-    avoid: frozenset[Endpoint] = frozenset()  # goes elsewhere if it can
-    anywhere: bool = False  # has waited long enough for its own endpoint
+    avoid: frozenset[Endpoint] = frozenset()  # used only if no other endpoint can take it
+    anywhere: bool = False  # it has waited long enough for its own endpoint
     sent_at: float = 0.0
-    generation: int = 0  # of the endpoint's capacity when it was sent
-    trial: bool = False  # the endpoint was down; this request finds out
-    sound: bool = False  # the endpoint had just shown that it was up when it was sent
-    overdue: bool = False  # a trial that took too long; it is waited for beside the next
-    recalled: bool = False  # taken back by the dispatcher
-    moves: int = 0  # times it was taken back at the end of the batch
-    heard_at: float = 0.0  # when a piece of its answer was last passed on: it can no longer move
-    lease: Lease | None = None  # of the endpoint's rate limits, while it is in flight
+    generation: int = 0  # generation of the endpoint's capacity when it was sent
+    trial: bool = False  # the endpoint was down; this request tests it
+    sound: bool = False  # the endpoint had just proved to be up when it was sent
+    overdue: bool = False  # a trial that took too long; it continues beside the next one
+    recalled: bool = False  # the dispatcher withdrew it
+    moves: int = 0  # times it was withdrawn at the end of the batch
+    heard_at: float = 0.0  # when a part of its answer was last passed on; then it cannot move any more
+    lease: Lease | None = None  # its part of the endpoint's rate limits, while it is in flight
 
     @property
     def chore(self) -> bool:
-        """A request beside the agents' own turns; it teaches nothing about them."""
+        """Whether it is an auxiliary request, not an agent's turn; it is left out of the statistics."""
         return self.progress.turns == LAST
 
 
@@ -82,31 +80,31 @@ class Scheduler:
         self, max_inflight: int | None = None, max_agents: int | None = None, endpoints: Sequence[Endpoint] = ()
     ) -> None:
         self.endpoints = list(endpoints) or [Endpoint()]
-        self.max_inflight = max_inflight  # at all endpoints together
-        self.allotted: int | None = None  # of them, to this process of a run; None: all
+        self.max_inflight = max_inflight  # total over all endpoints
+        self.allotted: int | None = None  # part of them for this process of a run; None: all
         self.max_agents = max_agents
         self.paused = False  # no grants
-        self.closed = False  # no new agents, ever
-        self.backlogged = False  # no new agents until results were taken
+        self.closed = False  # no new agents any more
+        self.backlogged = False  # no new agents until results are taken
         self.inflight = 0
         self.agents = 0
-        self.waiting = 0  # suspects aside; parked ones included
-        self.backing_off = 0  # agents that will repeat a request and hold no slot meanwhile
-        self.at_tools = 0  # agents whose call waits for a tool that is busy enough without it
+        self.waiting = 0  # includes parked turns, not suspects
+        self.backing_off = 0  # agents that wait for a retry and hold no slot
+        self.at_tools = 0  # agents blocked on saturated tools
         self.aside: deque[Ticket] = deque()  # turns whose trial failed
         self.suspects: deque[Ticket] = deque()
         self.forecast = TurnForecast()
         self.router = Router(self.endpoints)
         self._queue: Queue[Ticket] = Queue(self.forecast)
         self._parking: Parking[Ticket, Endpoint | str] = Parking(self.forecast)
-        self._lanes: Lanes[Ticket] = Lanes()  # of those that are pinned to an endpoint
+        self._lanes: Lanes[Ticket] = Lanes()  # turns that are pinned to an endpoint
         self.admission: Admission[Ticket] = Admission(self.forecast)  # by the engine's KV cache
         self.parts = KvParts.of(False)
-        self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for those who are parked there
-        self._suspect_in_flight: Ticket | None = None  # beside other turns, which it may take down
+        self._freed: dict[Endpoint, None] = {}  # endpoints that may have a slot for turns parked there
+        self._suspect_in_flight: Ticket | None = None  # the suspect that runs beside other turns
 
     def use(self, parts: KvParts) -> None:
-        """Set which parts of scheduling by the engine's KV cache are on, before the first turn."""
+        """Set which parts of KV cache scheduling are on. Call it before the first turn."""
         self.parts = parts
         admission = self.admission
         admission.enabled, admission.holds = parts.any, parts.admission
@@ -119,12 +117,12 @@ class Scheduler:
     def add(self, endpoint: Endpoint) -> None:
         self.endpoints.append(endpoint)
         self.router.add(endpoint)
-        self.touch(self.endpoints[0])  # which may have been the only one, and not looked at
+        self.touch(self.endpoints[0])  # it may have been the only endpoint, so its state was not tracked
         for gone in [known for known in self.endpoints if known.leaving]:
             self._drop_if_done(gone)
 
     def leave(self, endpoint: Endpoint) -> None:
-        """It gets nothing more, and is gone when it has answered what it has."""
+        """Stop sending to the endpoint; remove it after its last answer."""
         endpoint.leaving = True
         self.touch(endpoint)
         self._drop_if_done(endpoint)
@@ -142,7 +140,7 @@ class Scheduler:
                 self._unpark(model)
 
     def touch(self, endpoint: Endpoint) -> None:
-        """What an endpoint can take has changed."""
+        """Record that the capacity of an endpoint has changed."""
         self.router.touch(endpoint)
         if self._lanes:
             self._lanes.touch(endpoint)
@@ -154,14 +152,13 @@ class Scheduler:
 
     @property
     def due(self) -> float:
-        """When a turn will have waited for its endpoint for long enough; never, where none does."""
+        """When the next waiting turn must be checked again; infinite if none waits."""
         return min(self._parking.due if self._parking else inf, self.admission.due)
 
     # Agents
 
     def has_room(self, now: float = 0.0) -> bool:
-        """Whether an agent may start now: a slot is free and nobody who is ready, or will be soon, wants it; or the
-        batch is ending."""
+        """Return whether an agent may start now: a slot is free and no ready agent wants it, or the batch is ending."""
         if self.paused or self.closed or self.backlogged or (self.admission.is_on and not self.admission.has_room(now)):
             return False
         if self.max_agents is not None and self.agents >= self.max_agents:
@@ -179,15 +176,15 @@ class Scheduler:
         return slots is not None and slots > 0 and self.forecast.ending(0, slots)
 
     def _spare(self) -> float:
-        """Slots that stay idle if nobody takes them."""
-        one = len(self.endpoints) == 1  # as nearly always, and on the hot path
+        """Return the number of slots that would stay idle."""
+        one = len(self.endpoints) == 1  # the common case, on the hot path
         spare = self.endpoints[0].spare if one else self.router.spare
         most = self.max_inflight if self.allotted is None else self.allotted
         return spare if most is None else min(spare, most - self.inflight)
 
     @property
     def slots(self) -> int | None:
-        """Slots in all, at endpoints that work; None: no end of them."""
+        """Total slots of healthy endpoints; None means unlimited."""
         slots = self.endpoints[0].slots if len(self.endpoints) == 1 else self.router.slots
         most = self.max_inflight if self.allotted is None else self.allotted
         if slots is None or most is None:
@@ -196,19 +193,19 @@ class Scheduler:
 
     @property
     def is_full(self) -> bool:
-        """No agent may start, and no time that passes will change that."""
+        """Whether no agent may start, and waiting alone will not change that."""
         held = any(e.server.held_until and not e.given_up for e in self.endpoints)
         passing = self.paused or self.backlogged or held or self.allotted == 0
         return not passing and not self.has_room()
 
     @property
     def busy(self) -> int:
-        """Turns that have a slot, wait for one, or will soon."""
+        """Number of turns that have a slot, wait for one, or soon will."""
         return self.inflight + self.waiting + self.backing_off + len(self.aside) + len(self.suspects)
 
     @property
     def wanted(self) -> bool:
-        """Somebody is ready for a slot."""
+        """Whether a turn is ready for a slot."""
         return bool(self.waiting or self.aside or self.suspects)
 
     def start_agent(self) -> None:
@@ -216,7 +213,7 @@ class Scheduler:
         self.forecast.start()
 
     def end_agent(self, progress: Progress, turns: int) -> None:
-        """``turns`` is how many the agent took in all."""
+        """Record the end of an agent; ``turns`` is its total number of turns."""
         if self.agents <= 0:
             raise InternalError("an agent ended that never started")
         self.agents -= 1
@@ -225,8 +222,8 @@ class Scheduler:
             self.admission.end(progress)
 
     def request(self, progress: Progress, turns: int, now: float, pinned: Endpoint | None = None) -> Ticket:
-        """A turn of an agent that has taken so many joins the queue; ``grant`` says when it may go. It goes nowhere but
-        to the endpoint that it is ``pinned`` to."""
+        """Queue a turn of an agent that has taken ``turns``, and return its ticket. ``grant`` says when it may go. With
+        ``pinned`` it goes only to that endpoint."""
         answered_at = progress.answered_at
         self.forecast.go_on(progress, turns, now)
         if self.admission.is_on and answered_at is not None:
@@ -240,7 +237,7 @@ class Scheduler:
         return ticket
 
     def again(self, ticket: Ticket) -> None:
-        """A turn whose request failed joins the queue again, before its equals; or is set aside."""
+        """Queue a turn whose request failed before turns of equal rank, or set it aside."""
         if ticket.pinned is not None and len(self.endpoints) > 1:
             self._wait(ticket)
             self._lanes.add(ticket, ticket.pinned, first=not ticket.trial)
@@ -251,7 +248,7 @@ class Scheduler:
             self._rejoin(ticket)
 
     def rejoin(self) -> None:
-        """An endpoint is back: those whose trial failed had nothing to do with it."""
+        """Queue all turns set aside, because an endpoint is back."""
         while self.aside:
             self._rejoin(self.aside.pop())
 
@@ -260,8 +257,7 @@ class Scheduler:
         self._queue.add(ticket, ticket.progress.turns, first=True)
 
     def grant(self, now: float = 0.0) -> Ticket | None:
-        """The next ticket that may go, now held, with the endpoint it goes to; None when no slot is free or nobody
-        waits."""
+        """Return the next ticket that may go, with its slot and endpoint; None if no slot is free or no turn waits."""
         if self.paused or not self.wanted:
             return None
         most = self.max_inflight if self.allotted is None else self.allotted
@@ -322,7 +318,7 @@ class Scheduler:
     def _match_parked(self, now: float) -> tuple[Ticket, Endpoint] | None:
         while self._freed:
             endpoint = next(iter(self._freed))
-            if endpoint.has_slot(now):  # or a trial for those that may go nowhere else
+            if endpoint.has_slot(now):  # or a trial for turns that can go nowhere else
                 ticket = self._parking.take(endpoint, self.slots) or self._of_its_kind(endpoint)
                 if ticket is not None:
                     if self._admit(ticket, endpoint, now):
@@ -332,7 +328,8 @@ class Scheduler:
         return None
 
     def _of_its_kind(self, endpoint: Endpoint) -> Ticket | None:
-        """One that waits for a model that the endpoint serves; if it is down, for one that no other serves now."""
+        """Return a turn that waits for a model of this endpoint. If the endpoint is down, only for a model that no
+        other serves."""
         router, works = self.router, self.router.works(endpoint)
         for model in self._parking.names:
             if router.serves(endpoint, model) and (works or not router.is_served(model)):
@@ -340,7 +337,8 @@ class Scheduler:
         return None
 
     def _trial(self, now: float) -> Endpoint | None:
-        """One that is down and may be tried: found to be worth it, or, where none works, any whose time has come."""
+        """Return an endpoint that is down and may be tried: one found worth it or, if no endpoint works, any that is
+        due."""
         if not (self._queue or self.aside or self.suspects):
             return None
         trials = self.router.trials
@@ -354,9 +352,10 @@ class Scheduler:
         return min(due, key=lambda each: (not each.health.is_sound(now), each.health.trials), default=None)
 
     def _match_trial(self, trial: Endpoint, now: float) -> tuple[Ticket, Endpoint] | None:
-        """The next ticket and this endpoint, which is down; those that go elsewhere are served on the way."""
+        """Return the next ticket for a trial of this endpoint, or a ticket that has to go elsewhere with its
+        endpoint."""
         while (ticket := self._next(trial=True)) is not None:
-            # While others work, a turn that has failed somewhere is not put to the test again.
+            # While other endpoints work, a turn that has failed is not used for a trial.
             again = ticket.avoid and self.router.working
             if ticket.pinned is None and not again and self.router.serves(trial, ticket.progress.model):
                 return ticket, trial
@@ -368,8 +367,8 @@ class Scheduler:
         return None
 
     def _free(self, now: float) -> bool:
-        """Whether an endpoint is free that the rest of the batch is worth. One that is much slower than the others
-        takes nothing more when they will be done before it."""
+        """Return whether an endpoint is free for the rest of the batch. A much slower one gets no more turns if the
+        others will finish before it."""
         router = self.router
         left = self.forecast.turns_to_come - self.inflight
         while True:
@@ -377,7 +376,7 @@ class Scheduler:
             if best is None:
                 if not router.wake(left if self.inflight else inf):
                     return False
-            elif not best.has_slot(now):  # its budget by the minute is spent
+            elif not best.has_slot(now):  # its rate limit is used up
                 router.hide(best)
             elif self.inflight > best.inflight and router.is_slow_for(best, left, self.slots or self.inflight):
                 router.rest(best, left)
@@ -385,7 +384,7 @@ class Scheduler:
                 return True
 
     def _route(self, ticket: Ticket, now: float) -> Endpoint | None:
-        """Where the ticket goes; None: it is parked."""
+        """Return the endpoint for the ticket; None if the ticket was parked."""
         progress, router, pinned = ticket.progress, self.router, ticket.pinned
         if pinned is not None:
             if pinned.has_slot(now):
@@ -415,7 +414,7 @@ class Scheduler:
                 return None
             ticket.avoid = frozenset()
             best = self._best(progress, ticket.avoid, now)
-        if best is None:  # another is free, of a kind that cannot take it
+        if best is None:  # the free endpoints cannot take this turn
             self._park(ticket, progress.model)
         return best
 
@@ -424,12 +423,12 @@ class Scheduler:
         self._parking.park(ticket, ticket.progress.turns, place, due)
 
     def _wait(self, ticket: Ticket) -> None:
-        """A ticket that was set aside, or has just failed, waits with the others."""
+        """Count a ticket that was set aside, or has failed, as waiting."""
         self.waiting += ticket.state != "waiting"
         ticket.state = "waiting"
 
     def _best(self, progress: Progress, avoid: frozenset[Endpoint], now: float) -> Endpoint | None:
-        """The free endpoint where the turn will be done soonest. One that rests is better than none."""
+        """Return the free endpoint that will finish the turn soonest; a resting one only if there is no other."""
         while True:
             best = self.router.best(progress.model, progress.tokens, avoid)
             if best is None:
@@ -445,11 +444,11 @@ class Scheduler:
             self._queue.add(ticket, ticket.progress.turns, first=True)
 
     def _next(self, *, trial: bool = False) -> Ticket | None:
-        """The next ticket that is ready. A suspect goes alone; a trial is alone at its endpoint."""
+        """Return the next ready ticket. A suspect runs alone; a trial is alone at its endpoint."""
         if self._queue:
             return self._queue.take(self.slots)
         suspect = self.suspects[0] if self.suspects and (trial or self._suspect_in_flight is None) else None
-        # Trials go round: a row that fails each of its own must not keep a suspect from being tried.
+        # Trials alternate: a row that always fails must not keep a suspect from being tried.
         if self.aside and (suspect is None or self.aside[0].sent_at <= suspect.sent_at):
             return self.aside.popleft()
         if suspect is not None:
@@ -457,7 +456,7 @@ class Scheduler:
         return suspect
 
     def give_back(self, ticket: Ticket) -> None:
-        """The ticket's turn is over, or its agent no longer wants it. Giving back twice is harmless."""
+        """Release the ticket after its turn, or if its agent no longer wants it. A second call has no effect."""
         if ticket.state == "held":
             assert ticket.endpoint is not None
             self.inflight -= 1
@@ -488,7 +487,7 @@ class Scheduler:
             self._drop_if_done(endpoint)
 
     def answered(self, ticket: Ticket, seconds: float, usage: Usage, now: float) -> None:
-        """The ticket's request was answered, after so many seconds."""
+        """Record that the ticket's request was answered after ``seconds``."""
         progress, endpoint = ticket.progress, ticket.endpoint
         self.forecast.answered(progress, seconds, now)
         if self.admission.enabled and endpoint is not None and not ticket.chore:

@@ -1,4 +1,4 @@
-"""One server as one dispatcher sees it: what this dispatcher has in flight there, and whether it may send more."""
+"""One server as one dispatcher uses it: the dispatcher's requests in flight there, and whether it may send more."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def _never() -> bool:
 
 
 class Endpoint:
-    """``is_hungry`` says whether its dispatcher waits for a slot; ``on_change`` is called when another dispatcher has
-    changed something about the server."""
+    """``is_hungry`` returns whether its dispatcher waits for a slot. ``on_change`` is called when another dispatcher
+    has changed the state of the server."""
 
     __slots__ = (
         "capacity",
@@ -32,10 +32,10 @@ class Endpoint:
 
     def __init__(self, server: Server | None = None, terms: Terms | None = None, name: str = "") -> None:
         self.server = Server() if server is None else server
-        self.name = name  # as the backend calls it
+        self.name = name  # the backend's name for it
         self.inflight = 0
-        self.given_up = ""  # why it gets no more requests of this dispatcher
-        self.leaving = False  # it gets no more, and is gone when it has answered what it has
+        self.given_up = ""  # reason why it gets no more requests of this dispatcher
+        self.leaving = False  # it gets no more requests, and is removed after its last answer
         self.is_hungry: Callable[[], bool] = _never
         self.on_change: Callable[[Endpoint], None] | None = None
         self.server.join(self, Terms() if terms is None else terms)
@@ -43,18 +43,18 @@ class Endpoint:
         self.health: Health = self.server.health
 
     def close(self) -> None:
-        """The dispatcher no longer uses it."""
+        """End the use by this dispatcher."""
         self.server.leave(self)
 
     def tell_others(self) -> None:
-        """Something changed that other dispatchers of the server wait for."""
+        """Notify the other dispatchers of the server about a change."""
         if len(self.server.endpoints) > 1:
             for other in tuple(self.server.endpoints):
                 if other is not self and other.on_change is not None:
                     other.on_change(other)
 
     def has_slot(self, now: float) -> bool:
-        """Whether a request may be sent to it now."""
+        """Return whether a request may be sent to it now."""
         server = self.server
         if self.given_up or self.leaving or now < server.held_until:
             return False
@@ -68,7 +68,7 @@ class Endpoint:
 
     @property
     def spare(self) -> float:
-        """Slots that stay idle if nobody takes them. For an endpoint that is down: the one of the next trial."""
+        """Number of slots that would stay idle. If the endpoint is down: 1, for the next trial."""
         if self.given_up or self.leaving or self.server.held_until or self.health.state == "on trial":
             return 0
         if self.health.state == "down":
@@ -78,7 +78,7 @@ class Endpoint:
 
     @property
     def slots(self) -> int | None:
-        """Total slots while it is healthy; None: unlimited."""
+        """Total slots while it is healthy; None means unlimited."""
         return 0 if self.given_up or self.leaving or self.health.is_down else self.server.share(self)
 
     @property
@@ -86,7 +86,7 @@ class Endpoint:
         return not (self.given_up or self.leaving or self.health.is_down)
 
     def take(self, now: float) -> bool:
-        """A request is sent. True when it is a trial."""
+        """Count a request that is sent. Returns True if it is a trial."""
         server = self.server
         self.inflight += 1
         server.inflight += 1

@@ -1,31 +1,31 @@
-"""What an engine's own numbers say about how much more to send it: above all the length of its queue.
+"""Adjusts the limit from the engine's own metrics, above all the length of its queue.
 
-An engine is full when it has a queue. A request waits no better there than here, and takes cache from agents that are
-under way. While the queue is short, at most an eighth of what is running, the limit doubles with each reading. Once the
-queue has been long, the limit grows by equal steps, so that runs that share an engine come to equal shares. A queue
-that is longer than what is running at two readings in a row is cut to about half of that, by each run in proportion to
-what it has in flight. It is never cut further: requests often end together, and others must be there to take their
-place. The limit also falls when the engine preempts many requests for want of memory, and when the first token takes
-longer and longer although the limit stays.
+An engine is full when it has a queue. A request gains nothing by waiting there, and takes cache from running agents.
+While the queue is short, at most an eighth of the running requests, the limit doubles with each reading. Once the queue
+has been long, the limit grows by equal steps, so that runs that share an engine converge to equal shares. A queue that
+is longer than the running requests at two readings in a row is cut to about half of them, by each run in proportion to
+its requests in flight. It is never cut further: requests often end together, and others must be ready to replace them.
+The limit also falls when the engine preempts many requests because memory is short, and when the time to the first
+token keeps growing at the same limit.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-SHORT, LONG, KEPT = 1 / 8, 1.0, 1 / 2  # of what is running: a short queue, a long one, and what is kept of a long one
-OURS = 0.45  # of the engine's requests: with less than this, other runs have the larger part
-LEAST = 4  # requests that are a short queue at any engine
-STEP, STEP_SHARE = 8, 16  # slots that the limit grows by, or one in so many of the limit if that is more
+SHORT, LONG, KEPT = 1 / 8, 1.0, 1 / 2  # of the running requests: a short queue, a long one, the rest of a long one
+OURS = 0.45  # part of the engine's requests; below this, other runs have the larger part
+LEAST = 4  # a queue of this many requests is short at any engine
+STEP, STEP_SHARE = 8, 16  # the limit grows by STEP slots, or by limit / STEP_SHARE if that is more
 SHRINK = 0.85
 FULL = 0.95  # of the KV cache
-THRASHES = 1 / 8  # of what is running, preempted between two readings
-CALM, PAUSE = 10, 3  # readings without growth after that, and until it may lower the limit again
-SLOWER, SLOWER_SECONDS = 2.0, 0.5  # times, plus seconds, of the first token when the limit last changed
+THRASHES = 1 / 8  # part of the running requests that was preempted between two readings
+CALM, PAUSE = 10, 3  # readings without growth after that, and readings until it may lower the limit again
+SLOWER, SLOWER_SECONDS = 2.0, 0.5  # factor, plus seconds, over the time to the first token when the limit last changed
 
 
 class Reading(Protocol):
-    """The part of a backend's ``Load`` that is looked at."""
+    """The part of a backend's ``Load`` that is used here."""
 
     @property
     def running(self) -> int: ...
@@ -50,8 +50,8 @@ class LoadGuide:
 
     def __init__(self) -> None:
         self._long = False  # the queue was long at the last reading
-        self._grown = False  # it has been: from then on the limit grows by steps
-        self._calm = 0  # readings still to pass without growth
+        self._grown = False  # it was long once: from then on the limit grows by steps
+        self._calm = 0  # readings left without growth
         self._preemptions: int | None = None
         self._answers, self._seconds = 0, 0.0  # counters of the last reading
         self._limit = 0  # at the last reading
@@ -59,7 +59,7 @@ class LoadGuide:
         self._slow = False
 
     def read(self, load: Reading, inflight: int, limit: int, most: int | None) -> tuple[int, str] | None:
-        """Return a new limit, at most ``most``, and the reason; or None if it stays."""
+        """Return a new limit, at most ``most``, and the reason; or None if it does not change."""
         running, waiting = load.running, load.waiting
         long = waiting > max(LEAST, running * LONG) and running > 0
         was_long, self._long = self._long, long
@@ -76,7 +76,7 @@ class LoadGuide:
             return _down(limit, int(limit * SHRINK), "the first token takes longer and longer")
         self._calm = max(0, self._calm - 1)
         short = waiting <= max(LEAST, running * SHORT)
-        # Where other runs have the larger part, grow until the queue is long: then they give up more than we do.
+        # If other runs have the larger part, grow until the queue is long: then they give up more than this run.
         room = short or (not long and inflight < OURS * (running + waiting))
         if self._calm or not room or 10 * inflight < 9 * limit or (load.kv_usage or 0.0) > FULL:
             return None
@@ -92,7 +92,7 @@ class LoadGuide:
         return before is not None and now is not None and now - before > load.running * THRASHES
 
     def _is_slower(self, load: Reading, limit: int) -> bool:
-        """Whether the first token was slow at two readings in a row while the limit stayed the same."""
+        """Return whether the first token was slow at two readings in a row while the limit stayed the same."""
         answers, seconds = load.first_token_count, load.first_token_seconds
         if answers is None or seconds is None:
             return False

@@ -1,10 +1,10 @@
-"""What may be expected of agents, learnt from the run so far: turns, seconds per turn, seconds between turns.
+"""Estimates the rest of an agent from the run so far: turns, seconds per turn, seconds between turns.
 
-After each turn an agent goes on or ends. The share that goes on after its n-th turn, among all that took it, gives the
-turns that an agent with n taken may be expected to have left (Kaplan and Meier's estimate: agents under way teach as
-much as finished ones). Where all agents take equally many turns that is one fewer with each turn; where chance decides
-(geometric) it stays the same; with a heavy tail it grows. Until the first agent has ended, all are expected to take
-twice as many turns as the furthest one.
+After each turn an agent continues or ends. The share that continues after its n-th turn, among all agents that took it,
+gives the expected number of turns left after n turns. This is the Kaplan-Meier estimate: running agents count as much
+as finished ones. If all agents take the same number of turns, the estimate falls by one with each turn. If chance
+decides (geometric distribution), it stays the same. With a heavy tail it grows. Until the first agent has ended, all
+agents are expected to take twice as many turns as the furthest one.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from batch_agent.scheduler.endpoint import Endpoint
 
-ENDING = 1.7  # the batch ends when the work left for each slot takes at most this many times as long as the longest way
-FIRST_GUESS = 4  # turns of an agent, at least, until one has ended
-LEARN_AGAIN = 8  # expectations are computed again when another eighth of the agents has ended
+ENDING = 1.7  # the batch is ending if the work left per slot takes at most this many times the longest remaining agent
+FIRST_GUESS = 4  # minimum turns expected of an agent until one has ended
+LEARN_AGAIN = 8  # estimates are updated when another eighth of the agents has ended
 
 
 class Progress:
-    """How far one agent has come."""
+    """The state of one agent."""
 
     __slots__ = ("answered_at", "distance", "expected", "home", "key", "live", "model", "tokens", "turns")
 
     def __init__(self, turns: int = 0, *, key: str = "", model: str = "") -> None:
-        self.turns = turns  # taken when it last asked for another
+        self.turns = turns  # turns taken when it last requested another
         self.key = key  # agents with the same key should share an endpoint
-        self.model = model  # that it asks; "": any
-        self.home: Endpoint | None = None  # where it was last answered, and its prefix is cached
+        self.model = model  # the model that it uses; "": any
+        self.home: Endpoint | None = None  # the endpoint of its last answer, which has its prefix cached
         self.tokens = 0  # of that prefix
-        self.expected = 0  # tokens of its next prompt, as far as is known
-        self.distance: int | None = None  # tokens of other contexts used since its last turn, when this one was sent
+        self.expected = 0  # estimated tokens of its next prompt
+        self.distance: int | None = None  # tokens of other contexts used between its last turn and this one
         self.live = False  # between the start and the end of an agent
-        self.answered_at: float | None = None  # time of its last answer, until it asks for the next turn
+        self.answered_at: float | None = None  # time of its last answer, until it requests the next turn
 
 
 class TurnForecast:
     def __init__(self) -> None:
-        self.rows: int | None = None  # still to be started; None: unknown
-        self.live_turns = 0.0  # expected of all live agents together
-        # By turns taken; the last is the most that any agent has taken.
+        self.rows: int | None = None  # rows still to be started; None: unknown
+        self.live_turns = 0.0  # sum of the expected turns of all live agents
+        # Indexed by turns taken; the last index is the most that any agent has taken.
         self._live = [0]
         self._went_on = [0]
         self._ended = [0]
@@ -56,7 +56,8 @@ class TurnForecast:
         self.live_turns += self._turns_left[0]
 
     def go_on(self, progress: Progress, turns: int, now: float) -> None:
-        """The agent has taken ``turns`` and asks for the next one. Asking again for the same turn teaches nothing."""
+        """Record that the agent has taken ``turns`` and requests the next one. A repeated request for the same turn is
+        ignored."""
         if progress.answered_at is not None:
             self._rest_count += 1
             self._rest_seconds += now - progress.answered_at
@@ -76,7 +77,7 @@ class TurnForecast:
         progress.answered_at = now
 
     def end(self, progress: Progress, turns: int) -> None:
-        """The agent has ended. A turn that it asked for and never got counts as its last."""
+        """Record that the agent has ended. A turn that it requested and never got counts as its last."""
         turns = max(turns, progress.turns + 1)
         self._see(progress, turns)
         self._went_on[turns] -= 1
@@ -88,16 +89,16 @@ class TurnForecast:
 
     @property
     def turns_to_come(self) -> float:
-        """Turns expected in all, those in flight included; infinite if the number of rows is unknown."""
+        """Total expected turns, including those in flight; infinite if the number of rows is unknown."""
         return inf if self.rows is None else self.live_turns + self.rows * self._turns_left[0]
 
     def turns_left(self, turns: int) -> float:
-        """Turns expected of an agent that has taken ``turns``."""
+        """Return the expected turns left of an agent that has taken ``turns``."""
         return self._turns_left[turns]
 
     @property
     def live(self) -> int:
-        """Agents that have started and not ended."""
+        """Number of agents that have started and not ended."""
         return sum(self._live)
 
     @property
@@ -116,7 +117,7 @@ class TurnForecast:
         return self._rest_seconds / self._rest_count if self._rest_count else 0.0
 
     def goes_on(self, turns: int) -> float:
-        """The chance that an agent that has taken ``turns`` takes another one."""
+        """Return the probability that an agent that has taken ``turns`` takes another one."""
         if not turns:
             return 1.0
         furthest = len(self._live) - 1
@@ -125,23 +126,25 @@ class TurnForecast:
         return self._went_on[turns] / resolved
 
     def slack(self, turns: int, slots: int) -> float:
-        """How many times as long as the way of an agent that has taken ``turns`` the work left for each slot takes.
+        """Return the ratio of the work left per slot to the remaining time of an agent that has taken ``turns``.
 
-        A way is how long the agent takes if it never waits for a slot. Infinite while the number of rows or the length
-        of a turn is unknown."""
+        The remaining time is how long the agent takes if it never waits for a slot. Infinite while the number of rows
+        or the length of a turn is unknown.
+        """
         if self.rows is None or not self._turn_seconds:
             return inf
         left = self._turns_left[turns]
         rest = self._rest_seconds / self._rest_count if self._rest_count else 0.0
-        way = left + (left - 1) * rest * self._turn_count / self._turn_seconds  # in turns, as the work is
+        way = left + (left - 1) * rest * self._turn_count / self._turn_seconds  # in turns, like the work
         return (self.live_turns + self.rows * self._turns_left[0]) / slots / way
 
     def ending(self, turns: int, slots: int) -> bool:
-        """Whether an agent that has taken ``turns`` is among those that decide when the batch ends."""
+        """Return whether an agent that has taken ``turns`` is among those that determine the end of the batch."""
         return self.slack(turns, slots) <= ENDING
 
     def _see(self, progress: Progress, turns: int) -> bool:
-        """Move the agent on: it went on after each turn up to ``turns``. True if no agent was as far before."""
+        """Record that the agent continued after each turn up to ``turns``. Returns True if no agent was as far
+        before."""
         self._live[progress.turns] -= 1
         self.live_turns -= self._turns_left[progress.turns]
         further = turns >= len(self._live)
@@ -156,7 +159,8 @@ class TurnForecast:
 
     def _learn(self) -> None:
         furthest = len(self._live) - 1
-        # Nothing was seen beyond the furthest: expect as many again, or, once agents have ended, the mean between ends.
+        # No agent was seen beyond the furthest: expect the same number again or, once agents have ended, the mean
+        # between ends.
         left = (sum(self._went_on) + self._ends) / self._ends if self._ends else float(furthest)
         self._turns_left[furthest] = left = max(1.0, left)
         for taken in range(furthest, 0, -1):

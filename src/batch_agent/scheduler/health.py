@@ -6,12 +6,12 @@
        │                                                                          ▼  │
        └──────────────────────────────── answered ───────────────────────────── on trial
 
-``blame`` decides the transitions; this file owns their timing. While an endpoint is down it gets one real request at a
+``blame`` decides the transitions; this module owns their timing. A down endpoint gets one real request at a
 time, its trial. The pause between two trials grows with the outage, so that the time lost after the server's return
-stays a small share of the outage. A trial that is not answered in the usual time may have been lost, or the server may
-have become slow: one such request is waited for beside the next trials, each time for twice as long.
+stays a small share of the outage. A trial that is not answered in the usual time may be lost, or the server may
+have become slow. One such request continues beside the next trials, each time with twice the time limit.
 
-An endpoint that sends nothing at all, for much longer than it ever took, is silent.
+An endpoint is silent if it sends nothing at all for much longer than its slowest answer took.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ State = Literal["healthy", "suspect", "down", "on trial"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two trials
 PAUSE_SHARE = 1 / 300  # of the outage so far
-JITTER = 0.3  # random share of a pause
-LEARNT = 10  # good answers after which the slowest of them says something
-SHORTEST_SILENCE, SILENCE_FACTOR = 5.0, 6  # seconds, and times the slowest answer
-FRESH = LONGEST_PAUSE  # seconds for which an answer or a good probe says that it is up
+JITTER = 0.3  # random part of a pause
+LEARNT = 10  # good answers before the slowest of them is used
+SHORTEST_SILENCE, SILENCE_FACTOR = 5.0, 6  # seconds, and factor over the slowest answer
+FRESH = LONGEST_PAUSE  # seconds for which an answer or a good probe counts as evidence that it is up
 SHORTEST_GRACE = 1.0  # seconds
 SHORTEST_TRIAL = 2.0  # seconds a trial may take
-TRIAL_SHARE = 1 / 240  # of the outage so far: a server that starts cold takes longer than it ever did
+TRIAL_SHARE = 1 / 240  # of the outage so far: a server that starts cold answers more slowly than before
 
 
 class Health:
@@ -42,18 +42,18 @@ class Health:
     def __init__(self, chance: Callable[[], float] = random) -> None:
         self._chance = chance
         self.state: State = "healthy"
-        self.patient = False  # answers may take hours: silence says nothing
+        self.patient = False  # answers may take hours: silence is no evidence
         self.answered = False  # at least once
-        self.reached = False  # it has answered something, if only an error
+        self.reached = False  # it has answered something, even if only an error
         self.down_since = 0.0
         self.next_trial = 0.0
-        self.probing = False  # a probe is the trial, or precedes it
-        self.ready = False  # the probe is over, and a row may be the trial before the next one
-        self.trials = 0  # of this outage
-        self.trial_ends = 0.0  # when the latest trial has taken too long
-        self.reason = ""  # the latest failure, for people
+        self.probing = False  # a probe replaces the trial, or precedes it
+        self.ready = False  # the probe is done, and a row may be the trial before the next probe
+        self.trials = 0  # number in this outage
+        self.trial_ends = 0.0  # when the latest trial times out
+        self.reason = ""  # text of the latest failure
         self.heard = 0.0  # when the last request was sent or answered
-        self.up_at = -inf  # when an answer or a probe showed that it is up; -inf after a sign that it is not
+        self.up_at = -inf  # when an answer or a probe last showed that it is up; -inf after evidence that it is down
         self._silent = False  # it is down because it was silent
         self._patience = 0.0  # seconds that a trial was waited for
         self._good = 0
@@ -64,7 +64,7 @@ class Health:
         return self.state in ("down", "on trial")
 
     def answer(self, seconds: float, sent_at: float, now: float) -> bool:
-        """Note an answer, or a refusal that only a working server can give. True when it ends an outage."""
+        """Record an answer, or a refusal that only a working server can send. Returns True if it ends an outage."""
         self.heard = self.up_at = now
         self.answered = True
         self._good += 1
@@ -74,16 +74,16 @@ class Health:
             return False
         was_down = self.is_down
         if was_down and sent_at < self.down_since and not self._silent:
-            return False  # it finishes what it had before, and may accept nothing new
+            return False  # it finishes old requests, and may accept no new ones
         self.state = "healthy"
         return was_down
 
     def recover(self) -> None:
-        """The outage is over, on the word of a probe."""
+        """End the outage because of a probe."""
         self.state = "healthy"
 
     def fail(self, reason: str, now: float) -> None:
-        """Note a failure that the endpoint may have caused."""
+        """Record a failure that the endpoint may have caused."""
         self.heard, self.up_at = now, -inf
         self.reason = reason
         if self.state == "healthy":
@@ -103,24 +103,24 @@ class Health:
 
     @property
     def silent_at(self) -> float:
-        """When the endpoint has been silent for too long; never while too little is known of it."""
+        """When the endpoint counts as silent; infinite while too few answers are known."""
         if self._good < LEARNT or self.patient:
             return inf
         return self.heard + max(SHORTEST_SILENCE, SILENCE_FACTOR * self._slowest)
 
     def is_sound(self, now: float) -> bool:
-        """Whether it has just shown that it is up."""
+        """Return whether it has recently proved to be up."""
         return now - self.up_at <= FRESH
 
     @property
     def grace(self) -> float:
-        """Seconds that requests from before an outage still get once it is over."""
+        """Seconds that requests from before an outage still get after its end."""
         return max(SHORTEST_GRACE, 2 * self._slowest)
 
     # Trials
 
     def try_now(self, now: float, *, probing: bool = False) -> None:
-        """A trial is sent, or a probe in its place."""
+        """Record that a trial is sent, or a probe in its place."""
         self.state = "on trial"
         self.probing, self.ready = probing, False
         self.trials += not probing
@@ -128,30 +128,32 @@ class Health:
         self.trial_ends = now + (self.trial_seconds(now) or inf)
 
     def pause(self, now: float, since: float | None = None) -> float:
-        """Seconds until the next trial, random in part so that the trials of many runs do not coincide."""
+        """Return the seconds until the next trial. They are partly random, so that the trials of many runs do not
+        coincide."""
         lasted = now - (self.down_since if since is None else since)
         longest = min(LONGEST_PAUSE, FIRST_PAUSE + lasted * PAUSE_SHARE)
         return longest * (1 - JITTER * self._chance())
 
     def trial_seconds(self, now: float) -> float | None:
-        """Time limit of a trial; None while the server has never answered and its usual time is unknown."""
+        """Return the time limit of a trial; None if the server has never answered, so that its usual time is
+        unknown."""
         if not self.answered or self.patient:
             return None
         return max(SHORTEST_TRIAL, 2 * self._slowest, (now - self.down_since) * TRIAL_SHARE)
 
     def patient_seconds(self, now: float) -> float:
-        """Time limit of the one trial that is waited for beside the next ones."""
+        """Return the time limit of the one trial that continues beside the next ones."""
         self._patience = 2 * max(self._patience, self.trial_seconds(now) or 0.0)
         return self._patience
 
     def trial_over(self) -> None:
-        """The trial failed, or was withdrawn."""
+        """Record that the trial failed, or was withdrawn."""
         self.up_at = -inf
         if self.state == "on trial":
             self.state = "down"
 
     def what_was_tried(self, now: float, max_outage: float) -> str:
-        """Why the endpoint is given up, for people."""
+        """Return the reason why the endpoint is given up, as a message."""
         outage = f"{now - self.down_since:.0f} s and {self.trials} trials"
         if self.answered or self.reached:
             return f"the server was down for longer than max_outage, {max_outage:g} s: {outage}; {self.reason}"

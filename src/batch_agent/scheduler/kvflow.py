@@ -1,6 +1,6 @@
-"""The parts of scheduling by an engine's KV cache. Each of them can be switched on and off alone.
+"""The parts of scheduling by an engine's KV cache. Each can be switched on and off alone.
 
-``kvflow="auto"`` has those that were measured to pay (docs/kv.md), ``True`` all of them, ``False`` none.
+``kvflow="auto"`` enables the parts with a measured gain (docs/kv.md), ``True`` all of them, ``False`` none.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class KvParts:
     order: bool = True  # among ready agents, those whose context is probably still cached go first
     touch: bool = False  # an evicted context is computed again while the agent's tool runs
     keep_alive: bool = False  # the shared prefix is touched while all agents wait for tools and others use the engine
-    pin: bool = False  # engines that can are asked to keep the contexts of agents that wait for tools
+    pin: bool = False  # engines that support it keep the contexts of agents that wait for tools
 
     @classmethod
     def of(cls, kvflow: bool | Literal["auto"]) -> Self:
-        """Returns the parts that a value of the option ``kvflow`` stands for."""
+        """Return the parts that a value of the option ``kvflow`` enables."""
         return cls() if kvflow == "auto" else cls(*(5 * [kvflow]))
 
     @property

@@ -1,7 +1,7 @@
-"""Requests that may go to one endpoint only: each endpoint has a line of its own.
+"""Requests that may go to one endpoint only. Each endpoint has its own queue.
 
-A free slot goes to the endpoint with the fewest requests in flight. An endpoint that hangs therefore holds no more than
-its share of all slots, however many requests wait for it.
+A free slot goes to the endpoint with the fewest requests in flight. So an endpoint that hangs holds no more than its
+share of all slots, even if many requests wait for it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Waiting = TypeVar("Waiting", bound=Hashable)
 
 class Lanes(Generic[Waiting]):
     def __init__(self) -> None:
-        self._lines: dict[Endpoint, OrderedDict[Waiting, None]] = {}  # none is empty
+        self._lines: dict[Endpoint, OrderedDict[Waiting, None]] = {}  # without empty queues
         self._places: dict[Waiting, Endpoint] = {}
         self._heap: list[tuple[int, int, Endpoint]] = []  # by requests in flight
-        self._entries: dict[Endpoint, int] = {}  # the number of its entry in the heap; others of it are out of date
+        self._entries: dict[Endpoint, int] = {}  # number of its valid entry in the heap; others are outdated
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -47,15 +47,15 @@ class Lanes(Generic[Waiting]):
             del self._lines[endpoint]
 
     def touch(self, endpoint: Endpoint) -> None:
-        """Something about the endpoint has changed."""
+        """Record that the endpoint has changed."""
         if endpoint in self._lines:
             self._numbers += 1
             self._entries[endpoint] = self._numbers
             heappush(self._heap, (endpoint.inflight, self._numbers, endpoint))
 
     def take(self, now: float) -> tuple[Waiting, Endpoint] | None:
-        """The next one, and its endpoint, which must be touched when the slot is taken. An endpoint without a slot is
-        passed over until it is touched."""
+        """Remove and return the next request and its endpoint, or None. Call ``touch`` for the endpoint when the slot
+        is taken. An endpoint without a slot is skipped until it is touched."""
         while self._heap:
             _, number, endpoint = heappop(self._heap)
             if self._entries.get(endpoint) != number:

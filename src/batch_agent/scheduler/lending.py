@@ -1,17 +1,18 @@
-"""What the workers of one run share, and how it is divided: slots, rate limits and the budget.
+"""Divides slots, rate limits and the budget among the workers of one run.
 
-Each of these is a pot with a limit. Every worker holds an amount of it and uses no more than that on its own: nothing
-has to be asked for per request. About once a second a worker reports what it holds and wants, and is granted a new
-amount. The amounts that all workers hold never add up to more than the limit. A worker that is asked to hold less uses
-less first and reports it with its next beat, so there is no moment at which two workers hold the same.
+Each of these is a pot with a limit. Every worker holds an amount of it and uses no more than that, so single requests
+need no permission. About once a second a worker reports what it holds and wants, and gets a new amount. The sum of what
+all workers hold never exceeds the limit. A worker that should hold less first uses less, then reports it with its next
+beat, so two workers never hold the same part.
 
 There are three kinds of pots:
 
-- Slots are divided evenly among the workers that want them. What a dead worker held is free when its membership ends.
+- Slots are divided evenly among the workers that want them. The slots of a dead worker are free when its membership
+ends.
 - Rate limits (``rpm``, ``tpm``) are divided in the same way. What a worker may have used stays counted for a minute.
-- The budget is used up. What a dead worker held and did not return counts as spent.
+- The budget is consumed. What a dead worker held and did not return counts as spent.
 
-The table is one value of plain JSON. Redis keeps it, or an actor does; ``Table`` has no clock and no I/O.
+The table is one value of plain JSON. Redis or an actor stores it; ``Table`` has no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from batch_agent.errors import SpecError
 from batch_agent.messages import JsonObject
 from batch_agent.scheduler.rates import MINUTE, SLACK
 
-BUDGET, RATE, SLOTS = "budget ", "rate ", "slots "  # what the names of pots begin with
+BUDGET, RATE, SLOTS = "budget ", "rate ", "slots "  # prefixes of the names of pots
 BUDGET_TOKENS, BUDGET_COST = f"{BUDGET}tokens", f"{BUDGET}cost"
-DOLLAR = 10**9  # the smallest part of a cost that is counted
-ROTATION = MINUTE  # seconds after which another worker is served first when there is not enough for all
+DOLLAR = 10**9  # costs are counted in units of 1e-9 $
+ROTATION = MINUTE  # seconds after which another worker is served first, if there is not enough for all
 
-MOST_ROWS = 20  # latest requests for single rows that are kept
+MOST_ROWS = 20  # number of the latest requests for single rows that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a worker holds and wants of one pot. ``limit`` is that of all workers together. ``part`` is the least amount
-    that is of use, such as the tokens of one request. ``spent`` is what is used up for good, of a budget."""
+    """What a worker holds and wants of one pot. ``limit`` is that of all workers together. ``part`` is the smallest
+    useful amount, such as the tokens of one request. ``spent`` is the consumed part of a budget."""
 
     limit: int
     held: int
@@ -46,8 +47,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a worker holds from now on. ``fair`` is below it if the worker should use less, because others want some.
-    Of a budget: what other workers have spent, and what they hold beyond that."""
+    """What a worker holds from now on. ``fair`` is lower if the worker should use less, because others want some. For a
+    budget, ``others_spent`` is what other workers have spent, and ``others_open`` what they hold in addition."""
 
     held: int
     fair: int
@@ -57,8 +58,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a worker knows of an endpoint; under the name ``BUDGET``, that this is used up. ``limit`` is the number of
-    requests in flight that it found; None while it does not know one."""
+    """What a worker knows about an endpoint. Under the name ``BUDGET``, ``down`` means that the budget is used up.
+    ``limit`` is the number of requests in flight that it found; None if unknown."""
 
     down: bool = False
     reason: str = ""
@@ -67,15 +68,15 @@ class Learnt:
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """What all workers were asked to do. ``number`` grows with every request; rows are requests for single rows, each
-    with its number."""
+    """Requests to all workers. ``number`` grows with every request. ``rows`` are requests for single rows, each with
+    its number."""
 
     number: int = 0
-    sitting: int = 0  # the number with which the run began or was resumed
+    sitting: int = 0  # the number at which the run began or was resumed
     paused: bool = False
     ending: str = ""  # "drain" or "cancel"
     max_inflight: int | None = None
-    rows: tuple[tuple[int, str, str], ...] = ()  # number, what to do, which row
+    rows: tuple[tuple[int, str, str], ...] = ()  # number, action, row
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +94,18 @@ class Member:
     until: float
     claims: dict[str, Claim] = field(default_factory=dict)
     learnt: dict[str, Learnt] = field(default_factory=dict)
-    status: JsonObject = field(default_factory=dict)  # for people
+    status: JsonObject = field(default_factory=dict)  # shown to users
 
 
 class Table:
-    """Changed by one worker at a time."""
+    """The shared state of all pots. Only one worker changes it at a time."""
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
         self.steering = Steering()
-        self._spent: dict[str, int] = {}  # by workers that have left
-        self._lingering: list[tuple[str, int, float]] = []  # pot, amount, until when it counts
-        self._exhausted = (0, "")  # sitting in which a worker found the budget too small for its next call, and which
+        self._spent: dict[str, int] = {}  # amounts spent by workers that have left
+        self._lingering: list[tuple[str, int, float]] = []  # pot, amount, end of counting
+        self._exhausted = (0, "")  # session in which the budget was too small for a worker's next call; reason
 
     # Workers
 
@@ -117,7 +118,7 @@ class Table:
         learnt: Mapping[str, Learnt],
         status: JsonObject | None = None,
     ) -> Allotment:
-        """Note what a worker reports and grant what it may hold. Its membership ends ``seconds`` from now."""
+        """Record a worker's report, and grant what it may hold. Its membership ends ``seconds`` from now."""
         self._expire(now)
         member = self.members.setdefault(worker, Member(now))
         member.until, member.learnt, member.status = now + seconds, dict(learnt), status or {}
@@ -138,24 +139,24 @@ class Table:
         return Allotment(grants, known, self.steering, 1 + len(others))
 
     def leave(self, worker: str, now: float) -> None:
-        """A worker ends. Of its budget it returns what it has not spent."""
+        """Remove a worker. The unspent part of its budget is returned."""
         member = self.members.pop(worker, None)
         for name, claim in {} if member is None else member.claims.items():
             self._let_go(name, claim, now)
 
     def spent(self, name: str) -> int:
-        """What is used up of a budget, with what dead workers did not return."""
+        """Return what is spent of a budget, including what dead workers did not return."""
         members = self.members.values()
         return self._spent.get(name, 0) + sum(
             each.claims[name].spent if each.until else each.claims[name].held for each in members if name in each.claims
         )
 
     def live(self, now: float) -> dict[str, Member]:
-        """Workers whose membership has not ended."""
+        """Return the workers whose membership has not ended."""
         return {name: member for name, member in self.members.items() if member.until > now}
 
     def _expire(self, now: float) -> None:
-        """A dead worker keeps its claims to budgets, in case that it was only cut off."""
+        """End expired memberships. A dead worker keeps its claims to budgets, in case it was only disconnected."""
         for worker, member in tuple(self.members.items()):
             if member.until and member.until <= now:
                 for name in [name for name in member.claims if not name.startswith(BUDGET)]:
@@ -208,7 +209,7 @@ class Table:
 
     @classmethod
     def from_json(cls, value: Mapping[str, object]) -> Self:
-        """The table as ``to_json`` wrote it; an empty one of {}."""
+        """Return the table that ``to_json`` wrote; an empty one for {}."""
         table = cls()
         members = cast("dict[str, dict[str, object]]", value.get("members", {}))
         for name, each in members.items():
@@ -232,7 +233,7 @@ class Table:
 
 
 def steered(now: Steering, request: JsonObject) -> Steering:
-    """What all workers are asked to do after one more request. Raises SpecError for a request that there is not."""
+    """Return the requests to all workers after one more request. Raises SpecError for an unknown request."""
     number, action = now.number + 1, str(request.get("do"))
     match action:
         case "begin":
@@ -249,13 +250,13 @@ def steered(now: Steering, request: JsonObject) -> Steering:
         case "cancel-row" | "retry-row":
             row = (number, action, str(request.get("row", "")))
             return replace(now, number=number, rows=(*now.rows[-MOST_ROWS:], row))
-    raise SpecError(f"there is no request {action!r} for a run that several processes share")
+    raise SpecError(f"a run that several processes share does not support {action!r}")
 
 
 def shares(free: int, whole: int, wants: Iterable[tuple[int, int]]) -> list[int]:
-    """Divide what is ``free`` of a pot among those who want some of it, each with the least part that is of use to it:
-    first that part, to as many as there is enough for, in their order; then the rest evenly. A part that is larger than
-    the ``whole`` pot needs all of it."""
+    """Divide the ``free`` amount of a pot among ``wants``, pairs of a wanted amount and the smallest useful part. In
+    order, each gets its smallest part while the amount lasts; then the rest is divided evenly. A part larger than the
+    ``whole`` pot needs all of it."""
     wanted = list(wants)
     given, left = [0] * len(wanted), max(0, free)
     for place, (want, part) in enumerate(wanted):
@@ -273,7 +274,7 @@ def shares(free: int, whole: int, wants: Iterable[tuple[int, int]]) -> list[int]
 
 
 def in_turn(workers: Iterable[str], now: float) -> list[str]:
-    """Workers in the order in which they are served, which begins with another one every minute."""
+    """Return the workers in the order in which they are served. Every minute another worker is first."""
     order = sorted(workers)
     first = int(now // ROTATION) % len(order) if order else 0
     return order[first:] + order[:first]

@@ -1,15 +1,15 @@
-"""The right number of calls in flight where the user gave none: as many as still bring more answers a second.
+"""Finds the number of calls in flight if the user gave none: the largest that still increases the throughput.
 
-The number is raised in stages. A stage measures what one slot brings per second (tokens where the server counts them,
-else answers) over the requests that leave in it. Times the slots, that is the throughput of the stage. While a larger
-stage brings clearly more, the next one is larger again. The first stage that does not ends the climb, and the number
-before it is kept. From time to time half as many more or a third fewer are tried, because servers and rows change.
+The number is raised in stages. A stage measures what one slot delivers per second (tokens if the server counts them,
+else answers) over the requests sent in it. Multiplied by the slots, that is the throughput of the stage. While a larger
+stage delivers clearly more, the next one is larger again. The first stage that does not ends the climb, and the number
+before it is kept. From time to time 50% more or a third fewer are tried, because servers and rows change.
 
-How the climb begins depends on ``by_clock``:
+The start of the climb depends on ``by_clock``:
 
-- One server (True): it starts at 64 and doubles by the clock as long as nothing is refused, up to 256. A batch of
+- One server (True): it starts at 64 and doubles by the clock while nothing is refused, up to 256. A batch of
   quick rows would be over before the first answers are measured.
-- One of a fleet (False): other servers can take the rows, so an endpoint gets no more than it has shown it can take.
+- One of a fleet (False): other servers can take the rows, so an endpoint gets only what it has proved to handle.
   It starts small and grows with whole rounds of answers, four times per round up to 64, then twice. Answers
   that took much longer than the fastest ones waited in the server's queue: then the number shrinks to what the server
   computes at once.
@@ -21,19 +21,19 @@ from collections.abc import Iterable
 from math import ceil, inf
 
 START = 64  # calls in flight
-FLEET_START = 40  # the same at each of many servers, where only answers raise it
-RAMPED = 256  # where the steps by the clock end: a small server has all of them in its queue
-MOST = 1024  # the search ends here
-CALIBRATING = 8  # where a search starts that is to find the knee, however slow the engine is
-RAMP_SECONDS = 0.2  # long enough for a refusal to come back; each step waits twice as long as the one before
-ENOUGH = 16  # answers a stage is judged by, at the least
-GAIN = 1.08  # throughput that twice as many must bring
-STEEP = 4  # growth per round of one of a fleet, up to ``START``
-QUEUED = 1.6  # if even the fast ones of the later answers take so many times as long, they waited in a queue
-TINY = 1e-9  # seconds of an answer that took no time
-PROBE_GAIN, PROBE_LOSS = 1.05, 0.98  # throughput that half as many more must bring, and a third fewer must keep
+FLEET_START = 40  # the same at each server of a fleet, where only answers raise it
+RAMPED = 256  # where the steps by the clock end; a small server then has all of them in its queue
+MOST = 1024  # upper end of the search
+CALIBRATING = 8  # start of a search that must find the knee even at a slow engine
+RAMP_SECONDS = 0.2  # long enough for a refusal to arrive; each step waits twice as long as the one before
+ENOUGH = 16  # minimum number of answers to judge a stage
+GAIN = 1.08  # throughput gain that twice as many must bring
+STEEP = 4  # growth per round of an endpoint in a fleet, up to ``START``
+QUEUED = 1.6  # if even the fast ones of the later answers take this many times as long, they waited in a queue
+TINY = 1e-9  # seconds to use for an answer that took no time
+PROBE_GAIN, PROBE_LOSS = 1.05, 0.98  # throughput that 50% more must bring, and that a third fewer must keep
 PROBE_SECONDS = 60.0
-FLEET_PROBE_SECONDS = 15.0  # one of a fleet: a wrong number costs more, because the rows could go elsewhere
+FLEET_PROBE_SECONDS = 15.0  # in a fleet a wrong number costs more, because the rows could go elsewhere
 
 
 class LimitSearch:
@@ -73,19 +73,19 @@ class LimitSearch:
     ) -> None:
         """``settled``: ``start`` was found before. ``by_clock``: False for one endpoint of a fleet."""
         self.limit = min(start, most)
-        self.guided = False  # the engine reports its queue: once the climb is over, that decides
+        self.guided = False  # the engine reports its queue, which decides after the climb
         self.ramp_at: float | None = None if by_clock and not settled else inf  # when the next step by the clock is due
         self._by_clock = by_clock
-        self._pause = 0.0  # seconds before the next of these
+        self._pause = 0.0  # seconds before the next step by the clock
         self._ramp_to = ramp_to
         self._most = most
         self._climbing = not settled
         self._best, self._best_rate = self.limit if settled else 0, 0.0
         self._probe_at = 0.0  # 0: nothing was measured yet at the number that was found
-        self._down = not by_clock  # whether the last probe went down
-        self._queued = False  # one of a fleet has shown a queue
-        self._fast = (inf, inf)  # seconds, and seconds per token, of fast answers of the last stage without one
-        self._skip = 0  # answers that are not counted
+        self._down = not by_clock  # whether the last probe used fewer
+        self._queued = False  # the endpoint of a fleet has shown a queue
+        self._fast = (inf, inf)  # seconds, and seconds per token, of fast answers in the last stage without a queue
+        self._skip = 0  # number of answers to ignore
         self.forget()
 
     @property
@@ -94,17 +94,17 @@ class LimitSearch:
         return None if self._climbing else self._best or None
 
     def bound(self, most: int) -> None:
-        """Search no further than ``most``."""
+        """Limit the search to at most ``most``."""
         self._most = min(self._most, most)
         self.limit = min(self.limit, self._most)
 
     def forget(self) -> None:
         """Start a stage with the next answer."""
         self._since, self._count, self._work, self._seconds = inf, 0, 0, 0.0
-        self._answers: list[tuple[float, int]] = []  # seconds and tokens, of one of a fleet that may have a queue
+        self._answers: list[tuple[float, int]] = []  # seconds, tokens; for an endpoint of a fleet that may have a queue
 
     def move(self, limit: int) -> None:
-        """Take the number that the engine's queue asks for."""
+        """Take the number that the engine's queue suggests."""
         self._climbing = self._climbing and limit > self.limit
         self.limit = limit
         self.ramp_at = inf
@@ -119,11 +119,11 @@ class LimitSearch:
             return ""
         most = min(self._ramp_to, self._most)
         if self._best or inflight < self.limit or self.limit >= most:
-            self.ramp_at = inf  # answers tell more, or no more slots are wanted
+            self.ramp_at = inf  # answers are better evidence, or no more slots are wanted
             return ""
         self._pause *= 2
         self.ramp_at = now + self._pause
-        self.limit = min(2 * self.limit, most)  # all of it is the first stage
+        self.limit = min(2 * self.limit, most)  # all these steps belong to the first stage
         return "nothing is refused"
 
     def answered(self, sent_at: float, seconds: float, tokens: int, filled: bool, now: float) -> str:
@@ -138,10 +138,10 @@ class LimitSearch:
         self._seconds += seconds
         if not self._by_clock and (self._climbing or not (self._best or self.guided)):
             self._answers.append((seconds or TINY, tokens or 1))
-            first = not self._best and not self._queued  # stage: the sooner it is known, the fewer rows are there
+            first = not self._best and not self._queued  # judged early, so that fewer rows are sent to a full server
             if first and filled and self._count == max(ENOUGH, self.limit) // 2 and (reason := self._shrink()):
                 return reason
-        # One of a fleet is judged by whole rounds: the answers of half a round may all be from its first wave.
+        # An endpoint of a fleet is judged by whole rounds: all answers of half a round may be from its first wave.
         if self._count < ENOUGH or (2 if self._by_clock else 1) * self._count < self.limit:
             return ""
         rate = self.limit * self._work / self._seconds if self._seconds > 0 else inf
@@ -153,18 +153,18 @@ class LimitSearch:
         return self._climb(rate, now) if self._climbing else self._probe(rate, now)
 
     def _shrink(self) -> str:
-        """Give up what waits in the server's queue, if the answers show one."""
+        """Lower the limit by the requests that wait in the server's queue, if the answers show a queue."""
         answers, fast = self._answers, self._fast
-        if not self._queued:  # else the queue may be as long for all of them
+        if not self._queued:  # else the queue may be equally long for all answers
             fast = _low(s for s, _ in answers), _low(s / tokens for s, tokens in answers)
             answers = answers[len(answers) // 2 :]
-        # Longer answers take longer, though not always in proportion: what is slow by both measures has waited.
+        # Longer answers take longer, but not always in proportion. An answer that is slow by both measures has waited.
         slowdown = _low(min(s / fast[0], s / tokens / fast[1]) for s, tokens in answers)
         if slowdown < QUEUED or self.limit == 1:
             self._fast = fast
             return ""
         self._fast = min(fast, self._fast)
-        self._skip = self.limit  # answers that were in its queue, or leave before it is shorter
+        self._skip = self.limit  # answers that were in its queue, or that leave before the queue is shorter
         self._queued, self._climbing, self._best = True, False, 0
         self.limit = ceil(self.limit / slowdown)
         self.forget()
@@ -173,22 +173,22 @@ class LimitSearch:
     def _climb(self, rate: float, now: float) -> str:
         if self._best and rate < GAIN * self._best_rate:
             self._climbing = False
-            return "" if self.guided else self._go(self._best, "more bring no more", now)
+            return "" if self.guided else self._go(self._best, "more requests do not increase the throughput", now)
         self._best, self._best_rate = self.limit, rate
         if self.limit >= self._most:
             self._climbing = False
             return ""
         steep = not self._by_clock and self.limit < START
         more = min(STEEP * self.limit, max(START, 2 * self.limit)) if steep else 2 * self.limit
-        return self._go(min(more, self._most), "more bring more", now)
+        return self._go(min(more, self._most), "more requests increase the throughput", now)
 
     def _probe(self, rate: float, now: float) -> str:
         if self.guided:
             return ""
-        if not self._best:  # the first stage without a queue: see at once whether more bring more
+        if not self._best:  # the first stage without a queue: test at once whether more increase the throughput
             self._best, self._down, self._probe_at = self.limit, True, now
         if self.limit == self._best:
-            self._best_rate = rate  # as it is now
+            self._best_rate = rate  # the current rate
             pause = PROBE_SECONDS if self._by_clock else FLEET_PROBE_SECONDS
             self._probe_at = self._probe_at or now + pause
             if now < self._probe_at:
@@ -198,10 +198,10 @@ class LimitSearch:
             other = (
                 max(1, self._best * 2 // 3) if self._down else min(self._most, max(self._best + 1, self._best * 3 // 2))
             )
-            return self._go(other, "fewer are tried" if self._down else "more are tried", now)
+            return self._go(other, "trying fewer" if self._down else "trying more", now)
         if rate < self._best_rate * (PROBE_LOSS if self.limit < self._best else PROBE_GAIN):
-            return self._go(self._best, "it was better before", now)
-        if not self._by_clock and self.limit > self._best:  # there is more, perhaps much more
+            return self._go(self._best, "the throughput fell", now)
+        if not self._by_clock and self.limit > self._best:  # the right number may be much larger
             self._climbing, self._queued = True, False
         self._best, self._best_rate = self.limit, rate
         return ""
@@ -215,6 +215,6 @@ class LimitSearch:
 
 
 def _low(values: Iterable[float]) -> float:
-    """The value that an eighth is below: the very fastest answers may come from a cache."""
+    """Return the 1/8 quantile. The very fastest answers may come from a cache."""
     ordered = sorted(values)
     return ordered[len(ordered) // 8]

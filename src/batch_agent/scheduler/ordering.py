@@ -1,15 +1,15 @@
-"""Which waiting turn goes next.
+"""Decides which waiting turn goes next.
 
-Nearest first: the agent with the fewest expected turns left, because an agent that ends gives a result and frees its
-context. Alone, that rule leaves the agents with the longest way for last, and they then run with most slots idle. So
-where the number of rows is known and the batch comes to its end, every other slot goes to the agent with the longest
-way: half of the slots keep the long ways moving, and the other half brings results as early as before. When the work
-left hardly lasts longer than the longest way, that agent gets every slot: each wait of its would delay the end.
+The agent with the fewest expected turns left goes first, because an agent that ends gives a result and frees its
+context. This rule alone leaves the longest agents for last, and they then run with most slots idle. So when the number
+of rows is known and the batch is ending, every other slot goes to the agent with the most turns left: half of the slots
+work on the longest agents, and the other half delivers results early. When the work left per slot takes hardly longer
+than the longest agent, that agent gets every slot: each of its waits would delay the end.
 
-Requests that are not an agent's turn, such as summaries, wait in a line of their own, which comes last.
+Requests that are not an agent's turn, such as summaries, have a queue of their own, which comes last.
 
-Agents that have taken equally many turns are alike and wait in one line. The lines are compared when a slot is free, by
-what is known then.
+Agents that have taken the same number of turns wait in one queue. The queues are compared when a slot is free, with the
+estimates of that time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Generic, TypeVar
 
 from batch_agent.scheduler.forecast import ENDING, TurnForecast
 
-LAST = -1  # in place of turns taken: the line that is served when all others are empty
-PATIENCE = 1024  # grants between two for the oldest waiter, so that none waits for ever
-EVICTED_TURN = 8  # grants, of which one goes to an agent whose context was evicted
-URGENT = 1.3  # the longest way gets every slot when the work left for each slot takes at most this many times as long
+LAST = -1  # instead of turns taken: the queue that is served when all others are empty
+PATIENCE = 1024  # after this many grants the oldest waiter is served, so that none waits forever
+EVICTED_TURN = 8  # one in this many grants goes to an agent whose context was evicted
+URGENT = 1.3  # the longest agent gets every slot if the work left per slot takes at most this many times as long
 
 Waiting = TypeVar("Waiting", bound=Hashable)
 
@@ -31,7 +31,7 @@ Waiting = TypeVar("Waiting", bound=Hashable)
 class Queue(Generic[Waiting]):
     def __init__(self, forecast: TurnForecast) -> None:
         self._forecast = forecast
-        self._lines: dict[int, OrderedDict[Waiting, int]] = {}  # by turns taken; none is empty
+        self._lines: dict[int, OrderedDict[Waiting, int]] = {}  # by turns taken; without empty queues
         self._taken = 0
 
     def __bool__(self) -> bool:
@@ -52,7 +52,7 @@ class Queue(Generic[Waiting]):
             del self._lines[turns]
 
     def take(self, slots: int | None) -> Waiting:
-        """Remove and return the next one. The queue must not be empty; ``slots`` is how many there are in all."""
+        """Remove and return the next turn. The queue must not be empty. ``slots`` is the total number of slots."""
         self._taken += 1
         turns = self._next_line(slots)
         line = self._lines[turns]
@@ -71,7 +71,7 @@ class Queue(Generic[Waiting]):
                 return oldest
         if LAST in lines:
             lines = {turns: line for turns, line in lines.items() if turns != LAST}
-        if slots:  # there are none while every endpoint is down and one is on trial
+        if slots:  # it is 0 while every endpoint is down
             longest = max(lines, key=forecast.turns_left)
             slack = forecast.slack(longest, slots)
             if slack <= URGENT or (slack <= ENDING and self._taken % 2):
@@ -79,11 +79,11 @@ class Queue(Generic[Waiting]):
         return min(lines, key=forecast.turns_left)
 
     def _joined(self, turns: int) -> int:
-        """Number of grants when the first of this line joined it."""
+        """Return the number of grants when the first turn of this queue joined it."""
         return next(iter(self._lines[turns].values()))
 
     def is_urgent(self, slots: int | None) -> bool:
-        """Whether one that waits here decides when the batch ends."""
+        """Return whether a turn that waits here determines the end of the batch."""
         turns = [turns for turns in self._lines if turns != LAST]
         if not slots or not turns:
             return False
@@ -91,14 +91,15 @@ class Queue(Generic[Waiting]):
 
 
 class ResidentFirst(Queue[Waiting]):
-    """A queue in which agents whose contexts were evicted come after all others, because they take more of the engine
-    and delay agents that could go on at once. One grant in some is theirs, and all are if they decide the end."""
+    """A queue in which agents with evicted contexts come last. They need more of the engine, and would delay agents
+    that can continue at once. One in EVICTED_TURN grants goes to them, and every grant if they determine the end of the
+    batch."""
 
     def __init__(self, forecast: TurnForecast, is_evicted: Callable[[Waiting], bool]) -> None:
         super().__init__(forecast)
         self._is_evicted = is_evicted
         self._evicted: Queue[Waiting] = Queue(forecast)
-        self._late: set[Waiting] = set()  # those in ``_evicted``
+        self._late: set[Waiting] = set()  # turns in ``_evicted``
 
     def __bool__(self) -> bool:
         return bool(self._lines) or bool(self._evicted)

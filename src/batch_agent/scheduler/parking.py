@@ -1,6 +1,7 @@
-"""Turns that wait for one endpoint although others may be free: each place has a line of its own, so nobody else waits
-behind them. A place is an endpoint, or the name of a model that no free endpoint serves. Whoever has waited there for
-as long as its prefix is worth wants to wait no more.
+"""Turns that wait for one endpoint although others may be free.
+
+Each place has a queue of its own, so these turns do not block others. A place is an endpoint, or the name of a model
+that no free endpoint serves. A turn stops waiting once that costs more than recomputing the prefix.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ Place = TypeVar("Place", bound=Hashable)
 class Parking(Generic[Waiting, Place]):
     def __init__(self, forecast: TurnForecast) -> None:
         self._forecast = forecast
-        self._lines: dict[Place, Queue[Waiting]] = {}  # none is empty
-        self.parked: dict[Waiting, tuple[Place, int, int]] = {}  # where, turns taken, and the number of its entry
-        self.names: dict[str, None] = {}  # the places that are names
+        self._lines: dict[Place, Queue[Waiting]] = {}  # without empty queues
+        self.parked: dict[Waiting, tuple[Place, int, int]] = {}  # place, turns taken, and the number of its entry
+        self.names: dict[str, None] = {}  # the places that are model names
         self._counts: dict[Place, int] = {}
         self._dues: list[tuple[float, int, Waiting]] = []
         self._numbers = 0
@@ -50,7 +51,7 @@ class Parking(Generic[Waiting, Place]):
             heappush(self._dues, (due, self._numbers, waiting))
 
     def take(self, place: Place, slots: int | None) -> Waiting | None:
-        """The next one that waits for this place."""
+        """Remove and return the next turn that waits for this place, or None."""
         line = self._lines.get(place)
         if line is None:
             return None
@@ -64,7 +65,7 @@ class Parking(Generic[Waiting, Place]):
         self._forget(waiting)
 
     def impatient(self, now: float) -> Waiting | None:
-        """One that has waited for long enough, and is parked no longer."""
+        """Remove and return a turn that has waited long enough, or None."""
         if self.due > now:
             return None
         _, _, waiting = heappop(self._dues)
@@ -73,7 +74,7 @@ class Parking(Generic[Waiting, Place]):
 
     @property
     def due(self) -> float:
-        """When the next one will have waited for long enough."""
+        """When the next turn will have waited long enough; infinite if none will."""
         while self._dues:
             due, number, waiting = self._dues[0]
             parked = self.parked.get(waiting)

@@ -1,12 +1,12 @@
-"""Budgets of requests and tokens by the minute: what an endpoint may still be sent, and when it may be sent more.
+"""Rate limits per minute: what may still be sent to an endpoint, and when more may be sent.
 
-A budget that the user gives (``rpm``, ``tpm``) holds for every minute, wherever it begins: what was used leaves the
-count a minute after it was used, and for tokens that is when the answer was complete, because nobody knows when in
-between the provider counts them. What a provider's headers say holds until the moment they name: so many are left,
-less what was sent since, and then all of them again.
+A limit that the user sets (``rpm``, ``tpm``) holds for every window of a minute. Usage leaves the count a minute after
+it happened. For tokens that is when the answer was complete, because the provider may count them at any time before.
+Values from a provider's headers hold until the reset time that they name: the remaining amount, minus what was sent
+since, and then the full amount again.
 
-A request is counted when it gets its slot. Its tokens are reserved before it leaves, as many as it may take at the
-most as far as is known, and settled when it ends. One that is larger than a whole budget goes alone.
+A request is counted when it gets its slot. Before it leaves, the most tokens that it is known to need are reserved.
+When it ends, the reservation is settled. A request that is larger than a whole limit is sent alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from batch_agent.messages import Allowance, Quota, Usage
 from batch_agent.scheduler.retry import LONGEST_RETRY_AFTER
 
 MINUTE = 60.0
-SLACK = 1.0  # seconds: requests arrive later than they leave, and those that must connect first later than others
-RESET_SLACK = 0.5  # seconds, after the moment that a provider names
+SLACK = 1.0  # seconds: requests arrive later than they leave, and later still if they must connect first
+RESET_SLACK = 0.5  # seconds, after the reset time that a provider names
 
 
 class Budget:
-    """One kind of thing that may be used up."""
+    """The limit of one kind of usage."""
 
     __slots__ = (
         "_full",
@@ -43,22 +43,22 @@ class Budget:
     )
 
     def __init__(self, limit: int | None = None) -> None:
-        self._limit = limit  # a minute, as the user says
-        self._share: int | None = None  # of the limit, that this process may use; None: all of it
-        self._window: deque[tuple[float, int]] = deque()  # when it leaves the count, how much
-        self._used = 0  # in the window
-        self._open = 0  # reserved, and not settled
-        self._full: int | None = None  # as the provider says
-        self._left: int | None = None  # after the request whose answer told it, until ``_resets_at``
+        self._limit = limit  # per minute, set by the user
+        self._share: int | None = None  # part of the limit that this process may use; None: all of it
+        self._window: deque[tuple[float, int]] = deque()  # when it leaves the count, amount
+        self._used = 0  # sum of the window
+        self._open = 0  # reserved and not settled
+        self._full: int | None = None  # the provider's limit
+        self._left: int | None = None  # remaining after the request whose answer reported it, until ``_resets_at``
         self._resets_at = inf
         self._period = MINUTE
-        self._told_by: int | None = None  # the number of that request; None: it had none
-        self._least: float = inf  # that was told as left while nobody counted
-        self._since: dict[int, int] = {}  # what those took that left after it, by number
-        self._taken = 0  # by all of them
+        self._told_by: int | None = None  # the number of that request; None: unknown
+        self._least: float = inf  # the smallest reported remainder without request numbers
+        self._since: dict[int, int] = {}  # usage of the requests that left after it, by number
+        self._taken = 0  # sum of ``_since``
 
     def restrict(self, limit: int | None) -> None:
-        """Set the user's limit; None lifts it."""
+        """Set the user's limit; None removes it."""
         self._limit = limit
 
     def allot(self, share: int | None) -> None:
@@ -72,11 +72,11 @@ class Budget:
 
     @property
     def share(self) -> int | None:
-        """What ``allot`` set."""
+        """The part that ``allot`` set."""
         return self._share
 
     def used(self, now: float) -> int:
-        """What counts of the last minute, with what is reserved."""
+        """Return the usage of the last minute, including reservations."""
         self._drop_old(now)
         return self._used + self._open
 
@@ -86,13 +86,13 @@ class Budget:
             self._used -= window.popleft()[1]
 
     def fill(self, until: float) -> None:
-        """Take the user's whole limit as used, until that time."""
+        """Count the user's whole limit as used until that time."""
         if self._limit is not None:
             self._used += self._limit
             self._window.append((until, self._limit))
 
     def free_at(self, amount: int, now: float) -> float:
-        """When so much may be taken; ``now`` or earlier: at once."""
+        """Return when ``amount`` may be taken; ``now`` or earlier means at once."""
         return max(self._free_of_window(amount, now), self._free_of_quota(amount, now))
 
     def _free_of_window(self, amount: int, now: float) -> float:
@@ -107,7 +107,7 @@ class Budget:
             over -= used
             if over <= 0:
                 return leaves_at
-        # Else something must be settled first, or the share must grow.
+        # Else a reservation must be settled first, or the share must grow.
         return window[-1][0] if window and not self._open and limit == self._limit else inf
 
     def _free_of_quota(self, amount: int, now: float) -> float:
@@ -123,7 +123,7 @@ class Budget:
         return now if whole else self._resets_at
 
     def take(self, number: int, amount: int, now: float) -> None:
-        """Used by the request of that number, and settled at once."""
+        """Count usage of the request ``number`` without a reservation."""
         self.reserve(number, amount)
         self.settle(number, amount, amount, now)
 
@@ -138,7 +138,7 @@ class Budget:
             self._open -= amount
 
     def settle(self, number: int, reserved: int, used: int, now: float) -> None:
-        if number in self._since or used > reserved:  # what was told since knows of the rest
+        if number in self._since or used > reserved:  # a later report already includes the rest
             self._note(number, used - reserved)
         if self._limit is not None:
             self._open -= reserved
@@ -146,7 +146,7 @@ class Budget:
             self._window.append((now + MINUTE + SLACK, used))
 
     def untake(self, number: int, amount: int) -> None:
-        """The latest that was taken was not used after all."""
+        """Undo the latest ``take``."""
         self._note(number, None)
         if self._window:
             leaves_at, used = self._window.pop()
@@ -154,12 +154,12 @@ class Budget:
             self._window.append((leaves_at, used - amount))
 
     def renumber(self, number: int, later: int, amount: int) -> None:
-        """The request leaves later than the number that it had says."""
+        """Give a request that leaves later a later number."""
         self._note(number, None)
         self._note(later, amount)
 
     def _note(self, number: int, more: int | None) -> None:
-        """The request took so much more; None: nothing of what it was taken to take."""
+        """Add to the usage of a request since the last report; None removes it."""
         if more is None:
             self._taken -= self._since.pop(number, 0)
         else:
@@ -167,8 +167,8 @@ class Budget:
             self._taken += more
 
     def learn(self, allowance: Allowance, number: int | None, on_its_way: int, now: float) -> None:
-        """The provider told it in answer to the request of that number; None: nobody counted, and all that is on its
-        way may have left since."""
+        """Learn the provider's report in the answer to request ``number``. None: the number is unknown, so all requests
+        in flight (``on_its_way``) may have left after it."""
         if allowance.limit is not None:
             self._full = allowance.limit
         if allowance.remaining is None:
@@ -178,7 +178,8 @@ class Budget:
             return
         is_over = now >= self._resets_at
         if number is None:
-            # Answers do not come in the order in which requests left: the least of what they told counts all of them.
+            # Answers do not arrive in the order in which requests left. The smallest reported remainder includes all of
+            # them.
             self._least = allowance.remaining if is_over else min(self._least, allowance.remaining)
             left = int(self._least) + self._taken - on_its_way
             older = self._told_by is not None and self._left is not None and left > self._left
@@ -195,14 +196,15 @@ class Budget:
         self._left, self._resets_at = left, now + resets_in + min(RESET_SLACK, resets_in)
 
     def _forget_up_to(self, number: int) -> None:
-        """The provider had seen these when it told."""
+        """Remove usage that the provider's report already includes."""
         while self._since and (first := next(iter(self._since))) <= number:
             self._note(first, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What one request took: what it was expected to use, of which budgets, and its place among those that left."""
+    """What one request reserved: its expected usage, the limits it counts for, and its number in the order of
+    sending."""
 
     expected: Usage
     number: int
@@ -213,33 +215,33 @@ NOTHING = Usage()
 
 
 class Rates:
-    """The budgets of one endpoint."""
+    """The rate limits of one endpoint."""
 
     __slots__ = ("_budgets", "_expected", "_number")
 
     def __init__(self, rpm: int | None = None, tpm: int | None = None) -> None:
         self._budgets: dict[str, Budget] = {}
         self.limit(rpm, tpm)
-        self._expected = NOTHING  # of the latest request
-        self._number = 0  # of the latest that left
+        self._expected = NOTHING  # usage of the latest request
+        self._number = 0  # number of the latest request that left
 
     def limit(self, rpm: int | None, tpm: int | None) -> None:
-        """Set the user's limits per minute, or lift them; what was used in the last minute still counts."""
+        """Set or remove the user's limits per minute. The usage of the last minute still counts."""
         for kind, limit in (("requests", rpm), ("tokens", tpm)):
             if limit is not None or kind in self._budgets:
                 self._budgets.setdefault(kind, Budget()).restrict(limit)
 
     @property
     def shared(self) -> dict[str, Budget]:
-        """The budgets with a limit of the user's, by kind."""
+        """The budgets with a limit set by the user, by kind."""
         return {kind: budget for kind, budget in self._budgets.items() if budget.limit is not None}
 
     def expected(self, kind: str) -> int:
-        """What a request like the latest takes of a budget."""
+        """Return what a request like the latest uses of a budget."""
         return max(1, _amount(kind, self._expected, 1))
 
     def fill(self, until: float) -> None:
-        """Take the user's limits as used up until that time: an earlier process may have done so."""
+        """Count the user's limits as used until that time, because an earlier process may have used them."""
         for budget in self._budgets.values():
             budget.fill(until)
 
@@ -248,24 +250,24 @@ class Rates:
         return len(self._budgets) > ("requests" in self._budgets)
 
     def free_at(self, now: float) -> float:
-        """When a request like the latest may be sent; ``now`` or earlier: at once."""
+        """Return when a request like the latest may be sent; ``now`` or earlier means at once."""
         return self._free_at(self._expected, now, 1)
 
     def _free_at(self, expected: Usage, now: float, requests: int) -> float:
-        # What is asked for is checked anew at that time, so the latest of them is near enough.
+        # All budgets are checked again at that time, so the latest of these times is sufficient.
         return max(
             (budget.free_at(_amount(kind, expected, requests), now) for kind, budget in self._budgets.items()),
             default=now,
         )
 
     def begin(self, now: float) -> Lease:
-        """A request has its slot; it is taken to be like the latest."""
+        """Count a request that has its slot. Its usage is assumed to equal that of the latest."""
         self._number += 1
         self._count(self._number, now)
         return self._reserve(self._expected, self._number)
 
     def count_again(self, lease: Lease, now: float) -> None:
-        """It leaves later than it was counted: better twice than too early."""
+        """Count a request again that leaves later than it was counted: twice is safer than too early."""
         self._count(lease.number, now)
 
     def _count(self, number: int, now: float) -> None:
@@ -279,15 +281,15 @@ class Rates:
         return Lease(expected, number, frozenset(self._budgets))
 
     def unreserve(self, lease: Lease) -> Lease:
-        """While it is not known whether the request may leave, nothing is held for it: many that each hold a part
-        would wait for each other."""
+        """Return a lease without reservations, for a request that waits for permission: many requests that each hold a
+        part would block each other."""
         for kind in lease.kinds - {"requests"}:
             self._budgets[kind].unreserve(lease.number, _amount(kind, lease.expected, 0))
         return Lease(NOTHING, lease.number, lease.kinds)
 
     def reserve(self, lease: Lease, expected: Usage, now: float) -> Lease | None:
-        """What a request that holds nothing will really take; None: it has to wait until ``free_at``, or until
-        others are settled. Else it leaves now, after all that left before."""
+        """Reserve the expected usage of a request without reservations. Returns None if it must wait until ``free_at``,
+        or until others are settled. Else it leaves now, with the next number."""
         self._expected = expected
         if self._free_at(expected, now, 0) > now:
             return None
@@ -297,20 +299,20 @@ class Rates:
         return self._reserve(expected, self._number)
 
     def settle(self, lease: Lease, used: Usage | None, now: float) -> None:
-        """The request has ended. None: nobody knows what it used."""
-        for kind in lease.kinds - {"requests"}:  # budgets that became known since are not its own
+        """Replace the reserved amount by what the request used; None: unknown."""
+        for kind in lease.kinds - {"requests"}:  # not budgets that became known later
             reserved = _amount(kind, lease.expected, 0)
             spent = reserved if used is None else _amount(kind, used, 0)
             self._budgets[kind].settle(lease.number, reserved, spent, now)
 
     def unsend(self, lease: Lease, now: float) -> None:
-        """It was answered without the endpoint."""
+        """Release everything for a request that was answered without the endpoint."""
         self.settle(lease, NOTHING, now)
         if "requests" in lease.kinds:
             self._budgets["requests"].untake(lease.number, 1)
 
     def learn(self, quota: Quota, lease: Lease | None, inflight: int, used: Usage, now: float) -> None:
-        """What an answer or a refusal told, while ``inflight`` others are on their way."""
+        """Learn the limits that an answer or a refusal reported while ``inflight`` other requests were in flight."""
         if self._expected == NOTHING:
             self._expected = used
         for kind, allowance in _allowances(quota).items():
@@ -338,10 +340,11 @@ def _allowances(quota: Quota) -> dict[str, Allowance]:
 
 
 def is_spent(quota: Quota | None) -> bool:
-    """Whether a refusal was for a budget that is waited for, and not for what is in flight."""
+    """Return whether a refusal was for a rate limit that resets soon, and not for requests in flight."""
     return quota is not None and any(each.remaining == 0 and _is_soon(each) for each in _allowances(quota).values())
 
 
 def _is_soon(allowance: Allowance) -> bool:
-    """A budget of a day that is spent is no reason to wait in silence: people are to read what the server says."""
+    """Return whether the limit resets soon. If not, as with a spent limit per day, the request fails and users see the
+    server's message."""
     return allowance.resets_in is None or allowance.resets_in <= LONGEST_RETRY_AFTER

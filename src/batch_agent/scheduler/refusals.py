@@ -1,12 +1,13 @@
-"""Does a denial (401, 403, 404 and the like) concern one row, or every row of the run?
+"""Decides whether a denial (401, 403, 404 and similar) concerns one row, or every row of the run.
 
-A wrong key concerns all, and so does a path or a model that does not exist, if the server has never given a good
-answer. A wrong key after good answers is confirmed by a second request first: a gateway may deny one request by
-mistake. If that is denied too, with no good answer in between, it concerns all.
+A wrong key concerns all rows. So does a path or a model that does not exist, if the server has never given a good
+answer. After good answers, a wrong key is first confirmed by a second request, because a gateway may deny one request
+by mistake. If that is denied too, with no good answer in between, it concerns all rows.
 
-Anything else (a forbidden topic, a bad image) may be the row's own. It is unclear until there is a good answer to a
-request that was sent no earlier, or until other rows are denied too. The same denial of several rows with no such
-answer between them concerns all, unless many more requests are in flight: a denial often comes sooner than an answer.
+Anything else (a forbidden topic, a bad image) may concern only the row. It is unclear until a request sent at the same
+time or later gets a good answer, or until other rows are denied too. The same denial of several rows with no such
+answer between them concerns all rows, unless many more requests are in flight: a denial often arrives sooner than an
+answer.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Literal
 
 Scope = Literal["row", "confirm", "unclear", "all"]
 
-WRONG_KEY = frozenset({401, 402, 429})  # the 429 of a spent quota; one that asks for patience is no refusal
+WRONG_KEY = frozenset({401, 402, 429})  # the 429 of a spent quota; a 429 with a Retry-After is not a denial
 WRONG_PLACE = frozenset({301, 302, 303, 307, 308, 404, 405})
 FORBIDDEN = 403
-CONFIRMED = 2  # rows whose key was refused
-SEVERAL = 10  # rows with a status that may concern all; a moderator may refuse a few in a row
+CONFIRMED = 2  # number of rows whose key was refused
+SEVERAL = 10  # number of rows with a status that may concern all; a moderator may refuse a few in a row
 FEW = 3  # the same before any good answer, with few requests in flight
-MANY = 20  # rows with the same words and another status
+MANY = 20  # number of rows with the same message and another status
 
 _VARIABLE = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 
@@ -33,11 +34,11 @@ class Refusals:
 
     def __init__(self) -> None:
         self._answered = False
-        self._kind: tuple[int, str] | None = None  # of the unclear ones, which are all the same
-        self._rows: dict[Hashable, float] = {}  # and when the request of each was sent
+        self._kind: tuple[int, str] | None = None  # of the unclear denials, which all have the same kind
+        self._rows: dict[Hashable, float] = {}  # row → when its request was sent
 
     def answered(self, sent_at: float) -> None:
-        """A request that was sent then got a good answer."""
+        """Record a good answer to a request sent at ``sent_at``."""
         self._answered = True
         if self._rows:
             self._rows = {row: sent for row, sent in self._rows.items() if sent > sent_at}
@@ -55,9 +56,9 @@ class Refusals:
         *,
         confirmed: bool = False,
     ) -> Scope:
-        """Whom a refusal concerns. ``confirm``: send the same request once more, and say then that it was
+        """Return which rows a denial concerns. ``confirm``: send the same request once more, and then pass
         ``confirmed``."""
-        if status is None:  # a filter that stopped an answer, not a refusal to answer
+        if status is None:  # a filter stopped the answer; the request itself was accepted
             return "row"
         wrong_key = status in WRONG_KEY
         if (wrong_key or status in WRONG_PLACE) and not self._answered:
@@ -69,7 +70,7 @@ class Refusals:
             self._rows.clear()
         again = row in self._rows
         if wrong_key and confirmed and not again:
-            return "row"  # others were answered meanwhile
+            return "row"  # other rows were answered meanwhile
         self._rows[row] = sent_at
         refused = len(self._rows)
         if wrong_key:

@@ -1,10 +1,10 @@
-"""Which agents' contexts are probably still in the KV cache of one endpoint.
+"""Estimates which agents' contexts are still in the KV cache of one endpoint.
 
-Engines evict the blocks that were used longest ago. So an agent's context is still there if the contexts that were used
-since its last turn, and its own, fit the cache together. The part that all agents share is counted once.
+Engines evict the least recently used blocks. So an agent's context is still cached if it fits the cache together with
+all contexts used since its last turn. The part that all agents share is counted once.
 
-``LearntCapacity`` turns this around for an engine that does not report the size of its cache: an agent whose context
-was evicted, or was not, shows how much the cache can hold at most, or at least.
+``LearntCapacity`` reverses this for an engine that does not report the size of its cache: an agent whose context was
+evicted, or was not, gives an upper or a lower bound of the capacity.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from collections import OrderedDict
 
 from batch_agent.scheduler.forecast import Progress
 
-MOST = 4_096  # contexts that are remembered
-FARTHEST = 512  # contexts that are looked back over
-FULL = 0.9  # of the capacity: below that, nothing is evicted
-SMALLER, LARGER = 0.8, 1.01  # the most that one eviction, and one hit near the capacity, change what was learnt
+MOST = 4_096  # number of contexts that are remembered
+FARTHEST = 512  # number of contexts to look back over
+FULL = 0.9  # part of the capacity; below it nothing is evicted
+SMALLER, LARGER = 0.8, 1.01  # largest change of the estimate after one eviction, and after one hit near the capacity
 
 
 class Residency:
-    """Contexts by the time of their last use. Those that do not fit the cache any more are forgotten."""
+    """Contexts ordered by their last use. Those that do not fit the cache any more are dropped."""
 
     __slots__ = ("_contexts", "_flying", "_total")
 
     def __init__(self) -> None:
         self._contexts: OrderedDict[Progress, int] = OrderedDict()
-        self._flying: set[Progress] = set()  # with a turn in flight: their contexts are in use until it is answered
+        self._flying: set[Progress] = set()  # with a turn in flight: their contexts are in use until the answer
         self._total = 0
 
     def __contains__(self, progress: Progress) -> bool:
         return progress in self._contexts
 
     def is_tight(self, room: float) -> bool:
-        """Whether contexts are being evicted, or soon will be. ``room`` is the tokens that the cache holds."""
+        """Return whether contexts are being evicted, or soon will be. ``room`` is the capacity in tokens."""
         return self._total > FULL * room
 
     def sent(self, progress: Progress, tokens: int, room: float) -> None:
-        """A turn of the agent is sent, whose own part of the prompt has ``tokens``."""
+        """Record that a turn of the agent is sent; ``tokens`` is the agent's own part of the prompt."""
         self._flying.add(progress)
         self._use(progress, tokens, room)
 
@@ -46,7 +46,7 @@ class Residency:
         self._use(progress, tokens, room)
 
     def end(self, progress: Progress) -> None:
-        """The agent has ended. Its context stays until others need the memory."""
+        """Record that the agent has ended. Its context stays until others need the memory."""
         self._flying.discard(progress)
 
     def _use(self, progress: Progress, tokens: int, room: float) -> None:
@@ -63,7 +63,8 @@ class Residency:
                 self._total -= contexts.pop(oldest)
 
     def distance(self, progress: Progress) -> int | None:
-        """Tokens of the contexts that were used since the agent's last turn, with its own; None if that is long ago."""
+        """Return the tokens of all contexts used since the agent's last turn, and of its own; None if that was too long
+        ago."""
         if progress not in self._contexts:
             return None
         tokens, flying = 0, len(self._flying)
@@ -81,7 +82,7 @@ class Residency:
 
 
 class LearntCapacity:
-    """The capacity that evictions have shown; None before the first."""
+    """The capacity inferred from evictions; None before the first."""
 
     __slots__ = ("tokens",)
 
@@ -89,7 +90,7 @@ class LearntCapacity:
         self.tokens: int | None = None
 
     def learn(self, distance: int, *, evicted: bool) -> bool:
-        """A context was looked up at this distance. Returns whether the capacity changed."""
+        """Learn from a context that was looked up at this distance. Returns whether the capacity changed."""
         before = self.tokens
         if evicted:
             self.tokens = distance if before is None else max(min(before, distance), round(SMALLER * before))

@@ -1,14 +1,13 @@
-"""Which of many endpoints a turn goes to: where it will be done soonest, and where its prefix is.
+"""Chooses the endpoint of a turn among many: the one that finishes it soonest, or the one with its prefix.
 
-A free slot is worth what its endpoint makes of it: the one with the lowest (in flight + 1) x seconds per turn / weight
-comes first, so that a fast server has more on its way than a slow one. They stand in heaps, one for each kind of
-endpoint (which models it serves, how long a context it has); an entry that is out of date is dropped when it comes up,
-and every change costs one push. Sums over all endpoints are kept up to date in the same place, so nothing here looks at
-all of them for a turn.
+The endpoint with the lowest (in flight + 1) x seconds per turn / weight comes first, so a fast server gets more
+requests than a slow one. The endpoints are in heaps, one for each kind of endpoint (the models it serves, the length of
+its context). An outdated entry is dropped when it reaches the top, and every change costs one push. Sums over all
+endpoints are updated in the same place, so no turn iterates over all endpoints.
 
-Agents with a key have a home by rendezvous hashing: of all endpoints the one whose hash with the key is highest, so
-that one endpoint more or less moves only its share of the keys. That is worked out once for a key. What a prefix is
-worth is measured: seconds per token that was not in a cache, the slope through all answers so far.
+Agents with a key have a home by rendezvous hashing: the endpoint whose hash with the key is highest. So adding or
+removing one endpoint moves only its share of the keys. The home is computed once per key. The value of a prefix is
+measured: seconds per token that was not cached, as the slope through all answers so far.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from batch_agent.messages import Usage
 from batch_agent.scheduler.endpoint import Endpoint
 from batch_agent.scheduler.health import SHORTEST_SILENCE, SILENCE_FACTOR
 
-LEARN = 0.1  # the weight of the latest first prompt in their mean
-LEARN_ALL = 0.05  # the weight of the latest answer in the seconds per turn of all
-UNKNOWN = 2.0  # times the usual seconds, expected of an endpoint that has never answered
-SLOW = 1.5  # times the usual seconds per turn, from where on an endpoint must be worth waiting for
-PRIOR_SECONDS = 1e-4  # per token that has to be computed, until answers have shown it
+LEARN = 0.1  # the weight of the latest first prompt in the mean
+LEARN_ALL = 0.05  # the weight of the latest answer in the mean seconds per turn of all
+UNKNOWN = 2.0  # an endpoint that has never answered is expected to take this many times the usual seconds
+SLOW = 1.5  # an endpoint above this many times the usual seconds per turn is checked before use
+PRIOR_SECONDS = 1e-4  # per token to compute, until answers have shown it
 PRIOR_WEIGHT = 1e6  # tokens squared
 FORGET = 0.99
 MOST = (1 << 64) - 1
-MOST_HOMES = 100_000  # keys whose home is remembered
+MOST_HOMES = 100_000  # number of keys whose home is cached
 
 Kind = tuple[frozenset[str] | None, int | None]
 
 
 class PrefixCost:
-    """Seconds that a token costs which is not in a server's cache: least squares, the latest answers count most."""
+    """Estimates the seconds per uncached token by least squares; recent answers have more weight."""
 
     __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
 
@@ -60,14 +59,14 @@ class PrefixCost:
 
 
 class Standing:
-    """One endpoint as the router last saw it."""
+    """The state of one endpoint when the router last saw it."""
 
     __slots__ = ("kind", "number", "seed", "slots", "spare", "works")
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.kind = _kind(endpoint)
         self.seed = _hash(endpoint.name)
-        self.number = 0  # of its entry in the heap; others of it are out of date
+        self.number = 0  # number of its valid entry in the heap; its other entries are outdated
         self.spare = 0.0
         self.slots = 0.0
         self.works = False
@@ -75,21 +74,21 @@ class Standing:
 
 class Router:
     def __init__(self, endpoints: Iterable[Endpoint] = ()) -> None:
-        self.working = 0  # endpoints that are not down, given up or leaving
-        self.trials: deque[Endpoint] = deque()  # those that are down, and were found to be worth a trial
+        self.working = 0  # number of endpoints that are not down, given up or leaving
+        self.trials: deque[Endpoint] = deque()  # endpoints that are down and worth a trial
         self.prefix = PrefixCost()
-        self.usual = 0.0  # seconds per turn, of all
+        self.usual = 0.0  # seconds per turn, mean of all
         self._answers = 0
-        self.first_tokens = 0.0  # of a first prompt, on average
+        self.first_tokens = 0.0  # mean tokens of a first prompt
         self._standing: dict[Endpoint, Standing] = {}
-        self._heaps: dict[Kind, list[tuple[float, int, Endpoint]]] = {}  # of all kinds there are
+        self._heaps: dict[Kind, list[tuple[float, int, Endpoint]]] = {}  # for all existing kinds
         self._kinds: Counter[Kind] = Counter()
         self._numbers = 0
-        self._spare = self._slots = 0.0  # finite ones
-        self._endless = self._endless_spare = 0  # endpoints without a limit
+        self._spare = self._slots = 0.0  # of endpoints with a limit
+        self._endless = self._endless_spare = 0  # number of endpoints without a limit
         self._down_spare = 0.0
-        self._resting: list[Endpoint] = []  # slow ones that the end of the batch does not wait for
-        self._rested_at = 0.0  # turns left then
+        self._resting: list[Endpoint] = []  # slow endpoints that would delay the end of the batch
+        self._rested_at = 0.0  # turns left at that time
         self._homes: dict[tuple[str, str], Endpoint] = {}
         for endpoint in endpoints:
             self.add(endpoint)
@@ -101,7 +100,7 @@ class Router:
         self.touch(endpoint)
 
     def drop(self, endpoint: Endpoint) -> None:
-        """It is gone: nothing is in flight there any more."""
+        """Remove an endpoint without requests in flight."""
         standing = self._standing.pop(endpoint)
         self._count(endpoint, standing, -1)
         self._count_kind(standing.kind, -1)
@@ -114,11 +113,11 @@ class Router:
         else:
             del self._kinds[kind], self._heaps[kind]
 
-    # What is free
+    # Free slots
 
     @property
     def spare(self) -> float:
-        """Slots that stay idle if nobody takes them; while nothing works, those of the next trials."""
+        """Number of slots that would stay idle; if no endpoint works, those of the next trials."""
         if self.working:
             return inf if self._endless_spare else self._spare
         return self._down_spare
@@ -128,7 +127,7 @@ class Router:
         return None if self._endless else int(self._slots)
 
     def touch(self, endpoint: Endpoint) -> None:
-        """Something about the endpoint has changed."""
+        """Record that the endpoint has changed."""
         standing = self._standing.get(endpoint)
         if standing is None:
             return
@@ -151,7 +150,7 @@ class Router:
         standing.number = self._numbers
         if standing.works and standing.spare > 0:
             server = endpoint.server
-            # One that has never answered ranks behind those that have.
+            # An endpoint that has never answered ranks behind those that have.
             score = (server.inflight + 1) * (server.seconds or UNKNOWN * self.usual or 1.0) / server.weight
             heap = self._heaps[kind]
             heappush(heap, (score, self._numbers, endpoint))
@@ -176,7 +175,7 @@ class Router:
         return standing is not None and standing.number == entry[1]
 
     def best(self, model: str = "", tokens: int = 0, avoid: Set[Endpoint] = frozenset()) -> Endpoint | None:
-        """The free endpoint where a turn will be done soonest; None where none is free that could take it."""
+        """Return the free endpoint that will finish a turn soonest; None if no free endpoint can take it."""
         found: tuple[float, int, Endpoint] | None = None
         for kind in self._fitting(model, tokens):
             entry = self._top(self._heaps[kind], avoid)
@@ -185,20 +184,22 @@ class Router:
         return None if found is None else found[2]
 
     def other(self, avoid: Set[Endpoint], model: str, tokens: int) -> Endpoint | None:
-        """The working endpoint beside these where a turn will soonest have a slot; None where none could take it."""
+        """Return the working endpoint outside ``avoid`` that will have a slot soonest; None if none can take the
+        turn."""
         kinds = self._fitting(model, tokens)
         others = [each for each, standing in self._standing.items() if standing.works and standing.kind in kinds]
         return min((each for each in others if each not in avoid), key=lambda each: self.wait(each, 0), default=None)
 
     def _fitting(self, model: str, tokens: int) -> Sequence[Kind]:
-        """Kinds that may take a turn of that model and length."""
+        """Return the kinds of endpoints that may take a turn of that model and length."""
         if len(self._heaps) == 1:
             return list(self._heaps)
         serving = self._serving(model)
         return [kind for kind in serving if kind[1] is None or kind[1] > tokens] or serving
 
     def _serving(self, model: str) -> list[Kind]:
-        """Kinds that may serve a model: where some say that they do, those and the ones that say nothing."""
+        """Return the kinds that may serve a model: those that list it and those that list no models. All kinds if none
+        lists it."""
         if model and any(kind[0] is not None and model in kind[0] for kind in self._heaps):
             return [kind for kind in self._heaps if kind[0] is None or model in kind[0]]
         return list(self._heaps)
@@ -218,22 +219,23 @@ class Router:
         return self._standing[endpoint].kind in self._serving(model)
 
     def is_served(self, model: str) -> bool:
-        """Whether an endpoint that works may serve the model."""
+        """Return whether a working endpoint may serve the model."""
         kinds = self._serving(model)
         return any(standing.works and standing.kind in kinds for standing in self._standing.values())
 
     def hide(self, endpoint: Endpoint) -> None:
-        """It is not free, whatever it looked like; until it is touched again."""
+        """Treat the endpoint as not free until it is touched again."""
         self._standing[endpoint].number = 0
 
     def rest(self, endpoint: Endpoint, turns_left: float) -> None:
-        """It is too slow for what is left; it is asked again when more is left, or nobody else is at work."""
+        """Stop using an endpoint that is too slow for the turns left. It is used again if more turns are left, or if no
+        other endpoint works."""
         self.hide(endpoint)
         self._resting.append(endpoint)
         self._rested_at = max(self._rested_at, turns_left)
 
     def wake(self, turns_left: float) -> bool:
-        """True when endpoints that rested are back."""
+        """Use resting endpoints again if more turns are left. Returns True if there were any."""
         if not self._resting or turns_left <= self._rested_at:
             return False
         resting, self._resting, self._rested_at = self._resting, [], 0.0
@@ -241,7 +243,7 @@ class Router:
             self.touch(endpoint)
         return True
 
-    # What is known of them
+    # Statistics
 
     def others_work(self, endpoint: Endpoint) -> bool:
         return self.working > self.works(endpoint)
@@ -266,28 +268,28 @@ class Router:
         return standing is not None and standing.works
 
     def is_free(self, endpoint: Endpoint) -> bool:
-        """Whether it has a slot, and does not rest."""
+        """Return whether it has a slot, and does not rest."""
         standing = self._standing[endpoint]
         return standing.works and standing.spare > 0 and standing.number > 0
 
     def seconds(self, endpoint: Endpoint) -> float:
-        """A turn's, as far as it is known."""
+        """Return the seconds per turn of the endpoint; the mean of all if unknown."""
         return endpoint.server.seconds or self.usual
 
     def wait(self, endpoint: Endpoint, ahead: int) -> float:
-        """Seconds until a slot is free at an endpoint that is full and has so many waiting."""
+        """Return the seconds until a slot is free at a full endpoint where ``ahead`` turns wait."""
         limit = endpoint.capacity.limit or max(1, endpoint.inflight)
         return (ahead + 1) * self.seconds(endpoint) / limit
 
     def is_slow_for(self, endpoint: Endpoint, turns_left: float, slots: float) -> bool:
-        """Whether the rest of the batch will be done sooner without it."""
+        """Return whether the rest of the batch will finish sooner without it."""
         seconds = endpoint.server.seconds
         return seconds > SLOW * self.usual and seconds > self.usual * (1 + turns_left / max(1.0, slots))
 
     # Keys
 
     def home(self, key: str, model: str = "") -> Endpoint | None:
-        """Where agents with this key belong, of the endpoints that work and serve the model."""
+        """Return the home of agents with this key, among the endpoints that work and serve the model."""
         home = self._homes.get((key, model))
         if home is not None:
             return home
@@ -298,7 +300,7 @@ class Router:
         for endpoint, standing in self._standing.items():
             if standing.works and standing.kind in kinds:
                 rank: float = _mix(number ^ standing.seed)
-                if not even:  # -weight / ln(hash between 0 and 1) is highest with a chance equal to the weight
+                if not even:  # -weight / ln(hash between 0 and 1) is highest in proportion to the weight
                     rank = -endpoint.server.weight / log((rank + 1) / (MOST + 2))
                 if rank > best:
                     best, found = rank, endpoint
@@ -314,11 +316,12 @@ def _kind(endpoint: Endpoint) -> Kind:
 
 
 def _hash(text: str) -> int:
-    """The same in every process, so that a run finds what an earlier one left in the caches."""
+    """Return a hash that is the same in every process, so that a run finds the prefixes that an earlier one left in the
+    caches."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
 
 
 def _mix(number: int) -> int:
-    """Every bit of the number in every bit of the result, as splitmix64 does it."""
+    """Mix the bits of a number as splitmix64 does: every bit affects every bit of the result."""
     number = number * 0x9E3779B97F4A7C15 & MOST
     return (number ^ number >> 29) * 0xBF58476D1CE4E5B9 & MOST

@@ -1,42 +1,43 @@
-"""Whether it pays to stream the answers of a run, so that tools can start while the model is still talking.
+"""Decides whether to stream the answers of a run, so that tools can start before the answer is complete.
 
-What streaming brings is the agent's own: the time that its tools had been running when the answer was complete. What it
-costs is the event loop's, a little for each token, and the loop is everybody's: while it reads for one agent the others
-in flight may have to wait. So a turn is worth streaming while it brings its agent more than it can cost them all.
+The gain of streaming belongs to the agent: the time that its tools had run when the answer was complete. The cost is a
+little event-loop time for each token, and all agents share the loop: while it reads for one agent, the others in flight
+may have to wait. So a turn is worth streaming if its agent gains more than all agents together can lose.
 
-A trial decides: a few turns are streamed and ``TRIAL`` answers weighed. As long as it pays each further answer is
-weighed with those before it, of which the older count less: agents move in waves, and a wave of last answers, which
-call no tool, is no reason to stop. When it does not pay, answers come whole for ``REST`` turns, and then there is
-another trial: tools and answers may have changed. No clock here: whoever takes a turn measures it.
+A trial decides: a few turns are streamed and ``TRIAL`` answers are measured. While streaming pays, each further answer
+is added to the mean, in which older answers count less. Agents often move in waves, and a wave of last answers, which
+call no tool, is no reason to stop. When streaming does not pay, answers are not streamed for ``REST`` turns, and then
+there is another trial, because tools and answers may have changed. This module has no clock: the caller measures each
+turn.
 """
 
 from __future__ import annotations
 
-TRIAL = 16  # answers that decide; twice as many turns are streamed for it, since some fail
-MEMORY = 256  # answers, after which those so far count half
+TRIAL = 16  # answers that decide; twice as many turns are streamed for it, because some fail
+MEMORY = 256  # number of answers after which all earlier ones count half
 REST = 1024  # turns
-TOKEN_SECONDS = 15e-6  # of the loop's time, for one token of a stream
+TOKEN_SECONDS = 15e-6  # event-loop seconds for one token of a stream
 
 
 class Streaming:
     __slots__ = ("_answers", "_asked", "_cost", "_gained", "_pays", "_told", "_whole")
 
     def __init__(self) -> None:
-        self._told: bool | None = None  # what was said last
+        self._told: bool | None = None  # the last decision that was reported
         self._begin_trial()
 
     def _begin_trial(self) -> None:
         self._pays: bool | None = None  # None: on trial
         self._asked = 0  # turns streamed for the trial
-        self._whole = 0  # turns since, that were not streamed
+        self._whole = 0  # turns since then that were not streamed
         self._answers = 0
-        self._gained = self._cost = 0.0  # by and of those answers, in seconds
+        self._gained = self._cost = 0.0  # of those answers, in seconds
 
     def wants_next(self) -> bool:
-        """Whether the turn that is about to be taken is to be streamed."""
+        """Return whether to stream the next turn."""
         if self._pays:
             return True
-        if self._whole >= REST:  # also after a trial whose answers never came
+        if self._whole >= REST:  # also after a trial whose answers never arrived
             self._begin_trial()
         if self._pays is None and self._asked < 2 * TRIAL:
             self._asked += 1
@@ -45,9 +46,9 @@ class Streaming:
         return False
 
     def learn(self, gained: float, tokens: int, inflight: int) -> tuple[bool, str] | None:
-        """A streamed answer of so many tokens is complete, whose tools had run for ``gained`` seconds by then, with
-        ``inflight`` turns under way. What was decided and why, in words, when that is new."""
-        if self._pays is False:  # it left before streaming was given up
+        """Learn from a complete streamed answer. ``gained``: seconds that its tools had run by then; ``inflight``:
+        turns in flight. Returns a new decision with its reason, or None if nothing changed."""
+        if self._pays is False:  # it was sent before streaming stopped
             return None
         self._answers += 1
         self._gained += gained
@@ -64,5 +65,5 @@ class Streaming:
             return None
         self._told = self._pays
         verdict = "more" if self._pays else "no more"
-        reason = f"early tools gain {gain:.2g} s a turn, {verdict} than the {cost:.2g} s that reading tokens costs all"
+        reason = f"early tools gain {gain:.2g} s per turn, {verdict} than the {cost:.2g} s that reading tokens costs"
         return self._pays, reason

@@ -1,8 +1,8 @@
 """The agents whose contexts are in one engine's KV cache at the same time, and whether another one fits.
 
-The projection takes the mean context after each turn from the agents that were there already, and the chance that an
-agent goes on from the turn forecast. What all agents share is counted once. An agent that waits long for its tool
-counts less and less, because others could use its memory meanwhile.
+The projection uses the mean context after each turn of earlier agents, and the probability from the turn forecast that
+an agent continues. The part that all agents share is counted once. An agent that waits long for its tool counts less
+and less, because others could use its memory meanwhile.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from batch_agent.scheduler.forecast import FIRST_GUESS, Progress, TurnForecast
 from batch_agent.scheduler.residency import FULL, LearntCapacity, Residency
 
 MOST_AGENTS = 1 << 30
-FARTHEST = 64  # turns that are looked ahead
-NEAR = 2  # turns that are looked ahead before a member has to be admitted again
+FARTHEST = 64  # number of turns to look ahead
+NEAR = 2  # number of turns to look ahead before a member must be admitted again
 LONG_WAIT = 5.0  # times the mean seconds of a turn: after such a tool wait a context counts half, after two a quarter
-SPAN_SECONDS, SPAN_TURNS = 1.0, 3.0  # the span in which prompt tokens per second are counted, in turns too if it can be
-QUICK, STEP = 0.1, 0.05  # the part of the turns that are quick, and how fast the seconds of those are learnt
-WORTH = 1.15  # times the turns per second, for which agents are held back
-LESS, MORE, LEAST = 0.95, 0.002, 0.6  # times the margin after an eviction, what a hit adds to it, and the smallest
+SPAN_SECONDS, SPAN_TURNS = 1.0, 3.0  # minimum span for counting prompt tokens per second, in seconds and in turns
+QUICK, STEP = 0.1, 0.05  # the part of turns that are quick, and the learning rate of their seconds
+WORTH = 1.15  # agents are held back only if the turns per second grow by this factor
+LESS, MORE, LEAST = 0.95, 0.002, 0.6  # factor of the margin after an eviction, what a hit adds to it, and its minimum
 
 
 class ContextGrowth:
@@ -39,7 +39,7 @@ class ContextGrowth:
         return len(self._mean) > 1
 
     def learn(self, turns: int, tokens: int) -> None:
-        """After ``turns`` turns an agent's context had this size."""
+        """Learn that an agent's context had ``tokens`` after ``turns`` turns."""
         if tokens > self.largest:
             self.largest = tokens
         if turns > FARTHEST:
@@ -54,8 +54,8 @@ class ContextGrowth:
             self._step = (self._mean[last] - self._mean[1]) / (last - 1)
 
     def expect(self, turns: int, more: int) -> bool:
-        """The next prompt of an agent that has taken ``turns`` is longer by this. Returns whether that is more than was
-        expected. An answer replaces it."""
+        """Learn that the next prompt of an agent that has taken ``turns`` is longer by ``more`` tokens. Returns whether
+        that is more than expected. An answer replaces it."""
         if not turns or turns + 1 < len(self._mean) or more <= self._step:
             return False
         self._step = float(more)
@@ -67,20 +67,20 @@ class ContextGrowth:
 
 
 class EnginePace:
-    """How fast an engine is: the most prompt tokens per second that it was seen to compute, and the seconds of a turn
+    """The speed of an engine: the most prompt tokens per second that it was seen to compute, and the seconds of a turn
     while it is not overloaded."""
 
     __slots__ = ("_began", "_early", "_heard", "_late", "_tokens", "quick")
 
     def __init__(self) -> None:
         self._early = self._late = 0.0  # tokens per second in short spans, and in long ones
-        self.quick = 0.0  # seconds that one turn in ten beats
-        self._began = self._heard = -inf  # of the span in which the engine was never without a request of ours
+        self.quick = 0.0  # seconds; one turn in ten is faster
+        self._began = self._heard = -inf  # of the span in which the engine always had a request of this run
         self._tokens = 0
 
     def learn(self, tokens: int, seconds: float, now: float) -> None:
-        """An answer took some seconds, and these tokens of its prompt were not cached."""
-        span = max(SPAN_SECONDS, SPAN_TURNS * seconds)  # what was computed before it began must not count much
+        """Learn from an answer that took ``seconds``; ``tokens`` of its prompt were not cached."""
+        span = max(SPAN_SECONDS, SPAN_TURNS * seconds)  # tokens computed before its start must not count much
         if now - seconds > self._heard:
             self._began, self._tokens = now - seconds, 0
         elif now - self._began > 2 * span:
@@ -96,12 +96,12 @@ class EnginePace:
 
     @property
     def rate(self) -> float:
-        """Tokens per second; 0 while too little is known."""
+        """Tokens per second; 0 if unknown."""
         return self._late or self._early
 
 
 class WorkingSet:
-    """The admitted agents of one endpoint, with the turns they took and the tokens of their contexts."""
+    """The admitted agents of one endpoint, with their turns taken and the tokens of their contexts."""
 
     __slots__ = (
         "_forecast",
@@ -119,9 +119,9 @@ class WorkingSet:
 
     def __init__(self, growth: ContextGrowth, forecast: TurnForecast) -> None:
         self._growth, self._forecast = growth, forecast
-        self.reported: int | None = None  # tokens that the cache holds, as the engine says; None: it does not say
-        self.ample = 0  # members that fit whatever their contexts, as far as was known at the last answer
-        self.queue = 0  # requests that wait in the engine, at the last reading
+        self.reported: int | None = None  # capacity of the cache in tokens, reported by the engine; None: not reported
+        self.ample = 0  # number of members that fit with contexts of any size, computed at the last answer
+        self.queue = 0  # requests in the engine's queue at the last reading
         self._preemptions: int | None = None  # at the last reading
         self.learnt = LearntCapacity()
         self.residency = Residency()
@@ -131,22 +131,22 @@ class WorkingSet:
 
     @property
     def capacity(self) -> int | None:
-        """Tokens that the cache holds, as the engine says, or as evictions have shown; None: unknown."""
+        """Capacity of the cache in tokens, reported by the engine or inferred from evictions; None: unknown."""
         return self.learnt.tokens if self.reported is None else self.reported
 
     @property
     def room(self) -> float:
-        """Tokens of the cache for what the agents do not share."""
+        """Tokens of the cache for contexts, without the part that agents share."""
         capacity = self.capacity
         return inf if capacity is None else capacity * self.margin - self._growth.shared
 
     @property
     def _remembered(self) -> float:
-        """Tokens of the contexts to remember: while the capacity is learnt, more than it is thought to be."""
+        """Tokens of the contexts to remember: twice the room while the capacity is inferred."""
         return self.room if self.reported is not None else 2 * self.room
 
     def look_up(self, progress: Progress, tokens: int) -> None:
-        """A turn of the agent is sent, with a prompt of ``tokens`` so far as is known."""
+        """Record that a turn of the agent is sent, with a prompt of about ``tokens``."""
         residency = self.residency
         progress.distance = None
         if progress.turns and (self.reported is None or residency.is_tight(self.room)):
@@ -155,7 +155,8 @@ class WorkingSet:
         residency.sent(progress, max(0, tokens - self._growth.shared), self._remembered)
 
     def answered(self, progress: Progress, tokens: int, evicted: bool) -> bool:
-        """The turn was answered, and the context has ``tokens`` now. Returns whether the capacity changed."""
+        """Record that the turn was answered, and the context now has ``tokens``. Returns whether the capacity
+        changed."""
         distance, changed = progress.distance, False
         if distance is None:
             pass
@@ -163,34 +164,35 @@ class WorkingSet:
             changed = self.learnt.learn(distance + self._growth.shared, evicted=evicted)
         elif not evicted:
             self.margin = min(1.0, self.margin + MORE)
-        elif distance < FULL * self.room:  # the cache holds less than the engine says: others have the rest
+        elif distance < FULL * self.room:  # the cache holds less than the engine reports: others use the rest
             self.shrink()
         self.use(progress, tokens)
         self.ample = self._count_ample()
         return changed
 
     def use(self, progress: Progress, tokens: int) -> None:
-        """The agent's context is in the cache, and has ``tokens``."""
+        """Record that the agent's context is in the cache, and has ``tokens``."""
         self.residency.answered(progress, max(0, tokens - self._growth.shared), self._remembered)
 
     def shrink(self) -> None:
         self.margin = max(LEAST, self.margin * LESS)
 
     def preempted(self, total: int | None) -> None:
-        """The engine has preempted ``total`` requests since it started: those that run need more than there is."""
+        """Shrink the margin if the engine's total of preemptions grew: the running requests need more memory than it
+        has."""
         if self._preemptions is not None and total is not None and total > self._preemptions:
             self.shrink()
         self._preemptions = total
 
     def _count_ample(self) -> int:
-        """Returns how many contexts of the largest size fit: with fewer members nothing has to be projected."""
+        """Return how many contexts of the largest size fit. With fewer members, no projection is needed."""
         growth, room = self._growth, self.room
         most = max(growth.largest, growth.after(2 * self._forecast.furthest + FIRST_GUESS)) - growth.shared
         return MOST_AGENTS if room == inf else int(room / max(1.0, most))
 
     def keeps(self, progress: Progress, now: float) -> bool:
-        """Whether a member goes on: the contexts that are in the cache fit for the next turns, or another member whose
-        context is there is less advanced."""
+        """Return whether a member may continue: the contexts in the cache fit for the next turns, or another member
+        with a cached context is less advanced."""
         if self.fits(now, horizon=NEAR, among=self.residency):
             return True
         here = [turns for member, (turns, _) in self.members.items() if member in self.residency]
@@ -205,8 +207,8 @@ class WorkingSet:
         horizon: int = FARTHEST,
         among: Residency | None = None,
     ) -> bool:
-        """Whether the members' contexts fit for the turns ahead, those ``among`` some only if that is given; with one
-        more agent that has taken ``turns`` if that is given."""
+        """Return whether the members' contexts fit for the turns ahead. ``among``: only those members. ``turns``: with
+        one more agent that has taken that many turns."""
         if len(self.members) < self.ample or self.capacity is None or not self._growth.is_known:
             return True
         half = LONG_WAIT * self._forecast.seconds_per_turn
@@ -237,8 +239,8 @@ class WorkingSet:
         return True
 
     def pays(self, agents: float) -> bool:
-        """Whether more turns per second are taken with the members alone than with all ``agents``, whose contexts would
-        be evicted and computed again."""
+        """Return whether the members alone take more turns per second than all ``agents`` would, whose contexts would
+        be evicted and recomputed."""
         pace, shared = self.pace, self._growth.shared
         cycle, rate = self._forecast.seconds_between_turns + pace.quick, pace.rate
         if self.capacity is None or not cycle or not rate:

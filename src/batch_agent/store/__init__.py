@@ -1,1 +1,2 @@
-"""The durable record of a run: its directory, its journal, and what of it is still valid when the run is resumed."""
+"""The durable record of a run: its directory, its journal, and the rules for reusing records when the run is
+resumed."""

@@ -1,6 +1,6 @@
-"""URLs of runs that are kept in Redis: ``redis://host:6379/0/NAME``, ``rediss://…``, ``redis-cluster://host:port/NAME``.
+"""URLs of runs in Redis: ``redis://host:6379/0/NAME``, ``rediss://…``, ``redis-cluster://host:port/NAME``.
 
-A password comes from the URL or from ``BATCH_AGENT_REDIS_PASSWORD``. No text made here shows it.
+The password comes from the URL or from ``BATCH_AGENT_REDIS_PASSWORD``. This module never prints it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ FORM = "redis://host:6379/0/NAME, rediss://host:6379/0/NAME or redis-cluster://h
 
 
 def masked(text: str) -> str:
-    """A text without the users and passwords of URLs in it."""
+    """Return the text without the users and passwords of its Redis URLs."""
     return re.sub(r"((?:rediss?|redis-cluster)://)[^@/\s]*@", r"\1", text)
 
 
 def is_store_url(run_dir: object) -> bool:
-    """Whether a run directory is named by a URL, not by a path."""
+    """Return whether a run directory is given as a URL instead of a path."""
     return isinstance(run_dir, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", run_dir) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """A server, and the run on it. ``name`` is "" for an address of the server alone. ``stage`` is the stage of a
-    pipeline, "" for a plain run; its keys share the tag of the run."""
+    """A Redis server and a run on it. ``name`` is "" if the address names only the server. ``stage`` is the stage of a
+    pipeline, "" for a plain run. The keys of a stage share the hash tag of its run."""
 
     scheme: str
     host: str
@@ -48,15 +48,15 @@ class StoreAddress:
 
     @classmethod
     def parse(cls, url: str | Path, *, environ: Mapping[str, str] = os.environ, named: bool = True) -> Self:
-        """The address in a URL. ``named``: it must name a run. Raises SpecError, which does not repeat the URL: it may
-        hold a password."""
+        """Return the address in a URL. With ``named``, the URL must name a run. Raises SpecError. Its message does not
+        repeat the URL, which may hold a password."""
         try:
             parts = urlsplit(str(url))
             host, port = parts.hostname, parts.port or PORT
         except ValueError:
-            raise SpecError(f"run_dir: this is no URL of a run; write {FORM}") from None
+            raise SpecError(f"run_dir: this is not the URL of a run; write {FORM}") from None
         if parts.scheme not in SCHEMES:
-            raise SpecError(f"run_dir: {parts.scheme}:// keeps no runs; write a directory, or {FORM}")
+            raise SpecError(f"run_dir: {parts.scheme}:// cannot hold runs; write a directory, or {FORM}")
         if not host:
             raise SpecError(f"run_dir: the URL names no host; write {FORM}")
         if parts.query or parts.fragment:
@@ -79,26 +79,27 @@ class StoreAddress:
 
     @property
     def prefix(self) -> str:
-        """What the keys of this run begin with. The braces keep all of them on one node of a Redis Cluster."""
+        """Prefix of the keys of this run. The braces are the hash tag: they keep all keys on one node of a Redis
+        Cluster."""
         return f"batch-agent:{{{self.name}}}:{self.stage}{':' if self.stage else ''}"
 
     def at(self, name: str, stage: str = "") -> StoreAddress:
-        """The address of another run on this server, or of a stage of it."""
+        """Return the address of another run on this server, or of a stage of it."""
         return replace(self, name=name, stage=stage)
 
     def __str__(self) -> str:
-        """The URL without user and password."""
+        """Return the URL without user and password."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         path = [*([] if self.cluster else [str(self.database)]), *filter(None, (self.name, self.stage))]
         return f"{self.scheme}://{host}:{self.port}" + "".join(f"/{part}" for part in path)
 
 
 def _path(parts: SplitResult) -> tuple[int, list[str]]:
-    """The database and the names in the path of a URL."""
+    """Return the database number and the names in the path of a URL."""
     names = [unquote(part) for part in parts.path.split("/") if part]
     database = 0
     if parts.scheme != "redis-cluster" and names and names[0].isdecimal():
         database = int(names.pop(0))
     if len(names) > 2 or not all(NAME.fullmatch(name) for name in names):
-        raise SpecError(f"run_dir: the name of a run has letters, digits, dots, dashes and underscores; write {FORM}")
+        raise SpecError(f"run_dir: the name of a run has only letters, digits, dots, dashes and _; write {FORM}")
     return database, names

@@ -1,4 +1,4 @@
-"""The seam between the journal and where it is kept. All of it runs in the journal's own thread, so it may block."""
+"""Protocols between the journal and its storage. All methods run in the journal's own thread, so they may block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from batch_agent.value_type import value_type
 
 @value_type
 class Identity:
-    """What a row's record is found by: ``key`` is its whole question, ``row`` the input alone."""
+    """Identifies the record of a row. ``key`` is the digest of its whole question, ``row`` the digest of the input
+    alone."""
 
     key: bytes
     row: bytes
@@ -21,16 +22,17 @@ class Identity:
 
 @value_type
 class Entry:
-    agent: int  # whose step it is; a number that no other agent of this journal has
+    agent: int  # the agent that took the step; the number is unique in this journal
     identity: Identity
     step: Step
 
 
 @value_type
 class Progress:
-    """How far a session is. ``resumed`` rows, a part of the others, came from the record; tokens and cost ($, None
-    where no price is known) are what it has spent. ``lease`` is what it may spend before the next commit, in tokens and
-    $; None when it has no limit, or has returned its lease at its end."""
+    """Progress of a session. ``resumed`` counts the rows, among the others, that came from the record. ``tokens`` and
+    ``cost`` are what the session has spent; ``cost`` is in $, None if no price is known. ``lease`` is what it may spend
+    before the next commit, in tokens and $. It is None without a limit, or after the session returned its lease at its
+    end."""
 
     ok: int = 0
     failed: int = 0
@@ -38,66 +40,68 @@ class Progress:
     tokens: int = 0
     cost: float | None = None
     lease: tuple[int, float] | None = None
-    learnt: tuple[int, ...] | None = None  # what is known of calls, for the next session
+    learnt: tuple[int, ...] | None = None  # statistics of calls, for the next session
 
 
 class Account(Protocol):
-    """What a session spends, for its journal."""
+    """Reports to the journal what a session spends."""
 
     def so_far(self) -> tuple[int, float | None]:
-        """Tokens and $ spent in this session; None where no price is known."""
+        """Return the tokens and $ spent in this session; $ is None if no price is known."""
         ...
 
     def lease(self) -> tuple[int, float] | None:
-        """The lease that is written with the commit that begins now."""
+        """Return the lease to write with the commit that begins now."""
         ...
 
     def learnt(self) -> tuple[int, ...] | None:
-        """What is known of calls, for the next session."""
+        """Return the statistics of calls, for the next session."""
         ...
 
     def leased(self, error: StoreError | None = None) -> None:
-        """That commit is on disk; or it failed, and so will all that follow."""
+        """Called when that commit is on disk, or with the error if it failed. After a failure, all later commits fail
+        too."""
         ...
 
 
 class Store(Protocol):
-    """Raises StoreError, and nothing else, when something cannot be recorded or read. The entries of one agent stay in
-    the order in which they were committed; nothing depends on a clock."""
+    """Storage of a journal. Raises only StoreError, when a step cannot be recorded or read. The entries of one agent
+    keep the order of their commits; no order depends on a clock."""
 
     def sessions(self) -> int:
-        """How many have begun."""
+        """Return how many sessions have begun."""
         ...
 
     def spent(self) -> tuple[int, float]:
-        """Tokens and $ of all sessions so far. A session that did not return its lease has spent all of it."""
+        """Return the tokens and $ of all sessions. A session that did not return its lease counts as having spent all
+        of it."""
         ...
 
     def learnt(self) -> tuple[int, ...] | None:
-        """What the latest session that learnt something knows of calls."""
+        """Return the statistics of calls of the latest session that recorded some."""
         ...
 
     def next_agent(self) -> int:
-        """The first number, from 1, that is above those of all recorded agents."""
+        """Return 1 + the largest number of a recorded agent, or 1 if there is none."""
         ...
 
     def begin(self, fingerprint: bytes, started: str) -> None:
-        """A session, whose progress the commits that follow tell."""
+        """Begin a session. The following commits record its progress."""
         ...
 
     def commit(self, entries: Sequence[Entry], progress: Progress) -> None:
-        """All of the entries, and a lease that grew, are on disk when this returns, or none is; how far the session is,
-        with them at the latest."""
+        """Write all entries, and a lease that grew, to disk before this returns, or write none of them. The progress is
+        on disk at the latest together with the next entries."""
         ...
 
     def sort_by(self, column: Literal["key", "row"]) -> None:
-        """Make the agents recorded until now ready to be claimed by their key; or by that first, and by their row where
-        no agent has the key. Those that are done come first, then those under way, then those that failed; by row,
-        where they may have been asked different questions, the newest of them."""
+        """Prepare the agents recorded so far to be claimed. ``key``: by key. ``row``: by key first, then by row if no
+        agent has the key. Finished agents come first, then unfinished ones, then failed ones. By row, the newest agent
+        comes first, because agents of the same row may have been asked different questions."""
         ...
 
     def claim(self, wanted: Sequence[Identity]) -> list[Past | None]:
-        """What is recorded of each row. Every recorded agent is given out once."""
+        """Return the record of each row, or None. Each recorded agent is returned only once."""
         ...
 
     def close(self) -> None: ...
@@ -105,6 +109,6 @@ class Store(Protocol):
 
 class OpenStore(Protocol):
     def __call__(self, path: Path, *, begun: bool) -> Store:
-        """``path`` is the journal's place in its run directory, for a store that is a file; ``begun`` says that a run
-        has begun there. Raises StoreError when it cannot be used."""
+        """Open a store. ``path`` is where the journal is in its run directory, for a store that is a file. ``begun``: a
+        run has begun in that directory. Raises StoreError if the store cannot be used."""
         ...

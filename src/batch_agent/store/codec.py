@@ -1,14 +1,13 @@
-"""Steps as bytes and back: ``decode(*encode(step)) == step``. The one place that knows the journal's format.
+"""Encodes steps as bytes: ``decode(*encode(step)) == step``. Only this module knows the journal's format.
 
-A step is a kind, which the database can select by, and a JSON array. What is new is added at an array's end, with a
-default for the arrays that do not have it, or as a kind of its own; either needs a new ``FORMAT``, so that a version
-which does not know it leaves the journal alone. Nothing is ever taken away or moved: every format reads all that were
-before it.
+A step is a kind, which the database can select by, and a JSON array. A new field is added at the end of an array with a
+default for arrays without it, or as a new kind. Both need a new ``FORMAT``: a version that does not know it then leaves
+the journal unchanged. Fields are never removed or moved, so every version reads all earlier formats.
 
-    format 2    kind 6, an agent that ended without a last answer
-    format 3    kind 7, a conversation that was cut
-    format 4    the lease of a session; kinds 8 to 10, what a user's worker asked and called; its output in kind 6; what
-                kinds 1 and 4 answer
+    format 2    kind 6: an agent ended without a last answer
+    format 3    kind 7: a conversation was compacted
+    format 4    the lease of a session; kinds 8 to 10: requests and calls of a user's worker; its output in kind 6; the
+                digest of the request in kinds 1 and 4
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from batch_agent.store.steps import (
 )
 
 FORMAT = 4
-OLDEST = 1  # the first format that is still read
-SLOWLY = b" "  # before what orjson can neither write nor read
+OLDEST = 1  # the oldest format that is still read
+SLOWLY = b" "  # prefix of a body that orjson can neither write nor read
 TURN, BEGUN, OUTCOME, DONE, FAILED, ENDED, COMPACTED = range(1, 8)
 ASKED, CALL_BEGUN, CALL_ENDED = 8, 9, 10
-WRITES = (BEGUN, CALL_BEGUN)  # a record with one of these must not be taken for none
+WRITES = (BEGUN, CALL_BEGUN)  # an unreadable record with one of these must not count as missing
 
-# What the arrays hold, in order.
+# Types of the values in each array, in order.
 Form = tuple[type | UnionType, ...]
 NUMBER = int | float
 REPLY: Form = (str, list, list, str, NUMBER | None, str, list | None, list | None)
@@ -84,7 +83,7 @@ def encode(step: Step) -> tuple[int, bytes]:
 
 
 def decode(kind: int, body: bytes) -> Step:
-    """Raises ValueError for what ``encode`` never wrote."""
+    """Return the step of a record. Raises ValueError for bytes that ``encode`` never writes."""
     record = _load(body)
     if kind in (TURN, DONE):
         reply, spent, *asked = _read(record, (list, list, str), least=2)
@@ -110,13 +109,14 @@ def decode(kind: int, body: bytes) -> Step:
         return CallBegun(*_read(record, (str, int, str, str)))
     if kind == CALL_ENDED:
         return CallEnded(*_read(record, (str, int, str, str, bool, str)))
-    raise ValueError(f"a record of kind {kind} is of a newer version of this package, or none")
+    raise ValueError(f"a record of kind {kind} was written by a newer version of this package, or is damaged")
 
 
 def _read(array: object, form: Form, least: int | None = None) -> list[Any]:
-    """The array's values, each of its type. ``least`` is how many the first format had, where later ones have more."""
+    """Return the values of the array after checking their types. ``least`` is how many values the first format had, if
+    later formats have more."""
     if not isinstance(array, list) or not (len(form) if least is None else least) <= len(array) <= len(form):
-        raise ValueError(f"a record has another form: {str(array)[:100]}")
+        raise ValueError(f"a record has an unexpected form: {str(array)[:100]}")
     for value, kind in zip(array, form, strict=False):
         if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
             raise ValueError(f"a record has {str(value)[:100]} where another type is expected")
@@ -137,8 +137,8 @@ def _from_reply(reply: Reply) -> list[object]:
 
 
 def _to_reply(array: object) -> Reply:
-    # Later fields are at the end, here and in a Usage, and may be missing: first there was no ``sealed`` and no
-    # ``cache_write_tokens``.
+    # Later fields are at the end of the array and may be missing: early formats have no ``sealed``, and no
+    # ``cache_write_tokens`` in a Usage.
     text, calls, usage, reasoning, first_token, finish_reason, saved, *later = _read(array, REPLY, least=7)
     sealed = later[0] if later else None
     return Reply(
@@ -154,7 +154,8 @@ def _to_reply(array: object) -> Reply:
 
 
 def from_message(message: Message) -> tuple[object, ...]:
-    """Pictures by their marks; what only a wire can read is left out."""
+    """Return the message as JSON values. Images become their placeholders; data that only one provider's wire can read
+    is omitted."""
     calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
     shown = content_shown(message.content)
     return message.role, shown, calls, message.tool_call_id, message.reasoning, message.tool_name
@@ -193,7 +194,7 @@ def _dump(value: object) -> bytes:
     try:
         return orjson.dumps(value)
     except TypeError:
-        # A lone surrogate or an integer beyond 64 bits, which a model or a server can write and orjson cannot.
+        # orjson cannot write a lone surrogate or an integer beyond 64 bits; a model or a server can.
         return SLOWLY + json.dumps(value).encode("ascii")
 
 

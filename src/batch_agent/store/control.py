@@ -1,4 +1,4 @@
-"""How a run in another process is steered: requests to its control socket, which its run directory points to."""
+"""Requests to the control socket of a run in another process. The run directory says where the socket is."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 
 CONTROL = "control.json"
-LONGEST_ANSWER = 256 * 1024 * 1024  # bytes of a line: a conversation may be long
-PATIENCE = 10.0  # seconds until an answer has to be there
+LONGEST_ANSWER = 256 * 1024 * 1024  # bytes of a line; a conversation may be long
+PATIENCE = 10.0  # seconds to wait for an answer
 
 
 class NotAlive(BatchAgentError):
-    """The run does not go on now, or not on this machine."""
+    """The run is not running, or runs on another machine."""
 
 
 class Refused(BatchAgentError):
-    """The run does not do what it was asked to."""
+    """The run refused the request."""
 
 
 def socket_of(run_dir: Path) -> Path:
-    """The control socket of a run. Raises NotAlive where there is none."""
+    """Return the path of the control socket of a run. Raises NotAlive if there is none."""
     try:
         place = from_json((run_dir / CONTROL).read_bytes())
     except (OSError, ValueError):
@@ -39,7 +39,7 @@ def socket_of(run_dir: Path) -> Path:
 
 
 async def ask(run_dir: Path, request: JsonObject) -> JsonObject:
-    """The answer of the run. Raises NotAlive, or Refused with its reason."""
+    """Return the answer of the run. Raises NotAlive, or Refused with its reason."""
     answers = stream(run_dir, request)
     try:
         async with asyncio.timeout(PATIENCE):
@@ -53,12 +53,12 @@ async def ask(run_dir: Path, request: JsonObject) -> JsonObject:
 
 
 async def stream(run_dir: Path, request: JsonObject) -> AsyncGenerator[JsonObject, None]:
-    """The answers of the run, until it ends. Raises NotAlive, or Refused with its reason."""
+    """Yield the answers of the run until it ends. Raises NotAlive, or Refused with its reason."""
     path = socket_of(run_dir)
     try:
         reader, writer = await asyncio.open_unix_connection(path, limit=LONGEST_ANSWER)
     except OSError:
-        raise NotAlive(f"{run_dir} is not running: it ended without saying so") from None
+        raise NotAlive(f"{run_dir} is not running: it was killed, or its machine went down") from None
     except (AttributeError, NotImplementedError):
         raise SpecError("this platform has no Unix sockets, so runs cannot be steered from outside") from None
     try:
@@ -66,7 +66,7 @@ async def stream(run_dir: Path, request: JsonObject) -> AsyncGenerator[JsonObjec
         while line := await reader.readline():
             answer = from_json(line)
             if not isinstance(answer, dict) or not answer.get("ok"):
-                why = answer.get("error") if isinstance(answer, dict) else "an answer that cannot be read"
+                why = answer.get("error") if isinstance(answer, dict) else "the answer is not valid JSON"
                 raise Refused(str(why))
             yield cast(JsonObject, answer)
     except ConnectionError:

@@ -1,10 +1,11 @@
-"""What a request asked, as digests: how a resumed agent's request is compared with the recorded one.
+"""Digests of requests. They tell whether a resumed agent sends the same request that was recorded.
 
-A conversation only grows, so digests are chains: what is new is hashed together with the digest of all that came
-before. Reasoning and what only a wire can read are left out: they come from recorded answers.
+A conversation only grows, so digests are chained: new messages are hashed together with the digest of all earlier ones.
+Reasoning, and data that only one provider's wire can read, are omitted: they come from recorded answers.
 
-The tool loop asks in a fixed order, and its request is compared with the one recorded at the same place: one hash for
-each request, since it is on the hot path. A user's worker may ask in any order, and its request is looked up by digest.
+The tool loop sends requests in a fixed order, so each request is compared with the one recorded at the same position.
+It costs one hash per request, because it is on the hot path. A user's worker may send requests in any order, so its
+requests are looked up by digest.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from batch_agent.messages import Message, content_shown
 from batch_agent.store.keys import shape_fields
 
 BYTES = 16
-SHAPES = 256  # whose digests are remembered
-WHOLE, SHORT = 16, 4  # hexadecimal digits: of a whole request, and of a part that only explains a difference
+SHAPES = 256  # number of shapes whose digests are cached
+WHOLE, SHORT = 16, 4  # hexadecimal digits of the digest of a request, and of a part that only explains a difference
 PARTS = ("model", "tools", "output schema", "sampling")
 PART_OF = {
     **{"model": "model", "tools": "tools", "tool_choice": "tools"},
@@ -35,14 +36,14 @@ PART_OF = {
 
 @dataclass(frozen=True, slots=True)
 class ShapeDigest:
-    """``whole`` is of all fields; ``parts`` is a short digest for each of PARTS, one after the other."""
+    """``whole`` is the digest of all fields. ``parts`` is a short digest for each of PARTS, concatenated."""
 
     whole: bytes
     parts: str
 
 
 class ShapeDigests:
-    """The digests of the shapes that a run has asked with, each computed once."""
+    """The digests of the request shapes that a run has used, each computed once."""
 
     def __init__(self) -> None:
         self._known: dict[RequestShape, ShapeDigest] = {}
@@ -50,7 +51,7 @@ class ShapeDigests:
     def of(self, shape: RequestShape) -> ShapeDigest:
         digest = self._known.get(shape)
         if digest is None:
-            if len(self._known) >= SHAPES:  # a worker may ask with ever new ones
+            if len(self._known) >= SHAPES:  # a worker may use an unlimited number of shapes
                 self._known.clear()
             digest = self._known[shape] = _shape_digest(shape)
         return digest
@@ -59,7 +60,8 @@ class ShapeDigests:
 def _shape_digest(shape: RequestShape) -> ShapeDigest:
     fields = shape_fields(shape)
     if shape.schema is not None and shape.tool_choice == "none":
-        # Tools that are shown and must not be used are there for the server's cache: it is the same question without.
+        # Tools that are listed but must not be used only serve the server's prefix cache. Without them, the question is
+        # the same.
         fields = {**fields, "tools": (), "tool_choice": None}
     parts: dict[str, dict[str, object]] = {part: {} for part in PARTS}
     for name, value in fields.items():
@@ -69,39 +71,41 @@ def _shape_digest(shape: RequestShape) -> ShapeDigest:
 
 
 def message_digest(before: bytes, message: Message) -> bytes:
-    """The digest of a conversation that goes on with ``message``; ``before`` is of all that comes before it."""
+    """Return the digest of a conversation that continues with ``message``. ``before`` is the digest of all earlier
+    messages."""
     return _hash(before, _written(message))
 
 
 def request_digest(conversation: bytes, shape: ShapeDigest) -> str:
-    """What a worker's request is found by."""
+    """Return the digest under which a worker's request is recorded."""
     return _hash(conversation, shape.whole).hex()
 
 
 def call_digest(name: str, arguments: str) -> str:
-    """What a worker's tool call is found by. The order of the arguments does not matter."""
-    with suppress(ValueError):  # the tool will refuse what is not JSON
+    """Return the digest under which a worker's tool call is recorded. The order of the arguments does not matter."""
+    with suppress(ValueError):  # the tool rejects arguments that are not JSON
         arguments = json.dumps(json.loads(arguments or "{}"), sort_keys=True)
     return _hash(name.encode("utf-8", "surrogatepass"), b"\0", arguments.encode("utf-8", "surrogatepass")).hex()
 
 
 def next_asked(before: bytes, shape: ShapeDigest, new: Sequence[Message]) -> tuple[bytes, str]:
-    """The digest of a request of the tool loop, and what is recorded of it. ``before`` is the digest of the request
-    before it, ``new`` the messages since."""
+    """Return the digest of a request of the tool loop, and the text to record for it. ``before`` is the digest of the
+    previous request, ``new`` are the messages since."""
     written = [_written(message) for message in new]
     digest = _hash(before, shape.whole, *written)
     return digest, digest.hex()[:WHOLE] + shape.parts + "".join([f"{crc32(text) & 0xFFFF:04x}" for text in written])
 
 
 def is_same(then: str, now: str) -> bool:
-    """Whether two requests, as ``next_asked`` tells them, are the same. One without a digest was recorded by an older
-    version, and is accepted."""
+    """Return whether two requests, as ``next_asked`` records them, are the same. A request without a digest was
+    recorded by an older version and counts as the same."""
     return not then or then[:WHOLE] == now[:WHOLE]
 
 
 def difference(then: str, now: str, new: Sequence[Message], first: int) -> str:
-    """What differs between two requests, in words. ``new`` are the messages of the present one that were added since
-    the request before; the first of them is number ``first`` of the conversation, from 1."""
+    """Return a description of the differences between two requests. ``new`` are the messages of the present request
+    that were added since the previous one. The first of them is number ``first`` of the conversation, counted from
+    1."""
     before, after = _pieces(then), _pieces(now)
     found = [
         f"the {part} {'differ' if part == 'tools' else 'differs'}"
@@ -129,7 +133,7 @@ def _hash(*parts: bytes) -> bytes:
 
 
 def _written(message: Message) -> bytes:
-    """A message as it is hashed: as it is recorded, its pictures by their marks."""
+    """Return the bytes of a message that are hashed: the recorded form, with images as their placeholders."""
     content = message.content
     value = (
         message.role,

@@ -1,6 +1,6 @@
-"""The tool calls that rows made in an earlier run, read from its directory; also while a process still works there.
+"""Reads the tool calls that rows made in an earlier run from its directory, even while a process works there.
 
-Rows are told apart by their content alone: the task, the model or the tools may have changed since.
+Rows are matched by their content alone, because the task, the model or the tools may have changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from batch_agent.store.steps import Turn
 
 
 class EarlierCalls:
-    """``async with`` it. All reading is in a thread of its own."""
+    """Use it with ``async with``. All reading is in its own thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -28,7 +28,7 @@ class EarlierCalls:
         self._db: sqlite3.Connection | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises SpecError where there is no run, StoreError where its journal cannot be read."""
+        """Raises SpecError if there is no run, StoreError if its journal cannot be read."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._open)
         except BaseException:
@@ -41,7 +41,7 @@ class EarlierCalls:
         self._thread.shutdown(wait=False)
 
     async def of(self, row: bytes) -> list[tuple[ToolCall, ...]]:
-        """The calls of the row's latest agent, those of one answer together; none for a row that is not there."""
+        """Return the calls of the row's latest agent, grouped by answer. Empty if the row is not recorded."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, row)
 
     def _open(self) -> None:
@@ -56,7 +56,7 @@ class EarlierCalls:
             "SELECT body FROM latest JOIN main.record AS record USING (agent) "
             "WHERE latest.row = ? AND kind = ? ORDER BY record.id"
         )
-        # What cannot be read is not foreseen: a run must not fail for what it only gains from.
+        # An unreadable record is ignored: these calls are only predictions, and must not make a run fail.
         with suppress(sqlite3.Error, ValueError):
             steps = [decode(TURN, body) for (body,) in self._db.execute(query, (row, TURN))]
             return [step.reply.tool_calls for step in steps if isinstance(step, Turn) and step.reply.tool_calls]

@@ -1,11 +1,11 @@
-"""The journal as agents see it: steps are added without waiting, and waited for where the agent may not go on before.
+"""The journal as agents use it: adding a step does not block; an agent waits only before a step that needs the record.
 
-Group commit. While one commit is on its way to the disk everything that is added gathers for the next one; a commit
-costs the same for one record and for a thousand, so the disk never limits how many agents run. All bookkeeping is on
-the event loop's thread; the store is used in one thread of its own, which runs one thing at a time and in order.
+Group commit: while one commit is being written, all new records are collected for the next one. A commit costs about
+the same for one record and for a thousand, so the disk does not limit how many agents run. All bookkeeping is on the
+event loop's thread. The store is used in its own thread, one operation at a time and in order.
 
-A disk that is slow, or kept busy by another process, is waited for. Meanwhile no request should be sent: its answer
-could not be recorded soon. ``on_overdue`` says when that begins and ends.
+A slow disk, or a file locked by another process, is waited for. Meanwhile no request should be sent, because its answer
+could not be recorded soon. ``on_overdue`` reports when that begins and ends.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from batch_agent.store.steps import Past
 
 T = TypeVar("T")
 
-GATHERING = 0.006  # seconds that a commit waits for company: nothing beside a model call, and a third of the commits
+GATHERING = 0.006  # seconds that a commit waits for more records: little beside a model call, a third of the commits
 OVERDUE = 1.0  # seconds that a commit may take before no new request is sent
-BACKLOG = 1024  # records and lines that may wait for the disk before no new agent starts
-AT_ONCE = 64  # agents that go on in the same turn of the event loop after a commit
+BACKLOG = 1024  # records and lines that may wait for the disk; above that, no new agent starts
+AT_ONCE = 64  # agents that are resumed in the same turn of the event loop after a commit
 
 
 class Log(Protocol):
-    """Where results are written for people. Runs in the journal's thread; raises StoreError."""
+    """Writes results for people. Runs in the journal's thread; raises StoreError."""
 
     def write(self, results: Sequence[AgentResult[object]]) -> None: ...
 
 
 class NoAccount:
-    """Of a session that spends nothing."""
+    """The account of a session that spends nothing."""
 
     def so_far(self) -> tuple[int, float | None]:
         return 0, None
@@ -52,8 +52,9 @@ class NoAccount:
 
 
 class Journal:
-    """``account`` is what the session spends. ``on_backlog`` is told when more waits for the disk than new agents may
-    add to, and when that is over; ``on_overdue`` when a commit takes too long, and when it is done."""
+    """``account`` reports what the session spends. ``on_backlog`` is called with True when too many records wait for
+    the disk to start new agents, and with False when that ends. ``on_overdue`` is called with True when a commit takes
+    too long, and with False when it is done."""
 
     def __init__(
         self,
@@ -73,15 +74,15 @@ class Journal:
         self._on_backlog, self._on_overdue = on_backlog, on_overdue
         self._alarm: asyncio.TimerHandle | None = None
         self._is_overdue = False
-        self._touched = False  # a commit is wanted, whatever is in it
-        self._committing_since = self._gathering_since = 0.0  # when what is not on disk was added
+        self._touched = False  # a commit was requested, even without new records
+        self._committing_since = self._gathering_since = 0.0  # when the oldest record that is not on disk was added
         self._backlogged = False
         self._entries: list[Entry] = []
         self._results: list[AgentResult[object]] = []
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self._gathering = 1  # the number of the next commit
-        self._durable = 0  # the number of the last that is on disk
-        self._busy = False  # a commit is on its way, or about to be
+        self._durable = 0  # the number of the last commit on disk
+        self._busy = False  # a commit is running or scheduled
         self._failure: StoreError | None = None
         self._ok = self._failed = self._resumed = 0
         self._on_its_way = self._recorded = Progress()
@@ -94,7 +95,7 @@ class Journal:
 
     @property
     def lag(self) -> float:
-        """Seconds since the oldest record was added that is not on disk; 0 if there is none."""
+        """Seconds since the oldest record that is not on disk was added; 0 if there is none."""
         if not self._busy:
             return 0.0
         return self._loop.time() - (self._committing_since or self._gathering_since)
@@ -105,7 +106,7 @@ class Journal:
         return agent
 
     def add(self, entry: Entry) -> int:
-        """Take a step into the next commit, whose number this is: ``wait`` for that."""
+        """Add a step to the next commit. Returns the number of that commit, for ``wait``."""
         if self._failure is not None:
             raise self._failure
         self._entries.append(entry)
@@ -113,7 +114,8 @@ class Journal:
         return self._gathering
 
     def publish(self, result: AgentResult[object]) -> int:
-        """Write a result to the run's files, after everything that was added before it is on disk."""
+        """Write a result to the run's files after everything added before it is on disk. Returns the number of the
+        commit."""
         if self._failure is not None:
             raise self._failure
         self._results.append(result)
@@ -126,13 +128,13 @@ class Journal:
         return self._gathering
 
     def touch(self) -> None:
-        """Commit soon, although nothing was added: what the session has spent, and its lease."""
+        """Commit soon even without new records, to write what the session has spent, and its lease."""
         if self._failure is None:
             self._touched = True
             self._wake()
 
     async def wait(self, commit: int) -> None:
-        """Until that commit is on disk. Raises StoreError when it never will be."""
+        """Wait until that commit is on disk. Raises StoreError if the journal has failed."""
         if self._failure is not None:
             raise self._failure
         if commit <= self._durable:
@@ -145,7 +147,8 @@ class Journal:
         return await self.in_thread(lambda: self._store.claim(wanted))
 
     def flush(self) -> asyncio.Future[None]:
-        """Done when everything added or published is on disk, or never will be."""
+        """Return a future that is done when everything added or published is on disk. It raises StoreError if the
+        journal has failed."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         if self._failure is not None:
             waiter.set_exception(self._failure)
@@ -161,7 +164,7 @@ class Journal:
 
     @property
     def _is_wanted(self) -> bool:
-        """Whether there is something for another commit."""
+        """Whether there is something to write in another commit."""
         return bool(self._entries or self._results or self._touched)
 
     def _wake(self) -> None:

@@ -1,8 +1,8 @@
-"""What tells one question from another, as hashes.
+"""Hashes that identify a question.
 
-The fingerprint is of everything that all rows' answers depend on; a row's key adds its identity and its rendered
-prompt. Neither knows where the server is, how many requests run at once, how often one is tried again or after how many
-turns an agent is given up: an answer stays the answer to its question whatever these are.
+The fingerprint covers everything that the answers of all rows depend on. A row's key adds its identity and its rendered
+prompt. Neither depends on the server's address, the concurrency, the number of retries or the limit of turns: these do
+not change which question an answer belongs to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.job import Job
 from batch_agent.store.base import Identity
 
-SCHEME = 1  # of the keys below; another one makes old answers unfindable, never wrong
+SCHEME = 1  # version of the keys below; with another version old answers are not found, but never mixed up
 KEY_BYTES = 16
 FIRST_FIELDS = {
     *("model", "max_tokens", "temperature", "top_p", "seed", "stop"),
@@ -33,8 +33,8 @@ def fingerprint(
     worker: str | None = None,
     template: str = "braces",
 ) -> bytes:
-    """``system`` as it is before hoisting: moving a shared value forward does not change the question. ``template`` is
-    the language of the task."""
+    """Return the digest of what all rows have in common. ``system`` is the system prompt before hoisting: moving a
+    shared value forward does not change the question. ``template`` is the template language of the task."""
     asked = [SCHEME, task, system, [shape_fields(shape) for shape in shapes], dict(tool_versions)]
     if worker is not None:
         asked.append(worker)
@@ -45,15 +45,15 @@ def fingerprint(
 
 
 def shape_fields(shape: RequestShape) -> dict[str, object]:
-    """What of a shape is part of the question. A field that shapes did not have when the scheme was made is part of it
-    only where it says something: answers to the same question from before there was such a field stay valid."""
+    """Return the fields of a shape that are part of the question. A field that was added after scheme 1 counts only if
+    it differs from its default. So answers recorded before the field existed stay valid."""
     fields = RequestShape.__dataclass_fields__
     values = {name: getattr(shape, name) for name in fields}
     return {name: value for name, value in values.items() if name in FIRST_FIELDS or value != fields[name].default}
 
 
 class Keys:
-    """The identities of rows under one fingerprint, and a digest over those asked for, their order included."""
+    """Computes the identities of rows under one fingerprint, and a digest over all of them in order."""
 
     def __init__(self, fingerprint: bytes) -> None:
         self._start = blake2b(fingerprint, digest_size=KEY_BYTES)
@@ -84,9 +84,9 @@ class Keys:
 
 
 def row_of(value: object, question: str) -> bytes:
-    """The input by all it holds, ``id`` and unused columns included: one that was edited is another row."""
+    """Return the digest of the whole input, with ``id`` and unused columns: an edited input is another row."""
     try:
         content = b"=" + to_json(value)
-    except Exception:  # whatever the user's own classes raise: no reason to stop a run
+    except Exception:  # a user's class may raise anything; that must not stop a run
         content = b"?" + question.encode()
     return blake2b(content, digest_size=KEY_BYTES).digest()

@@ -1,7 +1,7 @@
-"""What the workers of a run share, kept in the process of the driver: ``LentStore`` for a cluster that has no Redis.
+"""What the workers of a run share, in the memory of the driver: ``LentStore`` for a cluster without Redis.
 
-The table outlives the driver, for the budget: ``write`` is given its JSON before a worker is told of its shares. Calls
-and files do not: no worker outlives the driver.
+The table must survive the driver, because it holds the budget: ``write`` receives its JSON before a worker gets its
+shares. Calls and files need not, because no worker outlives the driver.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batch_agent.store.lent import LARGEST_SHARED, UNKEPT_SECONDS, SharedCall
 
 T = TypeVar("T")
 
-MOST_ENDED = 1000  # latest calls that ended, for those who wait
+MOST_ENDED = 1000  # number of the latest ended calls that waiting workers can still find
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class _Shared:
 
     worker: str
     token: str
-    text: str | None = None  # None: it runs
+    text: str | None = None  # None: it is running
     ok: bool = True
-    kept: bool = False  # for all; else for those who waited
+    kept: bool = False  # for all workers; else only for those that waited
     until: float = 0.0
 
 
 class LocalLent:
-    """``table`` is what ``write`` was last given, {} at first. ``clock`` returns the time of day, which a driver and
-    the next one have in common."""
+    """``table`` is the JSON that ``write`` last received, {} at first. ``clock`` returns the time of day, so that the
+    next driver can continue with it."""
 
     def __init__(
         self, table: JsonObject, write: Callable[[JsonObject], None], clock: Callable[[], float] = time.time
@@ -44,9 +44,7 @@ class LocalLent:
         self._table, self._write, self._clock = Table.from_json(table), write, clock
         self._changed = Condition()
         self._calls: dict[str, _Shared] = {}
-        self._kept: deque[tuple[float, str]] = (
-            deque()
-        )  # until when, and which; a result that was replaced is passed over
+        self._kept: deque[tuple[float, str]] = deque()  # end of keeping, key; replaced results are skipped
         self._ended: deque[tuple[int, str]] = deque(maxlen=MOST_ENDED)
         self._position = 0
         self._files: dict[str, str] = {}
@@ -61,7 +59,7 @@ class LocalLent:
         learnt: Mapping[str, Learnt],
         status: JsonObject,
     ) -> Allotment:
-        # A longer membership here than the worker counts on: it stops using its shares first.
+        # The table keeps the membership longer than the worker expects, so the worker stops using its shares first.
         return self._change(lambda now: self._table.beat(worker, now, 1.2 * seconds, claims, learnt, status))
 
     def leave(self, worker: str) -> None:
@@ -119,7 +117,7 @@ class LocalLent:
             self._changed.notify_all()
 
     def _forget(self, now: float) -> None:
-        """Drop results whose time is over. Those that are kept long stand behind others and go a little later."""
+        """Drop expired results. A result behind one with a longer time is dropped a little later."""
         while self._kept and self._kept[0][0] <= now:
             until, key = self._kept.popleft()
             call = self._calls.get(key)

@@ -1,7 +1,7 @@
-"""One process at a time on a run directory. The lock is the operating system's: a killed process leaves none behind.
+"""Lets only one process work on a run directory. The operating system holds the lock, so it ends with the process.
 
-A process that is forked off shares its parent's lock, and would keep it after the parent's death. So the descriptor is
-closed in the child at once, and the parent unlocks before it closes its own.
+A forked child shares its parent's lock, and would keep it after the parent's death. So the child closes the descriptor
+at once, and the parent unlocks before it closes its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if sys.platform == "win32":
     import msvcrt
 
     def _take(descriptor: int) -> None:
-        # Beyond the text, which others read to say who holds the lock.
+        # Locks a byte behind the text: other processes read the text to report the holder.
         os.lseek(descriptor, 1 << 20, os.SEEK_SET)
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
 
@@ -37,19 +37,19 @@ else:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _look(descriptor: int) -> None:
-        """As many as like may look at the same time; not while somebody holds the lock."""
+        """Take a shared lock for a moment. Many processes may do so at once, but not while a process holds the lock."""
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _free(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-LOOKS = 50  # how often whoever is only looking is waited for, some milliseconds each time
+LOOKS = 50  # number of attempts while other processes only look, some milliseconds each
 
 
 class Lock:
     def __init__(self, path: Path) -> None:
-        """Raises StoreError when another process, or another run of this one, holds it."""
+        """Take the lock. Raises StoreError if another process, or another run of this process, holds it."""
         self._descriptor = private(path, os.O_RDWR | os.O_CREAT)
         try:
             _take_patiently(self._descriptor)
@@ -57,7 +57,7 @@ class Lock:
             holder = os.read(self._descriptor, 200).decode(errors="replace").strip()
             os.close(self._descriptor)
             raise StoreError(
-                f"{path.parent} is in use by {holder or 'another process'}; wait for it, stop it, or give another "
+                f"{path.parent} is in use by {holder or 'another process'}; wait for it, stop it, or use another "
                 "run directory"
             ) from None
         os.ftruncate(self._descriptor, 0)
@@ -66,18 +66,18 @@ class Lock:
         _held.add(self)
 
     def release(self) -> None:
-        if self in _held:  # else this is a process that was forked off, and it is closed
+        if self in _held:  # else this is a forked child, which has closed it
             _held.discard(self)
             _free(self._descriptor)
             os.close(self._descriptor)
 
     def leave(self) -> None:
-        """Close the descriptor in a process that was forked off. Unlocking it would unlock the parent's."""
+        """Close the descriptor in a forked child. Unlocking it would unlock the parent's lock."""
         _held.discard(self)
         os.close(self._descriptor)
 
 
-_held: WeakSet[Lock] = WeakSet()  # of this process
+_held: WeakSet[Lock] = WeakSet()  # locks of this process
 
 
 def _leave_all() -> None:
@@ -90,18 +90,18 @@ if sys.platform != "win32":
 
 
 def _take_patiently(descriptor: int) -> None:
-    """A process that looks whether somebody is here is in the way for a moment, and is no reason to give up."""
+    """Take the lock; wait while other processes only look at it. Raises OSError if it is held."""
     for _ in range(LOOKS):
         try:
             return _take(descriptor)
         except OSError:
-            _look(descriptor)  # raises when it is held in earnest
+            _look(descriptor)  # raises OSError if a process holds the lock
         time.sleep(random.uniform(0.001, 0.01))
     _take(descriptor)
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process is working here; None when that cannot be told."""
+    """Return whether a process works in this run directory; None if that is unknown."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

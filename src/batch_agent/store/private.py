@@ -1,4 +1,4 @@
-"""Answers and inputs are nobody else's business: what a run directory holds is for its owner to read."""
+"""Permissions of a run directory: only its owner may read answers and inputs."""
 
 from __future__ import annotations
 
@@ -8,5 +8,6 @@ DIRECTORY = 0o700
 
 
 def private(path: str | os.PathLike[str], flags: int) -> int:
-    """An ``opener`` for ``open``: a file that is made is its owner's alone. One that is there stays as it is."""
+    """Open a file; an ``opener`` for ``open``. A new file is readable by its owner only; an existing one keeps its
+    mode."""
     return os.open(path, flags, 0o600)

@@ -1,7 +1,7 @@
-"""Where commands read a recorded run: a run directory, or the URL of a run that is kept in Redis.
+"""Reads a recorded run for commands, from a run directory or from the URL of a run in Redis.
 
-A run in Redis is looked at where it is (``look``), or brought into a directory and read there like any other
-(``brought``). So no command has to know where a run is kept.
+``look`` reads a run in Redis in place. ``brought`` copies it into a directory and reads it there. So no command needs
+to know where a run is stored.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ if TYPE_CHECKING:
     from batch_agent.store.redis.reading import ReadRow, RedisReader
 
 RunPlace: TypeAlias = Path | StoreAddress
-INTERNAL = ("spec", "first", "pieces", "summary")  # facts that are for workers, or kept elsewhere in a directory
+INTERNAL = ("spec", "first", "pieces", "summary")  # facts for workers only, or stored in other files of a directory
 ROWS_AT_ONCE = 256
 
 
 def place_of(run: str, *, named: bool = True) -> RunPlace:
-    """The place that a command line names. Raises SpecError for a wrong URL; ``named``: a URL must name a run."""
+    """Return the place that a command line names. With ``named``, a URL must name a run. Raises SpecError for an
+    invalid URL."""
     return StoreAddress.parse(run, named=named) if is_store_url(run) else Path(run)
 
 
 def look(place: RunPlace) -> RunView:
-    """How far the run is. Raises SpecError when there is none, StoreError when it cannot be read."""
+    """Return the state and progress of the run. Raises SpecError if there is none, StoreError if it cannot be read."""
     if isinstance(place, Path):
         return RunView.of(place)
     with _reader(place) as reader:
@@ -49,7 +50,8 @@ def look(place: RunPlace) -> RunView:
 
 @contextmanager
 def brought(place: RunPlace, *, steps: bool = True) -> Iterator[Path]:
-    """A directory with the run: its own, or a copy that is gone afterwards. ``steps``: with the record of its rows."""
+    """Yield a directory with the run: its own, or a temporary copy. With ``steps``, the copy has the record of its
+    rows."""
     if isinstance(place, Path):
         yield place
         return
@@ -60,18 +62,18 @@ def brought(place: RunPlace, *, steps: bool = True) -> Iterator[Path]:
 
 
 def failures(place: RunPlace) -> Counter[str]:
-    """How many rows failed, by the type of their error."""
+    """Return the number of failed rows by type of error."""
     with brought(place, steps=False) as directory:
         return Counter(str(failure.get("type")) for failure in ResultFile(directory / FAILURES))
 
 
 def copy_out(address: StoreAddress, directory: Path, *, steps: bool = True) -> int:
-    """Write a run that is kept in Redis into a new directory, with its stages. Returns the number of its rows."""
+    """Copy a run from Redis into a new directory, with its stages. Returns the number of its rows."""
     with _reader(address) as reader:
         view = _view(reader, address)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         count = _write_rows(reader, view, directory, steps=steps)
-        # A copy is not at work, whatever the run is.
+        # No process works on the copy, even if one works on the run.
         facts = {**(reader.store.facts() or {}), "state": "interrupted" if view.state == "running" else view.state}
         summary = facts.pop("summary", None)
         _write(directory / RUN, facts)
@@ -83,8 +85,8 @@ def copy_out(address: StoreAddress, directory: Path, *, steps: bool = True) -> i
 
 
 def steer_shared(address: StoreAddress, request: JsonObject) -> JsonObject:
-    """Ask all workers of a run that is kept in Redis, and tell how it is. They act within a second or two. Raises
-    NotAlive when there is none, Refused when it is asked for what it cannot do."""
+    """Send a request to all workers of a run in Redis, and return the status of the run. The workers act within a
+    second or two. Raises NotAlive if there is no worker, Refused if the request is invalid."""
     with _reader(address) as reader:
         view, lent = _view(reader, address), reader.store.lent()
         table, now = lent.table()
@@ -166,7 +168,7 @@ def _view(reader: RedisReader, address: StoreAddress) -> RunView:
 
 
 def _write_rows(reader: RedisReader, view: RunView, directory: Path, *, steps: bool) -> int:
-    """Write the results, and with ``steps`` the journal."""
+    """Write the results and, with ``steps``, the journal. Returns the number of results."""
     count = 0
     journal = SqliteJournal.open(directory / JOURNAL, begun=False)
     try:
@@ -190,7 +192,8 @@ def _write_rows(reader: RedisReader, view: RunView, directory: Path, *, steps: b
 
 
 def _entries(row: ReadRow, number: int) -> tuple[int, list[Entry]]:
-    """The steps of a row for a journal, where agents are numbered without gaps after ``number``."""
+    """Return the last agent number used, and the steps of a row as journal entries. Agents get the numbers after
+    ``number``."""
     numbers: dict[int, int] = {}
     for step in row.steps:
         numbers.setdefault(step.agent, number + len(numbers) + 1)
@@ -201,7 +204,7 @@ def _entries(row: ReadRow, number: int) -> tuple[int, list[Entry]]:
 
 
 def _line(record: JsonObject) -> bytes:
-    """A result as a line of its file: those that failed are flat."""
+    """Return a result as a line of its file. Failed results are flat objects."""
     kept = {name: value for name, value in record.items() if name not in ("worker", "messages")}
     if kept["ok"]:
         del kept["raw_text"]
@@ -223,7 +226,7 @@ def _write(path: Path, content: JsonObject) -> None:
 
 
 def members_of(address: StoreAddress) -> int:
-    """How many processes work on a run that is kept in Redis."""
+    """Return the number of processes that work on a run in Redis."""
     with _reader(address) as reader:
         table, now = reader.store.lent().table()
         return len(table.live(now))

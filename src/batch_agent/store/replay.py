@@ -1,7 +1,7 @@
-"""What a user's worker asked and called, found by content: by its digest, and by how often the same was before.
+"""Finds the requests and calls of a user's worker by content: a digest, and the number of earlier equal ones.
 
-Both what earlier sessions recorded and what this one adds are here. A number that came to nothing is given out again: a
-worker that tries again, and is resumed later, finds the answer where it first asks.
+Holds the records of earlier sessions and of this one. The number of a request that got no answer is used again. So a
+worker that retries, and is resumed later, finds the answer at its first request.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from batch_agent.messages import Message, Reply
 from batch_agent.store.digests import message_digest
 from batch_agent.store.steps import ALONE, SHARED, Asked, CallBegun, CallEnded, Past, Spent
 
-NO_MESSAGES = b""  # the digest of a conversation without any
+NO_MESSAGES = b""  # the digest of an empty conversation
 
 
 class WorkReplay:
-    """``asks`` are all of the row, in the order of their answers."""
+    """``asks`` are all answered requests of the row, in the order of their answers."""
 
     def __init__(self, past: Past, shared: Sequence[Message]) -> None:
-        """``shared`` is what all rows begin with."""
+        """``shared`` are the messages that all rows begin with."""
         self.asks = past.asked
         self._answers = {(ask.digest, ask.nth): ask.reply for ask in self.asks}
         self._calls: dict[tuple[str, int], CallBegun | CallEnded] = {}
@@ -30,14 +30,14 @@ class WorkReplay:
         for step in past.worked:
             if not isinstance(step, Asked):
                 self.add_call(step)
-        # Digests of conversations from which an ask may go on: it is recorded without what was said before.
+        # Digests of conversations that a later request may continue; only its new messages are recorded.
         self._ends = {ALONE: NO_MESSAGES, SHARED: chain(shared)[-1]}
         self._numbers = {digest: number for number, digest in reversed(self._ends.items())}
         for number, ask in enumerate(self.asks):
             self._know(number, ask, chain(ask.said, self._ends[ask.after])[-1])
 
     def take(self, digest: str) -> int:
-        """The number of an ask or a call that begins: how often the same was before."""
+        """Return the number of a request or call that begins: how many equal ones came before it."""
         if freed := self._freed.get(digest):
             return heappop(freed)
         nth = self._counts.get(digest, 0)
@@ -45,7 +45,7 @@ class WorkReplay:
         return nth
 
     def give_back(self, digest: str, nth: int) -> None:
-        """It ended without an answer or an outcome. What is recorded keeps its number."""
+        """Release the number of a request or call that ended without an answer. A recorded one keeps its number."""
         if (digest, nth) not in self._answers and (digest, nth) not in self._calls:
             heappush(self._freed.setdefault(digest, []), nth)
 
@@ -57,7 +57,7 @@ class WorkReplay:
         return ended if isinstance(ended, CallEnded) else None
 
     def wrote(self, digest: str, nth: int) -> bool:
-        """Whether the call may have written: it was begun, and must not be made again."""
+        """Return whether the call may have written. It was begun, so it must not be made again."""
         return (digest, nth) in self._wrote
 
     def add_call(self, step: CallBegun | CallEnded) -> None:
@@ -68,7 +68,7 @@ class WorkReplay:
     def add_ask(
         self, digest: str, nth: int, reply: Reply, spent: Spent, messages: Sequence[Message], digests: Sequence[bytes]
     ) -> Asked:
-        """A new answer, as it is recorded. ``digests`` is the chain of ``messages``."""
+        """Return the record of a new answer. ``digests`` is the chain of ``messages``."""
         start = next(place for place in range(len(messages), -1, -1) if digests[place] in self._numbers)
         ask = Asked(digest, nth, reply, spent, self._numbers[digests[start]], tuple(messages[start:]))
         self._know(len(self.asks), ask, digests[-1])
@@ -77,13 +77,14 @@ class WorkReplay:
         return ask
 
     def _know(self, number: int, ask: Asked, asked: bytes) -> None:
-        """``asked`` is the digest of the conversation that it answers."""
+        """Remember the digest of the conversation after ``ask``. ``asked`` is the digest of the conversation before its
+        answer."""
         end = message_digest(asked, ask.reply.message())
         self._ends[number], self._numbers[end] = end, number
 
 
 def chain(messages: Sequence[Message], before: bytes = NO_MESSAGES) -> list[bytes]:
-    """The digest of the conversation before each message, and of all of it."""
+    """Return the digest of the conversation before each message, and of the whole conversation."""
     digests = [before]
     for message in messages:
         digests.append(message_digest(digests[-1], message))

@@ -1,9 +1,9 @@
-"""The two files of results, ``results.jsonl`` and ``failures.jsonl``, through sessions that do not reach their end.
+"""Writes ``results.jsonl`` and ``failures.jsonl``, and keeps them complete when sessions are interrupted.
 
-A first session writes the files themselves. A later one writes drafts beside them (``.new``) and puts them in place
-when it ends: as they are, when it has delivered every row; else with all lines of before whose index it did not
-deliver, so that stopping a resumed run takes nothing away. Drafts that a kill left are put in place when the next
-session begins. Blocks, raises OSError.
+The first session writes the files themselves. A later session writes drafts beside them (``.new``) and replaces the
+files when it ends. If it delivered every row, the drafts are used unchanged. Else the earlier lines of rows that it did
+not deliver are added, so that stopping a resumed run loses no line. Drafts left by a kill are merged when the next
+session begins. All calls block and raise OSError.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import BinaryIO
 
 from batch_agent.store.private import private
 
-LINE = re.compile(rb'\{"index": ?(\d{1,10}),.*\}\n', re.DOTALL)  # a whole one
+LINE = re.compile(rb'\{"index": ?(\d{1,10}),.*\}\n', re.DOTALL)  # a complete line
 
 
 class ResultFiles:
-    """``paths`` are of the files; a row has its line in one of them."""
+    """``paths`` are the files. Each row has its line in one of them."""
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -39,15 +39,15 @@ class ResultFiles:
             opened.pop_all()
 
     def write(self, *data: bytes) -> None:
-        """Lines for each of the files."""
+        """Append lines to each of the files."""
         for file, lines in zip(self._open, data, strict=True):
             rest = memoryview(lines)
             while rest:
                 rest = rest[file.write(rest) :]
 
     def end(self, *, every: bool) -> None:
-        """``every``: each row of the run has a line of this session. When the lines cannot be put in place the files
-        stay as they were; the journal has what they lack."""
+        """Put the lines of this session in place. ``every``: each row of the run has a line of this session. On an
+        error the files stay unchanged; the journal has the missing results."""
         opened, self._open = self._open, ()
         try:
             for file in opened:
@@ -82,13 +82,13 @@ class ResultFiles:
 
 
 class _Indexes:
-    """A set of indexes, a bit each."""
+    """A set of indexes, one bit each."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
 
     def add(self, index: int) -> bool:
-        """Whether it is new."""
+        """Add an index. Returns whether it is new."""
         byte, bit = index >> 3, 1 << (index & 7)
         if byte >= len(self._bits):
             self._bits.extend(bytes(byte + 1 - len(self._bits)))
@@ -98,7 +98,7 @@ class _Indexes:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The whole lines of a file with their rows' indexes."""
+    """Yield the complete lines of a file with the indexes of their rows."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -108,7 +108,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _drop_torn_line(file: BinaryIO) -> None:
-    """A kill may have torn the last line, which nothing may be appended to."""
+    """Remove an incomplete last line, which a kill may have left, before lines are appended."""
     whole = file.seek(0, os.SEEK_END)
     while whole:
         start = max(0, whole - 4096)

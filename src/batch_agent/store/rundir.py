@@ -1,21 +1,21 @@
-"""A run's directory: who is working on it, what the run is, and its results for people and other programs.
+"""A run's directory: its lock, its description, and its results for people and other programs.
 
-    run.json        what the run is, its versions, when it began and ended, and why
-    journal.db      every answer and tool result: the truth, see ``sqlite``
-    results.jsonl   the rows that are ok, as they finish
+    run.json        description and versions of the run; when and why it began and ended
+    journal.db      every answer and tool result, the authoritative record; see ``sqlite``
+    results.jsonl   the successful rows, in the order in which they finish
     failures.jsonl  the rows that failed
-    summary.json    the numbers, when a session ended
-    timeline.jsonl  and the files named in ``timeline``: what happened when, for those who look
+    summary.json    the totals, written when a session ends
+    timeline.jsonl  and the files named in ``timeline``: the history of the run, for the views
     control.json    where the control socket is, while a process works here
     run.lock        held while a process works here
     NAME/           the same for each stage of a pipeline, which ``run.json`` names
 
-The outermost run owns the lock, the ledger and the jobs at batch APIs (``jobs.jsonl``) of all its stages. No name of a
-stage has a dot, so none is that of a file.
+The outermost run owns the lock, the ledger and the jobs at batch APIs (``jobs.jsonl``) of all its stages. The name of a
+stage has no dot, so it is never the name of a file.
 
-A session writes every row it delivers to the two files of results, also what it takes from the journal, so after a
-session that reached its end they hold one line per row; ``resultfiles`` says what of them stays when one does not. All
-of this blocks, and runs in the journal's thread.
+A session writes every row that it delivers to the two result files, including rows from the journal. After a complete
+session they hold one line per row; ``resultfiles`` describes an incomplete one. All methods block, and run in the
+journal's thread.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RUN, JOURNAL, RESULTS, FAILURES, SUMMARY, LOCK = (
     "summary.json",
     "run.lock",
 )
-OLD_LOCK = "lock"  # of earlier versions, which may be at work here
+OLD_LOCK = "lock"  # of earlier versions, which may still run here
 
 
 class RunDir:
@@ -60,16 +60,17 @@ class RunDir:
     def __init__(self, path: Path, lock: Lock, journal: Store, *, lost_journal: bool = False) -> None:
         self.path = path
         self.journal = journal
-        self.schema: OutputSchema[object] | None = None  # of the outputs
-        self.lost_journal = lost_journal  # a run began here, and its record is gone
+        self.schema: OutputSchema[object] | None = None  # schema of the outputs
+        self.lost_journal = lost_journal  # a run began here, but its journal is missing
         self._lock = lock
         self._files = ResultFiles(path / RESULTS, path / FAILURES)
 
     @classmethod
     def open(cls, path: Path, *, resume: bool, open_store: OpenStore = SqliteJournal.open) -> RunDir:
-        """SpecError when there is a run already and ``resume`` was not asked for; StoreError when it cannot be used."""
+        """Open and lock the directory. Raises SpecError if it holds a run and ``resume`` is False, StoreError if it
+        cannot be used."""
         try:
-            path.mkdir(DIRECTORY, parents=True, exist_ok=True)  # one that is there stays as open as it is
+            path.mkdir(DIRECTORY, parents=True, exist_ok=True)  # an existing directory keeps its mode
             lock = Lock(path / LOCK)
         except OSError as error:
             raise StoreError(f"the run directory {path} cannot be used: {error.strerror}") from None
@@ -80,7 +81,7 @@ class RunDir:
             undone.callback(lock.release)
             begun = (path / RUN).exists()
             if (path / SHARED).exists() and open_store == SqliteJournal.open:
-                raise SpecError(f"{path} holds a run of a cluster: go on with it there (cluster=Ray(...), --ray)")
+                raise SpecError(f"{path} holds a run of a cluster: resume it there (cluster=Ray(...), --ray)")
             if begun and not resume:
                 raise _taken(path)
             journal = open_store(path / JOURNAL, begun=begun)
@@ -124,7 +125,7 @@ class RunDir:
             self._lock.release()
 
     def _replace(self, name: str, content: JsonObject) -> None:
-        """In one piece, whatever happens meanwhile."""
+        """Replace a file atomically."""
         path, draft, data = self.path / name, self.path / f"{name}.new", to_json(content) + b"\n"
         try:
             with open(draft, "wb", opener=private) as file:
@@ -140,8 +141,9 @@ class RunDir:
 
 
 def _overwrite(path: Path, data: bytes) -> bool:
-    """Write to the room that a file has already, which a full disk still gives. False where it has too little."""
-    if sys.platform == "win32":  # which does not tell
+    """Overwrite a file within its allocated blocks, which works on a full disk. Returns False if the blocks are too
+    few."""
+    if sys.platform == "win32":  # it does not report allocated blocks
         return False
     try:
         with path.open("r+b", buffering=0) as file:
@@ -158,8 +160,8 @@ def _overwrite(path: Path, data: bytes) -> bool:
 class RunView:
     """A run directory seen from outside, also while a process works on it.
 
-    ``stages`` are the stages of a pipeline that have begun, by name and in their order; ``stage_names`` gives all.
-    A pipeline's own ``glance`` has what all stages have spent. Its one row is the pipeline itself.
+    ``stages`` are the stages of a pipeline that have begun, by name and in order; ``stage_names`` returns all. A
+    pipeline's own ``glance`` has what all stages have spent. Its only row is the pipeline itself.
     """
 
     path: Path
@@ -167,15 +169,15 @@ class RunView:
     state: State
     glance: Glance
     stages: Mapping[str, RunView] = field(default_factory=dict)
-    name: str = ""  # the place as a command line names it, without a password
-    kept_summary: JsonObject | None = None  # of a run that is kept elsewhere
+    name: str = ""  # the place as given on a command line, without a password
+    kept_summary: JsonObject | None = None  # summary of a run that is not in a directory
 
     @classmethod
     def of(cls, path: Path) -> RunView:
         facts = read_run(path)
         state = cast(State, facts.get("state"))
         if state == "running" and is_locked(path / LOCK) is False:
-            state = "interrupted"  # killed, or the machine went down: nobody was left to say so
+            state = "interrupted"  # the process was killed, or the machine went down
         journal = path / JOURNAL
         seen = glance(journal) if journal.exists() else Glance(*shared_progress(path / SHARED))
         stages = {name: cls.of(path / name) for name in stage_names(facts) if (path / name / RUN).exists()}
@@ -183,12 +185,12 @@ class RunView:
 
     @property
     def parts(self) -> Mapping[str, RunView]:
-        """The runs that have the user's rows: the stages of a pipeline, else the run itself, whose name is ""."""
+        """The runs with the user's rows: the stages of a pipeline, else the run itself under the name ""."""
         return self.stages if stage_names(self.facts) else {"": self}
 
     @property
     def summary(self) -> JsonObject | None:
-        """The numbers of a session that ended."""
+        """The totals of the last session, or None if it has not ended."""
         try:
             summary = self.kept_summary or from_json((self.path / SUMMARY).read_bytes())
         except (OSError, ValueError):
@@ -197,7 +199,7 @@ class RunView:
 
     @property
     def progress(self) -> Progress:
-        """Rows of the latest session, summed over the parts; tokens and cost of the whole."""
+        """Rows of the latest session, summed over the parts; tokens and cost of the whole run."""
         each = [part.glance.latest for part in self.parts.values()]
         return replace(
             self.glance.latest,
@@ -208,14 +210,14 @@ class RunView:
 
     @property
     def total(self) -> int | None:
-        """Number of rows, summed over the parts. None while a part does not know it, or has not begun."""
+        """Number of rows, summed over the parts. None if the number of a part is unknown, or a part has not begun."""
         totals = [_total(part) for part in self.parts.values()]
         known = [total for total in totals if total is not None]
         return sum(known) if len(known) == max(1, len(stage_names(self.facts))) else None
 
 
 def _total(part: RunView) -> int | None:
-    """Number of rows of a run: as known at its start, or as read when it is complete."""
+    """Return the number of rows of a run: from its start, or counted if it is complete. None if unknown."""
     total, rows = part.facts.get("total"), part.facts.get("rows")
     if total is None and part.state == "complete" and isinstance(rows, dict):
         total = rows.get("read")
@@ -223,13 +225,13 @@ def _total(part: RunView) -> int | None:
 
 
 def stage_names(facts: JsonObject) -> list[str]:
-    """Names of a pipeline's stages, in their order; none for a plain run."""
+    """Return the names of a pipeline's stages, in order; empty for a plain run."""
     named = facts.get("stages")
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
 def read_run(path: Path) -> JsonObject:
-    """What ``run.json`` says. Raises SpecError when there is no run."""
+    """Return the content of ``run.json``. Raises SpecError if there is no run."""
     try:
         facts = from_json((path / RUN).read_bytes())
     except FileNotFoundError:
@@ -245,18 +247,18 @@ def read_run(path: Path) -> JsonObject:
 
 
 def _go_on_without_it(path: Path) -> str:
-    return f"batch-agent run SPEC --run-dir {path} --resume goes on with what is recorded (in Python resume=True)"
+    return f"batch-agent run SPEC --run-dir {path} --resume continues from the journal (in Python resume=True)"
 
 
 def _taken(path: Path) -> SpecError:
     return SpecError(
-        f"{path} holds a run already: go on with it (resume=True, or batch-agent resume {path}), or give another run "
+        f"{path} holds a run already: resume it (resume=True, or batch-agent resume {path}), or use another run "
         "directory"
     )
 
 
 def failure_line(result: AgentResult[object]) -> bytes:
-    """Why a row failed, flat."""
+    """Return the line of a failed row, as a flat object."""
     error = result.error
     record: dict[str, object] = {
         "index": result.index,
@@ -280,7 +282,7 @@ def failure_line(result: AgentResult[object]) -> bytes:
 
 
 def _lines(results: Iterable[AgentResult[object]]) -> tuple[bytes, bytes]:
-    """Those of results.jsonl and those of failures.jsonl."""
+    """Return the lines for results.jsonl and the lines for failures.jsonl."""
     good, bad = [], []
     for result in results:
         try:
@@ -295,5 +297,5 @@ def _lines(results: Iterable[AgentResult[object]]) -> tuple[bytes, bytes]:
 
 def _unwritable(path: Path, error: OSError) -> StoreError:
     if not path.exists():
-        return StoreError(f"the run directory {path} is gone, and with it what was recorded")
-    return StoreError(f"cannot write in the run directory {path}: {error.strerror}. What was recorded is kept")
+        return StoreError(f"the run directory {path} is gone, with everything that was recorded in it")
+    return StoreError(f"cannot write in the run directory {path}: {error.strerror}. Earlier records are kept")

@@ -1,7 +1,7 @@
-"""One sitting of a run at its directory: opened, begun when the fingerprint is known, and ended in one way.
+"""One session of a run in its directory: opened, begun when the fingerprint is known, and ended.
 
-Decides which record belongs to a row and how far it still counts: rows that are done come back, rows under way go on,
-rows that failed are tried again, from where they failed.
+Decides which record belongs to a row, and how much of it is reused. Finished rows are returned, unfinished rows
+continue, failed rows are retried from the failed step.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ logger = logging.getLogger("batch_agent")
 
 @dataclass(frozen=True, slots=True)
 class Resuming:
-    """What to do with what is recorded. ``force``: rows keep their answers although the spec changed.
-    ``retry`` names the types of failure that are tried again: all (True), none (False), or these."""
+    """How to use existing records. ``force``: rows keep their answers even if the spec changed. ``retry``: the types of
+    failure that are retried; True means all, False none."""
 
     resume: bool = False
     force: bool = False
@@ -45,15 +45,15 @@ class Resuming:
 
 
 class Record(Protocol):
-    """Where the rows of one run are recorded."""
+    """Records the rows of one run."""
 
     @property
     def has_past(self) -> bool:
-        """Rows may have a record: look them up."""
+        """Whether rows may have a record, so that they must be looked up."""
         ...
 
     def identity(self, job: Job, question: str) -> Identity:
-        """Called once for each row that becomes a job, in input order."""
+        """Return the identity of a row. Called once for each row that becomes a job, in input order."""
         ...
 
     def new_trail(self, identity: Identity) -> Trail: ...
@@ -61,12 +61,12 @@ class Record(Protocol):
     async def trails(self, identities: Sequence[Identity]) -> list[Trail]: ...
 
     def publish(self, result: AgentResult[object]) -> None:
-        """A row has its result."""
+        """Record the result of a row."""
         ...
 
 
 class RunSession(Record, Protocol):
-    """A sitting of a run at its record, from ``begin`` to ``end``."""
+    """A session of a run at its record, from ``begin`` to ``end``."""
 
     async def begin(
         self,
@@ -81,7 +81,7 @@ class RunSession(Record, Protocol):
     ) -> None: ...
 
     def part(self, fingerprint: bytes) -> Record:
-        """A record of its own for a run inside this one."""
+        """Return a separate record for a run inside this one."""
         ...
 
     async def spent_before(self) -> tuple[int, float, tuple[int, ...] | None]: ...
@@ -110,14 +110,14 @@ class Session:
 
     @classmethod
     async def open(cls, path: Path, resuming: Resuming, open_store: OpenStore = SqliteJournal.open) -> Session:
-        """The directory, locked. Nothing of an earlier session is touched before ``begin``."""
+        """Open and lock the directory. Nothing of an earlier session is changed before ``begin``."""
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-agent-journal")
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(thread, lambda: RunDir.open(path, resume=resuming.resume, open_store=open_store))
         try:
             return cls(await asyncio.shield(opening), thread, resuming)
         except BaseException:
-            if await to_its_end(opening) is None:  # cancelled while it was being opened
+            if await to_its_end(opening) is None:  # cancelled during the opening
                 await to_its_end(loop.run_in_executor(thread, opening.result().close))
             thread.shutdown(wait=False)
             raise
@@ -133,8 +133,8 @@ class Session:
         on_backlog: Callable[[bool], None],
         on_overdue: Callable[[bool], None],
     ) -> None:
-        """``facts`` are what ``run.json`` says of the run, beside what is said here; ``rows_under`` is what rows are
-        found under, mostly the fingerprint; ``schema`` is that of the outputs; ``account`` is what this session
+        """Begin the session. ``facts`` are further fields of ``run.json``. ``rows_under`` is the digest that row keys
+        start from, usually the fingerprint. ``schema`` is the output schema. ``account`` reports what this session
         spends."""
         self._keys = Keys(rows_under)
         self._directory.schema = schema
@@ -169,9 +169,9 @@ class Session:
         journal = self._directory.journal
         next_agent = journal.next_agent()
         previous: JsonObject = {}
-        with suppress(Exception):  # it only tells of the past
+        with suppress(Exception):  # only a record of the past; the run works without it
             previous = read_run(self._directory.path)
-        # Answers that were kept stay kept until the spec changes again.
+        # Answers that were kept by ``force`` stay valid until the spec changes again.
         kept = bool(previous.get("forced")) and previous.get("fingerprint") == fingerprint.hex()
         forced = self._resuming.force or kept
         if next_agent > 1:
@@ -182,24 +182,24 @@ class Session:
 
     def _warn(self, previous: JsonObject) -> None:
         if self._directory.lost_journal:
-            logger.warning("the journal of %s is gone: every row is asked again", self._directory.path)
+            logger.warning("the journal of %s is missing: every row is processed again", self._directory.path)
         elif not self.has_past:
             return
         elif self._facts["forced"]:
             logger.warning(
-                "force_resume=True (--force-resume): rows of %s keep the answers they have, whatever task, model, "
-                "schema or tools they were asked with",
+                "force_resume=True (--force-resume): rows of %s keep the answers they have, even if the task, model, "
+                "schema or tools changed",
                 self._directory.path,
             )
         elif previous.get("fingerprint") not in (None, self._facts["fingerprint"]):
             logger.warning(
-                "the task, model, schema or tools of %s have changed: rows are asked again. Their old answers stay in "
-                "the journal; force_resume=True, on the command line --force-resume, would use them",
+                "the task, model, schema or tools of %s have changed: rows are processed again. Old answers stay in "
+                "the journal; force_resume=True, on the command line --force-resume, uses them",
                 self._directory.path,
             )
 
     def say_trouble(self, trouble: str | None, since: float) -> None:
-        """What keeps the run from going on just now, and since when, for those who look at it from outside."""
+        """Write to ``run.json`` what currently blocks the run, and since when, for readers outside."""
         if self._journal is not None and self._facts.get("trouble") != trouble:
             self._facts["trouble"], self._facts["trouble_since"] = trouble, since if trouble else None
             facts = dict(self._facts)
@@ -208,11 +208,11 @@ class Session:
     # Rows
 
     def part(self, fingerprint: bytes) -> Part:
-        """A record of its own for a run inside this one, in the same journal."""
+        """Return a separate record for a run inside this one, in the same journal."""
         return Part(self, fingerprint)
 
     def identity(self, job: Job, question: str) -> Identity:
-        """Called once for each row that becomes a job, in input order."""
+        """Return the identity of a row. Called once for each row that becomes a job, in input order."""
         return self._keys.identity(job, question)
 
     def new_trail(self, identity: Identity) -> Trail:
@@ -234,12 +234,12 @@ class Session:
         self._open_journal.publish(result)
 
     async def spent_before(self) -> tuple[int, float, tuple[int, ...] | None]:
-        """Tokens and $ of earlier sessions, with the leases that they did not return; and what they learnt of calls."""
+        """Return the tokens and $ of earlier sessions, with unreturned leases, and their statistics of calls."""
         journal = self._directory.journal
         return await self._run(lambda: (*journal.spent(), journal.learnt()))
 
     def touch(self) -> None:
-        """Record soon what was spent, and a new lease."""
+        """Commit soon what was spent, and a new lease."""
         self._open_journal.touch()
 
     def beside(self, function: Callable[[], T]) -> asyncio.Future[T]:
@@ -252,15 +252,15 @@ class Session:
         return 0.0 if self._journal is None else self._journal.lag
 
     async def flush(self) -> bool:
-        """Whether everything added or published until now is on disk; waited for even when whoever waits is
-        cancelled."""
+        """Wait until everything added or published is on disk; returns False if that failed. A cancellation does not
+        stop the wait."""
         return self._journal is not None and await to_its_end(self._journal.flush()) is None
 
     # The end
 
     async def end(self, state: State, why: str, summary: JsonObject) -> None:
-        """Writes what is left and lets go of the directory. A cancellation meanwhile is too late to change that.
-        Raises StoreError when it could not be written."""
+        """Write what is left and unlock the directory. A cancellation does not interrupt this. Raises StoreError if
+        something could not be written."""
         failure = None
         if self._journal is not None:
             failure = await to_its_end(self._journal.flush())
@@ -273,7 +273,7 @@ class Session:
             raise failure
 
     def _finish(self, state: State, why: str, summary: JsonObject, progress: Progress | None) -> None:
-        with ExitStack() as last_things:  # from the last to the first; each, whatever became of the one before
+        with ExitStack() as last_things:  # run in reverse order; each runs even if another fails
             last_things.callback(self._directory.close)
             if progress is not None:
                 rows: JsonObject = {
@@ -294,13 +294,12 @@ class Session:
 
     @property
     def _open_journal(self) -> Journal:
-        assert self._journal is not None, "a session is begun before rows come"
+        assert self._journal is not None, "begin() must be called before rows arrive"
         return self._journal
 
 
 class Part:
-    """The rows of a run inside another. They are found by their own fingerprint, and are no lines of the outer run's
-    files."""
+    """The rows of a run inside another one. They have their own fingerprint, and no lines in the outer run's files."""
 
     def __init__(self, session: Session, fingerprint: bytes) -> None:
         self._session = session
@@ -320,16 +319,16 @@ class Part:
         return await self._session.trails(identities)
 
     def publish(self, result: AgentResult[object]) -> None:
-        """Who started the run inside has its results."""
+        """Does nothing: the code that started the inner run has its results."""
 
 
 def _heard(written: asyncio.Future[None]) -> None:
     if not written.cancelled() and (error := written.exception()) is not None:
-        logger.warning("what keeps the run from going on could not be noted: %s", error)
+        logger.warning("the reason why the run is blocked could not be written to run.json: %s", error)
 
 
 async def to_its_end(future: asyncio.Future[Any]) -> BaseException | None:
-    """What became of it, waited for even when whoever waits is cancelled."""
+    """Wait until the future is done, even through cancellations. Returns its exception, or None."""
     while not future.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait([future])
@@ -337,12 +336,12 @@ async def to_its_end(future: asyncio.Future[Any]) -> BaseException | None:
 
 
 def now_text() -> str:
-    """The time as ``run.json`` has it."""
+    """Return the current time in the format of ``run.json``."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def versions() -> JsonObject:
-    """What recorded a run."""
+    """Return the versions of the software that records a run."""
     return {
         "batch-agent": __version__,
         "python": platform.python_version(),

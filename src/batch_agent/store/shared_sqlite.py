@@ -1,11 +1,11 @@
-"""A run that several processes share, kept in one SQLite file of one process.
+"""A run that several processes share, stored in one SQLite file that one process owns.
 
-This is ``RunStore`` for a cluster that has no Redis: the driver of the cluster owns the file, and its workers reach it
+This is ``RunStore`` for a cluster without Redis: the driver of the cluster owns the file, and its workers reach it
 through an actor (``ray/relay.py``). Rows, steps and results are in the file. The queue and the leases are in memory: no
-worker outlives the driver, so nothing is leased when the file is opened. Fencing tokens still grow from one opening to
-the next. The lock of the run directory keeps a second driver away.
+worker outlives the driver, so no row is leased when the file is opened. Fencing tokens still grow from one opening to
+the next. The lock of the run directory keeps a second driver out.
 
-Calls may come from many threads. One lock makes each of them atomic; ``take`` and ``results`` wait without it.
+Calls may come from many threads. One lock makes each call atomic; ``take`` and ``results`` release it while they wait.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from batch_agent.store.shared import (
 )
 
 SHARED = "shared.db"  # in the run directory
-EPOCH = 1 << 40  # tokens that one opening of the file can give out
+EPOCH = 1 << 40  # number of tokens reserved for one opening of the file
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -60,7 +60,7 @@ CREATE TABLE IF NOT EXISTS step (
 );
 CREATE INDEX IF NOT EXISTS step_entry ON step (entry);
 """
-# Of the rows that ask the same, those that are done are given out first, then those under way, then those that failed.
+# Among rows with the same key, finished ones are used first, then unfinished ones, then failed ones.
 FIND = """
 SELECT id, name, place, result, error FROM entry WHERE key = ? AND sitting < ?
 ORDER BY CASE WHEN error = '' THEN 0 WHEN error IS NULL THEN 1 ELSE 2 END, id LIMIT 1
@@ -71,7 +71,7 @@ RESULTS = "SELECT position, name, place, result, ended_in FROM entry WHERE posit
 
 @dataclass(slots=True)
 class _Queued:
-    """A row that has not ended. ``until`` is when its lease ends, by the store's own clock."""
+    """A row that has not ended. ``until`` is the end of its lease, by the store's clock."""
 
     id: int
     name: str
@@ -83,21 +83,21 @@ class _Queued:
 
 
 class SqliteRunStore:
-    """``clock`` returns seconds that never go back."""
+    """``clock`` returns monotonic seconds."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises StoreError when the file cannot be used."""
+        """Raises StoreError if the file cannot be used."""
         self._path, self._clock = path, clock
         self._lock = RLock()
         self._rows_changed, self._results_changed = Condition(self._lock), Condition(self._lock)
         self._queued: dict[int, _Queued] = {}
-        self._waiting: list[tuple[int, int]] = []  # order and id of rows without a lease; others are out of date
+        self._waiting: list[tuple[int, int]] = []  # order and id of rows without a lease; outdated entries are skipped
         self._held: OrderedDict[str, _Queued] = OrderedDict()  # by place; the lease that ends first comes first
-        self._commits: dict[int, tuple[int, set[str]]] = {}  # by worker: the number of its latest, and its answer
+        self._commits: dict[int, tuple[int, set[str]]] = {}  # by worker: number and answer of its latest commit
         self._order = self._ok = self._failed = 0
         self._sitting = 0  # 0: there is no feeder
         self._lease_seconds = LEASE
-        with suppress(OSError):  # SQLite says it in its own words
+        with suppress(OSError):  # SQLite reports the error below
             os.close(private(path, os.O_RDWR | os.O_CREAT))
         with self._explained():
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -122,15 +122,15 @@ class SqliteRunStore:
             found = self._fact("facts")
             return None if found is None else cast(JsonObject, from_json(found.encode()))
 
-    # What a run directory asks of its record
+    # What a run directory needs from its record
 
     def sessions(self) -> int:
-        """How many feeders there have been."""
+        """Return how many feeder sessions have begun."""
         with self._explained():
             return int(self._fact("sitting") or 0)
 
     def next_agent(self) -> int:
-        """1 if no row was ever fed."""
+        """Return 1 if no row was ever fed, else 2."""
         with self._explained():
             return int(self._db.execute("SELECT count(*) + 1 FROM (SELECT 1 FROM entry LIMIT 1)").fetchone()[0])
 
@@ -148,8 +148,8 @@ class SqliteRunStore:
             previous = self.facts()
             if previous is not None and not resume:
                 raise SpecError(
-                    f"{self._path.parent} holds a run already: go on with it (resume=True, or batch-agent resume), or "
-                    "give another directory"
+                    f"{self._path.parent} holds a run already: resume it (resume=True, or batch-agent resume), or "
+                    "use another directory"
                 )
             generation = int(self._fact("generation") or 0)
             if previous is None or previous.get("fingerprint") != facts.get("fingerprint"):
@@ -208,7 +208,7 @@ class SqliteRunStore:
             queued.sitting = sitting
             return None
         if queued is not None:
-            self._drop([queued])  # whoever works on it would give its result another place
+            self._drop([queued])  # its worker would deliver the result under the old index
         cleared = "result = NULL, error = NULL, position = NULL, ended_in = NULL"
         self._db.execute(f"UPDATE entry SET {cleared} WHERE id = ?", (number,))
         self._enqueue(number, name, sitting)
@@ -312,7 +312,7 @@ class SqliteRunStore:
         return LeasedRow(lease, value, steps)
 
     def _release(self, queued: _Queued) -> None:
-        """A row that lost its lease comes before those that never had one."""
+        """End the lease of a row. The row comes before rows that were never leased."""
         assert queued.lease is not None
         del self._held[queued.lease.place]
         queued.lease = None
@@ -324,7 +324,7 @@ class SqliteRunStore:
             self._release(first)
 
     def _holder(self, worker: int, lease: RowLease) -> _Queued | None:
-        """The row, if the worker has this lease of it."""
+        """Return the row if the worker holds this lease, else None."""
         queued = self._held.get(lease.place)
         if queued is None or queued.lease is None or queued.worker != worker or queued.lease.token != lease.token:
             return None
@@ -352,7 +352,7 @@ class SqliteRunStore:
                 for change, queued in holders:
                     if queued is not None:
                         self._record(queued, change)
-            for change, queued in holders:  # on disk, and so it counts
+            for change, queued in holders:  # only after the commit is on disk
                 if queued is not None and change.result is not None:
                     self._drop([queued])
                     self._count(change.error)
@@ -423,7 +423,7 @@ class SqliteRunStore:
 
 
 def shared_progress(path: Path) -> tuple[int, Progress]:
-    """How many sittings a run has had, and how far the latest is; nothing for a file that is not there."""
+    """Return the number of sessions of a run, and the progress of the latest. Zeros if the file does not exist."""
     if not path.exists():
         return 0, Progress()
     db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=60)

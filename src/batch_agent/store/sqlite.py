@@ -1,8 +1,8 @@
-"""The journal in one SQLite file. Blocks: it runs in the journal's thread.
+"""The journal in one SQLite file. All methods block, and run in the journal's thread.
 
-Records are only ever appended, so a commit costs the same for the first row and the millionth. Nothing is indexed by
-key while a run goes on; a resumed run sorts the recorded agents by key once, into a temporary table, and takes from it
-what it gives out. Order is the order of appending: no clock is asked.
+Records are only appended, so a commit costs the same for the first row and for the millionth. No index on keys is
+maintained during a run. A resumed run sorts the recorded agents by key once, into a temporary table, and claims from
+it. The order is the order of appending; no clock is used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from batch_agent.store.steps import Past, read_past
 
 logger = logging.getLogger("batch_agent")
 
-LARGEST = 2**63 - 1  # integer of SQLite
-APPLICATION_ID = 0x62614A6C  # says what the file is: "baJl"
-# Python takes its lock back after each statement, and must wait for it while the event loop computes: few large ones.
+LARGEST = 2**63 - 1  # the largest integer of SQLite
+APPLICATION_ID = 0x62614A6C  # marks the file as a journal: "baJl"
+# Python releases its lock during each statement, and then waits for the event loop to get it back. So few large
+# statements are faster.
 COLUMNS = 5
 INSERTS = tuple(
     (rows, f"INSERT INTO record (agent, key, row, kind, body) VALUES {', '.join(['(?, ?, ?, ?, ?)'] * rows)}")
@@ -47,43 +48,44 @@ CREATE TABLE record (
 );
 CREATE INDEX record_agent ON record (agent);
 """
-# What formats before 4 do not have.
+# Columns that formats before 4 lack.
 RAISED = """
 ALTER TABLE session ADD COLUMN leased_tokens INTEGER;
 ALTER TABLE session ADD COLUMN leased_cost REAL;
 ALTER TABLE session ADD COLUMN learnt TEXT;
 """
 LEASES = 4  # the first format with leases
-BUSY = 60.0  # seconds that another process may keep the journal to itself
+BUSY = 60.0  # seconds to wait while another process locks the journal
 
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """A journal seen from outside. ``latest`` is its last session's, tokens and cost are of all sessions together."""
+    """A journal seen from outside. ``latest`` is the progress of its last session, but tokens and cost are those of all
+    sessions."""
 
     sessions: int
     latest: Progress
 
 
 class SqliteJournal:
-    """Opened, used and closed in one thread."""
+    """Must be opened, used and closed in one thread."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._db = connection
         self._path = path
         self._session = 0
-        self._lease: tuple[int, float] = (0, 0.0)  # as it stands on disk
+        self._lease: tuple[int, float] = (0, 0.0)  # as written on disk
         self._full: bool | None = None  # whether commits are synced
         self._by_row = False
         self._claimed = bytearray()  # a bit for each recorded agent
 
     @classmethod
     def open(cls, path: Path, *, begun: bool = True) -> Self:
-        """The journal at ``path``, made when there is none. An empty one is damage, unless no run has ``begun`` here.
-        Raises StoreError when it cannot be used."""
+        """Open the journal at ``path``, or create it. An empty journal counts as damaged, unless no run has ``begun``
+        here. Raises StoreError if it cannot be used."""
         was_there = begun and path.exists()
         with _explained(path):
-            with suppress(OSError):  # SQLite says it in its own words, and gives the files beside it the same mode
+            with suppress(OSError):  # SQLite reports the error below, and gives its side files the same mode
                 os.close(private(path, os.O_RDWR | os.O_CREAT))
             journal = cls(sqlite3.connect(path, timeout=BUSY, isolation_level=None, cached_statements=64), path)
             try:
@@ -107,7 +109,7 @@ class SqliteJournal:
 
     def begin(self, fingerprint: bytes, started: str) -> None:
         with _explained(self._path):
-            # All that an older format has is in this one too: what it lacks is added before anything new is written.
+            # This format contains all older ones. Missing columns are added before anything new is written.
             version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
             raised = RAISED if version < LEASES else ""
             self._db.executescript(f"BEGIN IMMEDIATE; {raised} PRAGMA user_version = {FORMAT}; COMMIT")
@@ -141,9 +143,9 @@ class SqliteJournal:
             kind, body = encode(entry.step)
             values += (entry.agent, entry.identity.key, entry.identity.row, kind, body)
         with _explained(self._path):
-            if not self._path.exists():  # SQLite would go on writing to a file that has no name any more
-                raise StoreError(f"the journal {self._path} is gone, and with it what was recorded")
-            # How far the session is need not survive a power cut: rows from the record alone are not worth an fsync.
+            if not self._path.exists():  # SQLite would continue writing to the deleted file
+                raise StoreError(f"the journal {self._path} is gone, with everything that was recorded in it")
+            # Progress alone need not survive a power failure: rows that come from the record are not worth an fsync.
             tokens, cost = lease = progress.lease or (0, 0.0)
             full = bool(entries) or tokens > self._lease[0] or cost > self._lease[1]
             if full is not self._full:
@@ -185,8 +187,8 @@ class SqliteJournal:
                 self._sort("row", "-agent")
 
     def _sort(self, column: str, place: str) -> None:
-        # Of a grouped row SQLite takes the columns from the record that has the maximum. Keys and rows are hashes of
-        # different things, so they can be in one table.
+        # In a grouped row, SQLite takes the columns from the record with the maximum. Keys and rows are hashes of
+        # different things, so they can share one table.
         rank = f"CASE WHEN kind IN ({DONE}, {ENDED}) THEN 0 WHEN kind = {FAILED} THEN 2 ELSE 1 END"
         self._db.execute(
             f"INSERT INTO past SELECT sought, {rank}, {place} "
@@ -211,12 +213,12 @@ class SqliteJournal:
         except ValueError as error:
             if any(kind in WRITES for kind, _ in rows):
                 return Past(agent, (), unreadable=str(error))
-            # One bad record must not keep the others from being reached.
-            logger.warning("%s: the record of one row cannot be read and counts as none: %s", self._path, error)
+            # One unreadable record must not block the others.
+            logger.warning("%s: the record of one row is unreadable and is ignored: %s", self._path, error)
             return None
 
     def steps(self, agent: int) -> list[tuple[int, bytes]]:
-        """The steps of an agent as they are kept: their kinds and bodies."""
+        """Return the kinds and bodies of the steps of an agent."""
         with _explained(self._path):
             return self._db.execute("SELECT kind, body FROM record WHERE agent = ? ORDER BY id", (agent,)).fetchall()
 
@@ -233,11 +235,11 @@ class SqliteJournal:
             if not self._claimed[byte] & bit:
                 self._claimed[byte] |= bit
                 return agent
-            # Given out before. Most never are sought again: only those that are cost a write.
+            # Already claimed. Most keys are never looked up again, so a row is deleted only here.
             self._db.execute("DELETE FROM past WHERE sought = ? AND rank = ? AND place = ?", (sought, rank, place))
 
     def under_way(self) -> list[tuple[bytes, int]]:
-        """The agents that have begun and have not ended: the hash of each one's row, and its number."""
+        """Return the agents that have begun and not ended: the hash of the row, and the agent's number."""
         with _explained(self._path):
             found = self._db.execute(
                 "SELECT row, agent FROM (SELECT row, agent, kind, max(id) FROM record GROUP BY agent) "
@@ -250,7 +252,7 @@ class SqliteJournal:
 
 
 def glance(path: Path) -> Glance:
-    """What a journal says, also while another process writes it."""
+    """Return the progress in a journal, also while another process writes it."""
     with _explained(path, reading=True):
         db = connect_to_read(path)
         try:
@@ -266,7 +268,7 @@ def glance(path: Path) -> Glance:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """A journal of a format that this version reads."""
+    """Open a journal to read. Raises StoreError if this version cannot read its format."""
     with _explained(path, reading=True):
         db = connect_to_read(path)
         try:
@@ -279,8 +281,8 @@ def open_to_read(path: Path) -> sqlite3.Connection:
 
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
-    """Also where nothing may be written. A journal that was closed is read without SQLite's files beside it, which a
-    reader would make and leave behind."""
+    """Return a read-only connection, which also works without permission to write. A closed journal is read without
+    SQLite's side files, which a reader would create and leave behind."""
     address = path.resolve().as_uri()
     if path.exists() and not path.with_name(f"{path.name}-wal").exists():
         return sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True, isolation_level=None)
@@ -292,7 +294,7 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
         log = path.with_name(f"{path.name}-wal")
         if log.exists() and log.stat().st_size:
             raise StoreError(
-                f"{path} cannot be read: {error}. It was not closed, and reading it then needs leave to write in "
+                f"{path} cannot be read: {error}. It was not closed; to read it, you need permission to write in "
                 f"{path.parent}"
             ) from None
         db = sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True, isolation_level=None)
@@ -311,8 +313,8 @@ def _counts(progress: Progress) -> tuple[int | float | str | None, ...]:
 
 
 def _spent(db: sqlite3.Connection, *, looking: bool = False) -> tuple[int, float | None]:
-    """Tokens and $ of all sessions. A lease that was not returned is spent; but ``looking`` from outside, the latest
-    session may still be at work, and has spent what it says."""
+    """Return the tokens and $ of all sessions. An unreturned lease counts as spent. With ``looking``, the lease of the
+    latest session does not count, because the session may still be running."""
     if int(db.execute("PRAGMA user_version").fetchone()[0]) < LEASES:
         query = "SELECT coalesce(sum(tokens), 0), sum(cost) FROM session"
     else:
@@ -326,41 +328,40 @@ def _spent(db: sqlite3.Connection, *, looking: bool = False) -> tuple[int, float
 
 
 def _version(db: sqlite3.Connection, path: Path) -> int | None:
-    """The format of a journal; None for a file with nothing in it."""
+    """Return the format of a journal; None for an empty file."""
     tables = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
     if not tables:
         return None
     owner = db.execute("PRAGMA application_id").fetchone()[0]
     version = int(db.execute("PRAGMA user_version").fetchone()[0])
     if owner != APPLICATION_ID:
-        raise StoreError(f"{path} is a database of something else; give another run directory")
+        raise StoreError(f"{path} is the database of another program; use another run directory")
     if not OLDEST <= version <= FORMAT:
         age = "a newer" if version > FORMAT else "an older"
         raise StoreError(
             f"{path} was written by {age} version of this package (format {version}, this one reads {OLDEST} to "
-            f"{FORMAT}): resume it with that version, or give another run directory"
+            f"{FORMAT}): resume it with that version, or use another run directory"
         )
     return version
 
 
 def _damaged(path: Path, reason: str) -> StoreError:
     return StoreError(
-        f"the journal {path} is damaged: {reason}. Put a copy of it back; or move {path.name} and the files beside it "
-        f"that begin with {path.name}- away and resume, and every row is asked again"
+        f"the journal {path} is damaged: {reason}. Restore a backup of it; or move {path.name} and the files "
+        f"{path.name}-* away and resume: every row is then processed again"
     )
 
 
 @contextmanager
 def _explained(path: Path, *, reading: bool = False) -> Iterator[None]:
-    """SQLite's errors as ours."""
+    """Turn SQLite's errors into StoreError."""
     try:
         yield
     except sqlite3.OperationalError as error:
         if reading:
             raise StoreError(f"{path} cannot be read: {error}") from error
         raise StoreError(
-            f"the run cannot be recorded in {path}: {error}. What was recorded before is kept: "
-            "mend the cause, then resume"
+            f"the run cannot be recorded in {path}: {error}. Earlier records are kept: fix the cause, then resume"
         ) from error
     except OverflowError as error:
         raise StoreError(f"the run cannot be recorded in {path}: {error}") from error

@@ -1,8 +1,8 @@
-"""What is recorded of an agent: the steps that cannot be derived again from the spec and the input.
+"""The recorded steps of an agent: those that cannot be derived from the spec and the input.
 
-Of the tool loop, prompts, repair prompts and typed outputs are not recorded: its code makes them again from these, so
-what comes back after a resume has gone the same way as what came the first time. A user's worker is not ours to run
-again: its questions and its output are recorded too.
+For the tool loop, prompts, repair prompts and typed outputs are not recorded: its code computes them again from these
+steps, so a resumed agent takes the same path. The code of a user's worker may be different each time, so its requests
+and its output are recorded too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from batch_agent.value_type import value_type
 
 @value_type
 class Spent:
-    """What an agent had used when a step was recorded. Times in seconds, ``total`` since it first began; cost in $."""
+    """What an agent had used when a step was recorded. Times are in seconds, ``total`` since its first start; cost in
+    $."""
 
     sent: int = 0
     retries: int = 0
@@ -32,8 +33,8 @@ class Spent:
 
 @value_type
 class Turn:
-    """A complete answer of the model that did not end the agent well. ``asked`` is a digest of what it answers
-    (``store.digests``), "" where an older version recorded it."""
+    """A complete answer of the model that did not complete the agent. ``asked`` is the digest of the request
+    (``store.digests``), "" if an older version recorded it."""
 
     reply: Reply
     spent: Spent
@@ -42,14 +43,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Calls of the last turn, by position, that may write and are about to start."""
+    """Positions of calls of the last turn that may write and are about to start."""
 
     calls: tuple[int, ...]
 
 
 @value_type
 class Outcome:
-    """What the model was told of one call of the last turn, by position."""
+    """The result text that the model received for one call of the last turn, by position."""
 
     call: int
     text: str
@@ -57,7 +58,7 @@ class Outcome:
 
 @value_type
 class Done:
-    """The answer that ended the agent well."""
+    """The answer that completed the agent successfully."""
 
     reply: Reply
     spent: Spent
@@ -66,7 +67,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The agent ended in an error; ``text`` is what the model said last."""
+    """The agent ended with an error; ``text`` is the last text of the model."""
 
     error: AgentError
     text: str
@@ -75,8 +76,9 @@ class Failed:
 
 @value_type
 class Ended:
-    """The agent ended well, and not with an answer. ``output`` is what a user's worker returned, as JSON, and
-    ``fingerprint`` is that of its run (``store.keys``); None for a worker of our own, which makes its output again."""
+    """The agent ended successfully, without an answer of its own. ``output`` is the return value of a user's worker as
+    JSON, and ``fingerprint`` that of its run (``store.keys``). ``output`` is None for a built-in worker, which computes
+    it again."""
 
     spent: Spent
     output: str | None = None
@@ -85,21 +87,22 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """The conversation was cut after the last turn. ``usage`` is of the model that told what was left out."""
+    """The conversation was compacted after the last turn. ``usage`` is that of the model that summarised the removed
+    part."""
 
     cut: Cut
     usage: Usage
 
 
-# What a user's worker did. Each step is found by what was asked or called, and by ``nth``: 0 for the first time that
-# the same was asked, 1 for the second.
+# Steps of a user's worker. Each is found by the digest of the request or call, and by ``nth``: 0 for the first equal
+# one, 1 for the second.
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An answer that a user's worker was given. What was asked is the conversation of the earlier ask ``after``, by its
-    number from 0, with its answer, and then ``said``. SHARED: what all rows begin with comes before it; ALONE:
-    nothing."""
+    """An answer to a user's worker. The request is the conversation of the earlier request number ``after`` (from 0)
+    with its answer, followed by ``said``. SHARED: it starts with the messages that all rows share. ALONE: it starts
+    empty."""
 
     digest: str
     nth: int
@@ -124,7 +127,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """How a call of a user's worker ended: ``text`` is the result, or the error."""
+    """The end of a call of a user's worker. ``text`` is the result or the error."""
 
     digest: str
     nth: int
@@ -139,7 +142,7 @@ Step: TypeAlias = Turn | Begun | Outcome | Done | Failed | Ended | Compacted | A
 
 @dataclass(frozen=True, slots=True)
 class PastTurn:
-    """A recorded answer, what became of its tool calls, and how the conversation was cut after that, if it was."""
+    """A recorded answer, the outcomes of its tool calls, and the compaction after it, if any."""
 
     reply: Reply
     spent: Spent
@@ -151,9 +154,9 @@ class PastTurn:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """A recorded agent. ``done`` when it ended well, ``failed`` when its last step was a failure, else under way.
-    ``worked`` is what a user's worker asked and called, in order, and ``ended`` how it ended. ``unreadable`` says why
-    the record cannot be read although it holds a write that was begun."""
+    """A recorded agent. ``done``: it ended successfully. ``failed``: its last step was a failure. Otherwise it is
+    unfinished. ``worked`` are the requests and calls of a user's worker, in order, and ``ended`` its end.
+    ``unreadable`` is the reason why a record that contains a begun write cannot be read."""
 
     agent: int
     turns: tuple[PastTurn, ...]
@@ -161,7 +164,7 @@ class Past:
     done: bool = False
     worked: tuple[Asked | CallBegun | CallEnded, ...] = ()
     ended: Ended | None = None
-    spent: Spent | None = None  # as the last step that says it tells
+    spent: Spent | None = None  # from the last step that has it
     unreadable: str = ""
 
     @property
@@ -170,8 +173,8 @@ class Past:
 
 
 def read_past(agent: int, steps: list[Step]) -> Past:
-    """The steps of one agent, in the order they were recorded, as what a resumed agent needs of them. Raises ValueError
-    for steps that no agent takes."""
+    """Return what a resumed agent needs from its recorded steps, which are given in order. Raises ValueError for an
+    impossible sequence of steps."""
     turns: list[PastTurn] = []
     worked: list[Asked | CallBegun | CallEnded] = []
     for step in steps:
@@ -185,15 +188,15 @@ def read_past(agent: int, steps: list[Step]) -> Past:
                 _turn_of(turns, call).outcomes[call] = text
             case Compacted():
                 if not turns:
-                    raise ValueError("there is no turn after which it could be")
+                    raise ValueError("a compaction is recorded before the first turn")
                 turns[-1] = replace(turns[-1], compacted=step)
             case Asked() | CallBegun() | CallEnded():
                 worked.append(step)
             case Failed() | Ended():
-                pass  # what followed a failure, if anything, is the retry
+                pass  # steps after a failure belong to the retry
     asks = [step for step in worked if isinstance(step, Asked)]
     if any(not ALONE <= step.after < place for place, step in enumerate(asks)):
-        raise ValueError("an ask goes on from one that is not there")
+        raise ValueError("a request continues one that is not recorded")
     last = steps[-1] if steps else None
     return Past(
         agent,
@@ -207,14 +210,14 @@ def read_past(agent: int, steps: list[Step]) -> Past:
 
 
 def _turn_of(turns: list[PastTurn], call: int) -> PastTurn:
-    """The turn that the step of a call belongs to."""
+    """Return the turn that a recorded call belongs to."""
     if not turns or not 0 <= call < len(turns[-1].reply.tool_calls):
-        raise ValueError(f"there is no call {call} that it could be of")
+        raise ValueError(f"the last turn has no call {call}")
     return turns[-1]
 
 
 def conversation_of_ask(asks: Sequence[Asked], place: int, shared: Sequence[Message]) -> list[Message]:
-    """All messages of the ask at ``place``, with its answer."""
+    """Return all messages of the request at ``place``, with its answer."""
     pieces: list[list[Message]] = []
     while place >= 0:
         ask = asks[place]

@@ -1,14 +1,14 @@
-"""The timeline of a run on disk: samples of its numbers, what changed, and when each turn and tool call ran.
+"""The timeline of a run on disk: samples of its metrics, changes, and the times of turns and tool calls.
 
-    timeline.jsonl     what was asked, samples, changes of limits and health
+    timeline.jsonl     headers of sessions, samples, changes of limits and health
     turns-first.jsonl  the first turns and tool calls
-    turns-old.jsonl    the latest but one block of turns and tool calls
+    turns-old.jsonl    the block of turns and tool calls before the latest
     turns-new.jsonl    the latest block
-    status.json        the numbers of the run, when they were last written
+    status.json        the latest metrics of the run
 
-It is bounded: samples get sparser as a run gets longer, and of the turns the first and the latest are kept. Nothing
-depends on it, so it is not synced. ``TimelineFiles`` blocks and raises OSError; ``read_timeline`` reads what is there,
-also while a run writes it.
+Its size is bounded: long runs keep fewer samples per hour, and only the first and the latest turns. No other part
+depends on it, so it is not synced. ``TimelineFiles`` blocks and raises OSError. ``read_timeline`` works while a
+run writes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from batch_agent.files.results import from_json, to_json
 from batch_agent.messages import JsonObject
 from batch_agent.store.private import private
 
-Line: TypeAlias = list[JsonValue]  # its kind, and what that kind has
+Line: TypeAlias = list[JsonValue]  # the kind, then the fields of that kind
 
 SAMPLES, STATUS = "timeline.jsonl", "status.json"
 FIRST, OLD, NEW = "turns-first.jsonl", "turns-old.jsonl", "turns-new.jsonl"
@@ -35,7 +35,8 @@ MOST_SPANS = 10_000  # in each of the three files
 
 
 class TimelineFiles:
-    """``interval`` is the time in seconds between two samples; it doubles each time the samples are thinned out."""
+    """Writes the timeline. ``interval`` is the time between two samples in seconds; it doubles each time samples are
+    dropped."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir
@@ -43,7 +44,7 @@ class TimelineFiles:
         self._lines = self._first = self._new = 0
 
     def begin(self, header: JsonObject, at: float) -> None:
-        """Begin a session; the lines of earlier sessions stay."""
+        """Begin a session. The lines of earlier sessions are kept."""
         self._lines = _count(self._folder / SAMPLES)
         self._first, self._new = _count(self._folder / FIRST), _count(self._folder / NEW)
         self.write([["run", at, header]], (), None)
@@ -74,7 +75,7 @@ class TimelineFiles:
                 file.write(b"".join(to_json(line) + b"\n" for line in lines))
 
     def _thin_out(self) -> None:
-        """Drop every other sample, and the oldest changes where there are too many."""
+        """Drop every other sample, and the oldest changes if there are too many."""
         lines = list(_lines(self._folder / SAMPLES))
         samples = [line for line in lines if line[0] == SAMPLE]
         dropped = {id(line) for line in samples[1:-1:2]}
@@ -94,8 +95,7 @@ class TimelineFiles:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRecord:
-    """What is on disk of a timeline. ``headers`` are those of the sessions; ``cut`` says that turns in the middle are
-    missing."""
+    """A timeline read from disk. ``headers`` are those of the sessions. ``cut``: turns in the middle are missing."""
 
     headers: list[JsonObject] = field(default_factory=list)
     samples: list[Line] = field(default_factory=list)
@@ -105,7 +105,7 @@ class TimelineRecord:
 
 
 def read_timeline(run_dir: Path, *, spans: bool = True) -> TimelineRecord:
-    """The timeline of a run; an empty one for a run that has none."""
+    """Return the timeline of a run; empty if it has none."""
     folder, found = run_dir, TimelineRecord(cut=(run_dir / OLD).exists())
     for line in _lines(folder / SAMPLES):
         if line[0] == SAMPLE:
@@ -120,7 +120,7 @@ def read_timeline(run_dir: Path, *, spans: bool = True) -> TimelineRecord:
 
 
 def read_status(run_dir: Path) -> JsonObject | None:
-    """The numbers that were last written, or None."""
+    """Return the metrics that were last written, or None."""
     try:
         status = from_json((run_dir / STATUS).read_bytes())
     except (OSError, ValueError):
@@ -129,7 +129,7 @@ def read_status(run_dir: Path) -> JsonObject | None:
 
 
 def _lines(path: Path) -> Iterator[Line]:
-    """The whole lines of a file; a torn one is left out."""
+    """Yield the complete lines of a file."""
     try:
         file = path.open("rb")
     except OSError:
@@ -138,7 +138,7 @@ def _lines(path: Path) -> Iterator[Line]:
         for data in file:
             try:
                 line = orjson.loads(data)
-            except ValueError:  # torn, or with text that only the slow reader takes
+            except ValueError:  # incomplete, or with text that orjson cannot read
                 line = _slowly(data)
             if isinstance(line, list) and len(line) > 2 and isinstance(line[0], str):
                 yield line

@@ -1,6 +1,6 @@
-"""One agent's trail through the journal: what it did in an earlier session, to be followed, and where it writes now.
+"""One agent's trail in the journal: the recorded turns of earlier sessions to replay, and the place for new steps.
 
-An agent without a run directory has a trail too: there is nothing to follow, and it leads nowhere.
+An agent without a run directory has a trail too. It has no recorded turns, and records nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ UNKNOWN_OUTCOME = (
     "effect. It was not run again. Find out before you repeat it."
 )
 NOBODY = Identity(b"", b"")
-NOTHING = Past(0, ())  # what is recorded of a new agent
+NOTHING = Past(0, ())  # the record of a new agent
 
 
 class FailedBefore(JobError):
-    """The record ends in this failure, which is not to be tried again."""
+    """The record ends with this failure, which is not retried."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.error.message)
@@ -27,10 +27,10 @@ class FailedBefore(JobError):
 
 
 class Trail:
-    """The recorded turns are taken one by one; after the last the agent is on its own. ``retried`` says that it failed
-    and is tried again; ``ended`` that nothing should be left to do; ``has_past`` that an earlier session recorded
-    something of it; ``fresh`` that this one did something for it. ``records``: what is added is kept. ``checks``: a
-    recorded answer is used only for the request that it answers. ``past`` is all that was recorded."""
+    """Replays the recorded turns one by one; after the last one the agent continues on its own. ``retried``: the agent
+    failed and is retried. ``ended``: the record is complete. ``has_past``: an earlier session recorded something.
+    ``fresh``: this session did some work for it. ``records``: new steps are kept. ``checks``: a recorded answer is used
+    only for the same request. ``past`` is the whole record."""
 
     __slots__ = (
         "_commit",
@@ -58,15 +58,15 @@ class Trail:
         retried: bool = False,
         checks: bool = True,
     ) -> None:
-        """``past`` is what was recorded of the agent; without any, one of a new number."""
+        """``past`` is the record of the agent. Without one, the agent gets a new number."""
         self._journal = journal
         self._identity = identity
         self.past = NOTHING if past is None else past
-        # Its number in the journal; 0 for all agents of a run that is not recorded.
+        # Its number in the journal; 0 for all agents of a run without a record.
         self.agent = past.agent if past is not None else 0 if journal is None else journal.new_agent()
         self._commit = 0
         self._turns = list(reversed(self.past.turns))
-        self._past: PastTurn | None = None  # the latest answer, when it comes from the record
+        self._past: PastTurn | None = None  # the latest answer, if it came from the record
         self._failed = None if retried else self.past.failed
         self.records = journal is not None
         self.retried = retried
@@ -76,7 +76,7 @@ class Trail:
         self.fresh = not self.has_past
 
     def anew(self) -> Trail:
-        """A trail of the same row with nothing to follow, for an agent that begins again."""
+        """Return a trail of the same row without recorded turns, for an agent that starts again."""
         return Trail(self._journal, self._identity)
 
     @property
@@ -86,19 +86,18 @@ class Trail:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there are more turns to follow; what was recorded is past all limits on how long an agent may go
-        on."""
+        """Whether recorded turns are left to replay. Limits on an agent's length do not apply to them."""
         return bool(self._turns)
 
     @property
     def stays_failed(self) -> bool:
-        """The last recorded turn was taken, and what followed it then was a failure that is not tried again."""
+        """Whether all recorded turns are replayed, and a failure that is not retried followed."""
         return self._failed is not None and not self._turns
 
     @property
     def forgives(self) -> bool:
-        """Whether an answer that does not validate may be repaired beyond the limit: it was, or it failed its agent
-        then and gets another chance now."""
+        """Whether an invalid answer may be repaired beyond the limit: the record continues after it, or the agent
+        failed on it and is now retried."""
         return self.goes_on or (self.retried and self._past is not None)
 
     def next_turn(self) -> PastTurn | None:
@@ -107,18 +106,19 @@ class Trail:
 
     @property
     def compacted(self) -> Compacted | None:
-        """How the conversation was cut after the latest answer, where that is recorded."""
+        """The compaction after the latest answer, if it is recorded."""
         return None if self._past is None else self._past.compacted
 
     def leave(self) -> None:
-        """There is nothing more to follow: the agent failed then and there, or goes on from here."""
+        """End the replay: the agent continues on its own. Raises FailedBefore if the record ends with a failure that is
+        not retried."""
         if self._failed is not None:
             raise FailedBefore(self._failed)
         self.fresh = True
 
     def outcomes(self) -> dict[int, str]:
-        """What the record has of the calls of the latest answer, by position. Where the agent goes on, a write that was
-        begun and has no outcome gets one that says so."""
+        """Return the recorded outcomes of the calls of the latest answer, by position. If the agent continues, a write
+        that was begun and has no outcome gets one that says so."""
         past = self._past
         if past is None:
             return {}
@@ -134,6 +134,6 @@ class Trail:
             self._commit = self._journal.add(Entry(self.agent, self._identity, step))
 
     async def settle(self) -> None:
-        """Until everything added is on disk. Raises StoreError when it cannot be."""
+        """Wait until all added steps are on disk. Raises StoreError if that is impossible."""
         if self._journal is not None:
             await self._journal.wait(self._commit)

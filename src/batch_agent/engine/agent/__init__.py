@@ -1,1 +1,1 @@
-"""An agent: what it may do, and the tool loop."""
+"""An agent: its context, its conversation and the tool loop."""

@@ -1,8 +1,8 @@
-"""One agent's life: a worker is given its row and a context, and ends in an output or an error.
+"""One agent from start to end: a worker gets a row and a context, and ends with an output or an error.
 
-An agent owns its conversation and its tally, nothing else: slots, tools and the backend are the run's (``Resources``).
-Whatever goes wrong for this job alone is a JobError and ends on its result; anything else is a fault of this package
-and stops the run.
+An agent owns its conversation and its tally. Slots, tools and the backend belong to the run (``Resources``). A failure
+of this job alone is a JobError and becomes part of its result. Any other exception is a bug of this package and stops
+the run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from batch_agent.store.trail import FailedBefore, Trail
 
 AgentWorker: TypeAlias = InnerWorker | UserWorker
 UNREADABLE = (
-    "the record of this row is damaged, and it holds a write that was begun: the row is not worked on again, since "
-    "that could write twice. Find out what it wrote; to have it done anew, give the row another id. ({reason})"
+    "the record of this row is damaged, and it contains a write that was begun: the row is not run again, because "
+    "that could write twice. Check what it wrote; to run it again, give the row another id. ({reason})"
 )
 
 
@@ -39,12 +39,12 @@ class Agent:
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: AgentWorker) -> None:
         self.job = job
         self.error: JobError | None = None
-        self.recorded: AgentResult[object] | None = None  # its result, when that is on its way to the disk
+        self.recorded: AgentResult[object] | None = None  # its result, once it is being written to disk
         self._verdict: AgentError | None = None
         self._output: object = None
-        self.stopped_by: JobError | None = None  # what it ends in before its time
+        self.stopped_by: JobError | None = None  # the error of an early stop
         self._task: asyncio.Task[object] | None = None  # while it works
-        self.tasks: Sequence[asyncio.Task[None]] = ()  # that take it to its delivered result
+        self.tasks: Sequence[asyncio.Task[None]] = ()  # the tasks that run it until its result is delivered
         self._deadline = resources.timeout_per_agent
         self._trail = trail
         self._worker = worker
@@ -55,7 +55,8 @@ class Agent:
             self._state = LoopContext(job, resources, trail, worker)
 
     async def run(self, ticket: Ticket | None) -> AgentResult[object]:
-        """To the end, starting with a claim to a slot, where one was made already. A JobError is part of the result."""
+        """Run to the end and return the result. ``ticket`` is a slot that was already requested, if any. A JobError
+        becomes part of the result."""
         state, deadline = self._state, self._deadline
         state.ticket = ticket
         limit = asyncio.timeout(deadline)
@@ -70,7 +71,7 @@ class Agent:
             else:
                 async with limit:
                     self._output = await state.work()
-            if state.failure is not None:  # a worker cannot make up for it
+            if state.failure is not None:  # the worker's output cannot replace this failure
                 raise state.failure
         except TimeoutError:
             if not limit.expired():
@@ -80,7 +81,7 @@ class Agent:
         except JobError as error:
             self.fail(error)
         except asyncio.CancelledError:
-            if self.stopped_by is None or task is None or task.uncancel():  # what is left is for the whole run
+            if self.stopped_by is None or task is None or task.uncancel():  # another cancellation is for the whole run
                 raise
             self.fail(self.stopped_by)
         finally:
@@ -89,20 +90,20 @@ class Agent:
         return self.result()
 
     def stop(self, error: JobError) -> None:
-        """End it now with this error, unless it has ended."""
+        """End the agent now with this error, unless it has ended."""
         if self.stopped_by is None:
             self.stopped_by = error
             if self._task is not None:
                 self._task.cancel()
 
     def anew(self, resources: Resources) -> Agent:
-        """An agent for the same job that begins at its start."""
+        """Return an agent for the same job that starts again."""
         again = Agent(self.job, resources, self._trail.anew(), self._worker)
         again.tasks = self.tasks
         return again
 
     def conversation(self) -> JsonObject:
-        """What was said so far, and what is being said."""
+        """Return the messages so far, and the answer that is being streamed."""
         return self._state.shown()
 
     def fail(self, error: JobError) -> None:
@@ -110,15 +111,15 @@ class Agent:
         self._verdict = error.failed.error if isinstance(error, FailedBefore) else AgentError.of(error)
 
     def record_end(self, result: AgentResult[object]) -> None:
-        """How the agent ended goes to its trail; an agent that was interrupted has not ended."""
+        """Record the end of the agent in its trail. An interrupted agent has not ended."""
         if isinstance(self.error, Interrupted):
             return
-        if not self._trail.past.unreadable:  # nothing is added to what cannot be read
+        if not self._trail.past.unreadable:  # nothing is added to an unreadable record
             self._state.end(self._verdict)
         self.recorded = result
 
     async def settle(self) -> None:
-        """Until everything recorded of it is on disk."""
+        """Wait until all its records are on disk."""
         await self._trail.settle()
 
     def result(self) -> AgentResult[object]:
@@ -155,7 +156,8 @@ class Agent:
 
 
 def _kept(messages: Sequence[Message], job: Job) -> tuple[Message, ...]:
-    """What a result holds: pictures by their marks, since a thousand results would be a thousand pictures."""
+    """Return the messages for the result, with images as placeholders: a thousand results would hold a thousand
+    images."""
     if not job.images:
         return tuple(messages)
     return tuple(
@@ -166,11 +168,11 @@ def _kept(messages: Sequence[Message], job: Job) -> tuple[Message, ...]:
 
 @asynccontextmanager
 async def open_worker(prepared: Prepared, inner: InnerWorker | None, spending: Spending) -> AsyncIterator[AgentWorker]:
-    """What works on the rows of a run: the user's worker, one of our own (``inner``), or the tool loop."""
+    """Yield the worker of a run: the user's worker, a built-in one (``inner``), or the tool loop."""
     if prepared.spec.worker is None:
         yield tool_loop if inner is None else bounded(inner)
         return
-    from batch_agent.gateway.gateway import Gateway  # with an HTTP server, which other runs do not need
+    from batch_agent.gateway.gateway import Gateway  # it includes an HTTP server, which other runs do not need
 
     async with Gateway() as gateway:
         yield UserWorker(prepared.spec.worker, prepared, gateway, spending)

@@ -1,4 +1,4 @@
-"""The tool calls of one answer: begun together, and each recorded and told of when it ends."""
+"""Runs the tool calls of one answer. All start together; each is recorded and reported when it ends."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ async def run_calls(
     known: dict[int, str],
     early: EarlyCalls | None,
 ) -> None:
-    """These calls of an agent's turn, by place in its answer, to the end of the last one. ``known`` gets the outcomes
-    as they come; ``early`` has the calls that were begun while the model was still talking."""
+    """Run these calls of an agent's turn, by position in its answer, until the last one ends. Outcomes are added to
+    ``known`` as they arrive. ``early`` has the calls that started while the answer was streamed."""
     writes = tuple(place for place, call in calls.items() if not r.tools.can_start_early(call.name))
     if writes and trail.records:
-        # A write that was begun must never be taken for one that was not.
+        # A begun write must never be mistaken for one that did not start.
         trail.add(Begun(writes))
         await trail.settle()
     index = job.index
@@ -44,13 +44,13 @@ async def run_calls(
                 every.set_exception(outcome)
             return
         known[place] = outcome.text
-        # Recorded as soon as it is known: another call of the same answer may run for hours yet.
-        with suppress(StoreError):  # the agent hears of it before it goes on
+        # Recorded at once: another call of the same answer may run for hours.
+        with suppress(StoreError):  # the agent gets the error at its next step
             trail.add(Outcome(place, outcome.text))
         seconds, ok, source = outcome.seconds, outcome.ok, outcome.source
         r.emit(ToolFinished(r.clock(), r.run, index, turn, place, call.id, call.name, seconds, ok, source))
         left -= 1
-        if not left and not every.done():  # it is when the agent was cancelled
+        if not left and not every.done():  # it is done if the agent was cancelled
             every.set_result(None)
 
     now = r.clock()
@@ -63,7 +63,7 @@ async def run_calls(
     try:
         for place, waiting in pending.items():
             waiting.on_end(partial(ended, place, calls[place]))
-        # A write that was begun is waited for in any case: what became of it must be known.
+        # A begun write is always waited for, because its outcome must be known.
         await (every if writes else r.dispatcher.wait_for_tools(every))
     finally:
         for waiting in pending.values():

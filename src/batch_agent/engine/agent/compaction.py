@@ -1,7 +1,7 @@
-"""How the conversations of a run are kept within the model's context: when one is cut, who tells what was left out.
+"""Keeps the conversations of a run within the model's context: when to cut one, and who summarises the removed part.
 
-What gives way is decided in ``compiler.compaction``. A model that is asked for a summary is asked like for any turn,
-but after everybody else; where it cannot answer, the calls that were made are told instead.
+``compiler.compaction`` decides what is removed. A summary is requested from a model like a turn, but after all turns.
+If that fails, a list of the removed calls replaces the summary.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from batch_agent.store.steps import Compacted
 logger = logging.getLogger("batch_agent")
 
 Teller = Callable[[Sequence[Message]], str | Awaitable[str]]
-TRUSTED = 0.75  # of the context, that an estimate may fill where the server counts no tokens
-MARGIN = 0.02  # of the context, by which a prompt may be longer than was foreseen
-PATIENCE = 15.0  # seconds that a server for summaries alone may be out of reach
+TRUSTED = 0.75  # part of the context that an estimate may fill if the server counts no tokens
+MARGIN = 0.02  # part of the context by which a prompt may be longer than expected
+PATIENCE = 15.0  # seconds that a separate server for summaries may be unreachable
 SUMMARISE = Message(
     "system",
     "You are given the first steps of an agent's work, which will be removed from its context. Write what it must know "
-    "to go on without them: facts with their exact numbers, names, paths, ids and quotations, what was tried and what "
-    "came of it, decisions, what is still open. Leave out nothing that a later answer could depend on, and add "
+    "to continue without them: facts with their exact numbers, names, paths, ids and quotations, what was tried and "
+    "what came of it, decisions, what is still open. Leave out nothing that a later answer could depend on, and add "
     "nothing. At most 300 words, no introduction.",
 )
 
 
 @dataclass(slots=True, eq=False)
 class Compactor:
-    """``context`` is the model's, in tokens, as the spec says or as the server was heard to say. ``prefix_tokens`` is
-    the estimate of what all agents share. ``summaries`` is where a model writes them, and ``shape`` what it is asked
-    with."""
+    """``context`` is the model's context in tokens, from the spec or from the server's messages. ``prefix_tokens`` is
+    the estimate of the shared prefix. ``summaries`` has the backend for summaries, and ``shape`` the kind of
+    request."""
 
     mode: Literal["auto", "off"] | Teller
     context: int | None
@@ -64,7 +64,7 @@ class Compactor:
     shape: RequestShape | None = None
 
     def excess(self, history: History) -> int:
-        """By how many tokens the next prompt should be shorter than it would be; 0 where it is short enough."""
+        """Return by how many tokens the next prompt should be shortened; 0 if it fits."""
         if self.mode == "off" or self.context is None:
             return 0
         room, foreseen = self.context, history.foreseen()
@@ -75,7 +75,7 @@ class Compactor:
         return foreseen - int(compaction.TARGET * room)
 
     def foreseen(self, history: History) -> int | None:
-        """Tokens of the next prompt, as far as they were counted; else estimated, and rather too many. None before an
+        """Return the tokens of the next prompt: counted if possible, else a high estimate. None before the first
         answer."""
         foreseen = history.foreseen()
         if foreseen is None and (estimated := self._estimated(history)) is not None:
@@ -87,15 +87,15 @@ class Compactor:
         return None if own is None else self.prefix_tokens + own
 
     def fitted(self, shape: RequestShape, prompt: int | None) -> RequestShape:
-        """The same with ``max_tokens`` no larger than what a prompt of so many tokens leaves of the context."""
+        """Return the shape with ``max_tokens`` limited to what a prompt of ``prompt`` tokens leaves of the context."""
         if shape.max_tokens is None or self.context is None or prompt is None:
             return shape
         room = max(self.context - prompt - int(MARGIN * self.context), self.min_response_tokens)
         return shape if shape.max_tokens <= room else replace(shape, max_tokens=room)
 
     def after(self, error: ContextOverflow, shape: RequestShape, history: History) -> tuple[RequestShape, int]:
-        """What to do about a request that the server found too long: the shape to send it with, and by how much the
-        prompt must be shorter before. (shape, 0): nothing helps."""
+        """Return how to repeat a request that was too long for the server: the shape to use, and by how many tokens to
+        shorten the prompt. (shape, 0) means that nothing helps."""
         says = stated(str(error))
         self.context = says.context or self.context
         prompt = says.prompt or self.foreseen(history)
@@ -110,7 +110,7 @@ class Compactor:
         return shape, history_tokens(history.own_asked) // 2
 
     async def compact(self, history: History, excess: int, job: Job, tally: Tally) -> Compacted | None:
-        """Cut the history by about so much. None: there is too little in it that could go."""
+        """Cut the history by about ``excess`` tokens. Returns None if too little of it can be removed."""
         own, before = history.own, history.cut
         told = self.summaries is not None or callable(self.mode)
         cut = plan_cut(own, before, excess, told=told)
@@ -137,8 +137,8 @@ class Compactor:
         return await self._summary(before.note, since, job, tally)
 
     async def _summary(self, known: str, gone: Sequence[Message], job: Job, tally: Tally) -> tuple[str, Usage]:
-        """Of what was left out before, as far as that is ``known``, and of what goes now; nothing where the model that
-        should write it cannot."""
+        """Return a summary of the messages removed now and of the earlier summary (``known``). "" if the model cannot
+        write it."""
         r, shape = self.summaries, self.shape
         assert r is not None and shape is not None
         steps = "\n\n".join(filter(None, [job.prompt, known, *map(_written, gone)]))
@@ -150,14 +150,14 @@ class Compactor:
             reply = await r.dispatcher.ask(turn, r.policy, progress=progress, observer=turn)
             summary = strip_reasoning(reply.text)
         except JobError as error:
-            logger.warning("what row %s leaves out is told by its calls alone: %s", job.index, error)
+            logger.warning("row %s: the summary failed, a list of the removed calls replaces it: %s", job.index, error)
             summary = ""
         tally.pay(own_tally.usage, own_tally.cost)
         return summary, own_tally.usage
 
 
 async def _told_by(teller: Teller, gone: Sequence[Message]) -> str:
-    """Foreign code: whatever it raises fails its row alone."""
+    """Return the text of the user's compaction function. Any exception from it fails only its row."""
     try:
         told = teller(gone)
         if inspect.isawaitable(told):
@@ -169,19 +169,19 @@ async def _told_by(teller: Teller, gone: Sequence[Message]) -> str:
             raise
         raise WorkerFailed(f"the compaction failed: {describe(error)}") from error
     if not isinstance(told, str):
-        raise WorkerFailed(f"the compaction gave {type(told).__name__} where text stands for what is left out")
+        raise WorkerFailed(f"the compaction gave {type(told).__name__} instead of a text for the removed messages")
     return told
 
 
 def _written(message: Message) -> str:
-    """A message as somebody reads it who is no part of the conversation."""
+    """Return a message as text for a model that is not part of the conversation."""
     calls = "".join(f"\ncalls {call.name}({call.arguments})" for call in message.tool_calls)
     return f"{'result' if message.role == 'tool' else message.role}: {message.content}{calls}"
 
 
 @asynccontextmanager
 async def open_compactor(prepared: Prepared, resources: Resources) -> AsyncIterator[Compactor]:
-    """A server for summaries alone has slots of its own."""
+    """Yield the compactor of a run. A separate server for summaries has its own slots."""
     spec = prepared.spec
     compactor = Compactor(
         spec.compaction, prepared.context, spec.min_response_tokens, prefix_tokens=prepared.plan.prefix_tokens

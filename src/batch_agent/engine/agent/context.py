@@ -1,6 +1,7 @@
-"""What a worker of the user's can do: ``AgentContext``, and ``BlockingContext`` for one that runs in a thread.
+"""The interface for a user's worker: ``AgentContext``, and ``BlockingContext`` for a worker that runs in a thread.
 
-Both are thin: ``row_work`` asks, calls and records, ``dialogue`` is a conversation, ``user_worker`` knows the run.
+Both are thin. ``row_work`` sends requests, calls tools and records; ``dialogue`` is a conversation; ``user_worker``
+knows the run.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from batch_agent.messages import Conversation, Message, ToolCall, Usage
 
 T = TypeVar("T")
 Prompt: TypeAlias = str | Sequence[Message | Mapping[str, object]]
-MAX_TURNS = 10  # of a loop whose tools may be called
+MAX_TURNS = 10  # of a loop with tools
 
 
 class AskOptions(TypedDict, total=False):
-    """How one thing is asked. What is not given is the run's; ``tool_choice`` is left to the server."""
+    """Options of one request. The defaults are those of the run; ``tool_choice`` is left to the server."""
 
     model: str | None
     max_tokens: int | None
@@ -40,8 +41,8 @@ class AskOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class AgentReply:
-    """An answer. ``output`` is a value of the ``output_schema`` that was asked for, without one the text; None where
-    the answer calls tools. ``message`` is the answer as a message, to go on from."""
+    """An answer. ``output`` is a value of the requested ``output_schema``, or the text without a schema; None if the
+    answer calls tools. ``message`` is the answer as a message, to continue the conversation."""
 
     text: str
     tool_calls: tuple[ToolCall, ...]
@@ -51,11 +52,11 @@ class AgentReply:
 
 
 class AgentContext:
-    """One row, while a worker works on it. It ends with the row: what is asked or called later is refused."""
+    """One row while a worker processes it. It ends with the row: later requests and calls are refused."""
 
     def __init__(self, work: RowWork) -> None:
         self._work = work
-        self._busy = False  # the row's own conversation is being asked
+        self._busy = False  # a request of the row's own conversation is in flight
 
     def __repr__(self) -> str:
         return f"<AgentContext of row {self.index}>"
@@ -67,12 +68,12 @@ class AgentContext:
 
     @property
     def index(self) -> int:
-        """Its place among the inputs, from 0."""
+        """Index of the row among the inputs, from 0."""
         return self._work.job.index
 
     @property
     def job_id(self) -> str:
-        """Its ``id``, or its place as text."""
+        """The row's ``id``, or its index as text."""
         return self._work.job.job_id
 
     @property
@@ -82,50 +83,51 @@ class AgentContext:
 
     @property
     def model(self) -> str:
-        """The model that is asked where ``ask`` names no other."""
+        """The default model of ``ask``."""
         return self._work.worker.model
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The row's own conversation so far: the system prompt, the task, what was said and asked without messages."""
+        """The row's own conversation so far: the system prompt, the task, and all requests without messages of their
+        own."""
         return tuple(self._work.conversation.messages)
 
     @property
     def workdir(self) -> Path:
-        """A directory of this row's own. It is empty when the worker begins, also after a resume. In a run directory it
-        is kept, else it is removed when the row ends."""
+        """A directory for this row alone. It is empty when the worker begins, also after a resume. In a run directory
+        it is kept, else it is removed when the row ends."""
         self._check_open()
         return self._work.place.directory
 
     @property
     def base_url(self) -> str:
-        """The address at which programs ask as this row: it speaks OpenAI's and Anthropic's formats."""
+        """The address where programs send requests for this row, in the formats of OpenAI and Anthropic."""
         self._check_open()
         return f"{self._work.worker.gateway.url}/v1"
 
     @property
     def api_key(self) -> str:
-        """The key of this row at ``base_url``. It ends with the row."""
+        """The API key of this row at ``base_url``. It is valid until the row ends."""
         self._check_open()
         return self._work.key
 
     @property
     def env(self) -> dict[str, str]:
-        """``base_url`` and ``api_key`` as environment variables, under the names that clients read."""
+        """``base_url`` and ``api_key`` as environment variables, with the names that clients read."""
         return self._work.worker.gateway.env(self.api_key)
 
     def save(self, name: str, content: str | bytes | Path) -> Path:
-        """Keep text, bytes or a copy of a file: ``result.artifacts[name]`` is its path."""
+        """Save text, bytes or a copy of a file. ``result.artifacts[name]`` is its path."""
         self._check_open()
         return self._work.place.save(name, content)
 
     def add_usage(self, usage: Usage) -> None:
-        """Count tokens that this row used past the run, at another server, on its result."""
+        """Add tokens to the result that this row used outside the run, at another server."""
         self._check_open()
         self._work.tally.pay(usage, None)
 
     def say(self, text: str) -> None:
-        """Add a message of the user's to the row's own conversation."""
+        """Add a user message to the row's own conversation."""
         self._check_open()
         self._work.conversation.append(Message("user", text))
 
@@ -137,18 +139,18 @@ class AgentContext:
         output_schema: Any = None,
         **options: Unpack[AskOptions],
     ) -> AgentReply:
-        """The model's answer to a prompt or to messages; without either, to the row's own conversation, of which it is
-        then a part.
+        """Return the model's answer to a prompt or to messages. Without either, it answers the row's own conversation
+        and becomes part of it.
 
-        Many may be under way at once, but one at a time of the row's own conversation. ``tools`` are those of the run's
-        that the model may call. With ``output_schema``, an answer that does not fit is shown to the model with its
-        errors, ``max_retries`` times; then OutputError is raised. BackendError is raised for a request that failed.
-        Both may be caught. The system prompt of the run comes before messages that have none.
+        Many requests may be in flight at once, but only one of the row's own conversation. ``tools`` are the tools of
+        the run that the model may call. With ``output_schema``, the model gets an invalid answer back with its errors,
+        up to ``max_retries`` times; then OutputError is raised. A failed request raises BackendError. Both may be
+        caught. The system prompt of the run is added before messages that have none.
         """
         dialogue = self._dialogue(prompt, tools, output_schema, None, options)
         if prompt is None:
             if self._busy:
-                raise InputError("the row's own conversation is being asked already: give ask a prompt or messages")
+                raise InputError("the row's own conversation has a request in flight: give ask a prompt or messages")
             self._busy = True
         try:
             return await self._asked(dialogue)
@@ -179,19 +181,19 @@ class AgentContext:
         max_turns: int | None = None,
         **options: Unpack[AskOptions],
     ) -> Any:
-        """The output of our tool loop: ask, run the tools that the answer calls, and ask again, until there is an
-        answer; a value of ``output_schema``, or text. ``tools`` are all of the run's where none are named. After
-        ``max_turns`` answers (10 with tools, 1 without) LimitExceeded is raised."""
+        """Return the output of the built-in tool loop: request an answer, run the tools that it calls, and repeat until
+        there is an answer without calls. The output is a value of ``output_schema``, or text. Without ``tools``, all
+        tools of the run are used. After ``max_turns`` answers (10 with tools, 1 without) LimitExceeded is raised."""
         offered = self._work.worker.tool_names if tools is None else tools
         turns = max_turns if max_turns is not None else MAX_TURNS if offered else 1
         return await tool_loop(self.row, self._dialogue(prompt, offered, output_schema, turns, options))
 
     async def call(self, tool: str | ToolCall, /, **arguments: object) -> str:
-        """What a tool of the run's returns.
+        """Return the result of a tool of the run.
 
-        By its name and arguments; a failure is raised, as ToolError. Or as a model asked for it (``reply.tool_calls``):
-        then a failure is returned as the text that the model reads, and a call of the row's own conversation is
-        answered there.
+        With a name and arguments, a failure raises ToolError. With a call from a model (``reply.tool_calls``), a
+        failure is returned as the text for the model, and the result of a call from the row's own conversation is added
+        there.
         """
         if isinstance(tool, ToolCall):
             text = (await self._work.call(tool)).text
@@ -210,7 +212,7 @@ class AgentContext:
         raise (ToolFailed if tool in self._work.worker.tool_names else UnknownTool)(message)
 
     def _answer_call(self, call: ToolCall, text: str) -> None:
-        """The result of a call goes to the row's own conversation, where that made the call."""
+        """Add the result to the row's own conversation, if the call came from there."""
         own = self._work.conversation
         asked = next((message for message in reversed(own.messages) if message.tool_calls), None)
         if asked is not None and call in asked.tool_calls:
@@ -231,7 +233,7 @@ class AgentContext:
         elif self._work.conversation.messages[len(self._work.shared.messages) :]:
             own = self._work.conversation
         else:
-            raise InputError("there is nothing to ask: the run has no task, so give ask a prompt or messages")
+            raise InputError("there is nothing to send: the run has no task, so call ask with a prompt or messages")
         return Dialogue(self._work, asking.shapes, asking.schema, own, max_turns)
 
     def _check_open(self) -> None:
@@ -244,15 +246,15 @@ def _messages(prompt: Prompt) -> list[Message]:
     try:
         messages = [item if isinstance(item, Message) else Message.from_dict(item) for item in prompt]
     except (ValueError, AttributeError, TypeError) as error:
-        raise InputError(f"messages cannot be asked: {error}") from None
+        raise InputError(f"messages: invalid: {error}") from None
     if not messages:
-        raise InputError("there is nothing to ask: the list of messages is empty")
+        raise InputError("there is nothing to send: the list of messages is empty")
     return messages
 
 
 class BlockingContext:
-    """The same for a worker that is a plain function, which runs in a thread: ``ask``, ``call`` and ``loop`` wait there
-    and return what they come to. Threads that it starts may use it too."""
+    """The same interface for a worker that is a plain function and runs in a thread: ``ask``, ``call`` and ``loop``
+    block and return the result. Threads that it starts may use it too."""
 
     def __init__(self, context: AgentContext, loop: asyncio.AbstractEventLoop) -> None:
         self._context, self._loop = context, loop

@@ -1,4 +1,4 @@
-"""A conversation that a user's worker has with a model: what the tool loop works with, on the worker's record."""
+"""A conversation of a user's worker with a model: the interface of the tool loop, on the worker's record."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from batch_agent.outputs.validate import parse_output
 
 
 class Dialogue:
-    """``own`` is the row's conversation, which goes on here; or messages of the worker's, with what all rows share
-    before them where they have no system prompt of their own. Without ``max_turns`` only the row's limit holds."""
+    """``own`` is the row's conversation, which continues here. Or it has messages of the worker; if these have no
+    system prompt, the shared messages come before them. Without ``max_turns`` only the row's limit applies."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def _with_system(own: Conversation, shared: Conversation) -> Conversation:
 
 
 def _with_schema(conversation: Conversation, schema: OutputSchema[object]) -> Conversation:
-    """The same with the schema in its system prompt."""
+    """Return the conversation with the schema in its system prompt."""
     told = schema_instruction(schema.json_text)
     first, *rest = conversation.messages
     if first.role == "system" and isinstance(first.content, str):

@@ -1,4 +1,4 @@
-"""A row as the gateway asks through it: its clients' requests become asks of its ``RowWork``."""
+"""A row as the gateway uses it: requests of the row's clients become requests of its ``RowWork``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from batch_agent.messages import Conversation, Reply
 if TYPE_CHECKING:
     from batch_agent.engine.agent.row_work import RowWork
 
-KINDS = 256  # of request that are remembered
+KINDS = 256  # number of kinds of request that are cached
 
 
 class ClientShapes:
-    """The shapes of requests, one for each kind: backends and digests remember what they derive from a shape.
-    ``on_new`` is told of a shape before it is asked with."""
+    """The shapes of requests, one for each kind: backends and digests cache what they derive from a shape. ``on_new``
+    is called with a new shape before its first use."""
 
     def __init__(self, on_new: Callable[[RequestShape], None]) -> None:
         self._on_new = on_new
         self._known: dict[bytes, tuple[RequestShape, RequestShape]] = {}
 
     def of(self, request: ClientRequest) -> tuple[RequestShape, RequestShape]:
-        """What the request is recorded under, and what is sent. The first names all that the second does not say."""
+        """Return the shape for the record, and the shape to send. The first includes everything that the second
+        lacks."""
         shapes = self._known.get(request.head)
         if shapes is None:
             if len(self._known) >= KINDS:

@@ -1,7 +1,7 @@
-"""What one agent and its model have said to each other: all of it, and what of it the model still reads.
+"""The conversation of one agent with its model: all of it, and the part that the model still reads.
 
-The two are one conversation until it is cut. From then on what is asked is a conversation of its own, which grows with
-the other, so that nothing that was sent is ever sent differently but for the cut itself.
+Both are one conversation until it is cut. From then on the part to send is a separate conversation that grows with the
+other. So messages that were sent never change, except at the cut.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from batch_agent.messages import Content, Conversation, Message, Reply
 
 
 class History:
-    """``said`` is everything, for the transcript; ``asked`` is what requests are made of."""
+    """``said`` has all messages, for the transcript; ``asked`` has those of the next request."""
 
     __slots__ = ("_answered", "_measured", "_measured_at", "_shared", "asked", "cut", "said")
 
@@ -21,7 +21,7 @@ class History:
         self.said = self.asked = Conversation((Message("user", task),), parent=shared)
         self.cut = Cut()
         self._shared = shared
-        self._measured: int | None = None  # tokens of ``asked``, its first so many messages, as the server counted them
+        self._measured: int | None = None  # the server's count for ``_measured_at`` messages of ``asked``
         self._measured_at = 0
         self._answered = False  # since the latest cut
 
@@ -34,26 +34,25 @@ class History:
         self.append(reply.message())
         self._answered = True
         usage = reply.usage if reply.saved is None else reply.saved
-        if (
-            usage.prompt_tokens
-        ):  # else what was counted before, and an estimate of all that came since, is the best guess
-            # What a model said to itself is not sent back.
+        if usage.prompt_tokens:  # else the earlier count plus an estimate of later messages is more exact
+            # Reasoning is not sent back.
             self._measured = usage.prompt_tokens + usage.completion_tokens - usage.reasoning_tokens
             self._measured_at = len(self.asked.messages)
 
     def foreseen(self) -> int | None:
-        """Tokens of the next prompt: the server's count, plus an estimate of what came since. None without a count."""
+        """Return the tokens of the next prompt: the server's count, plus an estimate of later messages. None without a
+        count."""
         if self._measured is None:
             return None
         return self._measured + history_tokens(self.asked.messages[self._measured_at :])
 
     def estimated(self) -> int | None:
-        """Estimated tokens of what is not shared in the next prompt. None before an answer."""
+        """Return the estimated tokens of the next prompt without the shared part. None before an answer."""
         return history_tokens(self.own_asked) if self._answered else None
 
     @property
     def own(self) -> Sequence[Message]:
-        """What is not shared with all agents."""
+        """The messages that are not shared with all agents."""
         return self.said.messages[len(self._shared.messages) :]
 
     @property

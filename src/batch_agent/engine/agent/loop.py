@@ -1,4 +1,4 @@
-"""The worker of a run that names no other: a model that uses tools until it has an answer."""
+"""The default worker: a model that uses tools until it has an answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batch_agent.messages import Reply, ToolCall
 
 
 class Looping(Protocol):
-    """A conversation in which the loop asks and calls."""
+    """A conversation in which the loop sends requests and calls tools."""
 
     @property
     def shapes(self) -> Shapes: ...
@@ -22,17 +22,17 @@ class Looping(Protocol):
     async def call(self, calls: Sequence[ToolCall]) -> list[str]: ...
 
     def read(self, reply: Reply) -> object:
-        """Raises OutputError."""
+        """Return the output in an answer. Raises OutputError if it is invalid."""
         ...
 
     def repair(self, error: OutputError) -> None:
-        """Raises the error where it was shown to the model often enough."""
+        """Show the error to the model. Raises the error if the retries are used up."""
         ...
 
 
 async def tool_loop(row: object, ctx: Looping) -> object:
-    """Ask. Use the tools that the answer calls and ask again; show the model what is wrong with an answer that does not
-    validate and ask again; else the answer is the output."""
+    """Return the output of the agent. The loop requests an answer. If the answer calls tools, it runs them and repeats.
+    If the answer is invalid, it shows the error to the model and repeats."""
     shapes = ctx.shapes
     shape = shapes.first
     while True:

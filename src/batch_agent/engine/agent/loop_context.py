@@ -1,10 +1,10 @@
-"""What the tool loop, and workers of our own, can do: ask the model and call tools, one thing at a time.
+"""The context of the tool loop and of built-in workers: send requests and call tools, one at a time.
 
-Both are answered from the agent's trail as long as that has something of an earlier session, and then by the model and
-the tools; what is new is recorded before anything is built on it. An interrupted worker is run again from its start and
-finds itself where it was. So what it does must follow from its row and from what it is told here. A request is compared
-with the one that was recorded at its place: a recorded answer is never used for another question. Workers of users are
-followed otherwise (``row_work.py``).
+While the agent's trail has recorded steps of an earlier session, requests and calls are answered from it, then by the
+model and the tools. New steps are recorded before other steps depend on them. An interrupted worker runs again from its
+start and reaches the same state. So its actions must depend only on its row and on the answers from here. Each request
+is compared with the one recorded at the same position: a recorded answer is never used for another request. Users'
+workers are replayed differently (``row_work.py``).
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from batch_agent.store.trail import FailedBefore, Trail
 
 TOO_MANY_CALLS = "Error: not run: {count} calls in one answer are too many; ask for at most {most} at once."
 MISMATCH = (
-    "this row would ask something else now than what its record answers: {difference}. The recorded answers are not "
-    "used for it. Undo what was changed since the run was recorded; or resume with force_resume=True (--force-resume), "
-    "which keeps recorded answers whatever they answer"
+    "the next request of this row differs from the recorded one: {difference}. The recorded answers are not "
+    "used. Undo the change since the run was recorded; or resume with force_resume=True (--force-resume), "
+    "which uses recorded answers without this check"
 )
 
 
 class LoopContext(WorkState):
-    """``conversation`` begins with the task. ``failure`` is what an ask or a call ended in: there is no going on after
-    that, since a trail cannot tell what was done about it."""
+    """``conversation`` begins with the task. ``failure`` is the error of a request or a call. It is final: the journal
+    cannot record a recovery."""
 
     __slots__ = (
         "_answer",
@@ -72,14 +72,15 @@ class LoopContext(WorkState):
         super().__init__(job, resources, trail)
         self._worker = worker
         self._history = History(resources.shared, content_of(job))
-        self._cut_from: int | None = None  # tokens, where the conversation was cut since the latest answer
-        self._answer: Reply | None = None  # the latest answer, while it is not known whether it leads on
-        self._asked = ""  # digest of what it answers
-        # The digest of the latest request, and how many messages it covers. The row's key covers the first ones.
+        self._cut_from: int | None = None  # tokens before the cut, if the conversation was cut since the latest answer
+        self._answer: Reply | None = None  # the latest answer, until it is known whether it is the last one
+        self._asked = ""  # digest of its request
+        # The digest of the latest request, and the number of messages it covers. The row's key covers the first
+        # messages.
         self._chain, self._digested = trail.key, len(self._history.said.messages)
         self._early: EarlyCalls | None = None
-        self._repairs = 0  # answers asked for again because they did not validate
-        self._forgiven = 0  # of those, the ones before a failure that is being tried again
+        self._repairs = 0  # answers that were requested again because they were invalid
+        self._forgiven = 0  # the number of those before a failure that is now retried
 
     def work(self) -> Awaitable[object]:
         return self._worker(self.job.input, self)
@@ -90,7 +91,7 @@ class LoopContext(WorkState):
 
     @property
     def conversation(self) -> Conversation:
-        """All that was said, also what is no longer sent because the conversation was cut."""
+        """All messages, including those that are no longer sent because the conversation was cut."""
         return self._history.said
 
     @property
@@ -104,8 +105,8 @@ class LoopContext(WorkState):
     # What a worker does
 
     async def ask(self, shape: RequestShape | None = None) -> Reply:
-        """The model's answer to the conversation, of which it is then a part. ``shape`` is the kind of request, where
-        that is not the usual one."""
+        """Return the model's answer to the conversation, and add it. ``shape`` is the kind of request, if not the
+        default."""
         self._go_on()
         if shape is None:
             shape = self.shapes.later if self.tally.turns else self.shapes.first
@@ -123,8 +124,7 @@ class LoopContext(WorkState):
         return reply
 
     async def call(self, calls: Sequence[ToolCall]) -> list[str]:
-        """What became of these calls, which are those of the latest answer. The model reads it with what it is asked
-        next."""
+        """Run these calls of the latest answer and return their results. The model gets them with the next request."""
         self._go_on()
         try:
             return await self._outcomes(calls)
@@ -133,15 +133,15 @@ class LoopContext(WorkState):
             raise
 
     def say(self, text: str) -> None:
-        """What the model is told with the next question."""
+        """Add a user message for the next request."""
         self._history.append(Message("user", text))
 
     def read(self, reply: Reply) -> object:
-        """The answer as a value of the output schema; as text without one. Raises OutputError."""
+        """Return the answer as a value of the output schema; as text without a schema. Raises OutputError."""
         schema = self._r.schema
         if schema is None:
             self.truncated = reply.finish_reason == CUT
-            if self.truncated and not self._r.keeps_cut_text:  # a record of a session that did
+            if self.truncated and not self._r.keeps_cut_text:  # recorded by a session that kept such text
                 raise Truncated("the answer was cut at max_tokens", text=reply.text)
             return strip_reasoning(reply.text)
         parsed = parse_output(reply.text, schema)
@@ -149,7 +149,7 @@ class LoopContext(WorkState):
         return parsed.value
 
     def repair(self, error: OutputError) -> None:
-        """Show the model what is wrong with its answer. Raises the error where that was done often enough."""
+        """Show the error to the model. Raises the error if the retries are used up."""
         self._go_on()
         trail, schema = self._trail, self._r.schema
         if trail.stays_failed:
@@ -189,7 +189,7 @@ class LoopContext(WorkState):
     # Asking
 
     def _replayed(self, shape: RequestShape) -> Reply | None:
-        """The answer that an earlier session recorded; None: the model is to be asked."""
+        """Return the recorded answer of an earlier session; None if the model must be asked."""
         if (compacted := self._trail.compacted) is not None:
             self.tally.pay(compacted.usage, None)
             self._history.compact(compacted.cut)
@@ -202,7 +202,8 @@ class LoopContext(WorkState):
         return past.reply
 
     def _check(self, shape: RequestShape, then: str | None) -> None:
-        """Take the digest of the next request. Raises ReplayMismatch where ``then`` is that of another."""
+        """Compute the digest of the next request. Raises ReplayMismatch if ``then`` is the digest of another
+        request."""
         new, first = self._history.said.messages[self._digested :], self._digested + 1
         self._digested += len(new)
         self._chain, self._asked = next_asked(self._chain, self._r.digests.of(shape), new)
@@ -210,14 +211,15 @@ class LoopContext(WorkState):
             raise ReplayMismatch(MISMATCH.format(difference=difference(then, self._asked, new, first)))
 
     def _ready_to_send(self) -> None:
-        """Raises LimitExceeded when there is no next request."""
+        """End the replay. Raises LimitExceeded if no further request is allowed."""
         self._leave_record()
-        if self._out_of_turns and not self.tally.again:  # an answer that is asked for again comes on top
+        if self._out_of_turns and not self.tally.again:  # a repeated answer does not count as a turn
             raise LimitExceeded(f"after max_turns, {self._r.max_turns}, the agent asks again")
         self._abandon_early()
 
     async def _send_fitting(self, shape: RequestShape) -> Reply:
-        """Cut what is about to outgrow the context; what the server finds too long all the same is sent once more."""
+        """Cut a conversation that would exceed the context, and send it. If the server still finds it too long, send it
+        once more."""
         compactor, history = self._r.compactor, self._history
         if compactor is None:
             return await self._send(shape)
@@ -254,13 +256,13 @@ class LoopContext(WorkState):
     async def _send(self, shape: RequestShape) -> Reply:
         r, ticket, left = self._r, self.ticket, self.turns_left()
         if ticket is None:
-            await self._trail.settle()  # before more is built on it
+            await self._trail.settle()  # before later steps depend on it
             if r.dispatcher.scheduler.admission.enabled:
                 self.progress.expected = self._history.foreseen() or 0
             ticket = r.dispatcher.slots.claim(self.progress, self.tally.turns)
         self.ticket = None
         can_call = bool(shape.tools) and shape.tool_choice != "none"
-        # On the last turn no tool will be run, so there is nothing to start early.
+        # No tool runs after the last turn, so none can start early.
         last = r.max_turns is not None and left <= 1
         request = ModelRequest(
             shape,
@@ -313,7 +315,7 @@ class LoopContext(WorkState):
     async def _outcomes(self, calls: Sequence[ToolCall]) -> list[str]:
         trail = self._trail
         known = trail.outcomes()
-        if trail.stays_failed:  # no call is run for it any more
+        if trail.stays_failed:  # no more calls are run for it
             self._tell(calls, known)
             self._leave_record()
         if self._out_of_turns and not trail.goes_on:
@@ -341,7 +343,7 @@ class LoopContext(WorkState):
             await calling
 
     def _tell(self, calls: Sequence[ToolCall], known: Mapping[int, str]) -> list[str]:
-        """The outcomes in the order of the calls, as far as they are known, into the conversation."""
+        """Add the known outcomes to the conversation, in the order of the calls, and return them."""
         texts = []
         for place, call in enumerate(calls):
             if place not in known:
@@ -351,7 +353,7 @@ class LoopContext(WorkState):
         return texts
 
     def _refuse(self, count: int, known: dict[int, str]) -> None:
-        """So many calls at once are no plan but a loop: none of them is run, and the model is told."""
+        """Refuse all calls of an answer with too many, and tell the model. Such an answer is a loop, not a plan."""
         self._abandon_early()
         for place in range(count):
             if place not in known:
@@ -366,13 +368,14 @@ class LoopContext(WorkState):
         self._lead_on()
 
     def _lead_on(self) -> None:
-        """The latest answer did not end the agent."""
+        """Record the latest answer as a turn that did not end the agent."""
         if self._answer is not None:
             self._trail.add(Turn(self._answer, self._spent(), self._asked))
             self._answer = None
 
     def _leave_record(self) -> None:
-        """There is nothing more to follow: the agent failed then and there, or goes on from here."""
+        """End the replay: the agent continues on its own. Raises FailedBefore if the record ends with a failure that is
+        not retried."""
         trail = self._trail
         if trail.fresh:
             return

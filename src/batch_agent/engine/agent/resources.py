@@ -1,4 +1,4 @@
-"""What the agents of one run share."""
+"""The state that the agents of one run share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Resources:
     backend: Backend
     dispatcher: Dispatcher
-    policy: Policy  # how turns are asked
+    policy: Policy  # retries and timeouts of turns
     tools: ToolPool
     schema: OutputSchema[object] | None
     shared: Conversation
@@ -41,19 +41,19 @@ class Resources:
     max_turns: int | None
     timeout_per_agent: float | None
     early_tools: bool  # start a tool while the model is still writing
-    ends_with_answer: bool = True  # an agent asks no more after a valid answer without tool calls
-    keeps_cut_text: bool = False  # free text that was cut at max_tokens is an answer, marked as truncated
+    ends_with_answer: bool = True  # an agent ends with a valid answer without tool calls
+    keeps_cut_text: bool = False  # free text that was cut at max_tokens is accepted and marked as truncated
     streaming: Streaming = field(default_factory=Streaming)
     prewarm: ToolPrewarm | None = None
     compactor: Compactor | None = None  # None: conversations are never cut
-    schema_noted: bool = False  # it was reported that the server does not keep to the schema
+    schema_noted: bool = False  # an event reported that the server does not enforce the schema
     touches: Touches | None = None  # None: contexts are not touched while tools run
-    lead: PrefixLeader | None = None  # None: no request goes ahead of the others
+    lead: PrefixLeader | None = None  # None: no request is sent ahead of the others
     digests: ShapeDigests = field(default_factory=ShapeDigests)
     traces: Traces | None = None  # None: the run is not traced
-    hints: bool = True  # servers that plan are sent hints about each agent
-    answers: int = 0  # complete ones
-    answer_tokens: int = 0  # of all of them
+    hints: bool = True  # send hints about each agent to servers that plan
+    answers: int = 0  # number of complete answers
+    answer_tokens: int = 0  # sum over all of them
 
     @property
     def usual_tokens(self) -> int | None:

@@ -1,11 +1,11 @@
-"""One row while a worker of the user's works on it: its asks, its tool calls, and their record.
+"""One row while a user's worker processes it: its requests, its tool calls, and their record.
 
-Replay is by content. An ask is found in the record by the digest of what is asked (messages, model, tools, sampling,
-schema) and by how often the same was asked before; a tool call by its name and arguments, likewise. So a worker may ask
-many things at once, and in another order after a resume. What is not found is sent. An answer is on disk before the
-worker receives it, and a call that may write is on disk before it starts.
+Replay is by content. A recorded request is found by its digest (messages, model, tools, sampling, schema) and by the
+number of equal requests before it; a tool call in the same way by its name and arguments. So a worker may send many
+requests at once, and in another order after a resume. A request that is not recorded is sent. An answer is on disk
+before the worker receives it, and a call that may write is on disk before it starts.
 
-``answer`` is the one way to a model: ``AgentContext`` and whatever else asks as this row call it.
+All requests go through ``answer``: those of ``AgentContext`` and of any other client of this row.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Send: TypeAlias = Callable[[ModelRequest], Question]
-ENDED = "the row of this context has ended: nothing can be asked or called for it any more"
+ENDED = "the row of this context has ended: it accepts no more requests or calls"
 
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """How a tool call ended. ``text`` is what a model reads. ``unknown``: it was interrupted while it may have been
-    writing, and is not run again."""
+    """The end of a tool call. ``text`` is for the model. ``unknown``: the call was interrupted, may have written, and
+    is not run again."""
 
     text: str
     ok: bool
@@ -57,7 +57,7 @@ class CallOutcome:
 
 
 class RowWork(WorkState):
-    """``conversation`` is the row's own: what all rows share, the task, and what was said since."""
+    """``conversation`` is the row's own: the shared messages, the task, and later messages."""
 
     __slots__ = (
         "_at_end",
@@ -76,20 +76,20 @@ class RowWork(WorkState):
 
     def __init__(self, job: Job, resources: Resources, trail: Trail, worker: UserWorker) -> None:
         super().__init__(job, resources, trail)
-        self._key = ""  # at the gateway; made when it is first asked for
+        self._key = ""  # API key at the gateway; created at first use
         own = [Message("user", content_of(job))] if job.prompt else []
         self.conversation = Conversation(own, parent=resources.shared)
         self._worker = worker
         self._replay = WorkReplay(trail.past, resources.shared.messages)
-        self._place: Workplace | None = None  # made when it is first asked for
-        self._output: str | None = None  # what the worker returned, as JSON
+        self._place: Workplace | None = None  # created at first use
+        self._output: str | None = None  # the worker's return value as JSON
         self._closed = False
         self._at_end: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._writing: set[asyncio.Task[Any]] = set()  # those of calls that may write
+        self._writing: set[asyncio.Task[Any]] = set()  # tasks of calls that may write
         self._progress_of = {self.progress.model: self.progress}
         self._calls = 0
-        for ask in trail.past.asked:  # all that was paid for counts, whether or not it is asked for again
+        for ask in trail.past.asked:  # all paid answers count, even if they are not requested again
             self.tally.add(ask.reply, None)
             self.text = ask.reply.text
         if trail.past.spent is not None:
@@ -99,7 +99,7 @@ class RowWork(WorkState):
         past, trail = self._trail.past, self._trail
         if past.failed is not None and not trail.retried:
             raise FailedBefore(past.failed)
-        if (kept := self._kept) is not None:  # what the worker does beside its output is not done again
+        if (kept := self._kept) is not None:  # side effects of the worker are not repeated
             return self._worker.read(kept)
         if trail.has_past:
             await self._loop.run_in_executor(None, self._worker.places.clear, trail.agent)
@@ -109,8 +109,7 @@ class RowWork(WorkState):
 
     @property
     def _kept(self) -> str | None:
-        """The recorded output, where it is still the output: nothing that it depends on has changed since, as far as
-        the run can tell."""
+        """The recorded output, if it is still valid: the fingerprint of the run has not changed."""
         ended = self._trail.past.ended
         if ended is None or (self._trail.checks and ended.fingerprint != self._worker.fingerprint):
             return None
@@ -122,7 +121,7 @@ class RowWork(WorkState):
 
     @property
     def shared(self) -> Conversation:
-        """What all rows begin with: the system prompt, if there is one."""
+        """The messages that all rows begin with: the system prompt, if there is one."""
         return self._r.shared
 
     # Asking
@@ -135,11 +134,11 @@ class RowWork(WorkState):
         send: Send | None = None,
         schema: OutputSchema[object] | None = None,
     ) -> Reply:
-        """The model's answer to a conversation, asked as this row: from the record if it has been answered before, else
-        by the dispatcher, in the row's order, at its price and within its budget; it is on disk when this returns.
+        """Return the model's answer to a conversation, for this row. It comes from the record, or else from the
+        dispatcher, with the row's priority, price and budget. It is on disk when this returns.
 
-        ``send`` makes the question that is sent, for one that is not ``backend.infer(request)``; its ``request`` is
-        what is priced. Raises BackendError, LimitExceeded, Interrupted, RowEnded.
+        ``send`` creates the question to send, if that is not ``backend.infer(request)``; its ``request`` determines the
+        price. Raises BackendError, LimitExceeded, Interrupted, RowEnded.
         """
         self._check_caller()
         messages = tuple(conversation.messages)
@@ -195,7 +194,7 @@ class RowWork(WorkState):
                 self._asking = None
 
     def _progress(self, model: str) -> Progress:
-        """The row's, where it asks this model: servers are chosen by it."""
+        """Return the row's progress for this model; it determines the choice of server."""
         if model not in self._progress_of:
             self._progress_of[model] = Progress(key=self.job.affinity, model=model)
         return self._progress_of[model]
@@ -203,8 +202,8 @@ class RowWork(WorkState):
     # Calling tools
 
     async def call(self, call: ToolCall) -> CallOutcome:
-        """How a call of one of the run's tools ended: from the record if it was made before. A call that may write is
-        never made twice: one that was begun and has no outcome is ``unknown``."""
+        """Return the end of a tool call, from the record if it was made before. A call that may write is never made
+        twice: if it was begun and has no outcome, it is ``unknown``."""
         self._check_caller()
         if not self._r.tools.knows(call.name):
             return await self._owned(self._run_call(call))
@@ -226,7 +225,7 @@ class RowWork(WorkState):
         if self._r.tools.can_start_early(call.name):
             outcome = await self._run_call(call)
         else:
-            # A write that was begun must never be taken for one that was not.
+            # A begun write must never be mistaken for one that did not start.
             await self._record_call(CallBegun(digest, nth, call.name, call.arguments))
             writing = asyncio.current_task()
             assert writing is not None
@@ -262,7 +261,7 @@ class RowWork(WorkState):
 
         try:
             pending.on_end(tell)
-            # What became of a write must be known: it is waited for whatever the run's time is.
+            # The outcome of a write must be known, so it is waited for even after the run's time limit.
             await (r.dispatcher.wait_for_tools(ended) if r.tools.can_start_early(call.name) else ended)
         finally:
             pending.abandon()
@@ -274,7 +273,7 @@ class RowWork(WorkState):
     # What the worker started
 
     def check_open(self) -> None:
-        """Raises RowEnded after the row's end, and what it failed with where it cannot go on."""
+        """Raise RowEnded after the row's end, or the failure that prevents it from continuing."""
         if self._closed:
             raise RowEnded(ENDED)
         if self.failure is not None:
@@ -283,10 +282,13 @@ class RowWork(WorkState):
     def _check_caller(self) -> None:
         self.check_open()
         if asyncio.get_running_loop() is not self._loop:
-            raise InputError("an AgentContext is for the event loop of its run: to use another, write a plain function")
+            raise InputError(
+                "an AgentContext works only in its run's event loop: to use another, write a plain function"
+            )
 
     async def _owned(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` comes to, in a task of this row's: it ends with the row, whoever waits for it."""
+        """Return the result of ``work``, run in a task of this row. The task ends with the row, even if its caller
+        still waits."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -301,11 +303,11 @@ class RowWork(WorkState):
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Interrupted | StoreError) and self.failure is None:
-            self.failure = error  # the run cannot go on, whatever the worker makes of it
+            self.failure = error  # final, even if the worker catches it
 
     @property
     def key(self) -> str:
-        """What shows at the gateway that a request is this row's; it ends with the row."""
+        """The API key of this row at the gateway. It is valid until the row ends."""
         if not self._key:
             gateway = self._worker.gateway
             self._key = gateway.admit(GatewayRow(self, self._r.backend))
@@ -313,8 +315,8 @@ class RowWork(WorkState):
         return self._key
 
     async def wait_for(self, worker: asyncio.Task[Any]) -> None:
-        """Until the worker has ended. Raises Interrupted when the run's time is over first; what it was writing then is
-        waited for."""
+        """Wait until the worker has ended. Raises Interrupted if the run's time limit comes first; running writes are
+        still waited for."""
         ended = self._loop.create_future()
 
         def tell(_: object) -> None:
@@ -330,7 +332,7 @@ class RowWork(WorkState):
             raise
 
     def at_end(self, act: Callable[[], None]) -> None:
-        """Call ``act`` once when the row ends: when nothing can be asked or called for it any more."""
+        """Call ``act`` once when the row ends and accepts no more requests."""
         self._at_end.append(act)
 
     async def close(self) -> None:
@@ -354,7 +356,7 @@ class RowWork(WorkState):
 
     @property
     def place(self) -> Workplace:
-        """Its working directory and its artifacts."""
+        """The row's working directory and artifacts."""
         if self._place is None:
             self._place = self._worker.places.open(self._trail.agent)
         return self._place
@@ -365,7 +367,7 @@ class RowWork(WorkState):
 
     @property
     def messages(self) -> Sequence[Message]:
-        """Of the latest answer and what led to it; the row's own conversation, where nothing was asked."""
+        """The conversation of the latest answer; the row's own conversation if there was no request."""
         asks = self._replay.asks
         if not asks:
             return self.conversation.messages

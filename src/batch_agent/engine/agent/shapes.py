@@ -1,8 +1,8 @@
-"""The few kinds of request a run sends, decided once from the spec and what the backend can do.
+"""The kinds of request that a run sends, computed once from the spec and the backend's capabilities.
 
-Tools and a schema go together only to a backend that composes them. To another one tool turns are free, and an answer
-that does not validate is followed by a constrained turn without tools; where the backend can, with tools that are shown
-and may not be used, so that the prompt begins as before and what the server has computed of it counts.
+Tools and a schema are sent together only to a backend that supports both. Otherwise tool turns are unconstrained, and
+an invalid answer is followed by a constrained turn without tools. If the backend allows it, that turn lists the tools
+but forbids their use, so that the prompt keeps its prefix and the server's cache is used.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from batch_agent.spec import BatchSpec
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    first: RequestShape  # the first turn, where a forced tool choice applies
+    first: RequestShape  # the first turn, to which a forced tool choice applies
     later: RequestShape  # every following turn
-    repair: RequestShape  # after an answer that did not validate
-    schema_in_prompt: bool  # the first answer may not be constrained, so the model must read what is wanted
+    repair: RequestShape  # after an invalid answer
+    schema_in_prompt: bool  # the first answer may be unconstrained, so the prompt must describe the schema
 
     @property
     def asked(self) -> tuple[RequestShape, RequestShape, RequestShape]:
-        """What answers are recorded under. Tools that are shown and may not be used are for the server's cache alone:
-        they make it no other question."""
+        """The shapes under which answers are recorded. Tools that are listed but forbidden only serve the server's
+        cache, so they are not part of the question."""
         repair = self.repair
         if repair is not self.later and repair.schema is not None:
             repair = replace(repair, tools=(), tool_choice=None)
@@ -61,7 +61,7 @@ def build_shapes(
     if native and schema is not None:
         constrained = replace(free, schema=schema.json_schema, schema_name=schema.name)
     first = constrained if composed else free
-    # A forced call repeated on every turn would never let the agent answer.
+    # A forced call on every turn would never let the agent answer.
     later = replace(first, tool_choice="auto") if _is_forced(spec.tool_choice) else first
     if tools and capabilities.schema_beside_tools:
         tool_free = replace(constrained, tool_choice="none")
@@ -73,7 +73,7 @@ def build_shapes(
 
 
 def _is_forced(choice: JsonValue) -> bool:
-    """A wire's own object says in its type what a word says."""
+    """Return whether a tool choice forces a call. An object in a wire's own format has its kind in ``type``."""
     kind = choice.get("type") if isinstance(choice, dict) else choice
     return kind not in (None, "auto", "none")
 

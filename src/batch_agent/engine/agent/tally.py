@@ -14,8 +14,8 @@ class Tally:
     """What one agent has used so far. Times in seconds."""
 
     sent: int = 0  # requests that left
-    retries: int = 0  # requests sent again, and answers asked for again
-    again: bool = False  # the next request to leave is such a one
+    retries: int = 0  # requests sent again, and answers requested again
+    again: bool = False  # the next request is one of these
     turns: int = 0  # complete answers
     usage: Usage = field(default_factory=Usage)
     cost: float | None = None  # $, of the turns whose price is known
@@ -23,7 +23,7 @@ class Tally:
     inference: float = 0.0
     tool_wait: float = 0.0
     first_token: float | None = None
-    before: float = 0.0  # seconds that an earlier session worked on it
+    before: float = 0.0  # seconds spent in earlier sessions
 
     @property
     def attempts(self) -> int:
@@ -46,7 +46,7 @@ class Tally:
             self.cost = cost + (self.cost or 0.0)
 
     def follow(self, reply: Reply, spent: Spent) -> None:
-        """Count a turn that an earlier session took, with everything it had spent by then."""
+        """Count a turn of an earlier session, with everything spent by then."""
         self.add(reply, None)
         self.take_over(spent)
 
@@ -56,7 +56,7 @@ class Tally:
         self.queued, self.inference, self.tool_wait = spent.queued, spent.inference, spent.tool_wait
 
     def spent(self, seconds: float) -> Spent:
-        """``seconds`` is how long the agent has been alive in this session."""
+        """Return everything spent. ``seconds`` is the agent's lifetime in this session."""
         total = self.before + seconds
         return Spent(self.sent, self.retries, self.queued, self.inference, self.tool_wait, total, self.cost)
 

@@ -1,7 +1,8 @@
-"""Tool calls begun before the model asks for them, because their row made them in an earlier run.
+"""Starts tool calls before the model requests them, because the row made them in an earlier run.
 
-One answer ahead: when an agent starts, the calls of its first answer then; when it asks for those of an answer, the
-calls of the next one, which run while the model thinks. An agent that goes another way than then is left alone.
+It looks one answer ahead. When an agent starts, the calls of its recorded first answer start. When the agent makes the
+calls of an answer, the calls of the next one start and run while the model generates. An agent that makes other calls
+than recorded gets no more predictions.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from batch_agent.tools.pool import PendingCall, ToolPool
 
 @dataclass(slots=True)
 class _Forecast:
-    """What one agent is expected to call. ``begun`` are held until it ends, so that they go on while it may ask."""
+    """The expected calls of one agent. ``begun`` are held until it ends, so that they stay running for it."""
 
-    answers: list[tuple[ToolCall, ...]]  # the next one last
+    answers: list[tuple[ToolCall, ...]]  # the next one is last
     expected: frozenset[tuple[str, str]] = frozenset()
     begun: list[PendingCall] = field(default_factory=list)
 
@@ -42,7 +43,7 @@ class ToolPrewarm:
             self._look_ahead(forecast)
 
     def asked(self, index: int, calls: Collection[ToolCall]) -> None:
-        """An agent's model asks for these."""
+        """Record the calls of an agent's answer, and start the predicted next ones."""
         forecast = self._forecasts.get(index)
         if forecast is not None:
             if forecast.expected.isdisjoint((call.name, call.arguments) for call in calls):
@@ -70,7 +71,7 @@ class ToolPrewarm:
 
 @asynccontextmanager
 async def open_tool_prewarm(spec: BatchSpec, pool: ToolPool) -> AsyncIterator[ToolPrewarm | None]:
-    """None where none is asked for."""
+    """Yield the prewarm of a run; None if the option is off."""
     path = spec.run_dir if spec.predictive_prewarm is True else spec.predictive_prewarm
     if not path:
         yield None

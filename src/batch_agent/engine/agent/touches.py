@@ -2,11 +2,11 @@
 
 An agent whose tool takes long may lose its context to others. While the tool still runs, its history is sent once more
 with an answer of one token: the engine computes it again, or loads it from a slower memory, and the agent's next turn
-finds it cached. This pays only if the engine has nothing better to do, so ``Admission.may_touch`` decides.
+finds it cached. This pays only if the engine has spare capacity, so ``Admission.may_touch`` decides.
 
 A touch never harms its row: it is cancelled when the tool ends, its failure is ignored, and after several failures no
 more are sent. It is not sent in a run with a budget of tokens or money, nor to a server with rate limits. A run's
-summary counts its tokens apart.
+summary counts its tokens separately.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from batch_agent.scheduler.ordering import LAST
 from batch_agent.tools.pool import ToolPool
 
 MOST_FAILURES = 3
-LONGEST_SECONDS = 60.0  # that a touch may take
-AFTER_ALL = 1 << 20  # turns left, for engines that go by priority: a touch waits for every turn
+LONGEST_SECONDS = 60.0  # time limit of a touch
+AFTER_ALL = 1 << 20  # turns left, for engines with priorities: a touch comes after every turn
 
 
 class TouchCall(ModelCall):
-    """A request of which only the prompt matters."""
+    """A request whose answer is not used."""
 
     async def send(self, endpoint: str) -> Reply:
         try:
             return await super().send(endpoint)
-        except Truncated as cut:  # as it must be, after one token
+        except Truncated as cut:  # expected after one token
             return Reply("", usage=cut.usage or Usage())
 
 
@@ -82,13 +82,13 @@ class Touches:
             self._dispatcher.scheduler.admission.touched(progress, endpoint, usage)
 
     async def keep_prefix(self, endpoint: Endpoint, shared: Conversation) -> None:
-        """Touch what all agents share."""
+        """Touch the prefix that all agents share."""
         usage = await self.send(endpoint, Conversation((*shared.messages, Message("user", "."))))
         if usage is not None:
             self._dispatcher.scheduler.admission.counts.kept_alive += 1
 
     async def send(self, endpoint: Endpoint, history: Conversation) -> Usage | None:
-        """Send a history to an endpoint. Returns None if it could not be."""
+        """Send a history to an endpoint and return its usage; None if it was not sent or failed."""
         dispatcher = self._dispatcher
         request = ModelRequest(self._shape, history, "touch", turns_left=AFTER_ALL)
         spending = dispatcher.spending

@@ -1,6 +1,6 @@
-"""The messages of an agent that ended well, put together again from its record.
+"""Rebuilds the messages of a successful agent from its record.
 
-The record has what the model answered and what tools returned; prompts are derived here as the agent derived them.
+The record has the model's answers and the tools' results. Prompts are computed here in the same way as by the agent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from batch_agent.store.steps import Past, conversation_of_ask
 
 
 def conversations(shared: Conversation, past: Past) -> Iterator[tuple[Message, ...]]:
-    """The conversations of a user's worker, each to its end: those that no later ask goes on from."""
+    """Yield the complete conversations of a user's worker: those that no later request continues."""
     asks = past.asked
     continued = {ask.after for ask in asks}
     for place in range(len(asks)):
@@ -26,7 +26,7 @@ def conversations(shared: Conversation, past: Past) -> Iterator[tuple[Message, .
 
 
 def transcript(job: Job, shared: Conversation, schema: OutputSchema[object] | None, past: Past) -> tuple[Message, ...]:
-    """What ``AgentResult.messages`` was."""
+    """Return the messages that ``AgentResult.messages`` had."""
     messages = [*shared.messages, Message("user", job.prompt)]
     for number, turn in enumerate(past.turns, start=1):
         reply = turn.reply

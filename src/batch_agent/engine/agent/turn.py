@@ -1,4 +1,4 @@
-"""One turn of an agent as the dispatcher asks it: the request, and what each attempt changes for the agent."""
+"""One turn of an agent for the dispatcher: the request, and the effects of each attempt on the agent."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from batch_agent.events import SchemaUnsupported, StreamingDecided, TurnFailed, 
 from batch_agent.messages import Reply, ToolCall, Usage
 from batch_agent.outputs.extract import strip_reasoning
 
-CUT = "length"  # the finish reason of a text that is kept although it was cut at max_tokens
+CUT = "length"  # finish reason of a text that was cut at max_tokens and is kept
 
 
 class TurnCall(ModelCall, Observer):
-    """A Question and its Observer. ``early`` has the tool calls that are started while the answer is streamed;
-    ``schema`` is what the answer must be, where that is not the run's."""
+    """A Question and its Observer. ``early`` has the tool calls that start while the answer is streamed. ``schema`` is
+    the schema of the answer, if not the run's."""
 
     __slots__ = ("_early", "_index", "_r", "_schema", "_tally")
 
@@ -55,7 +55,7 @@ class TurnCall(ModelCall, Observer):
             raise EmptyAnswer(f"{self.backend.name} gave an empty answer", text=reply.text, usage=reply.usage)
 
     def lost(self) -> None:
-        """Another request answered it: the tools of this one's answer are not wanted."""
+        """Stop the tools of this request, because another request was answered first."""
         if self._early is not None:
             self._early.abandon()
 
@@ -110,16 +110,17 @@ class TurnCall(ModelCall, Observer):
 
 
 def _has_answer(text: str, schema: OutputSchema[object] | None) -> bool:
-    """What a model says to itself alone is none, where the text is the output; else the schema judges it."""
+    """Return whether the text is an answer. Reasoning alone is none if the text is the output; else the schema
+    decides."""
     text = text.strip()
-    if text and schema is None and (text[0] == "<" or text[-1] == ">"):  # it may be between tags, all of it
-        with suppress(OutputError):  # which is for whoever reads the answer to say
+    if text and schema is None and (text[0] == "<" or text[-1] == ">"):  # the whole text may be inside tags
+        with suppress(OutputError):  # the reader of the answer reports it
             text = strip_reasoning(text)
     return bool(text)
 
 
 def _is_begun(text: str) -> bool:
-    """Whether there is more than reasoning in a text that was cut."""
+    """Return whether a text that was cut contains more than reasoning."""
     try:
         return bool(strip_reasoning(text).strip())
     except OutputError:
@@ -127,4 +128,4 @@ def _is_begun(text: str) -> bool:
 
 
 def _start_nothing(call: ToolCall) -> None:
-    """For an answer that is streamed only to see it begin."""
+    """Do nothing; for an answer that is streamed only to detect its beginning."""

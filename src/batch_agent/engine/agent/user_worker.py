@@ -1,7 +1,7 @@
-"""A worker of the user's: a function of a row and a context, and what all rows of a run share for it.
+"""A user's worker: a function of a row and a context, and the state that all rows of a run share for it.
 
-It is foreign code. Whatever it raises fails its row alone; a coroutine that ignores its cancellation, or a function
-that does not return in its thread, is left behind after a while and cannot keep the run from ending.
+It is foreign code. Any exception from it fails only its row. A coroutine that ignores its cancellation, or a function
+that does not return from its thread, is abandoned after a while and cannot keep the run from ending.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 logger = logging.getLogger("batch_agent")
-Returned: TypeAlias = tuple[object, BaseException | None]  # what it returned, or what it raised
-ENDING_SECONDS = 5.0  # what a worker that is cancelled has to come to its end
-STUCK = 256  # functions that were given up and still run in their threads, before no more are started
-SHAPES = 256  # kinds of request that are remembered
+Returned: TypeAlias = tuple[object, BaseException | None]  # its return value, or its exception
+ENDING_SECONDS = 5.0  # time for a cancelled worker to end
+STUCK = 256  # abandoned functions that still run in their threads; above that, no more are started
+SHAPES = 256  # number of kinds of request that are cached
 
 
 @dataclass(frozen=True, slots=True)
 class AskShapes:
-    """How something is asked: the kinds of request, and what the answer must be."""
+    """How to send a request: its kinds, and the schema of the answer."""
 
     shapes: Shapes
     schema: OutputSchema[object] | None
-    given: object  # the schema as the user gave it: while it is held here no other object has its id
+    given: object  # the schema as the user gave it; holding it here keeps its id unique
 
 
 class UserWorker:
-    """``places`` are the directories of its rows, ``gateway`` is where their programs ask."""
+    """``places`` are the directories of its rows; ``gateway`` serves the programs that they start."""
 
     def __init__(
         self, function: Callable[..., Any], prepared: Prepared, gateway: Gateway, spending: Spending | None = None
@@ -76,23 +76,23 @@ class UserWorker:
     # Its row
 
     async def run(self, work: RowWork) -> object:
-        """What it returns for a row. Raises JobError."""
+        """Return the worker's output for a row. Raises JobError."""
         return await bounded(self._run)(work.job.input, work)
 
     async def _run(self, row: object, work: RowWork) -> object:
-        """In a task of its own: one that ignores its cancellation is left behind."""
+        """Run the worker in a task. A task that ignores its cancellation is abandoned."""
         run = self._run_here if is_async(self._function) else self._run_in_thread
         task = asyncio.get_running_loop().create_task(run(row, work))
         try:
             await work.wait_for(task)
         except BaseException:
             task.cancel()
-            await work.close()  # or it would wait for what it asked
+            await work.close()  # else it would wait for its requests
             _, stuck = await asyncio.wait([task], timeout=ENDING_SECONDS)
             if stuck:
                 logger.warning("the worker of row %d does not stop when it is cancelled", work.job.index)
-                asyncio._unregister_task(task)  # or asyncio.run would wait for it, without end
-                task._log_destroy_pending = False  # type: ignore[attr-defined]  # it was said above
+                asyncio._unregister_task(task)  # else asyncio.run would wait for it forever
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # reported above
             raise
         returned, error = task.result()
         if error is not None:
@@ -100,7 +100,7 @@ class UserWorker:
         return returned
 
     async def _run_here(self, row: object, work: RowWork) -> Returned:
-        """What it raises is returned: a SystemExit must not leave a task."""
+        """Return the worker's result or exception. A SystemExit must not escape from a task."""
         try:
             return await self._function(row, AgentContext(work)), None
         except BaseException as error:
@@ -108,7 +108,7 @@ class UserWorker:
 
     async def _run_in_thread(self, row: object, work: RowWork) -> Returned:
         if self._stuck >= STUCK:
-            return None, WorkerFailed(f"not started: {self._stuck} workers that were given up are still running")
+            return None, WorkerFailed(f"not started: {self._stuck} abandoned workers are still running")
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         given_up = False
 
@@ -135,14 +135,14 @@ class UserWorker:
         return returned, error
 
     def written(self, returned: object) -> tuple[str, object, bool]:
-        """The output as JSON, the output, and whether it had to be mended."""
+        """Return the output as JSON, the output, and whether its JSON was repaired."""
         return write_output(returned, self._prepared.schema)
 
     def read(self, output: str) -> object:
-        """The output that was recorded."""
+        """Return a recorded output."""
         return read_output(output, self._prepared.schema)
 
-    # How it asks
+    # Its requests
 
     @property
     def model(self) -> str:
@@ -157,8 +157,8 @@ class UserWorker:
         return tuple(self._tools)
 
     def asking(self, tools: Sequence[object], output_schema: object, options: AskOptions) -> AskShapes:
-        """The kinds of request for these options; what is not given is the run's. The same for equal options, since
-        backends remember what they have derived from a shape."""
+        """Return the kinds of request for these options; the defaults are those of the run. Equal options return the
+        same object, because backends cache what they derive from a shape."""
         names = tuple(map(self._tool_name, tools))
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         key = (names, id(output_schema), json.dumps(given, sort_keys=True, default=str))
@@ -174,9 +174,9 @@ class UserWorker:
         model = str(given.get("model") or prepared.model or "")
         extra = {**prepared.spec.extra_body, **given.get("extra_body", {})}
         for name in given.keys() - AskOptions.__annotations__.keys():
-            raise SpecError(f"there is no option {name!r} of an ask; there are {', '.join(AskOptions.__annotations__)}")
+            raise SpecError(f"ask has no option {name!r}; it has {', '.join(AskOptions.__annotations__)}")
         changed = {"tool_choice": None, **given, "extra_body": extra}
-        BatchSpec(task="-", inputs=(), **changed)  # raises SpecError for a value that is none
+        BatchSpec(task="-", inputs=(), **changed)  # raises SpecError for an invalid value
         schema = OutputSchema.of(output_schema)
         specs = tuple(self._tools[name].spec for name in names)
         shapes = build_shapes(prepared.spec.model_copy(update=changed), model, specs, schema, backend.capabilities)
@@ -188,7 +188,8 @@ class UserWorker:
         return AskShapes(shapes, schema, output_schema)
 
     def _admit_shape(self, shape: RequestShape) -> None:
-        """A client's request is not checked before it is sent: the backend's refusal is the client's."""
+        """Set the prices of a client's shape. It is not checked before it is sent: the client gets the backend's
+        refusal."""
         if self._spending is not None:
             self._spending.set_prices((shape,), self._prices(shape.model))
 
@@ -216,7 +217,7 @@ class UserWorker:
 
 
 def bounded(worker: Callable[[object, C], Awaitable[object]]) -> Callable[[object, C], Awaitable[object]]:
-    """A worker that is not ours: whatever it raises fails its row alone."""
+    """Return the worker with its exceptions converted, so that any of them fails only its row."""
 
     async def work(row: object, context: C) -> object:
         try:

@@ -1,4 +1,4 @@
-"""One agent while it is worked on: what every kind of worker has, whatever it does with it."""
+"""The state of one agent while it works, for every kind of worker."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ NO_ARTIFACTS: Mapping[str, Path] = {}
 
 
 class WorkState(ABC):
-    """``text`` is the model's latest. ``failure`` is an error that a worker cannot make up for, whatever it returns.
-    ``repaired``: the output was read from JSON that had to be mended; ``truncated``: it is text that was cut at
-    max_tokens."""
+    """``text`` is the model's latest text. ``failure`` is a final error: the worker's return value cannot replace it.
+    ``repaired``: the JSON of the output was repaired. ``truncated``: the output is text that was cut at max_tokens."""
 
     __slots__ = (
         "_asking",
@@ -53,8 +52,8 @@ class WorkState(ABC):
         self.repaired = False
         self.truncated = False
         self.failure: JobError | StoreError | None = None
-        self.ticket: Ticket | None = None  # a claim to a slot that was made already
-        self._asking: ModelRequest | None = None  # the request that is waited for, the latest of several
+        self.ticket: Ticket | None = None  # a slot that was already requested
+        self._asking: ModelRequest | None = None  # the latest request in flight
         self._r = resources
         self._trail = trail
         self._loop = asyncio.get_running_loop()
@@ -62,12 +61,12 @@ class WorkState(ABC):
 
     @abstractmethod
     def work(self) -> Awaitable[object]:
-        """The worker's output. Raises JobError."""
+        """Return the worker's output. Raises JobError."""
 
     @property
     @abstractmethod
     def messages(self) -> Sequence[Message]:
-        """What the result holds of the conversation."""
+        """The messages for the result."""
 
     @property
     def artifacts(self) -> Mapping[str, Path]:
@@ -75,18 +74,19 @@ class WorkState(ABC):
 
     @abstractmethod
     def end(self, verdict: AgentError | None) -> None:
-        """Record how the agent ended, where that is new."""
+        """Record the end of the agent, unless it is recorded."""
 
     @abstractmethod
     async def close(self) -> None:
-        """The worker is done: what was started for it and is not needed any more is given up."""
+        """Stop everything that was started for the worker and is no longer needed."""
 
     def seconds(self) -> float:
-        """How long the agent was worked on, in all sessions."""
+        """Return how long the agent has worked, in all sessions."""
         return self.tally.before + (self._loop.time() - self._began if self._trail.fresh else 0.0)
 
     def shown(self) -> JsonObject:
-        """What was said so far. ``saying`` is the answer that is being streamed; None while no request is in flight."""
+        """Return the conversation so far. ``saying`` is the answer that is being streamed; None if no request is in
+        flight."""
         asking, tally = self._asking, self.tally
         return {
             "index": self.job.index,

@@ -1,6 +1,7 @@
-"""What a user's worker returned, as the output of its row: JSON, and of the schema if there is one.
+"""Converts the return value of a user's worker into the output of its row: JSON, validated by the schema if there is
+one.
 
-The output is recorded as JSON and read back from it, the first time too: a resumed row has the output that it had.
+The output is recorded as JSON and read back from it, also the first time, so a resumed row has the same output.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from batch_agent.foreign import describe
 from batch_agent.outputs.validate import parse_output
 
 NOT_JSON = (
-    "the worker returned what is not JSON: {reason}. Return text, numbers, lists and mappings, or give output_schema a "
-    "class and return an instance of it"
+    "the return value of the worker is not JSON: {reason}. Return text, numbers, lists and mappings, or give "
+    "output_schema a class and return an instance of it"
 )
 
 
 def write_output(returned: object, schema: OutputSchema[object] | None) -> tuple[str, object, bool]:
-    """The output as JSON text, the output itself, and whether it was read from text that had to be mended."""
+    """Return the output as JSON text, the output itself, and whether its JSON was repaired."""
     if schema is None:
         text = _to_text(returned)
         return text, json.loads(text), False
@@ -28,19 +29,19 @@ def write_output(returned: object, schema: OutputSchema[object] | None) -> tuple
         plain = schema.to_plain(value)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # serializers of the user's
+    except BaseException as error:  # serializers of the user
         raise Invalid(f"the output cannot be written as JSON: {describe(error)}") from error
     text = _to_text(plain)
     return text, schema.validate_json(text), repaired
 
 
 def read_output(text: str, schema: OutputSchema[object] | None) -> object:
-    """The output that was recorded. Raises Invalid where the schema does not accept it any more."""
+    """Return a recorded output. Raises Invalid if the schema no longer accepts it."""
     return json.loads(text) if schema is None else schema.validate_json(text)
 
 
 def _valid(returned: object, schema: OutputSchema[object]) -> tuple[object, bool]:
-    """An instance, a mapping or JSON text as a value of the schema."""
+    """Return an instance, a mapping or JSON text as a value of the schema, and whether its JSON was repaired."""
     if not isinstance(returned, str):
         return schema.validate_python(returned), False
     try:

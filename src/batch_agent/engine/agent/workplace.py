@@ -1,8 +1,8 @@
-"""Where a user's worker puts files: a directory of its own for each row, and the artifacts that its result names.
+"""The files of a user's worker: a directory for each row, and the artifacts named in its result.
 
-In a run directory they are at ``rows/N/work`` and ``rows/N/artifacts``; N is the row's number in the journal, which it
-keeps when it is resumed. Without one they are temporary: artifacts stay until the process ends, everything else until
-its row ends.
+In a run directory they are at ``rows/N/work`` and ``rows/N/artifacts``; N is the row's number in the journal, which
+does not change when it is resumed. Without a run directory they are temporary: artifacts stay until the process ends,
+all other files until their row ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NONE: Mapping[str, Path] = {}
 
 
 class Workplace:
-    """One row's. ``directory`` is made, empty, when it is first asked for."""
+    """The files of one row. ``directory`` is created, empty, at first use."""
 
     __slots__ = ("_base", "_made", "artifacts")
 
@@ -43,13 +43,13 @@ class Workplace:
         return path
 
     def save(self, name: str, content: str | bytes | Path) -> Path:
-        """Keep text, bytes or a copy of a file as an artifact."""
+        """Save text, bytes or a copy of a file as an artifact. Returns its path."""
         if not NAME.fullmatch(str(name)):
             raise InputError(
-                f"{name!r} is no name for an artifact: give letters, digits, spaces, '.', '_' and '-', and no directory"
+                f"{name!r} is no valid artifact name: use letters, digits, spaces, '.', '_' and '-', and no directory"
             )
         path = self._base / ARTIFACTS / name
-        draft = path.with_name(f".{name}")  # no artifact is called so
+        draft = path.with_name(f".{name}")  # never the name of an artifact
         try:
             path.parent.mkdir(0o700, parents=True, exist_ok=True)
             if isinstance(content, str | bytes):
@@ -68,12 +68,12 @@ class Workplace:
         return path
 
     def leave(self) -> None:
-        """Remove everything but the artifacts. Blocks."""
+        """Remove everything except the artifacts. Blocks."""
         shutil.rmtree(self._base / WORK if self.artifacts else self._base, ignore_errors=True)
 
 
 class Workplaces:
-    """Those of a run. ``run_dir`` is None for one that is not recorded."""
+    """The files of all rows. ``run_dir`` is None for a run without a record."""
 
     def __init__(self, run_dir: Path | None) -> None:
         self._run_dir = run_dir
@@ -95,12 +95,12 @@ class Workplaces:
         return Workplace(self._temporary / str(self._count))
 
     def clear(self, agent: int) -> None:
-        """Remove what an interrupted worker left. Blocks."""
+        """Remove the files of an interrupted worker. Blocks."""
         if self._run_dir is not None and agent:
             shutil.rmtree(self._run_dir / ROWS / str(agent), ignore_errors=True)
 
     def artifacts(self, agent: int) -> Mapping[str, Path]:
-        """Those of a row that was worked on in an earlier session."""
+        """Return the artifacts of a row from an earlier session."""
         if self._run_dir is None or not agent:
             return NONE
         try:

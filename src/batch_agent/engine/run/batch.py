@@ -1,4 +1,4 @@
-"""The inputs of a run on their way to results: read as they are needed, an agent accompanied for each to its end."""
+"""Reads the inputs of a run as they are needed, starts an agent for each, and delivers its result."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from batch_agent.store.base import Identity
 from batch_agent.store.session import Record
 from batch_agent.store.trail import Trail
 
-BREATHER = 128  # inputs taken in a row before the event loop gets a turn
+BREATHER = 128  # inputs in a row before the event loop runs other tasks
 LOOKED_UP = 256  # inputs whose records are looked up at once
 READERS = max(2, min(8, os.cpu_count() or 1))  # documents that are read at once
-FOLLOWING = 64  # agents that ended in an earlier session and are being delivered at once
+FOLLOWING = 64  # agents that ended in an earlier session and are delivered at once
 
 
 class Batch:
-    """``asks_first`` says that the worker begins with a question to the model, so that its slot can be claimed before
-    it runs. ``record`` is None for a run that is not recorded; ``parts_record`` is that of the parts of rows that do
-    not fit."""
+    """``asks_first``: the worker begins with a model request, so its slot can be requested before it runs. ``record``
+    is None for a run without a record. ``parts_record`` records the parts of rows that do not fit."""
 
     def __init__(
         self,
@@ -50,17 +49,18 @@ class Batch:
         parts_record: Record | None,
     ) -> None:
         self.live: dict[int, Agent | Parts] = {}
-        self.failure: Exception | None = None  # what the inputs ended in, where that was not their end
+        self.failure: Exception | None = None  # the exception that ended the inputs early
         self._rows, self._plan, self._r = rows, plan, resources
         self._feed, self._delivery, self._record, self._parts_record = feed, delivery, record, parts_record
         self._worker, self._asks_first = worker, asks_first
-        self._lead = resources.lead  # until the first that asks has been started
-        self._nowhere = Trail()  # of all agents of a run that is not recorded
+        self._lead = resources.lead  # until the first agent with a request has started
+        self._nowhere = Trail()  # the trail of all agents of a run without a record
         self._following = asyncio.Semaphore(FOLLOWING)
-        self._again: set[int] = set()  # rows that were stopped and begin again
+        self._again: set[int] = set()  # rows that were stopped to start again
 
     async def feed(self, agents: asyncio.TaskGroup) -> None:
-        """Start an agent for each input, as there is room. What the inputs raise ends them: what was begun finishes."""
+        """Start an agent for each input when there is room. An exception from the inputs ends them; running agents
+        finish."""
         count = LOOKED_UP if self._record is not None and self._record.has_past else 1
         index, total = 0, self._plan.total
         while await self._feed.wait_room():
@@ -95,7 +95,7 @@ class Batch:
                     await asyncio.sleep(0)
 
     async def interrupt(self, why: str, *, recorded: bool) -> None:
-        """The agents under way end here; ``recorded`` says that what they had recorded is on disk."""
+        """End the running agents. ``recorded``: their recorded steps are on disk."""
         for agent in self.live.values():
             result = agent.recorded if recorded else None
             if result is None:
@@ -105,7 +105,7 @@ class Batch:
             self._delivery.put(result)
 
     def drop(self, index: int) -> None:
-        """End a row that another process works on now: nothing more of it is recorded, and it has no result here."""
+        """End a row that another process took over: nothing more of it is recorded, and it has no result here."""
         agent = self.live.pop(index, None)
         if agent is not None:
             for task in agent.tasks:
@@ -116,41 +116,41 @@ class Batch:
     # Steering
 
     def cancel_row(self, row: str | int) -> None:
-        """Raises SpecError if the row is not under way."""
-        self._agent(row).stop(Cancelled("this row was cancelled by hand"))
+        """Cancel a running row. Raises SpecError if it is not running."""
+        self._agent(row).stop(Cancelled("this row was cancelled by the user"))
 
     def retry_row(self, row: str | int) -> None:
-        """Raises SpecError if the row is not under way."""
+        """Start a running row again. Raises SpecError if it is not running."""
         agent = self._agent(row)
-        agent.stop(Cancelled("this row was begun again by hand"))
+        agent.stop(Cancelled("this row was restarted by the user"))
         self._again.add(agent.job.index)
 
     def conversation(self, row: str | int) -> JsonObject:
-        """Raises SpecError if the row is not under way."""
+        """Return the conversation of a running row. Raises SpecError if it is not running."""
         return self._agent(row).conversation()
 
     def _agent(self, row: str | int) -> Agent:
-        """The agent of a row, named by its id or its index."""
+        """Return the agent of a row, by its id or its index."""
         name = str(row)
         agent = next((live for live in self.live.values() if live.job.job_id == name), None)
         if agent is None and name.isdecimal():
             agent = self.live.get(int(name))
         if isinstance(agent, Parts):
-            raise SpecError(f"row {row} is done in parts, which cannot be steered one by one")
+            raise SpecError(f"row {row} is processed in parts, which cannot be controlled one by one")
         if agent is None or agent.recorded is not None:
             raise SpecError(
-                f"row {row} is not under way: it has not begun, or it has its result; batch-agent retry-failed tries "
-                "rows that failed again when the run has ended"
+                f"row {row} is not running: it has not begun, or it has its result; batch-agent retry-failed retries "
+                "failed rows after the run has ended"
             )
         return agent
 
     async def _trails(self, jobs: Sequence[Job]) -> Mapping[int, Trail]:
-        """Where each job, by index, is recorded; nothing without a record."""
+        """Return the trail of each job, by index; empty without a record."""
         record = self._record
         if record is None:
             return {}
         identities = {job.index: record.identity(job, self._plan.question(job)) for job in jobs}
-        whole = [job.index for job in jobs if not job.parts]  # one that is done in parts has its record in theirs
+        whole = [job.index for job in jobs if not job.parts]  # a row in parts is recorded in the trails of its parts
         trails = await _trails_of(record, [identities[index] for index in whole])
         return dict(zip(whole, trails, strict=True))
 
@@ -165,7 +165,7 @@ class Batch:
         trail = trails.get(job.index, self._nowhere)
         if trail.ended:
             await self._following.acquire()
-        if self._r.prewarm is not None and not trail.has_past:  # else it follows its own record
+        if self._r.prewarm is not None and not trail.has_past:  # else it replays its own record
             await self._r.prewarm.begin(job, self._plan.question(job))
         agent = self.live[job.index] = Agent(job, self._r, trail, self._worker)
         ticket = self._claim(agent, asks_first=self._asks_first and not trail.has_past)
@@ -178,10 +178,10 @@ class Batch:
             return
         if trail.ended:
             task.add_done_callback(lambda _: self._following.release())
-        await asyncio.sleep(0)  # it claims its slot now, where its record is not enough
+        await asyncio.sleep(0)  # it requests its slot now, unless its record is sufficient
 
     async def _accompany(self, agent: Agent, ticket: Ticket | None) -> None:
-        """One agent from its first turn to its delivered result."""
+        """Run one agent from its first turn until its result is delivered."""
         try:
             result = await agent.run(ticket)
             agent.record_end(result)
@@ -202,8 +202,7 @@ class Batch:
     # Rows in parts
 
     async def _begin_parts(self, job: Job, rows_left: int | None, agents: asyncio.TaskGroup) -> None:
-        """Start an agent for each part, as there is room; rows that come later wait no longer for that than for any
-        other agents."""
+        """Start an agent for each part when there is room. Later rows wait for this no longer than for other agents."""
         self._r.emit(JobStarted(self._r.clock(), self._r.run, job.index, job.job_id))
         row = self.live[job.index] = Parts(job)
         row.tasks.append(agents.create_task(self._accompany_parts(row)))
@@ -244,7 +243,7 @@ class Batch:
         await self._finish(result)
 
     async def _work_on(self, agent: Agent, ticket: Ticket | None) -> AgentResult[object]:
-        """An agent to its end, which is on disk then."""
+        """Run an agent to its end, and wait until that is on disk."""
         try:
             result = await agent.run(ticket)
             agent.record_end(result)
@@ -254,7 +253,7 @@ class Batch:
             self._r.dispatcher.end_agent(agent.progress, agent.turns)
 
     def _claim(self, agent: Agent, *, asks_first: bool = False) -> Ticket | None:
-        """An agent starts; with its claim to a slot made now, where it asks before anything else."""
+        """Count an agent as started. With ``asks_first``, also request its slot and return the ticket."""
         if asks_first:
             return self._r.dispatcher.start_agent(agent.progress)
         self._r.dispatcher.scheduler.start_agent()
@@ -270,14 +269,14 @@ class Batch:
     # Results
 
     def _publish(self, result: AgentResult[object]) -> None:
-        """A line in the run's files, after the commit that makes the result durable. A job that was interrupted has no
-        line: it has not failed, it is not done."""
+        """Write a line to the run's files after the commit that makes the result durable. An interrupted job gets no
+        line: it has not failed."""
         if self._record is not None and not _is_interrupted(result):
             self._record.publish(result)
 
     async def _finish(self, result: AgentResult[object]) -> None:
         self._tell(result)
-        # A run that could not go on leaves rows that are not done, and have no result.
+        # When the run stopped early, unfinished rows have no result.
         if self._r.dispatcher.over is None or not _is_interrupted(result):
             await self._delivery.deliver(result)
 
@@ -302,7 +301,7 @@ class Batch:
 
 
 async def _compile_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
-    """The jobs of inputs that begin at a place; beside the event loop, where pictures are to be read."""
+    """Return the jobs of inputs that begin at index ``first``. Images and documents are read outside the event loop."""
 
     def jobs() -> list[Job | AgentResult[object]]:
         return [_compile(plan, first + place, value) for place, value in enumerate(values)]
@@ -313,7 +312,7 @@ async def _compile_all(plan: Plan, first: int, values: Sequence[object]) -> list
 
 
 async def _read_all(plan: Plan, first: int, values: Sequence[object]) -> list[Job | AgentResult[object]]:
-    """The jobs of inputs with documents, several of which are read at once."""
+    """Return the jobs of inputs with documents. Several documents are read at once."""
     free = asyncio.Semaphore(READERS)
 
     async def job(place: int, value: object) -> Job | AgentResult[object]:
@@ -330,7 +329,7 @@ def _unplaced(value: object) -> object:
 
 
 def _compile(plan: Plan, index: int, value: object) -> Job | AgentResult[object]:
-    """A row's job; or, for one that cannot be rendered, the result it ends in."""
+    """Return a row's job; or its failed result, if it cannot be rendered."""
     if isinstance(value, Placed):
         index, value = value.index, value.value
     try:

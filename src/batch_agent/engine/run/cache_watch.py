@@ -1,8 +1,8 @@
-"""What a run does with each reading of an engine's KV cache: it reports it, and keeps the shared prefix there.
+"""Handles each reading of an engine's KV cache: reports it, and keeps the shared prefix cached.
 
-While agents run, each of their turns uses the prefix, and the engine keeps it. In a gap, when all agents wait for
-tools, only other clients' requests run. Before those have computed as many tokens as would evict it, the prefix is
-touched. Without other clients nothing is computed in a gap, and nothing is sent.
+While agents run, each of their turns uses the prefix, so the engine keeps it. In a gap, when all agents wait for tools,
+only other clients' requests run. The prefix is touched before they have computed enough tokens to evict it. Without
+other clients nothing is computed in a gap, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from batch_agent.messages import Conversation
 from batch_agent.scheduler.core import Scheduler
 from batch_agent.scheduler.endpoint import Endpoint
 
-LEAST_TOKENS = 512  # of a prefix; one that is shorter is computed again in no time
-PART = 0.5  # of the cache's free memory: when others have computed this much, the prefix is touched
+LEAST_TOKENS = 512  # a shorter prefix is cheap to compute again
+PART = 0.5  # part of the cache's free memory: when others have computed this much, the prefix is touched
 EVERY_SECONDS = 0.9  # between two events
 
 
 class PrefixWatch:
-    """What others compute at one endpoint since the prefix was last used."""
+    """Measures what others compute at one endpoint since the prefix was last used."""
 
     __slots__ = ("_used_at",)
 
@@ -34,7 +34,7 @@ class PrefixWatch:
         self._used_at: int | None = None  # tokens that the engine had computed when the prefix was last used
 
     def is_due(self, load: Load, inflight: int) -> bool:
-        """Whether the prefix has to be used again before it is evicted."""
+        """Return whether the prefix must be used again before it is evicted."""
         if load.kv_tokens is None or load.prefix_queries is None:
             return False
         computed = load.prefix_queries - (load.prefix_hits or 0) + (load.generated or 0)
@@ -54,18 +54,18 @@ class CacheWatch:
     run: str
     clock: Callable[[], float]
     shared: Conversation  # the prefix
-    keeper: Touches | None = None  # keeps the prefix in the cache; None: nobody does
+    keeper: Touches | None = None  # keeps the prefix in the cache; None: off
     _prefixes: dict[Endpoint, PrefixWatch] = field(default_factory=dict)
     _usage: dict[Endpoint, float] = field(default_factory=dict)
     _told: CacheRead | None = None
 
     @property
     def in_gaps(self) -> bool:
-        """Whether engines are read also while none of our requests is in flight."""
+        """Whether to read engines while no request of this run is in flight."""
         return self.keeper is not None
 
     async def read(self, endpoint: Endpoint, load: Load) -> None:
-        """An endpoint reported its load."""
+        """Handle the load report of an endpoint."""
         if load.kv_usage is not None:
             self._usage[endpoint] = load.kv_usage
         if self._told is None or self.clock() - self._told.at >= EVERY_SECONDS:
@@ -76,7 +76,7 @@ class CacheWatch:
                 await self.keeper.keep_prefix(endpoint, self.shared)
 
     def tell(self) -> None:
-        """Report the state of the caches, if there is one to report."""
+        """Report the state of the caches, if there is any."""
         admission = self.scheduler.admission
         counts, usage = admission.counts, list(self._usage.values())
         if not admission.enabled or not (usage or counts.recomputed):
@@ -99,7 +99,7 @@ class CacheWatch:
 
 
 def touches_for(prepared: Prepared, dispatcher: Dispatcher) -> Touches | None:
-    """What keeps contexts in the engine's cache while tools run. An engine that does so itself is left alone."""
+    """Return the touches of a run, or None. An engine that prefetches by itself needs none."""
     parts, able = dispatcher.scheduler.parts, prepared.backend.capabilities
     if not (parts.touch or parts.keep_alive) or (able.prefills_ahead and prepared.spec.nvext_agent_hints):
         return None

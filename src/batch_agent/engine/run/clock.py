@@ -1,4 +1,4 @@
-"""Wall-clock time that cannot jump: the event loop's, from where the wall clock stood when the run began."""
+"""Wall-clock time without jumps: the event loop's time plus the wall-clock time at the start of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Stands still until it is started."""
+    """Does not advance until it is started."""
 
     __slots__ = ("_epoch", "_time")
 
@@ -24,5 +24,5 @@ class Clock:
         return self._epoch + self._time()
 
     def at(self, time: float) -> float:
-        """What the wall clock says, or will say, at this time of the event loop."""
+        """Return the wall-clock time at this time of the event loop."""
         return self._epoch + time

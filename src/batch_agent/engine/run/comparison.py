@@ -1,7 +1,7 @@
-"""What a batch would cost elsewhere: at every provider and model with a known price, and on a GPU by the hour.
+"""Estimates the cost of a batch elsewhere: at every provider and model with a known price, and on a GPU by the hour.
 
-All of it is estimated: tokens by the length of the prompts, answers by ``max_tokens`` or a guess, prices from the table
-of ``genai-prices``. Quality is not compared.
+All numbers are estimates: tokens from the length of the prompts, answers from ``max_tokens`` or a guess, prices from
+the table of ``genai-prices``. Quality is not compared.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from batch_agent.messages import JsonObject
 from batch_agent.observe.text import amount, clock, dollars, harmless
 from batch_agent.store.rundir import SUMMARY
 
-SHOWN = 5  # models of each provider, the cheapest, where not all are wanted
-NO_TABLE = "no prices are known: pip install genai-prices has those of public providers"
+SHOWN = 5  # number of cheapest models shown for each provider
+NO_TABLE = "no prices are known: pip install genai-prices, which has the prices of public providers"
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Estimated $ at one provider. ``batch`` is None where it has no batch API that this package uses."""
+    """Estimated $ at one provider. ``batch`` is None if this package uses no batch API of it."""
 
     provider: str
     model: str
@@ -46,10 +46,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class GpuOffer:
-    """Estimated time and $ on a GPU that is paid by the hour. ``speed`` is None where it is not known."""
+    """Estimated time and $ on a GPU that is paid by the hour. ``speed`` is None if unknown."""
 
     per_hour: float
-    tokens: int  # prompts that are not cached, and answers
+    tokens: int  # uncached prompt tokens and answer tokens
     speed: float | None  # of these tokens, per second
 
     @property
@@ -61,7 +61,7 @@ class GpuOffer:
         return None if self.seconds is None else self.seconds * self.per_hour / HOUR
 
     def speed_for(self, cost: float) -> float:
-        """Tokens per second from which on the GPU costs less than ``cost``."""
+        """Return the tokens per second above which the GPU costs less than ``cost``."""
         return self.tokens * self.per_hour / HOUR / cost if cost else float("inf")
 
     def to_json(self) -> JsonObject:
@@ -76,14 +76,14 @@ class GpuOffer:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Prints as a table. ``offers`` are those whose name has ``only`` in it, the cheapest first."""
+    """Prints as a table. ``offers`` are those whose name contains ``only``, the cheapest first."""
 
     offers: Sequence[Offer]
     gpu: GpuOffer | None
     answer_tokens: str
     only: str = ""
-    models: frozenset[str | None] = frozenset()  # those of the plan
-    cost: float | None = None  # the plan's own, with the prefix cached
+    models: frozenset[str | None] = frozenset()  # models of the plan
+    cost: float | None = None  # of the plan itself, with the prefix cached
 
     @classmethod
     def of(
@@ -94,9 +94,10 @@ class Comparison:
         gpu_price: float | None = None,
         gpu_speed: float | None = None,
     ) -> Comparison:
-        """``plans`` are the stages of one batch, whose costs are added. SpecError where its rows are not known."""
+        """Return the comparison for the stages of one batch, whose costs are added. Raises SpecError if the number of
+        rows is unknown."""
         if any(plan.prompt_tokens is None or plan.uncached_tokens is None for plan in plans):
-            raise SpecError("what cannot be counted cannot be compared: the number of rows is not known here")
+            raise SpecError("the cost cannot be compared: the number of rows is unknown")
         offers = [_offer(provider, model, prices, plans) for provider, model, prices in priced_models()]
         given = next((plan.prepared.prices for plan in plans if plan.prepared.spec.prices is not None), None)
         if given is not None and given.tiers:
@@ -118,8 +119,8 @@ class Comparison:
 
     def __str__(self) -> str:
         lines = [
-            "What this batch would cost elsewhere. All numbers are estimates: tokens by the length of the prompts, one",
-            f"turn a row, answers of {self.answer_tokens} tokens, list prices of genai-prices.",
+            "Cost of this batch elsewhere. All numbers are estimates: tokens from the length of the prompts, one",
+            f"turn per row, answers of {self.answer_tokens} tokens, list prices of genai-prices.",
             "",
         ]
         shown = self.offers if self.only else list(self._cheapest())
@@ -156,7 +157,8 @@ class Comparison:
 
 
 def measured_speed(run: Path) -> float:
-    """Tokens a second of a recorded run, cached ones not counted. SpecError where it has not come to an end."""
+    """Return the tokens per second of a recorded run, without cached ones. Raises SpecError if the run has not
+    ended."""
     try:
         summary = from_json((run / SUMMARY).read_bytes())
     except (OSError, ValueError):

@@ -1,9 +1,8 @@
-"""A run's control socket: a Unix socket of its owner's alone, found through the run directory.
+"""A run's control socket: a Unix socket for its owner only, found through the run directory.
 
-The socket is in a temporary directory, since a run directory may have a path that is too long for a socket, or be on a
-file system without sockets. ``control.json`` in the run directory says where it is; both are gone when the run ends.
-Requests and answers are lines of JSON. ``watch`` and ``follow`` are answered with a line each time there is news, until
-the client leaves.
+The socket is in a temporary directory, because the path of a run directory may be too long for a socket, or on a file
+system without sockets. ``control.json`` in the run directory has its path; both are removed when the run ends. Requests
+and answers are lines of JSON. ``watch`` and ``follow`` send a line for each change, until the client leaves.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from batch_agent.store.session import to_its_end
 logger = logging.getLogger("batch_agent")
 
 EVERY = 1.0  # seconds between two lines of ``watch``
-OFTEN = 0.25  # ... of ``follow``, at the most
+OFTEN = 0.25  # minimum seconds between two lines of ``follow``
 LONGEST_REQUEST = 64 * 1024  # bytes
-ROWS = 200  # rows under way that are told without being asked
+ROWS = 200  # running rows in an answer
 
 
 class ControlSocket:
@@ -42,7 +41,7 @@ class ControlSocket:
         self._clients: set[asyncio.Task[None]] = set()
 
     def prepare(self) -> None:
-        """Make the socket's directory; what a killed run left is removed. Blocks."""
+        """Create the socket's directory, and remove the one of a killed run. Blocks."""
         with suppress(OSError, ValueError):
             left = from_json(self._pointer.read_bytes())
             if isinstance(left, dict) and left.get("host") == platform.node():
@@ -53,14 +52,14 @@ class ControlSocket:
             file.write(to_json(place) + b"\n")
 
     async def listen(self) -> None:
-        """Take requests. A run that cannot have a socket goes on without."""
+        """Accept requests. If the socket cannot be created, the run continues without it."""
         assert self._folder is not None
         path = self._folder / "control"
         try:
             self._server = await asyncio.start_unix_server(self._serve, path, limit=LONGEST_REQUEST)
             path.chmod(0o600)
         except (OSError, AttributeError, NotImplementedError) as error:  # Windows has none
-            logger.warning("this run cannot be steered from outside: %s", error)
+            logger.warning("this run cannot be controlled from outside: %s", error)
 
     async def close(self) -> None:
         if self._server is not None:
@@ -71,7 +70,7 @@ class ControlSocket:
             self._server = None
 
     def clean(self) -> None:
-        """Remove the socket and what points to it. Blocks."""
+        """Remove the socket and ``control.json``. Blocks."""
         self._pointer.unlink(missing_ok=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -84,7 +83,7 @@ class ControlSocket:
         try:
             while line := await reader.readline():
                 await self._answer(line, writer)
-        except (ConnectionError, ValueError, asyncio.CancelledError):  # gone, a line too long, or the run ends
+        except (ConnectionError, ValueError, asyncio.CancelledError):  # client left, line too long, run ends
             pass
         finally:
             self._clients.discard(task)
@@ -114,7 +113,7 @@ class ControlSocket:
             case "drain":
                 controls.drain()
             case "cancel":
-                asyncio.get_running_loop().call_soon(controls.cancel)  # so that the answer leaves first
+                asyncio.get_running_loop().call_soon(controls.cancel)  # so that the answer is sent first
             case "resize":
                 inflight = request.get("inflight")
                 if inflight is not None and not isinstance(inflight, int):
@@ -131,7 +130,7 @@ class ControlSocket:
             case "status":
                 pass
             case unknown:
-                raise SpecError(f"there is no request {unknown!r}")
+                raise SpecError(f"unknown request {unknown!r}")
         return {"status": controls.status()}
 
     async def _watch(self, writer: asyncio.StreamWriter) -> None:
@@ -141,7 +140,7 @@ class ControlSocket:
             await asyncio.sleep(EVERY)
 
     async def _follow(self, row: str, writer: asyncio.StreamWriter) -> None:
-        """Until the row is no longer under way."""
+        """Send the row each time it changes, while it is running."""
         before: JsonObject = {}
         while True:
             now = self._controls.live_row(row)

@@ -1,7 +1,7 @@
-"""From finished agents to whoever consumes results: the callback, then a bounded hand-over.
+"""Delivers results: first to the callback, then through a bounded queue to the consumer.
 
-Results leave memory when they are taken. When nobody takes them, or callbacks take long, ``on_backlog`` tells the
-limiter to start no more agents; those under way finish, so what is held is bounded by the window plus the agents alive.
+A result leaves memory when it is taken. If results are not taken, or callbacks are slow, ``on_backlog`` stops the start
+of new agents. Running agents finish, so at most the window plus the live agents' results are held.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from batch_agent.job import AgentResult
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
-WINDOW = 1024  # results that may wait to be taken before no new agent starts
-CALLBACKS = 64  # async callbacks that may be under way before no new agent starts
+WINDOW = 1024  # results that may wait to be taken; above that, no new agent starts
+CALLBACKS = 64  # async callbacks that may run; above that, no new agent starts
 
 
 class Delivery(Generic[T]):
@@ -39,7 +39,7 @@ class Delivery(Generic[T]):
         self._full = False
 
     async def deliver(self, result: AgentResult[T]) -> None:
-        """Call the user's callback, then hand the result over, whatever becomes of the callback."""
+        """Call the user's callback, then queue the result, even if the callback fails."""
         try:
             if self._on_result is not None:
                 outcome = self._on_result(result)
@@ -56,7 +56,7 @@ class Delivery(Generic[T]):
                 raise
             if not self._reported:
                 self._reported = True
-                logger.exception("on_result raised for job %s; this is said once", result.job_id)
+                logger.exception("on_result raised for job %s; further exceptions are not logged", result.job_id)
         finally:
             self.put(result)
 
@@ -66,13 +66,13 @@ class Delivery(Generic[T]):
         self._wake()
 
     def close(self, failure: BaseException | None = None) -> None:
-        """No more results will come; with a failure, whoever takes them is told after the last one."""
+        """End the results. The consumer gets the failure, if any, after the last one."""
         if not self._closed:
             self._closed, self._failure = True, failure
             self._wake()
 
     async def take(self) -> AgentResult[T] | None:
-        """The next result; None when the run is over. Raises what the run failed with."""
+        """Return the next result; None when the run is over. Raises the exception that the run failed with."""
         while not self._ready:
             if self._closed:
                 failure, self._failure = self._failure, None

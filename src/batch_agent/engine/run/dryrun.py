@@ -1,4 +1,4 @@
-"""What a run would do and send, shown before anything is sent: ``--dry-run``, and a plan that is printed."""
+"""Shows what a run would do and send, before anything is sent: ``--dry-run``, and a printed plan."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from batch_agent.engine.run.comparison import Comparison
 
 HEADLINE = "Plan. Nothing was sent; token counts are estimates."
-SAMPLE_ROWS = 100  # enough for a mean, little enough to be quick
-READ_DOCUMENTS = 5  # of a sample: reading one takes a tenth of a second or more
+SAMPLE_ROWS = 100  # enough for a mean, few enough to be quick
+READ_DOCUMENTS = 5  # of a sample: reading one takes at least a tenth of a second
 SHOWN_CHARACTERS = 4_000  # of the system prompt, and of each field of the first message
-MANY_TOKENS = 128_000  # of a message, from which on most models do not read it
-STYLED = ("\x1b[1;36m", "\x1b[0m")  # what was filled in, on a terminal
-MARKED = ("«", "»")  # and anywhere else
+MANY_TOKENS = 128_000  # in a message; most models do not accept more
+STYLED = ("\x1b[1;36m", "\x1b[0m")  # around filled-in values, on a terminal
+MARKED = ("«", "»")  # the same elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,17 @@ class DryRun:
     sampled: int
     rows: int | None
     rows_exact: bool
-    rows_note: str = ""  # in place of what is usually said of the number of rows
-    own_note: str = ""  # and of the tokens of a row
+    rows_note: str = ""  # replaces the usual text about the number of rows
+    own_note: str = ""  # replaces the usual text about the tokens of a row
 
     @classmethod
     def of(cls, prepared: Prepared) -> DryRun:
-        """For those who only look: the first rows are taken from where they come from."""
+        """Return the dry run of a batch that will not be run: the first rows are read from the inputs."""
         return cls._of(prepared, sample_of(prepared.spec.inputs))
 
     @classmethod
     def untouched(cls, prepared: Prepared) -> DryRun:
-        """For those who may go on to run it: rows that can be read once are left alone."""
+        """Return the dry run of a batch that may still be run: inputs that can be read only once are not read."""
         return cls._of(prepared, _at_hand(prepared.spec.inputs))
 
     @classmethod
@@ -64,13 +64,13 @@ class DryRun:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Of all first requests together, nothing cached."""
+        """Tokens of all first requests together, with nothing cached."""
         each = self.description.prefix_tokens + self.description.own_tokens
         return self.rows * each if self.rows is not None and self.sampled else None
 
     @property
     def uncached_tokens(self) -> int | None:
-        """The same when the shared prefix is computed once."""
+        """The same if the shared prefix is computed once."""
         if self.rows is None or not self.sampled:
             return None
         return self.description.prefix_tokens + self.rows * self.description.own_tokens
@@ -81,7 +81,7 @@ class DryRun:
         return None if self.prepared.prices is None else self.cost_at(self.prepared.prices)
 
     def cost_at(self, prices: Prices) -> tuple[float, float] | None:
-        """The same at other prices; None for prices by the clock, and where the rows are not known."""
+        """Return the same at other prices; None for prices per hour, or if the number of rows is unknown."""
         rows = self.rows
         if not prices.tiers or rows is None or not self.sampled:
             return None
@@ -91,11 +91,11 @@ class DryRun:
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens that an answer is expected to have."""
+        """Expected tokens of an answer."""
         return self.prepared.spec.max_tokens or FIRST_ANSWER_TOKENS
 
     def _cost_basis(self) -> str:
-        """How the cost was estimated, for people."""
+        """Return a description of how the cost was estimated."""
         prices, spec = self.prepared.prices, self.prepared.spec
         if prices is None:
             return "no price is known; give prices, or install genai-prices for public providers"
@@ -111,7 +111,7 @@ class DryRun:
     def compare(
         self, *, only: str = "", gpu_price: float | None = None, tokens_per_second: float | None = None
     ) -> Comparison:
-        """What this would cost at each provider and model whose price is known, estimated."""
+        """Return the estimated cost at each provider and model with a known price."""
         from batch_agent.engine.run.comparison import Comparison
 
         return Comparison.of([self], only=only, gpu_price=gpu_price, gpu_speed=tokens_per_second)
@@ -151,21 +151,21 @@ class DryRun:
         }
 
     def to_text(self, marks: tuple[str, str] = MARKED) -> str:
-        """``marks`` go around what was filled into the first message."""
+        """Return the plan as text. ``marks`` go around the values filled into the first message."""
         return f"{HEADLINE}\n\n{self.body(marks)}"
 
     def body(self, marks: tuple[str, str] = MARKED) -> str:
-        """The same without the headline."""
+        """Return the same without the headline."""
         parts = ["\n".join(f"  {label:<15} {harmless(text)}" for label, text in self._facts())]
         if self.description.system:
             system = harmless_lines(_shortened(self.description.system))
             parts.append(_headed("System prompt, the same for every row", system))
         if self.description.first_prompt:
             how = "in colour" if marks == STYLED else f"between {marks[0]} and {marks[1]}"
-            title = f"First message; what its row filled in is {how}"
+            title = f"First message; the values of its row are {how}"
             parts.append(_headed(title, _marked(self.description.first_pieces, marks)))
         if self.description.unusable:
-            title = f"Of the first {self.sampled:,} rows these fail before any request"
+            title = f"Among the first {self.sampled:,} rows, these fail before any request"
             parts.append(_headed(title, "\n".join(map(harmless, self.description.unusable))))
         return "\n\n".join(parts)
 
@@ -177,13 +177,13 @@ class DryRun:
         yield "in flight", _in_flight(prepared)
         worker = prepared.spec.worker
         if worker is not None:
-            yield "worker", f"{name_of(worker)}: what it asks is not known here"
+            yield "worker", f"{name_of(worker)}: its requests are not known before the run"
         turns = prepared.spec.turn_limit if worker is None else prepared.spec.max_turns
         yield "turns", "no limit" if turns is None else f"at most {turns:,} per agent"
         if prepared.tools:
             yield "tools", ", ".join(tool.spec.name for tool in prepared.tools)
         if prepared.schema is not None:
-            how = "described in the system prompt" if prepared.shapes.schema_in_prompt else "kept by the server"
+            how = "described in the system prompt" if prepared.shapes.schema_in_prompt else "enforced by the server"
             yield "output schema", f"{prepared.schema.name}, {how}"
         if description.hoisted:
             yield "hoisted", f"{', '.join(description.hoisted)}: the same in every row, moved to the system prompt"
@@ -224,7 +224,7 @@ class DryRun:
 
 
 def sample_of(inputs: object) -> list[object]:
-    """The first inputs; an iterator is read."""
+    """Return the first inputs. An iterator is consumed."""
     if isinstance(inputs, AsyncIterable):
         return asyncio.run(_first_of(inputs))
     sample = list(itertools.islice(cast("Iterable[object]", inputs), SAMPLE_ROWS))
@@ -271,5 +271,5 @@ def _headed(title: str, text: str) -> str:
 
 def _in_flight(prepared: Prepared) -> str:
     if prepared.sought:
-        return "as many model calls as are found to pay"
+        return "the number of model calls is found during the run"
     return "no limit" if prepared.max_inflight is None else f"{prepared.max_inflight:,} model calls"

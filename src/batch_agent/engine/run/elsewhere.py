@@ -1,4 +1,4 @@
-"""The seam to clusters whose processes work on a run: Ray has one (``batch_agent.ray``)."""
+"""Protocol for clusters whose processes work on a run, such as Ray (``batch_agent.ray``)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from batch_agent.events import Sink
 
 
 class Cluster(Protocol):
-    """What ``cluster=`` takes."""
+    """A value of ``cluster=``."""
 
     def open_run(
         self, prepared: Prepared, command: Mapping[str, JsonValue] | None = None, sinks: Sequence[Sink] = ()
     ) -> Run[Any]:
-        """The run as the process has it that reads the inputs and delivers the results."""
+        """Return the run for the process that reads the inputs and delivers the results."""
         ...

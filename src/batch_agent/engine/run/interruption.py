@@ -1,8 +1,8 @@
-"""Ctrl-C while a program's run goes: the run ends with what is done, and one line says how to go on.
+"""Ctrl-C during a run: the run ends, finished rows are kept, and one line says how to continue.
 
-The first Ctrl-C stops the run; the next one is again whatever it was before. An interactive session gets the results
-that are done. In a script a KeyboardInterrupt follows, which carries them as ``results`` and, if nothing catches it,
-prints that one line in place of a traceback. Handlers that a program has installed itself are left alone.
+The first Ctrl-C stops the run; the next one has its usual effect. An interactive session gets the finished results. In
+a script, KeyboardInterrupt is raised with them as ``results``. If it is not caught, it prints that one line instead of
+a traceback. Handlers that a program has installed itself are not replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Interruption:
         self._before: Any = None
 
     def stopping(self, stop: Callable[[], None]) -> Self:
-        """Around the run, as a context manager. ``stop`` is called on its event loop, at the first Ctrl-C."""
+        """Return the context manager for a run. ``stop`` is called on its event loop at the first Ctrl-C."""
         self._stop, self._loop = stop, asyncio.get_running_loop()
         return self
 
@@ -48,16 +48,17 @@ class Interruption:
         self._restore()
 
     def request(self) -> bool:
-        """Stop the run as Ctrl-C does, from any thread; False where there is none to stop, or it was asked before."""
+        """Stop the run as Ctrl-C does, from any thread. Returns False if no run is active, or it was already
+        stopped."""
         if self._loop is None or self.happened:
             return False
         self.happened = True
-        with suppress(RuntimeError):  # the loop is closed: the run has ended by itself
+        with suppress(RuntimeError):  # the loop is closed: the run has ended
             self._loop.call_soon_threadsafe(self._stop)
         return True
 
     def conclude(self, outcome: R, results: object, words: str) -> R:
-        """The outcome, in an interactive session; elsewhere raise KeyboardInterrupt with the results."""
+        """Return the outcome in an interactive session; elsewhere raise KeyboardInterrupt with the results."""
         if hasattr(sys, "ps1"):
             _say(words)
             return outcome
@@ -78,7 +79,7 @@ class Interruption:
 
 
 def _is_pythons_own(handler: object) -> bool:
-    """Whether it is the default, that of ``asyncio.run``, or that of an interactive session."""
+    """Return whether the handler is the default, that of ``asyncio.run``, or that of an interactive session."""
     if handler is signal.default_int_handler or (hasattr(sys, "ps1") and callable(handler)):
         return True
     owner = getattr(handler.func, "__self__", None) if isinstance(handler, functools.partial) else None
@@ -86,15 +87,15 @@ def _is_pythons_own(handler: object) -> bool:
 
 
 def interrupted_words(statistics: Statistics, spec: BatchSpec) -> str:
-    """How far the run came, and how to go on with it."""
+    """Return a line about the progress of the run and how to continue it."""
     done = (
         f"{rows(statistics.done)}" if statistics.total is None else f"{statistics.done:,} of {rows(statistics.total)}"
     )
     words = f"batch-agent: interrupted: {done} done"
     if spec.run_dir is None:
-        return f"{words}. Nothing is recorded; with run_dir='DIR', resume=True the next run can go on."
+        return f"{words}. Nothing is recorded; with run_dir='DIR', resume=True the next run can be continued."
     again = "run this again" if spec.resume else "run this again with resume=True"
-    return f"{words}, recorded in {spec.run_dir}. To go on, {again}."
+    return f"{words}, recorded in {spec.run_dir}. To continue, {again}."
 
 
 def _in_one_line(
@@ -104,7 +105,7 @@ def _in_one_line(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """An excepthook: this interrupt is one line, everything else what it was before."""
+    """An excepthook that prints this interrupt as one line, and passes everything else to the previous hook."""
     if error is interrupt:
         _say(str(error))
     else:

@@ -1,4 +1,4 @@
-"""The seam through which a run that several processes share gets its shares of slots, rate limits and budget."""
+"""Protocol through which one process of a shared run gets its part of the slots, rate limits and budget."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Lender(Protocol):
     def once(self) -> Once: ...
 
     def at_work(self, shared: Shared, controls: Controls, backend: Backend) -> AbstractAsyncContextManager[None]:
-        """The run uses no more than the shares that it holds, from the beginning of this to its end."""
+        """Return a context manager during which the run uses no more than the shares that it holds."""
         ...
 
     def soon(self) -> None:
-        """The run needs more of the budget."""
+        """Request more of the budget."""
         ...
 
 
 class WorkerAccount:
-    """What one worker spends, for the record. Its lease is with the lender."""
+    """Reports what one worker spends, for the record. The lender has its lease."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -44,4 +44,4 @@ class WorkerAccount:
         return self._account.learnt()
 
     def leased(self, error: StoreError | None = None) -> None:
-        """Nothing waits for a commit."""
+        """Does nothing: no task waits for a commit."""

@@ -1,7 +1,7 @@
-"""What watches a run from outside the program: its file of events, its page for Prometheus, its traces.
+"""Observers of a run: its file of events, its Prometheus page, its traces.
 
-The outermost run opens them before anything else happens and closes them after its last event. A run that asks for
-none of them imports and pays for none of them.
+The outermost run opens them before anything else and closes them after its last event. A run that uses none of them
+imports none of them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batch_agent")
 
-PATIENCE = 5.0  # seconds that the end of a run waits for a disk or a collector
+PATIENCE = 5.0  # seconds to wait for a disk or a collector at the end of a run
 
 
 class Observers:
     def __init__(self) -> None:
         self.metrics_url: str | None = None  # while the page is served
-        self.traces: Traces | None = None  # where the run is traced
+        self.traces: Traces | None = None  # if the run is traced
         self._extent = AsyncExitStack()
 
     async def open(
         self, spec: BatchSpec, add: Callable[[Sink], None], live: Callable[[], LiveNumbers], whole: str = ""
     ) -> None:
-        """``add`` takes a further sink of the run's events. ``whole`` is the id of a run that is only there for its
-        stages. Raises SpecError for a file or a port that is not to be had."""
+        """Open the observers of the spec. ``add`` registers a sink of the run's events. ``whole`` is the id of a run
+        that only contains stages. Raises SpecError if a file or a port cannot be opened."""
         if spec.events is not None:
             from batch_agent.observe.event_lines import EventLines
 
@@ -63,14 +63,14 @@ class Observers:
             add(telemetry)
 
     async def close(self) -> None:
-        """Takes a few seconds at most, whatever does not answer."""
+        """Close all observers. Takes a few seconds at most, even if one does not respond."""
         await self._extent.aclose()
         self.metrics_url = None
 
 
 async def _in_thread(function: Callable[[], None]) -> None:
-    """Calls what may wait for somebody else. It is left behind if it takes too long."""
+    """Call a function that may block in a thread. It is abandoned if it takes too long."""
     closing = in_thread(function)
     await asyncio.wait([closing], timeout=PATIENCE)
     if closing.done() and (error := closing.exception()) is not None:
-        logger.warning("what watches the run could not be closed: %s", error)
+        logger.warning("an observer of the run could not be closed: %s", error)

@@ -1,7 +1,7 @@
-"""A row that does not fit, while it is done in parts: what came of each, and the one result they come to.
+"""A row that does not fit and is processed in parts: the results of the parts, and the one result of the row.
 
-Each part is an agent of its own, with a record of its own; so is each request that merges their answers. The batch
-starts them and this counts them.
+Each part is an agent with its own record; so is each request that merges answers. The batch starts them, and this
+module counts them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ NOT_BEGUN = "the run ended before every part of this row was begun"
 
 
 class Parts:
-    """``recorded`` is there because an agent has it: a row in parts has no end in the record, its parts have."""
+    """``recorded`` exists because an agent has it. The end of a row in parts is not recorded; the ends of its parts
+    are."""
 
     recorded: None = None
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.error: AgentError | None = None
-        self.tasks: list[asyncio.Task[None]] = []  # that work on it
+        self.tasks: list[asyncio.Task[None]] = []  # tasks that work on it
         self._results: dict[int, AgentResult[object]] = {}  # of the parts
         self._merges: list[AgentResult[object]] = []
         self._begun = 0
@@ -39,12 +40,12 @@ class Parts:
         self._began = asyncio.get_running_loop().time()
 
     def begin(self) -> int:
-        """Another part is begun: its place."""
+        """Count another part that begins, and return its position."""
         self._begun += 1
         return self._begun - 1
 
     def close(self) -> None:
-        """No more parts are begun."""
+        """Record that no more parts will begin."""
         self._closed = True
         if self._begun < len(self.job.parts) and self.error is None:
             self.fail(Interrupted(NOT_BEGUN))
@@ -58,7 +59,7 @@ class Parts:
         self._settle()
 
     async def wait(self) -> None:
-        """Until every part that was begun has ended."""
+        """Wait until every part that was begun has ended."""
         await self._every
 
     def _settle(self) -> None:
@@ -66,16 +67,16 @@ class Parts:
             self._every.set_result(None)
 
     def answers(self, schema: OutputSchema[object] | None) -> list[str]:
-        """What the parts came to, in their order."""
+        """Return the answers of the parts, in order."""
         return self._texts([self._results[place] for place in sorted(self._results)], schema)
 
     def merged(self, results: Sequence[AgentResult[object]], schema: OutputSchema[object] | None) -> list[str]:
-        """One level of merging is done; what it came to."""
+        """Add the results of one level of merging, and return their answers."""
         self._merges += results
         return self._texts(results, schema)
 
     def _texts(self, results: Sequence[AgentResult[object]], schema: OutputSchema[object] | None) -> list[str]:
-        """As a model reads them. The row fails with one that failed, or that cannot be written."""
+        """Return the answers as text for a model. The row fails if one of them failed or cannot be written."""
         plain = [plainly(result, schema) for result in results]
         self.error = next((result.error for result in plain if result.error is not None), None)
         return [_text(result.output) for result in plain]
@@ -84,7 +85,7 @@ class Parts:
         self.error = AgentError.of(error)
 
     def result(self) -> AgentResult[object]:
-        """The last merge's, with what all the others took added to it."""
+        """Return the result of the last merge, with the usage of all others added."""
         results = [*(self._results[place] for place in sorted(self._results)), *self._merges]
         last = results[-1] if results else None
         costs = [result.cost for result in results if result.cost is not None]
@@ -110,7 +111,7 @@ class Parts:
         return cast("AgentResult[object]", result)
 
     def _timings(self, results: Sequence[AgentResult[object]]) -> Timings:
-        """Those of all parts together; ``total`` is the row's own, as long as it was waited for."""
+        """Return the sums over all parts; ``total`` is the wall time of the row."""
         timings = [result.timings for result in results]
         first = [timing.first_token for timing in timings if timing.first_token is not None]
         return Timings(

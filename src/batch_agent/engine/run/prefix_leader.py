@@ -1,8 +1,8 @@
-"""The first agent's request ahead of the others', so that what all of them begin with is computed once.
+"""Sends the first agent's request ahead of the others, so that the shared prefix is computed once.
 
-Requests that reach an engine together and cold each compute the shared prefix: it is in the cache only once somebody
-has computed it. So the feed starts one agent and waits until that one's answer begins; whatever becomes of it, the
-others go. Nothing extra is sent. The leader's answer is streamed, because only a stream shows its beginning.
+Requests that reach an engine together each compute the shared prefix, because it is cached only after one of them has
+computed it. So the feed starts one agent and waits until its answer begins. If that fails, the others start too. No
+extra request is sent. The leader's answer is streamed, because only a stream shows its beginning.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from contextlib import suppress
 from batch_agent.backends.base import Capabilities
 from batch_agent.compiler.plan import Plan
 
-LEAST_TOKENS = 512  # of a prefix; one that is shorter is computed in less time than is lost by going ahead
-LEAST_TOGETHER = 16  # requests that would reach the engine at once; of few, few compute the prefix twice
-SLOWEST = 200  # tokens a second at which a prefix is expected to be computed
-PATIENCE = 1.0  # seconds beside that
+LEAST_TOKENS = 512  # a shorter prefix is computed in less time than waiting for the leader costs
+LEAST_TOGETHER = 16  # requests that would reach the engine at once; with fewer, few compute the prefix twice
+SLOWEST = 200  # tokens per second at which a prefix is expected to be computed
+PATIENCE = 1.0  # seconds in addition
 
 
 class PrefixLeader:
@@ -26,23 +26,23 @@ class PrefixLeader:
         self._over = asyncio.Event()
 
     def take(self) -> bool:
-        """Whether the request that is about to leave is the one that goes ahead."""
+        """Return whether the request that is about to be sent is the leader."""
         leads, self._taken = not self._taken, True
         return leads
 
     def end(self) -> None:
-        """The leader's answer has begun, or will not come."""
+        """Record that the leader's answer has begun, or will not come."""
         self._over.set()
 
     async def wait(self) -> None:
-        """Until the others may go. A leader that takes too long holds nobody."""
+        """Wait until the others may start. A slow leader does not block them beyond a time limit."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._seconds):
                 await self._over.wait()
 
 
 def lead_of(plan: Plan, able: Capabilities, max_inflight: int | None) -> PrefixLeader | None:
-    """None where nobody needs to go ahead."""
+    """Return the leader of a run, or None if none is needed."""
     together = min((count for count in (plan.total, max_inflight) if count is not None), default=LEAST_TOGETHER)
     if not able.prefix_leader or together < LEAST_TOGETHER or plan.prefix_tokens < LEAST_TOKENS:
         return None

@@ -1,4 +1,4 @@
-"""From a spec to everything a run needs, without sending anything: this is also what a dry run shows."""
+"""Turns a spec into everything that a run needs, without sending anything. A dry run shows the result."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from batch_agent.tools.threads import THREADS
 if TYPE_CHECKING:
     from batch_agent.engine.run.comparison import Comparison
 
-PROBE = 5.0  # seconds for a server to say what it serves, where the run can do without
-PAUSE = 2.0  # seconds between two questions for the model's name, at the most
-AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # alive at once, where the user names no number
-SOUGHT = 256  # slots that agents are reckoned for while nobody knows how many there will be
+PROBE = 5.0  # seconds for an optional request about what a server serves
+PAUSE = 2.0  # longest pause between two requests for the model's name
+AGENTS_PER_SLOT, MIN_AGENTS = 32, 256  # live agents, if the user sets no number
+SOUGHT = 256  # slots to assume for that while their number is unknown
 SHARED = ("lease", "keep", "feed_only")  # options of a run that several processes share
-OTHER_FILES = 128  # that a process may have open beside its connections
+OTHER_FILES = 128  # files that a process may have open besides its connections
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Prepared:
-    """A run that has not begun. Printed, it says what would be sent."""
+    """A run that has not begun. It prints what would be sent."""
 
     spec: BatchSpec
     backend: Backend
@@ -60,22 +60,22 @@ class Prepared:
     shapes: Shapes
     plan: Plan
     max_inflight: int | None
-    sought: bool  # nobody gave max_inflight: the right number is to be found, below this one
+    sought: bool  # max_inflight was not given: the right number is searched, up to this one
     max_agents: int | None
-    prices: Prices | None  # None: what a token costs is not known
-    summaries: tuple[Backend, str | None] | None = None  # who writes them, where that is a model, and its name
-    context: int | None = None  # the model's, in tokens, as the user or the server says
+    prices: Prices | None  # None: the price of a token is unknown
+    summaries: tuple[Backend, str | None] | None = None  # backend and model that write summaries, if a model does
+    context: int | None = None  # the model's context in tokens, from the user or the server
 
     @property
     def terms(self) -> Terms:
-        """What is known of each server before it is asked."""
+        """What is known about each server before the first request."""
         spec, one = self.spec, len(self.backend.servers) == 1
         start = (START if one else FLEET_START) if self.sought else None
         return Terms(self.max_inflight, start, spec.rpm, spec.tpm, by_clock=one, given=spec.given("max_inflight"))
 
     @property
     def turn_limit_seconds(self) -> float | None:
-        """Time limit of a turn. Where answers take hours, only one that the user named."""
+        """Time limit of a turn. If answers take hours, only a limit that the user set."""
         spec, patient = self.spec, self.backend.capabilities.patient
         return None if patient and not spec.given("timeout_per_turn") else spec.timeout_per_turn
 
@@ -87,8 +87,8 @@ class Prepared:
     def compare(
         self, *, only: str = "", gpu_price: float | None = None, tokens_per_second: float | None = None
     ) -> Comparison:
-        """What this batch would cost at each provider and model whose price is known, estimated; print it. ``only``
-        keeps those whose name has it. ``gpu_price`` is $ an hour of a GPU that does ``tokens_per_second``."""
+        """Return the estimated cost of this batch at each provider and model with a known price; print it. ``only``
+        keeps those whose name contains it. ``gpu_price`` is $ per hour of a GPU that computes ``tokens_per_second``."""
         from batch_agent.engine.run.dryrun import DryRun
 
         plan = DryRun.untouched(self)
@@ -104,9 +104,9 @@ class Prepared:
 
 
 def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
-    """Resolve and check everything. Raises SpecError; sends nothing. A plan that is not to be run (``sends`` is False)
-    needs no key."""
-    # A worker does not see all rows, so it cannot tell what they share.
+    """Resolve and check all options. Raises SpecError; sends nothing. With ``sends=False`` the plan will not be run,
+    and needs no API key."""
+    # A worker does not see all rows, so it cannot know what they share.
     if is_store_url(spec.run_dir) or spec.cluster is not None:
         spec = spec.model_copy(update={"no_hoist": True})
     elif alone := next(filter(spec.given, SHARED), None):
@@ -121,12 +121,12 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
     backend, model = open_backend(where, model=spec.model, api_key=spec.api_key, sends=sends)
     tools = resolve_tools(spec.tools)
     if not isinstance(spec.predictive_prewarm, bool):
-        read_run(Path(spec.predictive_prewarm))  # is there one?
+        read_run(Path(spec.predictive_prewarm))  # raises SpecError if there is no run
     specs = tuple(tool.spec for tool in tools)
     schema = OutputSchema.of(spec.output_schema)
     if not backend.capabilities.reports_context:
         _check_context(spec, spec.model_max_context)
-    asked_for = None if spec.worker is not None else schema  # a worker says itself what it wants of a model
+    asked_for = None if spec.worker is not None else schema  # a user's worker sends its own schemas
     shapes = build_shapes(spec, model or "", specs, asked_for, backend.capabilities)
     for shape in {shapes.first, shapes.later, shapes.repair}:
         backend.check(shape)
@@ -145,7 +145,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
         inflight = most_connections()
     agents = spec.max_agents if spec.given("max_agents") else _enough_agents(SOUGHT if sought else inflight)
     if spec.worker is not None and not is_async(spec.worker) and not spec.given("max_agents"):
-        agents = THREADS  # each has one
+        agents = THREADS  # each has one thread
     if runtime is not None and not spec.given("max_agents"):
         agents = runtime.most_at_once()
     prices = find_prices(spec.prices, model=model, backend=backend.name)
@@ -161,7 +161,7 @@ def prepare(spec: BatchSpec, *, sends: bool = True) -> Prepared:
 
 
 def _look(spec: BatchSpec, backend: Backend) -> Look:
-    """How pictures are made ready to send; a backend that cannot see is sent none."""
+    """Return the function that prepares images for sending. It raises for a backend without image input."""
     blind = f"{backend.name} cannot be shown images"
     if backend.capabilities.images:
         return partial(read_image, root=None if spec.image_root is None else Path(spec.image_root))
@@ -175,7 +175,7 @@ def _look(spec: BatchSpec, backend: Backend) -> Look:
 
 
 def _reader(spec: BatchSpec, backend: Backend, look: Look) -> Read:
-    """Returns what reads documents. SpecError for a form that the backend does not take."""
+    """Return the function that reads documents. Raises SpecError for a form that the backend does not accept."""
     how, able = spec.documents, backend.capabilities
     if how == "images" and not able.images:
         raise SpecError(f'documents="images": {backend.name} cannot be shown images; use documents="text"')
@@ -195,7 +195,7 @@ def _summaries(spec: BatchSpec, backend: Backend, *, sends: bool) -> tuple[Backe
 
 
 def most_connections() -> int | None:
-    """As many as this process may have open, and some files beside; None where nobody says."""
+    """Return how many connections this process may have open, with room for files; None if unlimited or unknown."""
     try:
         import resource
     except ImportError:  # not on every system
@@ -205,7 +205,7 @@ def most_connections() -> int | None:
 
 
 def _enough_agents(max_inflight: int | None) -> int | None:
-    """As many as keep the slots busy while agents wait for tools that take long, with room to spare."""
+    """Return the number of agents that keeps the slots busy while many wait for slow tools."""
     return None if max_inflight is None else max(MIN_AGENTS, AGENTS_PER_SLOT * max_inflight)
 
 
@@ -216,7 +216,7 @@ def _cached(spec: BatchSpec, backend: Backend) -> Backend:
     from batch_agent.backends.cache_store import ResponseStore, cache_file
 
     if not repeatable(spec.temperature, spec.seed):
-        raise SpecError("cache: only answers that would come the same again are kept; give temperature=0 or a seed")
+        raise SpecError("cache: only repeatable answers are cached; set temperature=0 or a seed")
     return CachingBackend(backend, ResponseStore(cache_file(spec.cache)))
 
 
@@ -230,7 +230,8 @@ def _check_budget(spec: BatchSpec, prices: Prices | None, model: str | None, bac
 
 
 async def choose_model(prepared: Prepared) -> Prepared:
-    """The one model an entered backend serves, where the user named none; and where it is, of several places."""
+    """Return the run with the only model that an entered backend serves, if the user named none. Also locates the model
+    in a fleet."""
     if prepared.model is not None:
         await prepared.backend.locate(prepared.model)
         return prepared
@@ -238,13 +239,13 @@ async def choose_model(prepared: Prepared) -> Prepared:
 
 
 async def only_model(backend: Backend, spec: BatchSpec, option: str) -> str:
-    """``option`` is what would name one."""
+    """Return the only model that the backend serves. Raises SpecError, which names ``option``, if there are several."""
     try:
         names = await _ask_for_models(backend, spec)
     except BackendError as error:
         if error.retryable:
             raise RunUnreachable(f"the server never answered: {error}") from None
-        raise RunRejected(f"no model is named, and asking {backend.name} for one failed: {error}") from None
+        raise RunRejected(f"no model is named, and {backend.name} did not list its models: {error}") from None
     if len(names) != 1:
         raise SpecError(f"{option}: {backend.name} serves {', '.join(names) or 'none'}; name one with {option}=")
     return names[0]
@@ -261,8 +262,8 @@ def with_model(prepared: Prepared, name: str) -> Prepared:
 
 
 async def learn_context(prepared: Prepared) -> Prepared:
-    """What an entered backend says of its model, where the user said nothing. Whether a row fits is left to the server
-    all the same, which counts its tokens and does not guess them, unless the row is to be cut."""
+    """Return the run with the context length that an entered backend reports, if the user gave none. The server still
+    decides whether a row fits, because it counts tokens exactly. Only a row that is to be cut uses the length."""
     spec, backend, context = prepared.spec, prepared.backend, prepared.context
     if backend.capabilities.reports_context:
         with suppress(BackendError, TimeoutError):
@@ -279,11 +280,12 @@ async def learn_context(prepared: Prepared) -> Prepared:
 
 def _check_context(spec: BatchSpec, context: int | None) -> None:
     if spec.oversized != "fail" and context is None:
-        raise SpecError(f"oversized={spec.oversized!r} needs model_max_context: what fits is not known without it")
+        raise SpecError(f"oversized={spec.oversized!r} needs model_max_context: what fits is unknown without it")
 
 
 async def _ask_for_models(backend: Backend, spec: BatchSpec) -> list[str]:
-    """As patient as a run is with a server that never answered: one that is just starting is asked again."""
+    """Return the names of the models. A server that is just starting is asked again, for as long as a run waits for
+    it."""
     failures = 0
     began = asyncio.get_running_loop().time()
     patience = NEVER_REACHED if spec.max_outage is None else min(NEVER_REACHED, spec.max_outage)

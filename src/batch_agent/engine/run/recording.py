@@ -1,4 +1,4 @@
-"""From a prepared run to its session at a run directory: which of its parts decide whether recorded answers count."""
+"""Connects a prepared run to its session: which parts of the run decide whether recorded answers are valid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from batch_agent.store.keys import KEY_BYTES, fingerprint
 from batch_agent.store.rundir import State
 from batch_agent.store.session import Resuming, RunSession, Session
 
-# How a run ends, in the words of its directory.
+# How a run ends, as its directory calls it.
 RECORDED_STATES: Mapping[str, State] = {
     "complete": "complete",
     "drained": "interrupted",
@@ -31,7 +31,7 @@ RECORDED_STATES: Mapping[str, State] = {
 
 
 async def open_session(spec: BatchSpec, open_store: OpenStore) -> Session | None:
-    """None without a run directory."""
+    """Return the session of a run; None without a run directory."""
     if spec.run_dir is None:
         return None
     retry = (spec.retry_failed,) if isinstance(spec.retry_failed, str) else spec.retry_failed
@@ -75,7 +75,8 @@ async def begin_session(
 
 
 def asked_json(prepared: Prepared) -> dict[str, JsonValue]:
-    """What all rows are asked, for those who look at the run: from it and a row's input its prompt is made again."""
+    """Return what all rows have in common, for viewers of the run: with it, a row's prompt is computed from its
+    input."""
     plan, spec = prepared.plan, prepared.spec
     schema = None if prepared.schema is None else prepared.schema.json_schema
     return {
@@ -89,8 +90,8 @@ def asked_json(prepared: Prepared) -> dict[str, JsonValue]:
 
 
 class StageAccount:
-    """What a run inside another spends, for its own directory. The ledger is the outer run's, whose ``session`` records
-    it whenever this run records something."""
+    """Reports what an inner run spends, for its own directory. The outer run has the ledger. Its ``session`` records
+    the ledger each time this run records something."""
 
     def __init__(self, metrics: Metrics, session: RunSession | None) -> None:
         self._metrics, self._session = metrics, session
@@ -110,8 +111,8 @@ class StageAccount:
 
 
 def fingerprint_of(prepared: Prepared, worker: InnerWorker | None = None) -> bytes:
-    """``worker`` is one of our own; the user's is in the spec. A change in what it does is not seen, as with tools; its
-    name is."""
+    """Return the fingerprint of a run. ``worker`` is a built-in one; the user's is in the spec. As with tools, a change
+    of the worker's code is not detected, but a change of its name is."""
     function = prepared.spec.worker if worker is None else worker
     return fingerprint(
         task=prepared.spec.task,
@@ -124,9 +125,9 @@ def fingerprint_of(prepared: Prepared, worker: InnerWorker | None = None) -> byt
 
 
 def rows_under(prepared: Prepared, worker: InnerWorker | None = None, *, part: bool = False) -> bytes:
-    """What a run's rows are found under in its journal: its fingerprint. The rows of a user's worker are found whatever
-    has changed, since what it asks and calls is found by content, and nothing may be paid for or written twice. As a
-    ``part`` of another run they are found under the worker's name: others may have the same rows."""
+    """Return the digest that a run's row keys start from: its fingerprint. Rows of a user's worker are found even after
+    changes, because its requests and calls are found by content, and none may be paid for or written twice. As a
+    ``part`` of another run, the digest includes the worker's name, because other workers may have the same rows."""
     if prepared.spec.worker is None:
         return fingerprint_of(prepared, worker)
     name = name_of(prepared.spec.worker) if part else ""

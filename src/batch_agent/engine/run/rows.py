@@ -1,4 +1,5 @@
-"""Inputs read as they are needed: a list, an iterator, a generator, their async kin, or what another run hands on."""
+"""Reads inputs as they are needed: a list, an iterator, a generator, async versions of these, or another run's
+results."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _END = object()
 
 
 class Rows:
-    """A plain iterator is advanced on the event loop: one that waits for something should be async."""
+    """A plain iterator is advanced on the event loop, so one that blocks should be async."""
 
     def __init__(self, inputs: Iterable[object] | AsyncIterable[object]) -> None:
         self._file = inputs if isinstance(inputs, LazyRows) else None
@@ -23,20 +24,21 @@ class Rows:
         self._async = aiter(inputs) if isinstance(inputs, AsyncIterable) else None
         self._plain = iter(()) if isinstance(inputs, AsyncIterable) else iter(inputs)
         self._peeked: list[object] = []
-        self.seen = False  # there was at least one
+        self.seen = False  # there was at least one input
 
     @property
     def waiting(self) -> int | None:
-        """Rows that are there to be read; None where nobody knows."""
+        """Number of rows that can be read now; None if unknown."""
         return None if self.channel is None else self.channel.waiting
 
     async def peek(self) -> list[object]:
-        """The first input, or nothing; ``read`` gives it again."""
+        """Return the first input, or nothing. ``read`` returns it again."""
         self._peeked = await self.read(1)
         return self._peeked
 
     async def read(self, count: int) -> list[object]:
-        """The next inputs, at most ``count``, none at the end. An async iterator is not waited for twice."""
+        """Return the next inputs, at most ``count``; empty at the end. From an async iterator it returns one at a
+        time."""
         if self._peeked:
             values, self._peeked = self._peeked, []
             return values
@@ -45,14 +47,14 @@ class Rows:
         except asyncio.CancelledError:
             if cancelled_by_us():
                 raise
-            raise RuntimeError("the inputs ended in a cancellation of their own") from None
-        except (SystemExit, GeneratorExit) as error:  # not meant for our process, and no task may let it escape
-            raise RuntimeError(f"the inputs ended in {describe(error)}") from error
+            raise RuntimeError("the inputs raised CancelledError") from None
+        except (SystemExit, GeneratorExit) as error:  # it must not end this process, and must not escape from a task
+            raise RuntimeError(f"the inputs raised {describe(error)}") from error
         self.seen = self.seen or bool(values)
         return values
 
     def close(self) -> None:
-        """Nobody reads on; a generator of the user's own is the user's to close."""
+        """Close an input file. The user closes a generator of their own."""
         if self._file is not None:
             self._file.close()
 

@@ -1,8 +1,8 @@
-"""A run: a batch, what it works with, and the one way in which it ends.
+"""A run: a batch, its resources, and its end.
 
-One supervisor task owns everything that runs: the feed, the agents, the tool calls. Whoever holds the Run only takes
-results from the delivery and says pause, drain or cancel. Leaving the Run cancels the supervisor and waits for it, so
-nothing outlives it but a tool that does not stop (``tools/pool.py``).
+One supervisor task owns everything that runs: the feed, the agents, the tool calls. The holder of the Run only takes
+results from the delivery and calls pause, drain or cancel. Leaving the Run cancels the supervisor and waits for it. So
+nothing outlives it except a tool that does not stop (``tools/pool.py``).
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ logger = logging.getLogger("batch_agent")
 
 
 class Run(Steered, Generic[T]):
-    """``async with`` it, take ``results()``, look at ``statistics()``; ``pause``, ``drain`` or ``cancel`` at will."""
+    """Use it with ``async with``, take ``results()``, read ``statistics()``; call ``pause``, ``drain`` or
+    ``cancel``."""
 
     def __init__(
         self,
@@ -96,16 +97,15 @@ class Run(Steered, Generic[T]):
         controls: Controls | None = None,
         lender: Lender | None = None,
     ) -> None:
-        """``command`` is how to start this run again, for the record. ``worker`` is one of our own that works on the
-        rows in place of the tool loop; one of the user's is in the spec. ``open_store`` is what is behind the journal
-        of a run directory; ``session`` records the run elsewhere. ``within`` is what another run works with: this one
-        then takes its slots, spends its budget, is recorded in its journal (unless it has a record of its own) and
-        shows in its view. ``stages`` are the names of the runs that have their directories in this one's; ``controls``
-        is what the control socket steers and the summary counts, if that is not this run. ``lender`` lends it the
-        shares of one process among several."""
+        """``command`` is how to start this run again, for the record. ``worker`` is a built-in one that replaces the
+        tool loop; the user's is in the spec. ``open_store`` opens the journal of a run directory; ``session`` records
+        the run elsewhere. ``within`` is the state of an outer run: this run then uses its slots and budget, is recorded
+        in its journal (unless it has its own record) and appears in its view. ``stages`` are the names of the runs with
+        directories inside this one. ``controls`` is what the control socket controls and the summary counts, if not
+        this run. ``lender`` lends it the shares of one process among several."""
         self.id = secrets.token_hex(8)
         self._prepared, self._command, self._worker = prepared, command, worker
-        self._loops = worker is None and prepared.spec.worker is None  # the tool loop works on the rows
+        self._loops = worker is None and prepared.spec.worker is None  # the tool loop processes the rows
         self._open_store, self._outer = open_store, within
         self._stages, self._lender = stages, lender
         clock = Clock() if within is None else within.clock
@@ -124,14 +124,14 @@ class Run(Steered, Generic[T]):
             self._feed.take_from(self._rows.channel)
         self._batch: Batch | None = None
         self._prewarm: ToolPrewarm | None = None
-        self._session = session  # its own
+        self._session = session  # of this run
         self._supervisor: asyncio.Task[None] | None = None
         self._feeder: asyncio.Task[None] | None = None
         self._cancelled = False
         self._failed_by: BaseException | None = None
 
     def _share(self, clock: Clock, within: Shared | None) -> Shared:
-        """Slots belong to a backend, money to the whole."""
+        """Return the shared state: slots belong to a backend, the budget to the outermost run."""
         name = self._prepared.backend.name
         dispatchers = {} if within is None else within.dispatchers
         spending = self._new_spending(dispatchers) if within is None else within.spending
@@ -174,15 +174,15 @@ class Run(Steered, Generic[T]):
         prepared = self._prepared
         return Spending(prepared.spec, prepared.prices, short, self._out_of_budget, time_is_up)
 
-    # What a user does with a run
+    # For the user of a run
 
     async def __aenter__(self) -> Self:
         if self._supervisor is not None:
-            raise RuntimeError("a Run is entered once")
+            raise RuntimeError("a Run can be entered only once")
         if self._outer is None:
             self.shared.clock.start()
         self._supervisor = asyncio.get_running_loop().create_task(self._supervise(), name="batch-agent run")
-        # A task that is cancelled before its first step runs nothing, not even its finally.
+        # A task that is cancelled before its first step runs nothing, not even its ``finally``.
         self._supervisor.add_done_callback(lambda _: self._delivery.close())
         return self
 
@@ -195,9 +195,9 @@ class Run(Steered, Generic[T]):
         self._rows.close()
 
     async def results(self) -> AsyncGenerator[AgentResult[T], None]:
-        """Each result as it finishes. Raises what the run failed with, after the results that came before it."""
+        """Yield each result as it finishes. Then raises the exception that the run failed with, if any."""
         if self._supervisor is None:
-            raise RuntimeError("a Run gives results once it is entered: async with BatchAgent.open(...) as run")
+            raise RuntimeError("enter a Run before you take its results: async with BatchAgent.open(...) as run")
         while (result := await self._delivery.take()) is not None:
             yield cast("AgentResult[T]", result)
 
@@ -207,12 +207,12 @@ class Run(Steered, Generic[T]):
 
     @property
     def schema(self) -> OutputSchema[object] | None:
-        """What the outputs are instances of; None for text."""
+        """Schema of the outputs; None for text."""
         return self._prepared.schema
 
     @property
     def metrics_url(self) -> str | None:
-        """Where Prometheus finds the numbers of a run with ``metrics_port``; None before and after it."""
+        """URL of the Prometheus page of a run with ``metrics_port``; None before and after the run."""
         return self.shared.observers.metrics_url
 
     # The supervisor
@@ -229,7 +229,7 @@ class Run(Steered, Generic[T]):
                 self._feeder = first.create_task(self._check_first())
             self._emit_start()
             self.shared.keep_jobs(self._prepared.backend)
-            if self._rows.seen:  # without inputs nothing is asked, and nothing recorded
+            if self._rows.seen:  # without inputs nothing is sent or recorded
                 backend = self._prepared.backend
                 async with backend:
                     with following(backend, self.shared.dispatcher) as follower:
@@ -262,13 +262,14 @@ class Run(Steered, Generic[T]):
             self._delivery.close(failure)
 
     def _emit_start(self) -> None:
-        """Before the backend is entered: an engine that loads its weights is part of the run's time."""
+        """Emit the start events before the backend is entered: loading an engine's weights is part of the run's
+        time."""
         prepared, now, price = self._prepared, self.shared.clock(), self.shared.spending.per_second
         self._emit(RunStarted(now, self.id, prepared.plan.total, prepared.backend.name, prepared.model or "", price))
         self._emit(LimitChanged(now, self.id, self.shared.dispatcher.scheduler.slots, "start"))
 
     async def _check_first(self) -> None:
-        """Before anything is sent: is there an input, and does it have the task's fields?"""
+        """Check, before anything is sent, that there is an input and that it has the task's fields."""
         for value in await self._rows.peek():
             self._prepared.plan.check_first(value.value if isinstance(value, Placed) else value)
         if self._prepared.plan.warning and self._loops:  # a worker may read its rows in its own way
@@ -342,7 +343,7 @@ class Run(Steered, Generic[T]):
             watch.tell()
 
     async def _begin_record(self, prepared: Prepared) -> Record | None:
-        """Where the rows are recorded: in a session of this run's own, or as a part of the outer run's."""
+        """Return where the rows are recorded: in a session of this run, or as a part of the outer run's."""
         outer = None if self._outer is None else self._outer.session
         if self._session is None:
             self.shared.session = outer
@@ -373,14 +374,15 @@ class Run(Steered, Generic[T]):
         return None if session is None else session.part(rows_under(prepared, self._worker, part=True))
 
     def _lead(self, prepared: Prepared) -> PrefixLeader | None:
-        """A worker of the user's own may do something else first, or never ask."""
+        """Return the prefix leader, or None. A user's worker may send other requests first, or none."""
         if not self._loops:
             return None
         return lead_of(prepared.plan, prepared.backend.capabilities, prepared.max_inflight)
 
     @asynccontextmanager
     async def _tools(self, prepared: Prepared) -> AsyncIterator[ToolPool]:
-        """The outer run's pool, where that has the same tools; so that they share calls, results and limits."""
+        """Yield the outer run's tool pool if it has the same tools, so that they share calls, results and limits; else
+        a new one."""
         outer = None if self._outer is None else self._outer.pool
         if outer is not None and outer.has(prepared.tools):
             yield outer
@@ -421,32 +423,32 @@ class Run(Steered, Generic[T]):
             spending.close()
 
     async def _deliver_interrupted(self) -> None:
-        if self._cancelled and self._batch is not None:  # else the Run was left: nobody takes results any more
+        if self._cancelled and self._batch is not None:  # else the Run was left, and results are no longer taken
             recorded = self._session is not None and await self._session.flush()
             await self._batch.interrupt("the run was cancelled before this job finished", recorded=recorded)
 
     async def _end_session(self, ended: Ended, reason: str, failure: BaseException | None) -> BaseException | None:
-        """Lets go of the run directory. What went wrong with that, where nothing had gone wrong before."""
+        """End the session and unlock the run directory. Returns the exception of that, if there was none before."""
         if self._session is None:
             return None
         why = reason if failure is None else str(failure)
         await self._watch.end()
         try:
             await self._session.end(RECORDED_STATES[ended], why, summary_json(self._controls.statistics()))
-        except Exception as error:  # whatever it is, the caller must not take the run for one that went well
+        except Exception as error:  # any error: the run must not appear successful
             return failure or error
         return None
 
     # How it ends
 
     def _how_ended(self) -> tuple[Ended, BaseException | None]:
-        """And what whoever waits for results is told, where that is an error: that the inputs raised, or that there is
-        not one result."""
+        """Return how the run ended, and an error for the consumer of results: the inputs raised, or there is no result
+        at all."""
         if self._batch is not None and self._batch.failure is not None:
             self._failed_by = self._batch.failure
             return "failed", self._batch.failure
         statistics, over = self._metrics.statistics(), self.shared.dispatcher.over
-        # A drain or a limit that came when everything had been sent kept nothing from being done.
+        # A drain or a limit that came after the last request had no effect.
         every = self._feed.ended or statistics.done == self._prepared.plan.total
         if every and not statistics.interrupted:
             return "complete", None
@@ -471,11 +473,11 @@ class Run(Steered, Generic[T]):
         for dispatcher in self.shared.dispatchers.values():
             dispatcher.slots.drain()
 
-    # What its parts say
+    # Callbacks of its parts
 
     def _stop_feeding(self) -> None:
         if self._feeder is not None:
-            self._feeder.cancel()  # it may be waiting for an input that never comes
+            self._feeder.cancel()  # it may wait for an input that never comes
 
     def _backlog(self, where: str, full: bool) -> None:
         (self._backlogs.add if full else self._backlogs.discard)(where)

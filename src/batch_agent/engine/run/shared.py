@@ -1,7 +1,7 @@
-"""What a run works with: slots, a budget, a tool pool, a record, a stream of events. Runs inside a run share its.
+"""The state that a run works with, and that inner runs share: slots, budget, tool pool, record, events.
 
-The outermost run owns what must be there once: the ledger of what is spent, the lock of its run directory, the jobs at
-batch APIs, the rate limits. A run inside it may have a directory of its own, for its journal and its results.
+The outermost run owns what must exist once: the ledger, the lock of its run directory, the jobs at batch APIs, the rate
+limits. An inner run may have its own directory, for its journal and its results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("batch_agent")
 
 
 class Sinks:
-    """A sink of all the others. One that raises gets no more events, and does not touch the run."""
+    """A sink that passes events to all others. A sink that raises gets no more events, and does not affect the run."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
@@ -41,13 +41,13 @@ class Sinks:
             try:
                 sink(event)
             except Exception:
-                logger.exception("a sink of events raised and gets no more of them")
+                logger.exception("a sink of events raised an exception and gets no more events")
                 self._sinks = [other for other in self._sinks if other is not sink]
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """What the outermost run keeps in its run directory, beside its session; nothing without one."""
+    """What the outermost run stores in its run directory besides its session; empty without one."""
 
     directory: Path | None = None
     rate_mark: RateMark | None = None
@@ -60,7 +60,7 @@ class Owned:
 @dataclass(slots=True, eq=False)
 class Shared:
     """``dispatchers`` are those of all backends, by name; ``dispatcher`` is this run's. ``pool`` and ``session`` are
-    set while the outermost run is at work, the session only if it has a run directory."""
+    set while the outermost run works, the session only if it has a run directory."""
 
     clock: Clock
     emit: Sink
@@ -74,31 +74,31 @@ class Shared:
     _was_overdue: bool = False
 
     def live(self) -> LiveNumbers:
-        """The numbers of this moment that no event tells."""
+        """Return the current numbers that no event reports."""
         places = self.dispatchers.items()
         endpoints = [(each.name or name, each) for name, of in places for each in of.scheduler.endpoints]
         waiting = sum(of.scheduler.waiting for of in self.dispatchers.values())
         return LiveNumbers(endpoints, waiting, None if self.session is None else self.session.lag)
 
     def keep_jobs(self, backend: Backend) -> None:
-        """A backend whose answers take hours notes in the run directory what it has sent."""
+        """Let a backend whose answers take hours record its jobs in the run directory."""
         if backend.capabilities.patient:
             backend.keep(self.owned.directory)
             if self.owned.directory is None:
-                logger.warning("%s: without run_dir a job that is interrupted is lost, and paid for", backend.name)
+                logger.warning("%s: without run_dir an interrupted job is lost, but still charged", backend.name)
 
     def keep_rates(self, spec: BatchSpec) -> None:
-        """Keep the user's rate limits over kills."""
+        """Keep the usage of the user's rate limits across kills."""
         mark = self.owned.rate_mark
         if mark is not None and (spec.rpm is not None or spec.tpm is not None):
             self.dispatcher.endpoints.budgets.keep(mark, self.dispatcher.scheduler.endpoints)
 
     def set_overdue(self, journal: str, overdue: bool) -> None:
-        """Send nothing while a journal waits for the disk: an answer that cannot be recorded soon should not be asked
-        for."""
+        """Send nothing while a journal waits for the disk: an answer that cannot be recorded soon should not be
+        requested."""
         if overdue and not self._was_overdue:
             self._was_overdue = True
             where = self.owned.directory or "the record of the run"
-            logger.warning("%s is slow, or in use: no request is sent while a commit waits for it", where)
+            logger.warning("%s is slow, or in use: no request is sent while a commit waits", where)
         for dispatcher in self.dispatchers.values():
             dispatcher.slots.set_paused_by(journal, overdue)

@@ -1,4 +1,4 @@
-"""What can be done with a run while it goes on, from Python, from the command line and from the page."""
+"""Controls of a running run, for Python, the command line and the page."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from batch_agent.tools.pool import ToolStatistics
 
 
 class Controls(Protocol):
-    """What a run and a pipeline have in common for those who steer them. A row is named by its id or its index; in a
-    pipeline, as ``STAGE/ROW``. Methods that name a row raise SpecError if it is not under way."""
+    """The controls that a run and a pipeline have in common. A row is named by its id or its index; in a pipeline, as
+    ``STAGE/ROW``. Methods that name a row raise SpecError if it is not running."""
 
     def pause(self) -> None: ...
 
@@ -53,7 +53,7 @@ class Controls(Protocol):
 
 
 class Steered:
-    """The base of ``Run`` that has its controls."""
+    """The base class of ``Run`` with its controls."""
 
     id: str
     shared: Shared
@@ -69,7 +69,7 @@ class Steered:
     _cancelled: bool
     _paused: bool = False
 
-    # Looking
+    # Reading
 
     def statistics(self) -> Statistics:
         statistics = self._metrics.statistics()
@@ -79,7 +79,7 @@ class Steered:
         return self.shared.pool.statistics() if self.shared.pool is not None else {}
 
     def status(self) -> JsonObject:
-        """The run at this moment, as one JSON object."""
+        """Return the current state of the run as one JSON object."""
         return self.status_of(self.statistics())
 
     def status_of(self, statistics: Statistics) -> JsonObject:
@@ -94,32 +94,33 @@ class Steered:
         )
 
     def sample(self) -> Line:
-        """One sample of the run's timeline."""
+        """Return one sample for the run's timeline."""
         return self.sample_of(self._metrics.statistics())
 
     def sample_of(self, statistics: Statistics) -> Line:
         return sample_line(statistics, self._endpoints(), self._slots(), self.shared.clock())
 
     def live_rows(self, limit: int = 200) -> list[JsonObject]:
-        """The rows under way that began first, with what each is doing. Only for a run with a run directory."""
+        """Return the running rows that began first, with their current activity. Only for a run with a run
+        directory."""
         return self._recorder.live(limit)
 
     def live_row(self, row: str | int) -> JsonObject:
-        """The conversation of a row under way, with the text that is being streamed."""
+        """Return the conversation of a running row, with the text that is being streamed."""
         return self._steered_batch.conversation(row)
 
     def _endpoints(self) -> Sequence[Endpoint]:
         return [endpoint for each in self.shared.dispatchers.values() for endpoint in each.scheduler.endpoints]
 
     def _slots(self) -> int | None:
-        """Requests that may be in flight at all backends together; None: no limit."""
+        """Return the total slots of all backends; None: no limit."""
         slots = [each.scheduler.slots for each in self.shared.dispatchers.values()]
         return None if None in slots else sum(each for each in slots if each is not None)
 
-    # Steering
+    # Controlling
 
     def pause(self) -> None:
-        """Send nothing more until ``resume``; requests on their way and tools go on."""
+        """Send nothing more until ``resume``. Requests in flight and tools continue."""
         self._paused = True
         for dispatcher in self.shared.dispatchers.values():
             dispatcher.pause()
@@ -130,7 +131,7 @@ class Steered:
             dispatcher.resume()
 
     def resize(self, max_inflight: int | None) -> None:
-        """Change ``max_inflight`` of each backend. A lower one is reached as answers come in."""
+        """Change ``max_inflight`` of each backend. A lower limit is reached as answers arrive."""
         if max_inflight is not None and (type(max_inflight) is not int or max_inflight < 1):
             raise SpecError("max_inflight is a whole number above 0, or None for no limit")
         dispatchers = [self.shared.dispatcher] if self._outer is not None else self.shared.dispatchers.values()
@@ -138,27 +139,27 @@ class Steered:
             dispatcher.resize(max_inflight)
 
     def drain(self) -> None:
-        """Start nothing new; agents under way finish, and ``results`` ends after them."""
+        """Start no new agents. Running agents finish, and ``results`` ends after them."""
         if not self._feed.closed:
             self._emit(DrainStarted(self.shared.clock(), self.id))
             self._feed.close()
 
     def cancel(self) -> None:
-        """Stop now. Agents under way end as failed results of type Interrupted."""
+        """Stop now. Running agents end as failed results of type Interrupted."""
         self._cancelled = True
         self.stop()
 
     def cancel_row(self, row: str | int) -> None:
-        """End a row that is under way, which fails with the type Cancelled; the others go on. Raises SpecError if the
-        row is not under way."""
+        """End a running row, which fails with the type Cancelled; the others continue. Raises SpecError if the row is
+        not running."""
         self._steered_batch.cancel_row(row)
 
     def retry_row(self, row: str | int) -> None:
-        """Begin a row that is under way again from its start. Raises SpecError if the row is not under way."""
+        """Start a running row again from its beginning. Raises SpecError if the row is not running."""
         self._steered_batch.retry_row(row)
 
     def stop(self) -> None:
-        """Nobody wants the results any more: not one more request leaves, and everything under way is cancelled."""
+        """Stop without results: no further request is sent, and all running work is cancelled."""
         self._feed.close()
         if self._outer is None:
             for dispatcher in self.shared.dispatchers.values():

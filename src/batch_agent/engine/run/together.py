@@ -1,4 +1,4 @@
-"""Several runs at once, each with somebody who takes its results as they come."""
+"""Several runs at once, each with a consumer of its results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batch_agent.job import AgentResult
 
 
 class Party(Protocol):
-    """A run and who cares for it. ``fail`` raises the error where nothing can be done about it."""
+    """A run and its consumer. ``fail`` raises the error if it cannot handle it."""
 
     run: Run[Any]
 
@@ -24,7 +24,7 @@ class Party(Protocol):
 
 
 async def run_together(parties: Sequence[Party], others: Sequence[Callable[[], Awaitable[None]]] = ()) -> None:
-    """Until all runs have ended, and the ``others`` that go on beside them. What one of them raises ends all, and is
+    """Wait until all runs, and the ``others`` beside them, have ended. An exception from one of them ends all, and is
     raised."""
     try:
         async with asyncio.TaskGroup() as group:

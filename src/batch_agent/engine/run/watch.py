@@ -1,7 +1,7 @@
-"""Keeps the timeline of a run in its directory, and its control socket open.
+"""Writes the timeline of a run to its directory, and keeps its control socket open.
 
-Samples are taken when something has happened, at most one a second, and written in the journal's thread. A timeline
-that cannot be written is given up with a warning: it is no reason to lose a run.
+Samples are taken after events, at most one per second, and written in the journal's thread. If the timeline cannot be
+written, it is stopped with a warning; the run continues.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from batch_agent.store.timeline import TimelineFiles
 logger = logging.getLogger("batch_agent")
 
 EVERY = 1.0  # seconds between two writes
-STATUS_EVERY = 5.0  # ... of which have the numbers of the run
+STATUS_EVERY = 5.0  # seconds between two writes of the run's metrics
 
 
 class Watch:
-    """A sink. ``run`` is what is sampled, and steered by the control socket where there is to be one."""
+    """A sink. ``run`` is sampled, and controlled by the control socket if there is one."""
 
     def __init__(self, recorder: Recorder, run: Controls, *, socket: bool) -> None:
         self._recorder, self._run, self._has_socket = recorder, run, socket
@@ -64,7 +64,7 @@ class Watch:
             await self._socket.listen()
 
     async def end(self) -> None:
-        """Write what is left. Before the session ends. A cancellation meanwhile is too late to change that."""
+        """Write what is left. Call it before the session ends. A cancellation does not interrupt this."""
         if self._timer is not None:
             self._timer.cancel()
         if self._socket is not None:
@@ -87,7 +87,7 @@ class Watch:
         self._writing.add_done_callback(self._written)
 
     def _writer(self, *, last: bool = False) -> Callable[[], None]:
-        """What writes everything that has gathered."""
+        """Return a function that writes everything collected so far."""
         files, now = self._files, asyncio.get_running_loop().time()
         assert files is not None
         lines, spans = self._recorder.take()
@@ -101,5 +101,5 @@ class Watch:
 
     def _written(self, writing: asyncio.Future[None]) -> None:
         if not writing.cancelled() and (error := writing.exception()) is not None:
-            logger.warning("the timeline of the run is given up: %s", error)
+            logger.warning("the timeline of the run stops here: %s", error)
             self._files = None

@@ -1,1 +1,1 @@
-"""A run kept in Redis."""
+"""A run stored in Redis."""

@@ -1,8 +1,8 @@
-"""Connections to Redis, and the patience with a server that is away.
+"""Connections to Redis that survive an outage of the server.
 
-A call that cannot be made is tried again until the server is back: a restart or a network outage of half a minute must
-not stop a run. ``on_away`` is told when that begins and ends, so that nothing is asked of a model meanwhile. Only calls
-that may be repeated go through here (``store/shared.py``).
+A failed call is retried until the server is back: a restart or a network outage of half a minute must not stop a run.
+``on_away`` is called when an outage begins and when it ends, so that no model request is sent meanwhile. All calls must
+be safe to repeat (``store/shared.py``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger("batch_agent")
 
-PATIENCE = 600.0  # seconds that Redis may be away before a run gives up
-PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts: doubled each time
-TIMEOUT = 5.0  # seconds for an answer, beside those that a blocking command waits
+PATIENCE = 600.0  # seconds of outage after which a run fails
+PAUSE, LONGEST_PAUSE = 0.05, 1.0  # seconds between two attempts, doubled each time
+TIMEOUT = 5.0  # seconds for an answer, in addition to the wait of a blocking command
 MISSING = "a run in Redis needs the package redis (the extra redis)"
 
 
 class Client(Protocol):
-    """What is used of redis-py's clients: both ``Redis`` and ``RedisCluster`` have it."""
+    """The methods that are used of redis-py's clients ``Redis`` and ``RedisCluster``."""
 
     def execute_command(self, *args: Any, **options: Any) -> Any: ...
 
@@ -44,8 +44,8 @@ class Script(Protocol):
 
 
 def connect(address: StoreAddress, *, timeout: float = TIMEOUT) -> Client:
-    """A blocking client, which answers in bytes. Connects at its first call. ``timeout`` must be longer than any
-    blocking command waits."""
+    """Return a blocking client whose answers are bytes. It connects at its first call. ``timeout`` must be longer than
+    any blocking command waits."""
     redis = _redis()
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -58,7 +58,7 @@ def connect(address: StoreAddress, *, timeout: float = TIMEOUT) -> Client:
         "socket_timeout": timeout,
         "socket_connect_timeout": TIMEOUT,
         "retry": Retry(NoBackoff(), 0),
-        "protocol": 2,  # one form of answers, whatever the server speaks
+        "protocol": 2,  # the same form of answers from every server
     }
     if address.cluster:
         return cast(Client, redis.RedisCluster(**options))
@@ -68,7 +68,7 @@ def connect(address: StoreAddress, *, timeout: float = TIMEOUT) -> Client:
 def connect_async(
     address: StoreAddress, *, timeout: float = TIMEOUT
 ) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:
-    """The same for the event loop."""
+    """Return the same kind of client for the event loop."""
     _redis()
     import redis.asyncio as client
 
@@ -84,7 +84,7 @@ def connect_async(
 
 
 class RedisConnection:
-    """A client whose calls outlast an outage. Any thread may use it."""
+    """A client whose calls are retried during an outage. It is thread-safe."""
 
     def __init__(
         self,
@@ -96,19 +96,19 @@ class RedisConnection:
         self.address = address
         self.on_away = on_away
         self.patience = patience
-        self.since = float("-inf")  # when the latest outage ended, on the monotonic clock
+        self.since = float("-inf")  # end of the latest outage, on the monotonic clock
         self._client: Client | None = None
-        self._away = self._calls = 0  # calls that wait for the server, and that use it
+        self._away = self._calls = 0  # number of calls that wait for the server, and that use it
         self._guard = threading.Lock()
         self._closing = threading.Event()
 
     def open(self) -> None:
-        """Connect now. Raises SpecError when the server refuses, StoreError when it cannot be reached."""
+        """Connect now. Raises SpecError if the server refuses, StoreError if it is unreachable."""
         self.call(lambda client: client.execute_command("PING", target_nodes="random") if self.address.cluster
                   else client.execute_command("PING"), patience=0.0)  # fmt: skip
 
     def call(self, function: Callable[[Client], T], *, patience: float | None = None) -> T:
-        """The answer of ``function``, which is tried again while the server is away."""
+        """Return the result of ``function``. It is retried while the server is unreachable."""
         redis = _redis()
         away = (redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError, redis.exceptions.ClusterDownError,
                 redis.exceptions.RedisClusterException, OSError)  # fmt: skip
@@ -125,7 +125,7 @@ class RedisConnection:
                     redis.exceptions.NoPermissionError,
                 ) as error:
                     raise SpecError(
-                        f"{self.address} refuses: {error}. Give the password in {PASSWORD_VARIABLE} or in the URL"
+                        f"{self.address} refused the login: {error}. Set the password in {PASSWORD_VARIABLE} or the URL"
                     ) from None
                 except away as error:
                     now, limit = time.monotonic(), self.patience if patience is None else patience
@@ -133,7 +133,7 @@ class RedisConnection:
                         began = now
                         self._count(1)
                     if began is None or now - began >= limit or self._closing.wait(pause):
-                        raise StoreError(f"{self.address} cannot be reached: {error}") from None
+                        raise StoreError(f"{self.address} is unreachable: {error}") from None
                     pause = min(2 * pause, LONGEST_PAUSE)
                 except redis.RedisError as error:
                     raise StoreError(f"the run cannot be recorded in {self.address}: {error}") from None
@@ -142,7 +142,7 @@ class RedisConnection:
                 self._count(-1)
 
     def close(self) -> None:
-        """Close the connections once no call uses them. A call that waits for the server gives up."""
+        """Close the connections once no call uses them. Calls that wait for the server raise StoreError."""
         self._closing.set()
         self._let_go()
 
@@ -176,7 +176,7 @@ class RedisConnection:
             if not self._away:
                 self.since = time.monotonic()
         if before == 0:
-            logger.warning("%s is away: no request is sent until it is back", self.address)
+            logger.warning("%s is unreachable: no request is sent until it is back", self.address)
             self.on_away(True)
         elif not before + change:
             self.on_away(False)
@@ -191,7 +191,7 @@ def _redis() -> Any:
 
 
 def entries(read: Any) -> Iterator[tuple[str, dict[bytes, bytes]]]:
-    """The entries of one stream in an answer of XREAD, in the form of either protocol of Redis."""
+    """Yield the entries of one stream in an answer of XREAD, for both protocol versions of Redis."""
     if not read:
         return
     pages = read.values() if isinstance(read, dict) else [page for _, page in read]

@@ -1,13 +1,13 @@
-"""What the workers of a run share, in Redis.
+"""What the workers of a run share, stored in Redis.
 
     K lent     hash: ``table`` (JSON, see ``scheduler.lending``) and its ``version``
-    K alive    sorted set: worker → until when it is a member, in seconds of Redis' clock
+    K alive    sorted set: worker → end of its membership, in seconds of Redis' clock
     K call:…   hash: one tool call or model answer, while it runs and while its result is kept
     K ended    stream: keys of calls that ended, the latest thousand
     K files    hash: name → text
 
-The table is read, changed here and written back if nobody has changed it meanwhile; else that is tried again. So all
-decisions are in one place and in Python, and Redis runs no more than a comparison.
+The table is read, changed here, and written back if its version is still the same; else this is retried. So all
+decisions are in one place and in Python, and Redis only compares versions.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from batch_agent.store.redis.connection import Client, RedisConnection, Script, 
 
 T = TypeVar("T")
 
-FEW, PAUSE = 3, 0.05  # attempts to change the table before a pause, and seconds of that at the most
-CALL_SECONDS = 24 * 3600.0  # after which a call that never ended is forgotten
+FEW, PAUSE = 3, 0.05  # attempts to change the table before a pause, and the longest pause in seconds
+CALL_SECONDS = 24 * 3600.0  # after which a call that never ended is deleted
 
 READ = """
 local time = redis.call('TIME')
 local found = redis.call('HMGET', KEYS[1], 'version', 'table')
 return {found[1] or '0', found[2] or '{}', time[1], time[2]}
 """
-# ARGV: version, table, then the worker that changed it and until when it is a member; "" for none
+# ARGV: version, table, the worker that changed it ("" for none), and the end of its membership ("" if it left)
 WRITE = """
 if (redis.call('HGET', KEYS[1], 'version') or '0') ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'version', tonumber(ARGV[1]) + 1, 'table', ARGV[2])
@@ -82,7 +82,7 @@ class RedisLent:
     """The shared state of one run. ``connection`` may be that of its ``RunStore``."""
 
     def __init__(self, address: StoreAddress, connection: RedisConnection) -> None:
-        self._prefix = address.at(address.name).prefix  # stages of a pipeline share what their run has
+        self._prefix = address.at(address.name).prefix  # stages of a pipeline share the state of their run
         self._connection = connection
         self._scripts: dict[str, Script] = {}
 
@@ -99,7 +99,7 @@ class RedisLent:
         learnt: Mapping[str, Learnt],
         status: JsonObject,
     ) -> Allotment:
-        # A longer membership here than the worker counts on: it stops using its shares first.
+        # The table keeps the membership longer than the worker expects, so the worker stops using its shares first.
         until = 1.2 * seconds
         return self._change(
             lambda table, now: table.beat(worker, now, until, claims, learnt, status), worker, lasts=until

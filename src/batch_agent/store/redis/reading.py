@@ -1,4 +1,4 @@
-"""Runs in Redis as readers see them: their names, how far one is, its results, the record of its rows; and its end."""
+"""Reads runs in Redis: their names, progress, results and records of rows. Also deletes a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class ReadRow:
-    """A row as it is recorded. ``result`` is its result as JSON; None while it has none."""
+    """A recorded row. ``result`` is its result as JSON; None if it has none yet."""
 
     index: int
     result: bytes | None
@@ -28,14 +28,14 @@ class RedisReader:
         self.store = store
 
     def sittings(self) -> int:
-        """How many times the run was begun or resumed."""
+        """Return how many times the run was begun or resumed."""
         return int(self._command("HGET", self.store.key("run"), "sitting") or 0)
 
     def rows(self, *, steps: bool) -> Iterator[ReadRow]:
-        """Rows that have ended, in the order of their ends, then those that have begun."""
+        """Yield the ended rows in the order of their ends, then the rows that have begun."""
         for place, fields in self._stream("results"):
             row = fields[b"row"]
-            if _place(self._command("HGET", self.store.key("rows"), row)) == place:  # else it was tried again
+            if _place(self._command("HGET", self.store.key("rows"), row)) == place:  # else the row was retried
                 yield ReadRow(int(fields[b"index"]), fields[b"result"], self._steps(row) if steps else ())
         for _, fields in self._stream("queue") if steps else ():
             if kept := self._steps(fields[b"row"]):
@@ -60,14 +60,14 @@ class RedisReader:
 
 
 def _place(known: bytes | None) -> str:
-    """Where the result of a row is, as the hash of rows says."""
+    """Return the position of a row's result, from its entry in the hash of rows."""
     fields = b"" if known is None else known
     parts = fields.decode().split(" ")
     return parts[3] if len(parts) > 3 else ""
 
 
 def run_names(address: StoreAddress) -> list[str]:
-    """Names of the runs on a server, sorted. Raises StoreError when it cannot be reached."""
+    """Return the names of the runs on a server, sorted. Raises StoreError if it is unreachable."""
     connection = RedisConnection(address, patience=0.0)
     try:
         found = connection.call(lambda client: client.execute_command("SMEMBERS", RUNS))
@@ -77,7 +77,7 @@ def run_names(address: StoreAddress) -> list[str]:
 
 
 def delete_run(address: StoreAddress) -> int:
-    """Remove every key of a run, with those of its stages. Returns how many there were."""
+    """Delete every key of a run and of its stages. Returns how many there were."""
     connection = RedisConnection(address, patience=0.0)
     pattern = address.at(address.name).prefix.replace("[", "\\[") + "*"
 

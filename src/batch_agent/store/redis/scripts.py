@@ -1,14 +1,14 @@
-"""The Lua scripts of a run in Redis: each operation that must happen as a whole is one of them.
+"""The Lua scripts of a run in Redis. Each atomic operation is one script.
 
-All get the same keys, in the order of ``KEYS``; the keys of a row's steps are made from a prefix, and share the tag.
-``design/cluster.md`` says what each key holds.
+All scripts get the same keys, in the order of ``KEYS``. The keys of a row's steps are made from a prefix, and share the
+hash tag. ``design/cluster.md`` describes the content of each key.
 """
 
 from __future__ import annotations
 
 KEYS = ("run", "feeder", "queue", "rows", "results", "again")
 GROUP = "workers"  # the consumer group of the queue
-RETURNED = "returned"  # the consumer that rows are handed back to
+RETURNED = "returned"  # the consumer that holds returned rows
 REPLACED, TAKEN, HELD = b"REPLACED", b"TAKEN", b"HELD"
 
 _HEAD = f"""
@@ -43,7 +43,7 @@ local function standing()
 end
 """
 
-# facts, fingerprint, resume, lease in ms, what is kept, a number that no other feeder has
+# facts, fingerprint, resume, lease in ms, what is kept, a number that is unique to this feeder
 OPEN_FEED = (
     _HEAD
     + """
@@ -73,7 +73,7 @@ return {tostring(sitting), before[3] or '', latest and latest[1] or '0-0'}
 """
 )
 
-# sitting, a number that no other feeder has
+# sitting, a number that is unique to this feeder
 KEEP_FEED = (
     _HEAD
     + """
@@ -81,7 +81,7 @@ if replaced(ARGV[1]) then return 'REPLACED' end
 local lease, phase = unpack(redis.call('HMGET', run, 'lease', 'phase'))
 redis.call('SET', feeder, ARGV[1] .. ' ' .. ARGV[2], 'PX', lease)
 local cursor = '0-0'
-while phase ~= 'running' do  -- no worker takes rows now: leases that ended are taken back here
+while phase ~= 'running' do  -- no worker takes rows now, so expired leases are ended here
   cursor = redis.call('XAUTOCLAIM', queue, group, '{RETURNED}', lease, cursor, 'COUNT', 500, 'JUSTID')[1]
   if cursor == '0-0' then break end
 end
@@ -89,7 +89,7 @@ return standing()
 """.replace("{RETURNED}", RETURNED)
 )
 
-# sitting, number of the call, what is tried again ('*', or the types between bars), prefix of steps; then of each row:
+# sitting, number of the call, what is retried ('*', or the types between bars), prefix of steps; then for each row:
 # index, key, value
 FEED = (
     _HEAD
@@ -115,7 +115,7 @@ for i = 5, #ARGV, 3 do
     if not fed then
       keep(row, sitting, index, 'q', add(row, index, value), '')
       break
-    elseif fed == sitting and at == index then  -- this call was made before, and its answer lost
+    elseif fed == sitting and at == index then  -- a repeated call: its first answer was lost
       if state ~= 'q' then
         local entry = redis.call('XRANGE', results, place, place)[1]
         if entry and field(entry, 'sitting') ~= sitting then answer = field(entry, 'result') end
@@ -142,7 +142,7 @@ for i = 5, #ARGV, 3 do
       break
     end
     copies = copies + 1
-    if copies == 1 then  -- many rows may ask the same: go on after those of earlier calls
+    if copies == 1 then  -- many rows may have the same key: continue after those of earlier calls
       local known = redis.call('HGET', again, key)
       local of, before, now = string.match(known or '', '^(%d+) (%d+) (%d+)$')
       if of then copies = math.max(1, tonumber(of == number and before or now)) end
@@ -207,7 +207,7 @@ return 'OK'
 
 STANDING = _HEAD + "return standing()"
 
-# worker, count, prefix of steps, whether leases that ended are looked for, and for how many ms the server must be up
+# worker, count, prefix of steps, whether to look for expired leases, and the minimum uptime of the server in ms
 TAKE = (
     _HEAD
     + f"""
@@ -247,7 +247,7 @@ return taken
 """
 )
 
-# worker, then of each lease: place, token
+# worker, then for each lease: place, token
 RENEW = (
     _HEAD
     + """
@@ -271,7 +271,7 @@ return {lost, standing()}
 """
 )
 
-# worker, key of the worker, number of the commit, prefix of steps; then of each row: place, token, row, result or '',
+# worker, key of the worker, number of the commit, prefix of steps; then for each row: place, token, row, result or '',
 # error, number of steps, steps
 COMMIT = (
     _HEAD
@@ -310,7 +310,7 @@ return lost
 """
 )
 
-# worker, then of each lease: place, token
+# worker, then for each lease: place, token
 HAND_BACK = (
     _HEAD
     + f"""
@@ -328,7 +328,7 @@ return 'OK'
 LEAVE = (
     _HEAD
     + """
-if #redis.call('XPENDING', queue, group, '-', '+', 1, ARGV[1]) == 0 then  -- else its rows would be lost with it
+if #redis.call('XPENDING', queue, group, '-', '+', 1, ARGV[1]) == 0 then  -- else its rows would be lost
   redis.call('XGROUP', 'DELCONSUMER', queue, group, ARGV[1])
 end
 redis.call('DEL', ARGV[2])

@@ -1,4 +1,4 @@
-"""A run in Redis: ``RunStore`` by streams, a consumer group and a script per operation (design/cluster.md)."""
+"""A run in Redis: ``RunStore`` with streams, a consumer group and one script per operation (design/cluster.md)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from batch_agent.store.shared import (
 
 logger = logging.getLogger("batch_agent")
 
-RUNS = "batch-agent:runs"  # names of the runs of a database
-KEPT_WORKER = 3600  # seconds that a worker is described after its latest sign of life
+RUNS = "batch-agent:runs"  # set of the names of the runs in a database
+KEPT_WORKER = 3600  # seconds that the description of a worker is kept after its latest renewal
 BLOCKED = 1.0  # seconds that a command may wait in Redis
 
 
 class RedisRunStore:
-    """One run. Any thread may use it."""
+    """One run. It is thread-safe."""
 
     def __init__(self, connection: RedisConnection) -> None:
         self.connection = connection
@@ -48,16 +48,16 @@ class RedisRunStore:
         self._keys = [self.key(name) for name in scripts.KEYS]
         self._steps = self.key("steps:")
         self._scripts: dict[str, Script] = {}
-        self._nonce = secrets.token_hex(8)  # tells this feeder from others
+        self._nonce = secrets.token_hex(8)  # distinguishes this feeder from others
         self._calls = count(1)
-        self._looked = 0.0  # when leases that ended were last looked for
+        self._looked = 0.0  # when expired leases were last looked for
         self._lease = LEASE
-        self.polite = True  # leave other workers time to renew after an outage, and look for their rows now and then
+        self.polite = True  # give other workers time to renew after an outage; look for expired leases rarely
 
     @classmethod
     def open(cls, address: StoreAddress, *, on_away: Callable[[bool], None] = lambda _: None) -> RedisRunStore:
-        """The run at that address, which need not be there yet. Raises SpecError when the server refuses, StoreError
-        when it cannot be reached."""
+        """Open the run at that address, which need not exist yet. Raises SpecError if the server refuses, StoreError if
+        it is unreachable."""
         connection = RedisConnection(address, on_away=on_away)
         try:
             connection.open()
@@ -67,7 +67,7 @@ class RedisRunStore:
         return cls(connection)
 
     def key(self, name: str) -> str:
-        """The name of a key of this run."""
+        """Return the name of a key of this run."""
         return self.address.prefix + name
 
     def lent(self) -> RedisLent:
@@ -92,7 +92,7 @@ class RedisRunStore:
             "results" if keep_results_only else "all",
             self._nonce,
         )
-        waits = 2  # for the lease of a feeder that died, which ends; that of one that lives does not
+        waits = 2  # the lease of a dead feeder ends meanwhile; a live feeder renews its lease
         while (answer := self._script(scripts.OPEN_FEED, *arguments))[0] == scripts.HELD:
             if not waits:
                 raise StoreError(f"{self.address} is fed by another process; wait for it, or stop it")
@@ -100,7 +100,7 @@ class RedisRunStore:
             time.sleep(max(0, answer[1]) / 1000 + 0.05)
         if answer == scripts.TAKEN:
             raise SpecError(
-                f"{self.address} holds a run already: go on with it (resume=True, or batch-agent resume URL), or give "
+                f"{self.address} holds a run already: resume it (resume=True, or batch-agent resume URL), or use "
                 "another name"
             )
         if not self.address.stage:
@@ -198,7 +198,7 @@ class RedisRunStore:
     # Redis
 
     def persistence(self) -> str:
-        """Why a restart of this server would lose the run, or "" if it would not."""
+        """Return the reason why a restart of this server would lose the run, or ""."""
 
         def ask(client: Client) -> str:
             target = {"target_nodes": "random"} if self.address.cluster else {}
@@ -209,18 +209,19 @@ class RedisRunStore:
                 return ""
             saves = _configured(client, "save", target)
             if saves is None or saves:
-                return "only snapshots are written (appendonly is off): a crash loses what came after the latest"
+                return "only snapshots are written (appendonly is off): a crash loses what came after the latest one"
             return "nothing is written to disk (appendonly and save are off): a restart loses the run"
 
         return self.connection.call(ask)
 
     @property
     def _age(self) -> int:
-        """Milliseconds for which the server must be up before leases end: nothing was renewed while it was down."""
+        """Minimum uptime of the server in milliseconds before leases expire: workers could not renew while it was
+        down."""
         return int(self._lease * 1000) if self.polite else 0
 
     def _may_look(self) -> bool:
-        """Whether to look for leases that ended. Not just after an outage: others could not renew theirs either."""
+        """Return whether to look for expired leases. Not just after an outage: other workers could not renew theirs."""
         now = time.monotonic()
         if not self.polite:
             return True
@@ -250,7 +251,7 @@ class RedisRunStore:
 
     @contextmanager
     def _present(self) -> Iterator[None]:
-        """Explains the error of a run that was deleted meanwhile."""
+        """Explain the error of a run that was deleted meanwhile."""
         try:
             yield
         except StoreError as error:
@@ -260,10 +261,10 @@ class RedisRunStore:
 
 
 def _configured(client: Client, name: str, target: dict[str, str]) -> str | None:
-    """A setting of the server; None where it does not tell."""
+    """Return a setting of the server; None if the server does not allow reading it."""
     try:
         found = client.execute_command("CONFIG", "GET", name, **target)
-    except Exception:  # managed servers forbid it
+    except Exception:  # managed servers forbid CONFIG
         return None
     while isinstance(found, dict) and found and isinstance(next(iter(found.values())), dict):
         found = next(iter(found.values()))
