@@ -112,7 +112,7 @@ def test_export_has_the_last_stage_unless_another_is_named(recorded: Path, capsy
     assert "has no stage 'raed'; its stages: read, judge, reduce" in capsys.readouterr().err
     (recorded / "reduce" / "run.json").unlink()
     assert main(["export", str(recorded)]) == 1
-    assert "'reduce' of runs/p has not begun" in capsys.readouterr().err
+    assert "'reduce' of runs/p has not started" in capsys.readouterr().err
 
 
 async def test_retry_failed_tries_the_failed_rows_of_the_stages(tmp_path: Path) -> None:
