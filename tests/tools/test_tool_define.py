@@ -116,8 +116,8 @@ def test_what_is_declared_decides_what_may_be_shared(
         ({"cacheable": "yes"}, "cacheable is 'yes'; it is True or False"),
         ({"cache_key": 5, "cacheable": True}, "cache_key is 5; it is a function"),
         ({"name": 5}, "name is 5; it is text"),
-        ({"name": "has space"}, "no name for a tool"),
-        ({"name": ""}, "no name for a tool"),
+        ({"name": "has space"}, "not a valid tool name"),
+        ({"name": ""}, "not a valid tool name"),
     ],
 )
 def test_a_wrong_option_is_a_spec_error(options: dict[str, object], message: str) -> None:
@@ -151,7 +151,7 @@ async def test_functions_methods_closures_partials_and_objects_are_tools(
     open_pool, value: object, name: str, arguments: dict[str, object], text: str
 ) -> None:
     if not name:
-        with pytest.raises(SpecError, match="no name for a tool"):
+        with pytest.raises(SpecError, match="not a valid tool name"):
             resolve_tools([value])
         return
     (tool,) = resolve_tools([value])
