@@ -29,7 +29,7 @@ def bad(lie: str, **options: object) -> list[Tool]:
         ("silent", "did not answer within 0.5 s"),
         ("bad schema", "'look' that cannot be offered: its schema cannot be used.*only="),
         ("remote schema", "may only refer to itself"),
-        ("long name", "has 1 to 64 characters"),
+        ("long name", "must have 1 to 64 characters"),
         ("no list", "does not list its tools"),
         ("endless list", "more than 100 pages"),
     ],
