@@ -97,7 +97,7 @@ class BatchAgent(MapReduce):
 
         ``progress`` shows the progress on standard error or in the notebook: True always, False never. By default it
         is shown in a terminal or a notebook if the run takes more than a moment. ``view`` serves a page about the run
-        and shows its address. It needs ``run_dir``, and ends when the results are deleted.
+        and shows its address. It needs ``run_dir``. The page is served until the returned results are discarded.
         """
         checked = _spec(spec, options)
         return await _collect(cls._open(checked), checked, progress, view, _interruption())

@@ -306,7 +306,7 @@ class BatchSpec(BaseModel):
     )
     keep: Annotated[Literal["all", "results"], Allowed("all or results"), Scope.WHOLE, Flag("WHAT")] = Field(
         "all",
-        description="For a run in Redis: `results` deletes the turns and transcript of a row when it is done.",
+        description="For a run in Redis: keep `all` of a finished row, or only `results`, without its turns.",
     )
     feed_only: Annotated[
         Switch, Scope.WHOLE, Flag(None, "only feed rows and collect results; other processes do the work", "no_work")
