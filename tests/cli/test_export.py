@@ -64,7 +64,7 @@ def test_a_parquet_file_is_exported(run_dir: Path) -> None:
         (["gone", "--format", "csv"], "gone holds no run"),
         (["run", "--format", "parquet"], "give --output FILE"),
         (["run", "--format", "csv", "--output", "gone/out.csv"], "cannot write gone/out.csv: No such file"),
-        (["run", "--format", "parquet", "--output", "out.parquet.gz"], "leave .gz off"),
+        (["run", "--format", "parquet", "--output", "out.parquet.gz"], "omit .gz"),
         (["run", "--format", "messages"], "was not started by the command line"),
     ],
 )
